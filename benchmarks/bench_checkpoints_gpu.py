@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 RESULTS = "results_checkpoints_gpu.csv"
 
@@ -36,7 +37,7 @@ def logits_of(folder: str) -> torch.Tensor:
     import transformers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]  # with loading info
         folder, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True, local_files_only=True
     )
     wrong = {kind: info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
@@ -75,6 +76,7 @@ def round_trip(directory: Path, sizes: dict, setting, ep: int) -> dict[str, obje
     dist.barrier()
     state = ParallelState.create(ParallelConfig.for_world(dist.get_world_size(), ep=ep), setting.device)
     model = bench_parallel.build(sizes, setting).to(torch.bfloat16)
+    assert isinstance(model, PreTrainedModel)
     sharding.shard_model(model, state)
     sharding.materialise(model, setting.device)
     on_gpu = setting.device == "cuda"
@@ -195,7 +197,7 @@ def any_saving(checkpointer, setting) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--directory", type=Path, help="scratch space; what is written there is removed")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32768)

@@ -27,7 +27,7 @@ from patchgen.runtime.data.cache import open_cache
 from patchgen.runtime.data.cached_loader import PlannedLoader
 from patchgen.runtime.data.config import DataConfig, SourceConfig
 from patchgen.runtime.data.documents import Documents
-from patchgen.runtime.data.records import Record
+from patchgen.runtime.data.records import BadSample, Record
 from patchgen.runtime.data.text import Tokens
 
 RESULTS = Path(__file__).parent / "results_data.csv"
@@ -48,6 +48,8 @@ VOCABULARY = 50_000
 class Lengths:
     """A source of documents of given lengths."""
 
+    name = "made up"
+
     def __init__(self, lengths: np.ndarray) -> None:
         self.lengths = lengths
 
@@ -65,7 +67,7 @@ class Draw:
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
 
-    def encode(self, samples: Any) -> list[Tokens]:
+    def encode(self, samples: Any) -> list[Tokens | BadSample]:
         return [Tokens(self.random.integers(0, VOCABULARY, fields["length"]), None) for _, fields in samples]
 
     def fingerprint(self) -> str:

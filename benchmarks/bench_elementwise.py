@@ -43,8 +43,13 @@ EPS = 1e-6
 
 def median_ms(function: Callable[[], object], milliseconds: int) -> float:
     """Of so many milliseconds of repetitions, ten at least."""
-    once = do_bench(function, warmup=25, rep=1, return_mode="median")
-    return do_bench(function, warmup=0, rep=max(milliseconds, 10 * once), return_mode="median")
+
+    def measured(warm_up: int, repetitions: int) -> float:
+        found = do_bench(function, warmup=warm_up, rep=repetitions, return_mode="median")
+        assert isinstance(found, float)  # a list for quantiles alone
+        return found
+
+    return measured(0, max(milliseconds, int(10 * measured(25, 1))))
 
 
 def random(*shape: int) -> Tensor:
@@ -88,13 +93,13 @@ def implementations(operation: str) -> dict[str, Callable]:
             "compiled": functools.partial(formulas.rms_norm_compiled, eps=EPS),
         }
     if importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers import functional
+        from liger_kernel.transformers import functional  # pyright: ignore[reportMissingImports]
 
         norm = functools.partial(functional.liger_rms_norm, eps=EPS, in_place=False)
         liger = {"rotary": functional.liger_rope, "swiglu": functional.liger_swiglu}
         found["liger"] = liger.get(operation, norm)
     if importlib.util.find_spec("quack") and operation.endswith("norm"):
-        from quack.rmsnorm import rmsnorm
+        from quack.rmsnorm import rmsnorm  # pyright: ignore[reportMissingImports]
 
         found["quack"] = functools.partial(rmsnorm, eps=EPS)
     return found

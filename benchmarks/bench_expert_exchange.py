@@ -32,7 +32,7 @@ from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 
 RESULTS = Path(__file__).with_name("results_expert_exchange.csv")
-COLUMNS = ("date", "versions", "gpus", "tokens/GPU", "what", "ms", "host ms", "peak MiB")
+COLUMNS: tuple[str, ...] = ("date", "versions", "gpus", "tokens/GPU", "what", "ms", "host ms", "peak MiB")
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
 
 

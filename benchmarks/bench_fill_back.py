@@ -41,9 +41,9 @@ def exchange(embeddings, features, mask, state):
 
 def gather(embeddings, features, mask, state):
     """All embeddings on every rank."""
-    rows = collectives.gather_rows(features, state.sp_group, operation="features")
+    rows = collectives.gather_rows(features, state.sp_group, operation="features")  # pyright: ignore[reportCallIssue]  # torch's decorator
     by_token = embeddings.transpose(0, 1)
-    whole = collectives.gather_rows(by_token, state.sp_group, operation="embeddings").transpose(0, 1)
+    whole = collectives.gather_rows(by_token, state.sp_group, operation="embeddings").transpose(0, 1)  # pyright: ignore[reportCallIssue]  # torch's decorator
     everywhere = collectives.all_gather(mask, state.sp_group, dim=1, operation="mask")
     filled = whole.masked_scatter(everywhere[..., None], rows)
     return filled.chunk(state.sp, dim=1)[state.sp_rank]
@@ -51,7 +51,7 @@ def gather(embeddings, features, mask, state):
 
 def own(embeddings, features, mask, state):
     """Only features move."""
-    rows = collectives.gather_rows(features, state.sp_group, operation="features")
+    rows = collectives.gather_rows(features, state.sp_group, operation="features")  # pyright: ignore[reportCallIssue]  # torch's decorator
     return embeddings.masked_scatter(mask[..., None], media.local_features(rows, mask, state))
 
 
@@ -98,7 +98,7 @@ def measure(tokens: int, hidden: int, share: float) -> list[dict]:
 
 def main(arguments: list[str]) -> None:
     """Prints the rows and appends them to the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=2048)

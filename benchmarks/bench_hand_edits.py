@@ -17,6 +17,7 @@ import json
 import random
 import tempfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 from patchgen import pipeline, provenance
@@ -28,11 +29,11 @@ from patchgen.upgrade import compare_model, releases
 from patchgen.upstream import Release, Upstream, load_from
 
 RESULTS = Path(__file__).with_name("results_hand_edits.csv")
-FIELDS = ("model", "target", "made_with", "moved_to", "independent", "reported", "verdict", "agrees")
+FIELDS: tuple[str, ...] = ("model", "target", "made_with", "moved_to", "independent", "reported", "verdict", "agrees")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--made-with", default="5.13.0")
     parser.add_argument("--moved-to", nargs="+", default=["5.17.0", "5.23.0"])
     parser.add_argument("--models", nargs="+", default=committed())
@@ -80,7 +81,9 @@ def methods_of(text: str) -> dict[str, str]:
     """`Class.method` -> source, of the methods that a class defines once."""
     found: dict[str, list[str]] = {}
     for node in ast.parse(text).body:
-        for member in node.body if isinstance(node, ast.ClassDef) else ():
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for member in node.body:
             if isinstance(member, ast.FunctionDef):
                 start = min([member.lineno, *(one.lineno for one in member.decorator_list)])
                 lines = text.splitlines()[start - 1 : member.end_lineno]
@@ -93,7 +96,7 @@ def override(old: Upstream, targets: list[str]) -> ModelConfig:
     sources = methods_of(old.text)
     edits = tuple(OverrideMethod(target, sources[target], "an override to be carried on") for target in targets)
     own = config_for(old.model)
-    return ModelConfig(own.model, own.roots, own.expect, (*own.edits, *edits), own.allow_sync, own.strict_sync)
+    return replace(own, edits=(*own.edits, *edits))
 
 
 def moved(model: str, targets: list[str], made_with: str, to: str, root: Path, config: ModelConfig) -> list[dict]:
@@ -122,6 +125,7 @@ def text_in(version: str, model: str) -> str:
 def plain(source: str) -> str:
     """A method as Python prints it, without its docstring."""
     (function,) = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef)
     if ast.get_docstring(function) is not None:
         del function.body[0]
     return ast.unparse(function)

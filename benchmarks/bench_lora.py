@@ -18,12 +18,14 @@ import argparse
 import gc
 import time
 from pathlib import Path
+from typing import Any
 
 import bench_train as common
 import result_rows
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from patchgen.kernels.fused_moe import fused_moe
 from patchgen.kernels.moe.adapters import ExpertAdapters, LowRank
@@ -34,7 +36,7 @@ from patchgen.runtime.train import flops, lora
 from patchgen.runtime.train.recipe import LoraConfig
 
 RESULTS = Path(__file__).with_name("results_lora.csv")
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "date",
     "versions",
     "gpu",
@@ -61,7 +63,7 @@ LEARNING_RATE = {FULL: 1e-5}
 # ------------------------------------------------------------------------------------------ the comparison
 
 
-def experts_of(sizes: dict, rank: int, device: str) -> dict[str, Tensor]:
+def experts_of(sizes: dict, rank: int, device: str) -> dict[str, Any]:
     """One layer's experts, adapters, tokens and routing, in fp32."""
     num_experts, hidden, inner = sizes["num_experts"], sizes["hidden_size"], sizes["moe_intermediate_size"]
     tokens, generator = 4 * num_experts, torch.Generator(device).manual_seed(0)
@@ -84,7 +86,7 @@ def experts_of(sizes: dict, rank: int, device: str) -> dict[str, Tensor]:
     }
 
 
-def run_experts(tensors: dict[str, Tensor], dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
+def run_experts(tensors: dict[str, Tensor], dtype: torch.dtype, backend: str) -> dict[str, Any]:
     """Output and gradients of what is trained, of bf16 numbers computed with in `dtype`."""
     cast = {n: t.bfloat16().to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
     trained = [name for name in cast if name not in ("index", "gate_up", "down")]
@@ -124,7 +126,7 @@ def compare_experts(sizes: dict, rank: int, device: str, backend: str) -> list[s
 def build(case: str, mode: str, rank: int, state: ParallelState, setting: common.Setting) -> nn.Module:
     """The model of a case, sharded, with its weights."""
     parameters = CASES[case]
-    options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    options: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     with torch.device("meta"):
         model = registry.build_model(
             common.config_of(setting.sizes),
@@ -247,7 +249,7 @@ def main() -> None:
         arguments.layers, arguments.tokens = 2, [min(tokens, 512) for tokens in arguments.tokens[:1]]
     if device == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
     attention.register()
     sizes = (common.TINY if arguments.tiny else common.MODEL) | {
         "num_hidden_layers": arguments.layers,

@@ -54,14 +54,14 @@ def linear(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def liger(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
     shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
     return liger_fused_linear_cross_entropy(hidden.reshape(-1, HIDDEN_SIZE), head.weight, shifted)
 
 
 def quack(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
     shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
     return chunked_linear_cross_entropy(hidden.reshape(-1, HIDDEN_SIZE), head.weight, shifted)

@@ -143,7 +143,7 @@ def transformers_grouped_mm(problem: Problem) -> Tensor:
 def liger(problem: Problem) -> Tensor:
     """With its own fixed configurations: its tuning takes two minutes and more per shape."""
     os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")  # read when it is imported
-    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction  # pyright: ignore[reportMissingImports]
 
     return LigerFusedMoEFunction.apply(problem.x, problem.gate_up, problem.down, problem.index.int(), problem.weights)
 
@@ -329,10 +329,11 @@ def rows_of(name: str, tokens: int, routing: str, options: list[str], millisecon
     """One dictionary per option, printed when all are measured."""
     problem = make_problem(SHAPES[name], tokens, routing)
     expected = reference(problem) if check else None
-    errors, memory, pairs = {}, {"cublas": (0.0, 0.0)}, {"cublas": cublas(problem)}
+    errors, memory = {}, {"cublas": (0.0, 0.0)}
+    pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {"cublas": cublas(problem)}
     for option in options:
         function = implementations()[option]
-        errors[option] = worst_error(gradients(function, problem), expected) if check else None
+        errors[option] = worst_error(gradients(function, problem), expected) if expected is not None else None
         memory[option] = memory_of(function, problem)
         pairs[option] = layer(function, problem)
     del expected

@@ -33,7 +33,7 @@ from patchgen.kernels.moe.plan import make_plan
 from patchgen.kernels.moe.schedule import copy_repays
 
 RESULTS = Path(__file__).with_name("results_moe_kernels.csv")
-COLUMNS = ("date", "versions", "shape", "tokens", "kernel", "ms", "tflops", "mhz", "watts", "joules")
+COLUMNS: tuple[str, ...] = ("date", "versions", "shape", "tokens", "kernel", "ms", "tflops", "mhz", "watts", "joules")
 SILU = Activation("silu", 1.0, float("inf"), 0.0, False, True)
 
 
@@ -48,13 +48,14 @@ class Samples:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        for line in self.process.stdout:
+        for line in self.process.stdout or ():
             clock, power = (float(field) for field in line.split(","))
             self.found.append((time.time(), clock, power))
 
     def mean(self, start: float, end: float) -> tuple[float, float]:
         inside = [sample[1:] for sample in self.found if start < sample[0] < end]
-        return tuple(statistics.fmean(values) for values in zip(*inside, strict=True)) if inside else (0.0, 0.0)
+        clocks, powers = zip(*inside, strict=True) if inside else ((0.0,), (0.0,))
+        return statistics.fmean(clocks), statistics.fmean(powers)
 
 
 def measure(function: Callable[[], object], seconds: float, samples: Samples) -> tuple[float, float, float]:
@@ -115,7 +116,7 @@ def kernels(name: str, tokens: int) -> dict[str, tuple[Callable[[], object], flo
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--shape", default="qwen3", choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--seconds", type=float, default=0.45, help="per kernel")

@@ -24,7 +24,7 @@ from patchgen.generated_models.qwen3_omni_moe import modeling_qwen3_omni_moe as 
 from patchgen.runtime import attention, seams
 
 RESULTS = Path(__file__).with_name("results_omni.csv")
-COLUMNS = ("date", "versions", "gpu", "who", "attention", "tokens", "patches", "audio frames", "loss")
+COLUMNS: tuple[str, ...] = ("date", "versions", "gpu", "who", "attention", "tokens", "patches", "audio frames", "loss")
 COLUMNS += ("gradient error", "ms", "peak GiB")
 TEXT = {"vocab_size": 152_064, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}
 TEXT |= {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
@@ -131,7 +131,7 @@ def measure(model: nn.Module, inputs: dict, dtype: torch.dtype, device: str) -> 
 def main() -> None:
     from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as upstream
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--images", type=int, default=4)
     parser.add_argument("--sounds", type=int, default=4)

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import result_rows
@@ -33,7 +34,17 @@ from patchgen.runtime.parallel import ParallelConfig, overlap
 from patchgen.runtime.parallel.state import ParallelState
 
 RESULTS = Path(__file__).with_name("results_overlap.csv")
-COLUMNS = ("date", "versions", "gpus", "what", "variant", "tokens per GPU", "ms", "gain %", "largest difference")
+COLUMNS: tuple[str, ...] = (
+    "date",
+    "versions",
+    "gpus",
+    "what",
+    "variant",
+    "tokens per GPU",
+    "ms",
+    "gain %",
+    "largest difference",
+)
 
 
 class Layer(nn.Module):
@@ -109,7 +120,7 @@ def expert_rows(arguments: argparse.Namespace, dtype: torch.dtype) -> list[dict]
     from transformers import DeepseekV3Config
 
     world, rank = dist.get_world_size(), dist.get_rank()
-    sizes = {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 16 * world}
+    sizes: dict[str, Any] = {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 16 * world}
     sizes |= {"num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 4}
     if arguments.tiny:
         sizes |= {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
@@ -137,7 +148,8 @@ def expert_rows(arguments: argparse.Namespace, dtype: torch.dtype) -> list[dict]
             with parallel.using(state):
                 out = block(leaf)
                 out.backward(direction)
-            return [out.detach(), leaf.grad, *(p.grad for p in block.shared_experts.parameters())]
+            grads = (leaf.grad, *(p.grad for p in block.shared_experts.parameters()))
+            return [out.detach(), *(grad for grad in grads if grad is not None)]
 
         with later:
             reference = run()
@@ -158,7 +170,7 @@ def expert_rows(arguments: argparse.Namespace, dtype: torch.dtype) -> list[dict]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])

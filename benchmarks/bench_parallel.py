@@ -29,6 +29,7 @@ import result_rows
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from patchgen.generated_models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 from patchgen.runtime import attention, parallel, seams
@@ -47,7 +48,17 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import optimizers
 
 RESULTS = Path(__file__).with_name("results_parallel.csv")
-COLUMNS = ("date", "versions", "gpus", "layout", "ckpt", "tokens per GPU", "s/step", "tokens/s/GPU", "peak GiB")
+COLUMNS: tuple[str, ...] = (
+    "date",
+    "versions",
+    "gpus",
+    "layout",
+    "ckpt",
+    "tokens per GPU",
+    "s/step",
+    "tokens/s/GPU",
+    "peak GiB",
+)
 COLUMNS += ("all-to-all %", "all-gather %", "reduce-scatter %")
 LAYOUTS = {
     "FSDP": {},
@@ -94,7 +105,7 @@ def fill(model: nn.Module) -> None:
     """Random weights, each rank its own part."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(dist.get_rank())
     for parameter in model.parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if parameter.ndim == 1:
             local.fill_(1.0)
         else:
@@ -245,15 +256,20 @@ def agreement(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> N
         return {key: value.to(setting.device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
     def one_rank(dtype: torch.dtype, attention_name: str, choices: dict) -> tuple[float, dict]:
-        model = Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**sizes), attn_implementation=attention_name).train()
+        model: nn.Module = Qwen3MoeForCausalLM._from_config(
+            Qwen3MoeConfig(**sizes), attn_implementation=attention_name
+        )
+        model.train()
         model.load_state_dict(weights)
-        model.to(setting.device, dtype)
+        model.to(device=setting.device, dtype=dtype)  # pyright: ignore[reportCallIssue]  # transformers' decorator
         inputs = to_device(batch.slice_batch(global_batch(world), sp=1, sp_rank=0))
         items = (inputs["shift_labels"] != batch.IGNORED).sum()
         with seams.using(**choices):
             value = model(**inputs, num_items_in_batch=items, use_cache=False).loss
             value.backward()
-        return float(value.detach()), {name: p.grad.float() for name, p in model.named_parameters()}
+        return float(value.detach()), {
+            name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None
+        }
 
     upstream = dict.fromkeys(setting.seams, "eager")
     reference = one_rank(torch.float32, "patchgen_eager", upstream) if rank == 0 else None
@@ -278,8 +294,9 @@ def agreement(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> N
             share.backward()
         total = share.detach().clone()
         dist.all_reduce(total)
-        found = {key: parameter.grad.full_tensor() for key, parameter in model.named_parameters()}
-        if rank == 0:
+        grads = {key: parameter.grad for key, parameter in model.named_parameters()}
+        found = {key: grad.full_tensor() for key, grad in grads.items() if isinstance(grad, DTensor)}
+        if reference is not None and lone is not None:
             errors = {key: distance(found[key], reference[1][key]) for key in found}
             bars = {key: distance(lone[1][key], reference[1][key]) for key in found}
             worst = max(errors, key=lambda key: errors[key] / max(bars[key], 1e-3))
@@ -355,7 +372,7 @@ class waits:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=["agreement", "syncs", "table"])
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768, 131072])

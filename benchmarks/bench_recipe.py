@@ -54,7 +54,7 @@ def make_model(folder: Path, layers: int, rows: int | None, *, tiny: bool) -> No
     config = config_of(sizes | {"vocab_size": max(vocabulary, rows or sizes["vocab_size"])})
     config.architectures = ["Qwen3MoeForCausalLM"]
     config.save_pretrained(folder)
-    tokenizer = train_tokenizer(DataConfig(sources=[SourceConfig(path=SOURCE)]), vocab_size=vocabulary)
+    tokenizer = train_tokenizer(DataConfig(sources=(SourceConfig(path=SOURCE),)), vocab_size=vocabulary)
     tokenizer.save_pretrained(folder)
 
 
@@ -207,7 +207,7 @@ def bench(arguments: argparse.Namespace) -> None:
     """
     from patchgen.runtime.train import run_log
 
-    out = Path(os.environ.get("OUT", arguments.folder))
+    out = Path(os.environ.get("OUT") or arguments.folder)
     run, log, began = arguments.folder / "run", out / "recipe.log", time.monotonic()
     deadline, figures = began + arguments.budget, Figures(out / "recipe.json")
     saved, before = run_until_killed(command_of(arguments), run, log, deadline)

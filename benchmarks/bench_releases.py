@@ -12,6 +12,7 @@ import argparse
 import csv
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from patchgen import emit, pipeline, provenance
@@ -21,11 +22,11 @@ from patchgen.upgrade import releases
 from patchgen.upstream import Release, load_from
 
 RESULTS = Path(__file__).with_name("results_releases.csv")
-FIELDS = ("model", "release", "generation", "lines", "proof")
+FIELDS: tuple[str, ...] = ("model", "release", "generation", "lines", "proof")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--releases", nargs="+", default=["5.13.0", "5.17.0", "5.20.0", "5.23.0"])
     parser.add_argument("--proofs", nargs="*", default=[], metavar="RELEASE=FOLDER")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -43,14 +44,14 @@ def main() -> None:
         write(options.output, rows)
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> None:
+def write(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
 
-def row(model: str, release: Release, proofs: Path) -> dict[str, object]:
+def row(model: str, release: Release, proofs: Path) -> Mapping[str, object]:
     """What comes of a model: generated, or refused and why; and what the proof of these bytes says."""
     names = {"model": model, "release": release.version}
     try:

@@ -192,7 +192,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     began = time.monotonic()
-    out = Path(os.environ.get("OUT", arguments.folder))
+    out = Path(os.environ.get("OUT") or arguments.folder)
     out.mkdir(parents=True, exist_ok=True)
     rows, log = out / "rows.jsonl", out / "bench_train.log"
     options = ["--steps", str(arguments.steps), "--warm-up", str(arguments.warm_up)] + (

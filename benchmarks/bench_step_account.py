@@ -24,6 +24,7 @@ import bench_train
 import torch
 import torch.distributed as dist
 from bench_train import LAYOUTS, MODEL, Setting
+from torch._C._autograd import DeviceType
 
 from patchgen.runtime import attention, registry, seams
 from patchgen.runtime.parallel import ParallelConfig, loss
@@ -95,10 +96,12 @@ def account(step: Callable[[int], object], steps: int) -> list[str]:
         for index in range(steps):
             step(index)
         torch.cuda.synchronize()
+    recorded = profiler.profiler
+    assert recorded is not None and recorded.kineto_results is not None, "nothing was profiled"
     events = [
         (one.name(), one.start_ns(), one.start_ns() + one.duration_ns())
-        for one in profiler.profiler.kineto_results.events()
-        if one.device_type() == torch.autograd.DeviceType.CUDA
+        for one in recorded.kineto_results.events()
+        if one.device_type() == DeviceType.CUDA
     ]
     lines = [f"  {time:8.2f} ms {count:7.0f} x {what}" for what, time, count in summary(events, steps)]
     by_name = Counter()
@@ -141,7 +144,7 @@ def main() -> None:
                 optimizer = bench_train.optimizer_of(layout, model, setting)
                 for group in optimizer.param_groups:
                     group["lr"] = arguments.lr
-                step = bench_train.replayed_step(model, setting, state) if replays else bench_train.our_step
+                step: Callable = bench_train.replayed_step(model, setting, state) if replays else bench_train.our_step
                 batches = [bench_train.inputs_of(tokens, state, setting, i, on_host=replays)[0] for i in range(2)]
                 items = [loss.count_items([inputs], "cuda") for inputs in batches]
                 items = [int(one) for one in items] if replays else items
@@ -167,7 +170,7 @@ def main() -> None:
                         print("  s/step " + " ".join(f"{one:.4f}" for one in seconds))
                         print("  losses and norms " + " ".join(f"{a:.5f}/{b:.4f}" for a, b in found))
                         print("\n".join(lines), flush=True)
-                optimizer = step = None
+                optimizer, step = None, bench_train.our_step  # lets go of a captured graph
             model = None
             gc.unfreeze()
             gc.collect()

@@ -26,9 +26,10 @@ import datetime
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import case_failures
 import named_weights
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from case_rows import CaseRows
 from packed_rows import packed_row
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from train_cases import CASE, THEIRS, TITAN, WHO, compare, describe, has_mode
@@ -52,7 +54,19 @@ from patchgen.runtime.train.captured import CapturedStep
 
 Model = nn.Module | peer_torchtitan.Peer
 RESULTS = Path(__file__).with_name("results_train.csv")
-COLUMNS = ("date", "versions", "gpus", "layers", "who", "layout", "ckpt", "tokens/GPU", "loss 1", "norm 1", "s/step")
+COLUMNS: tuple[str, ...] = (
+    "date",
+    "versions",
+    "gpus",
+    "layers",
+    "who",
+    "layout",
+    "ckpt",
+    "tokens/GPU",
+    "loss 1",
+    "norm 1",
+    "s/step",
+)
 COLUMNS += ("tokens/s/GPU", "TFLOP/s", "MFU %", "peak GiB", "ratio")
 LAYOUTS: dict[str, dict] = {
     "FSDP": {},
@@ -122,7 +136,7 @@ def layers_that_fit(sizes: dict, memory: int, world: int) -> int:
 # ------------------------------------------------------------------------------------------ the two models
 
 
-def ours(setting: Setting, state: ParallelState, mode: str, **options: object) -> nn.Module:
+def ours(setting: Setting, state: ParallelState, mode: str, **options: Any) -> nn.Module:
     with torch.device("meta"):
         model = registry.build_model(config_of(setting.sizes), attn_implementation=setting.attention).train()
     checkpointing.apply(model, mode)
@@ -215,7 +229,7 @@ def our_step(model: nn.Module, optimizer, inputs: dict, state: ParallelState, it
 def replayed_step(model: nn.Module, setting: Setting, state: ParallelState) -> Callable:
     """`our_step` with its forward and backward as one CUDA graph, as `train.cuda_graph` has it."""
 
-    def compute(inputs: dict, items: Tensor, tokens: Tensor) -> Tensor:
+    def compute(inputs: Mapping[str, Any], items: Tensor, tokens: Tensor) -> Tensor:
         with parallel.using(state), loss.step(items, num_tokens=tokens):
             share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
             share.backward()
@@ -223,7 +237,7 @@ def replayed_step(model: nn.Module, setting: Setting, state: ParallelState) -> C
 
     captured = CapturedStep(model, state, torch.device(setting.device, torch.cuda.current_device()), compute)
 
-    def step(model: nn.Module, optimizer, inputs: dict, state: ParallelState, items: Tensor) -> tuple[Tensor, Tensor]:
+    def step(model: nn.Module, optimizer, inputs: dict, state: ParallelState, items: int) -> tuple[Tensor, Tensor]:
         share = captured(inputs, items, inputs["input_ids"].numel() * state.config.num_batches)
         norm = gradients.clip(model, 1.0, optimizer=optimizer)
         optimizer.step()
@@ -254,7 +268,7 @@ def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
     """Loss and norm of the first step, then the time of the following ones."""
     step = step_of(name, model)
     replays = LAYOUTS[name].get("cuda_graph", False)
-    if replays:
+    if replays and isinstance(model, nn.Module):
         step = replayed_step(model, setting, state)
     batches = [inputs_of(tokens, state, setting, index, on_host=replays) for index in range(2)]
     items = [loss.count_items([inputs], setting.device) for inputs, _ in batches]
@@ -310,7 +324,7 @@ def profile(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
     if dist.get_rank() == 0:
         events = profiler.key_averages()
         print(f"\nprofile of {name}, {tokens} tokens per GPU, {seconds:.3f} s", flush=True)
-        kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = [event for event in events if event.device_type == DeviceType.CUDA]
         for time_of, chosen in (("self_device_time_total", kernels), ("self_cpu_time_total", events)):
             for event in sorted(chosen, key=lambda event: -getattr(event, time_of))[:14]:
                 share = getattr(event, time_of) / 1e6 / seconds

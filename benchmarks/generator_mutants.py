@@ -31,7 +31,7 @@ def conditions(node: ast.expr, place: Place) -> Iterator[ast.expr]:
     for i, loop in enumerate(getattr(node, "generators", ())):
         for j in range(len(loop.ifs)):
             changed = copy.deepcopy(node)
-            del changed.generators[i].ifs[j]
+            del getattr(changed, "generators")[i].ifs[j]  # noqa: B009
             yield changed
 
 

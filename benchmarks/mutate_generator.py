@@ -28,13 +28,25 @@ from generator_mutants import drawn
 from generator_trials import CAUGHT, PARTS, ROOT, SECONDS, SURVIVED, Copy
 
 RESULTS = ROOT / "benchmarks" / "results_mutate_generator.csv"
-COLUMNS = ("date", "versions", "code", "module", "where", "operator", "change", "verdict", "by", "seconds", "note")
+COLUMNS: tuple[str, ...] = (
+    "date",
+    "versions",
+    "code",
+    "module",
+    "where",
+    "operator",
+    "change",
+    "verdict",
+    "by",
+    "seconds",
+    "note",
+)
 SAME = ("code", "module", "where", "operator", "change")
 EQUAL = "equal"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--seed", default="0")
     parser.add_argument("--only", nargs="*", default=(), help="modules, as anatomy/names.py")
@@ -52,7 +64,7 @@ def main() -> None:
         for module, line, mutant in wanted(options.count, options.seed, options.only):
             row = described(module, mutant)
             known = next((other for other in rows if all(other[key] == row[key] for key in SAME)), None)
-            if (known is None) == options.again or (options.again and known["verdict"] == CAUGHT):
+            if (known is None) == options.again or (known is not None and known["verdict"] == CAUGHT):
                 continue
             tests = executed.tests_of(module, line, told)
             verdict, by, seconds = copy.verdict(module, mutant.text, tests, executed)

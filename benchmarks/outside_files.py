@@ -23,13 +23,13 @@ from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS
 from patchgen.runtime.verify.verify_model import verify_model
 from patchgen.upstream import load, name_of
 
-FIELDS = ("file", "loss", "experts", "on ranks", "proof")
+FIELDS: tuple[str, ...] = ("file", "loss", "experts", "on ranks", "proof")
 RUN = ("torch", "chunked")  # implementations of seams
 SEAM, PLAN = "causal_lm_loss seam", "experts={"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--output", type=Path, default=Path("outside_files.csv"))
     parser.add_argument("--alone", action="store_true", help="the folder is that of one file; its row goes to stdout")
@@ -65,6 +65,7 @@ def measured(folder: Path) -> dict[str, str]:
             (place / name).write_text(text, encoding="utf-8")
         try:
             own = register(str(folder), root)
+            assert own is not None, "a folder was named"
             proof = verify_model(own.generated, implementations=RUN, training_path=False)
         except UPSTREAM_REFUSALS as error:
             row["proof"] = f"the file itself does not run: {type(error).__name__}: {first_line(error)}"

@@ -14,6 +14,8 @@ Needs the package `torchtitan` (0.2.2), and `tyro`, which its configuration impo
     S tokens of this rank's row   E experts   H hidden size   M width of an expert
 """
 
+# pyright: reportMissingImports=false
+# The peer need not be installed where types are checked.
 from __future__ import annotations
 
 import functools
@@ -210,7 +212,7 @@ def arguments_of(sizes: dict) -> Any:
         vocab_size=config.vocab_size,
         head_dim=config.head_dim,
         norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_parameters["rope_theta"],
+        rope_theta=dict(config.rope_parameters or {})["rope_theta"],
         qk_norm=True,
         attn_type="varlen",
         attn_mask_type="block_causal",
@@ -271,8 +273,8 @@ def _attend_per_document(
         raise ValueError(f"Expected causal attention, window (-1, 0), got {window_size}.")
     outputs = []
     for first, last in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
-        parts = [whole[first:last].transpose(0, 1)[None] for whole in (query, key, value)]
-        out = F.scaled_dot_product_attention(*parts, is_causal=True, scale=scale, enable_gqa=True)
+        q, k, v = (whole[first:last].transpose(0, 1)[None] for whole in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 

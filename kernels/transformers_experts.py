@@ -7,7 +7,9 @@ model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="patch
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from patchgen.kernels.fused_moe import fused_moe
@@ -20,7 +22,7 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward of an experts class with transformers' decorator `use_experts_implementation`.
 
     Args:

@@ -54,7 +54,8 @@ def exported_names(module: Module) -> list[str]:
     statements = [s for block in module if "__all__" in block.binds for s in block.statements]
     values = [s.value for s in statements if isinstance(s, ast.Assign | ast.AugAssign | ast.AnnAssign)]
     lists = [value for value in values if isinstance(value, ast.List | ast.Tuple)]
-    return [element.value for value in lists for element in value.elts if isinstance(element, ast.Constant)]
+    elements = [element.value for value in lists for element in value.elts if isinstance(element, ast.Constant)]
+    return [element for element in elements if isinstance(element, str)]
 
 
 def check_parses(text: str, path: str) -> None:
@@ -212,7 +213,7 @@ def _with_used_names(block: Block, used: set[str]) -> Block | None:
     if all(name in used for name in block.binds):
         return block
     lines = []
-    for statement in block.statements:
+    for statement in (s for s in block.statements if isinstance(s, ast.Import | ast.ImportFrom)):
         kept = [a for a in statement.names if (a.asname or a.name.split(".")[0]) in used or a.name == "*"]
         if kept:
             statement = copy.copy(statement)

@@ -67,9 +67,10 @@ def with_own(kinds: Sequence[type[Pass]]) -> tuple[type[Pass], ...]:
 
 
 def _passes() -> list[type[Pass]]:
-    own = present()
-    found = []
-    for said in own.passes if own is not None else ():
+    own, found = present(), []
+    if own is None:
+        return found
+    for said in own.passes:
         file = own.folder / said
         if not file.is_file():
             raise ConfigError(f"{own.file}: passes names {said}, and there is no file {file}.")
@@ -104,6 +105,8 @@ def load(file: Path) -> ModuleType:
 def _load(file: Path, _content: bytes) -> ModuleType:
     name = f"patchgen_own_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None:
+        raise ConfigError(f"{file} is not a Python file: its name does not end with .py.")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         # not by the loader, whose cache of bytecode takes a file that changed twice in a second for the first one

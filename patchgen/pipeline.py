@@ -35,7 +35,8 @@ class Step:
     @property
     def rewrites(self) -> bool:
         """Whether the pass rewrites what its hits name; others drop it, or only report."""
-        return issubclass(pass_named(self.name), SitePass)
+        kind = pass_named(self.name)
+        return kind is not None and issubclass(kind, SitePass)
 
     @property
     def changed_lines(self) -> int:
@@ -192,10 +193,12 @@ def generate_whole(
     Raises:
         PatchgenError: as `generate`, for any of them.
     """
-    found = [generate(upstream, heads=heads)]
+    found, release = [generate(upstream, heads=heads)], upstream.release
+    if release is None:  # a file on disk has no parts: they are found in a release
+        return found
     for one in found:  # grows
         named = [name for name in one.parts if name not in {other.model for other in found} and not has(name)]
-        found += [generate(load_from(upstream.release, name)) for name in dict.fromkeys(named)]
+        found += [generate(load_from(release, name)) for name in dict.fromkeys(named)]
     return found
 
 
@@ -203,7 +206,7 @@ def _take_heads(heads: Sequence[str], anatomy: Anatomy) -> None:
     """Marks the heads that were asked for.
 
     Raises:
-        ConfigError: one is no model of this file, or none that an Auto class of `upstream.AUTO_CLASS_MAPPINGS` builds.
+        ConfigError: one is not a model of this file, or none that an Auto class of `upstream.AUTO_CLASS_MAPPINGS` builds.
     """
     release, models = anatomy.upstream.release, [name for name in anatomy.classes if anatomy.is_model(name)]
     maps = [release.auto_map(name) for name in AUTO_CLASS_MAPPINGS.values()] if release else []
@@ -248,7 +251,7 @@ def _check_config(config: ModelConfig, original: Module, final: Module) -> None:
         if isinstance(block.node, ast.ClassDef)
         for node in block.node.body
         if isinstance(node, ast.FunctionDef)
-    } | {block.name for block in final if isinstance(block.node, ast.FunctionDef)}
+    } | {block.node.name for block in final if isinstance(block.node, ast.FunctionDef)}
     methods |= {name.rpartition(".")[2] for name in methods}
     unknown = [name for name in config.allow_sync if name not in methods]
     if unknown:

@@ -151,9 +151,9 @@ def _statement_spans(tree: ast.Module) -> list[tuple[int, int]]:
         decorators = getattr(statement, "decorator_list", [])
         start = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
         if spans and start <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], statement.end_lineno))
+            spans[-1] = (spans[-1][0], max(spans[-1][1], statement.end_lineno or 0))
         else:
-            spans.append((start, statement.end_lineno))
+            spans.append((start, statement.end_lineno or 0))
     return spans
 
 

@@ -187,19 +187,21 @@ def open_release(version: str | None = None) -> Release:
         UpstreamNotFound: with the version and the places that were looked at.
     """
     present = installed_version()
-    if (version or present) is None:
+    wanted = version or present
+    if wanted is None:
         raise UpstreamNotFound(
             "transformers is not installed here. Install it (`pip install transformers==5.23.0`), name a release with "
             "--transformers VERSION, or a file with --source PATH."
         )
-    if version in (None, present):
-        return Release(Path(importlib.util.find_spec("transformers").origin).parent, present)
-    wheel = cached_wheel(version)
+    spec = importlib.util.find_spec("transformers")
+    if wanted == present and spec is not None and spec.origin is not None:
+        return Release(Path(spec.origin).parent, wanted)
+    wheel = cached_wheel(wanted)
     try:
-        return Release(zipfile.Path(wheel, "transformers/"), version)
+        return Release(zipfile.Path(wheel, "transformers/"), wanted)
     except zipfile.BadZipFile as error:
         raise UpstreamNotFound(
-            f"{wheel} should be the wheel of transformers {version} and is no zip file ({error}). Delete it; "
+            f"{wheel} should be the wheel of transformers {wanted} and is not a zip file ({error}). Delete it; "
             "the next run downloads it again."
         ) from error
 
@@ -373,7 +375,7 @@ def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
             sub_configs |= _sub_configs(values.get(table))
         found[node.name] = ConfigClass(
             name=node.name,
-            model_type=model_type.value if isinstance(model_type, ast.Constant) else base.model_type,
+            model_type=_text(model_type) if isinstance(model_type, ast.Constant) else base.model_type,
             sub_configs=sub_configs,
         )
     return found
@@ -392,9 +394,13 @@ def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
         config_class, kind = stated.get("config_class"), stated.get("model_type")
         found[key.value] = SubConfig(
             "AutoConfig" if config_class is None else ast.unparse(config_class),
-            kind.value if isinstance(kind, ast.Constant) else None,
+            _text(kind),
         )
     return found
+
+
+def _text(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def _tables(text: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -427,7 +433,7 @@ def cache_directory() -> Path:
 def cached_wheel(version: str) -> Path:
     """The wheel of a release, downloaded into the cache on first use. Two runs at once do not mix."""
     if not re.fullmatch(r"\d+(\.\w+)*", version):
-        raise UpstreamNotFound(f"'{version}' is no transformers version. Give it like 5.17.0.")
+        raise UpstreamNotFound(f"'{version}' is not a transformers version. Give it like 5.17.0.")
     cache = cache_directory()
     cached = sorted(cache.glob(f"transformers-{version}-*.whl"))
     if cached:

@@ -164,7 +164,7 @@ def lacks(name: str, asked: Collection[str], *, device_type: str | None = None, 
     """
     unknown = sorted(set(asked) - set(FEATURES))
     if unknown:
-        raise ValueError(f"There is no feature of attention {unknown}. There are: {', '.join(FEATURES)}.")
+        raise ValueError(f"Unknown attention feature {unknown}. Known: {', '.join(FEATURES)}.")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     able, largest = BACKENDS[name].features_on(device_type), BACKENDS[name].max_head
     too_large = (f"heads of {head_size}",) if largest is not None and head_size > largest else ()

@@ -4,7 +4,7 @@
     hand-written attention       `scores + mask`, `mask[:, 0]`, `mask.to(...)`: it becomes upstream's eager mask there and
                                  then, once for all layers, with the documents of the rows kept apart
 
-It is no tensor, so that neither FSDP's casts nor checkpointing touch it.
+It is not a tensor, so that neither FSDP's casts nor checkpointing touch it.
 
     B rows   S tokens per row   s = S / sp of this rank
 """
@@ -76,7 +76,7 @@ class Drawing:
 
 @dataclass(frozen=True, eq=False)
 class MaskStructure:
-    """Stands where a mask tensor would. Whatever is no attention of ours and touches it gets upstream's eager mask.
+    """Stands where a mask tensor would. Whatever is not an attention of ours and touches it gets upstream's eager mask.
 
     Attributes:
         drawing: what it is drawn from.

@@ -49,7 +49,7 @@ def initialize_as_upstream(*classes: type[PreTrainedModel]) -> None:
     transformers asks the outermost model alone whether it is custom code, and then does not call `_init_weights` for
     any module below it whose own parameters are all initialised, which modules without any are. Where such a module
     initialises its children's (a mixture of experts its experts', an MLP of a vision tower its two projections), they
-    would keep what was in memory, or what their parts get by themselves. A generated class is no custom code: its
+    would keep what was in memory, or what their parts get by themselves. A generated class is not custom code: its
     `_init_weights` is upstream's. A class that someone derives from it in another file is.
 
     Args:

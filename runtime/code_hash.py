@@ -1,4 +1,4 @@
-"""Hashes of code that comments and formatting do not change, nor the Python that computes them."""
+"""Hashes of code that do not depend on comments, on formatting, or on the Python release that computes them."""
 
 from __future__ import annotations
 

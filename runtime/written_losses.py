@@ -53,7 +53,7 @@ def shifted_cross_entropy(
 
     Args:
         labels: `[B, S]`, not yet shifted. Not read if `shift_labels` is given.
-        attention_mask: `[B, S]` or longer, whose last are taken; tokens that it drops are no targets.
+        attention_mask: `[B, S]` or longer, whose last are taken; tokens that it drops are not targets.
         more: see `aligned_cross_entropy`.
     """
     if shift_labels is not None:

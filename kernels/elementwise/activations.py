@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +141,7 @@ _KNOWN: weakref.WeakKeyDictionary[object, dict[tuple, Activation | None]] = weak
 
 
 @torch.compiler.assume_constant_result
-def _recognise(owner: object, method: str | None, is_gated: bool, is_interleaved: bool) -> Activation | None:
+def _recognise(owner: Any, method: str | None, is_gated: bool, is_interleaved: bool) -> Activation | None:
     """`method`: None for an activation function, "" for a gate function, else the name of the owner's gate method."""
     if owner is None:
         return None
@@ -152,7 +153,7 @@ def _recognise(owner: object, method: str | None, is_gated: bool, is_interleaved
     return answers[key]
 
 
-def _probe(owner: object, method: str | None, is_gated: bool, is_interleaved: bool) -> Activation | None:
+def _probe(owner: Any, method: str | None, is_gated: bool, is_interleaved: bool) -> Activation | None:
     function = getattr(owner, method) if method else owner
     if _is_learned(owner, function, is_gated and method is not None):
         return None  # its values change while it trains

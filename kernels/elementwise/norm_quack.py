@@ -44,7 +44,7 @@ def rms_norm_quack(
     reason = unavailable() if hidden_states.is_cuda else "it runs on GPUs only"
     if reason is not None:
         raise UnsupportedOptionError(f"rms_norm='quack': {reason}. Use rms_norm='compiled' or 'auto'.")
-    from quack.rmsnorm import rmsnorm
+    from quack.rmsnorm import rmsnorm  # pyright: ignore[reportMissingImports]
 
     return rmsnorm(hidden_states, weight.float() + offset if offset else weight, eps=eps)
 

@@ -10,6 +10,7 @@ The language-model loss has kernels of its own (`causal_lm_loss.py`, `linear_cro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -39,8 +40,8 @@ def per_token(
     size = limited(chunk_size(vocab_size))
     chunks = zip(hidden_TH.split(size), *(one.split(size) for one in given), strict=True)
     if torch.is_grad_enabled():
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        found = [checkpoint(_of_chunk, head, function, *chunk, **options) for chunk in chunks]
+        again = functools.partial(checkpoint, _of_chunk, head, function, use_reentrant=False, preserve_rng_state=False)
+        found = [again(*chunk) for chunk in chunks]
     else:
         found = [_of_chunk(head, function, *chunk) for chunk in chunks]
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))

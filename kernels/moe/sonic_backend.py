@@ -42,8 +42,8 @@ def fused_moe_sonic(
         raise UnsupportedOptionError(
             f"fused_moe, backend 'sonic': {reason} Use fused_moe='torch' or 'eager' for this model."
         )
-    from sonicmoe import moe_general_routing_inputs
-    from sonicmoe.enums import ActivationType
+    from sonicmoe import moe_general_routing_inputs  # pyright: ignore[reportMissingImports]
+    from sonicmoe.enums import ActivationType  # pyright: ignore[reportMissingImports]
 
     num_tokens, top_k = top_k_index.shape
     token = torch.arange(num_tokens, device=top_k_index.device, dtype=torch.int32)
@@ -58,7 +58,7 @@ def fused_moe_sonic(
         down_proj.permute(*order),
         down_bias,
         E=options.num_experts,
-        activation_type=ActivationType[_NAMES[options.recognised().kind]],
+        activation_type=ActivationType[_NAMES[_plain_gate(options)]],
         is_inference_mode_enabled=not torch.is_grad_enabled(),
         concat_layout=not options.is_interleaved,
         stream_id=None,
@@ -79,8 +79,13 @@ def unsupported(
         return "post_expert_norm is not supported."
     if (gate_up_bias is None) != (down_bias is None):
         return "one bias without the other is not supported."
-    gate = options.recognised()
-    plain = gate is not None and gate.is_gated and math.isinf(gate.limit) and gate.up_shift == 0 and gate.alpha == 1
-    if not plain or gate.kind not in _NAMES:
+    if _plain_gate(options) not in _NAMES:
         return f"its gates are {', '.join(_NAMES)} times up; activation={options.activation!r} is none of them."
     return None
+
+
+def _plain_gate(options: MoeOptions) -> str:
+    """The kind of a gate that is `kind(gate) * up` and nothing more; empty: it is another."""
+    gate = options.recognised()
+    plain = gate is not None and gate.is_gated and math.isinf(gate.limit) and gate.up_shift == 0 and gate.alpha == 1
+    return gate.kind if gate is not None and plain else ""

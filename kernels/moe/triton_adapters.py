@@ -71,18 +71,19 @@ def moe_adapted_forward(
     plan = make_plan(top_k_index, down_proj.shape[0], max_rows)
     layout = (is_transposed, is_interleaved)
     first = second = None
-    if a1 is not None:
+    if a1 is not None and b1 is not None:
         u1 = grouped_gemm(pad_rows(hidden_states, top_k, plan), a1, None, plan, k_is_last=True, is_padded=True)
         first = Added(u1, b1, r_is_last=True)
     kept, gated = gate_up(
         hidden_states, gate_up_proj, gate_up_bias, plan, top_k, activation, *layout, max_rows, keep, first
     )
-    if a2 is not None:
+    if a2 is not None and b2 is not None:
         u2 = grouped_gemm(gated, a2, None, plan, k_is_last=True, is_padded=False)
         second = Added(u2, b2, r_is_last=True)
     rows = grouped_gemm(gated, down_proj, down_bias, plan, not is_transposed, is_padded=False, added=second)
     u1 = first.rows if first is not None and keep else hidden_states.new_empty(0, 0)
-    return combine(rows, top_k_weights, plan, top_k), kept, u1, *plan
+    out = combine(rows, top_k_weights, plan, top_k)
+    return out, kept, u1, plan.padded_of_slot, plan.slot_of_padded, plan.row_start, plan.tile_start, plan.tiles
 
 
 @moe_adapted_forward.register_fake
@@ -168,7 +169,7 @@ def moe_adapted_backward(
     grad_x, grad_weights, grad_a1, grad_b1, grad_a2, grad_b2 = (hidden_states.new_empty(0) for _ in range(6))
 
     copied = v1 = v2 = first = second = None
-    if a2 is not None:
+    if a2 is not None and b2 is not None:
         copied = pad_rows(grad_out, top_k, plan)
         v2 = grouped_gemm(copied, b2, None, plan, k_is_last=False, is_padded=True)
         second = Added(v2, a2, r_is_last=False)
@@ -178,7 +179,7 @@ def moe_adapted_backward(
     if want_weights:
         bias_terms = (None, None, None) if down_bias is None else (grad_out, top_k_index, down_bias)
         grad_weights = router_gradient(partial, plan, top_k, top_k_weights.dtype, *bias_terms)
-    if a1 is not None:
+    if a1 is not None and b1 is not None:
         v1 = grouped_gemm(grad_kept, b1, None, plan, k_is_last=False, is_padded=True)
         first = Added(v1, a1, r_is_last=False)
     if want_x:
@@ -187,10 +188,10 @@ def moe_adapted_backward(
         del rows
     if want_x and want_weights:
         early_gradients.hand_over(grad_x, grad_weights)
-    if a1 is not None:
+    if v1 is not None:
         grad_a1 = grouped_gemm_weights(hidden_states, None, v1, plan, top_k, tokens_first=False)
         grad_b1 = grouped_gemm_weights(u1, u1, grad_kept, plan, top_k, tokens_first=False)
-    if a2 is not None:
+    if a2 is not None and v2 is not None and copied is not None:
         weighted_u2 = grouped_gemm(weighted, a2, None, plan, k_is_last=True, is_padded=True)
         grad_a2 = grouped_gemm_weights(v2, v2, weighted, plan, top_k, tokens_first=True)
         grad_b2 = grouped_gemm_weights(grad_out, copied, weighted_u2, plan, top_k, tokens_first=True)

@@ -66,9 +66,9 @@ def _trained_on(adapter: Path) -> Path:
     try:
         named = json.loads(file.read_text()).get("base_model_name_or_path")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{adapter} is no folder with an adapter of PEFT: {error}") from error
+        raise ConfigError(f"{adapter} is not a folder with an adapter of PEFT: {error}") from error
     if not named or not Path(named).is_dir():
-        raise ConfigError(f"{file} names {named!r} as its model, which is no folder here: say which with --source.")
+        raise ConfigError(f"{file} names {named!r} as its model, which is not a folder here: say which with --source.")
     return Path(named)
 
 
@@ -84,7 +84,7 @@ def convert(
     size = sum(tensor.num_bytes for tensor in written.outputs + written.unchanged)
     print(f"{source} -> {output}: {len(written.outputs) + len(written.unchanged)} tensors, {size / 1e9:.2f} GB")
     for tensor in written.unchanged:
-        print(f"  as it was, for {tensor.name} is no part of upstream's class")
+        print(f"  as it was, for {tensor.name} is not part of upstream's class")
 
 
 def fingerprint(directory: Path, *, code: str | None, generated: str | None) -> None:
@@ -110,7 +110,7 @@ def register(code: str | None, generated: str | None) -> Architecture | None:
     try:
         if not code and not generated and (present := project.find()) is not None:
             said, place = project.code(), f"{present.file.name}: "
-        found = architecture.register(ModelConfig(source="", **said))
+        found = architecture.register(ModelConfig(source="", code=said.get("code"), generated=said.get("generated")))
         return found if isinstance(found, architecture.Architecture) else None
     except (RecipeError, ValueError) as error:
         told = str(error).replace("model.code", f"{place}code").replace("model.generated", f"{place}generated")

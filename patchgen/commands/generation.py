@@ -52,8 +52,7 @@ def generate(
     Raises:
         PatchgenError: a model was not generated; where several were asked for, after the others, with every refusal.
     """
-    alone = source is not None and not models and not every
-    names = [upstream.name_of(source)] if alone else named(models, every=every)
+    names = [upstream.name_of(source)] if source and not models and not every else named(models, every=every)
     if source is not None and len(names) > 1:
         raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
     if heads and len(names) != 1:

@@ -1,4 +1,4 @@
-"""sweep --family heads: the heads that are no language models, one row per class in docs/heads.json and docs/heads.md."""
+"""sweep --family heads: the heads that are not language models, one row per class in docs/heads.json and docs/heads.md."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def heads_of(release: upstream.Release) -> dict[str, dict[str, str]]:
     for kind, mapping in MAPS.items():
         for model_type, name in release.auto_map(mapping).items():
             path = release.file_of(model_type) if model_type in text else None
-            if path is not None and re.search(rf"^class {name}\b", release.read(path), re.MULTILINE):
+            if path is not None and re.search(rf"^class {name}\b", release.read(path) or "", re.MULTILINE):
                 found.setdefault(model_type, {})[kind] = name
     return dict(sorted(found.items()))
 

@@ -124,10 +124,8 @@ def _in_directory(models: list[str], directory: Path, code: str | None, *, every
 
     found = registry.read_model(directory.resolve())
     code = code or project.code().get("code")
-    if not found.is_own or code is None:
-        return found
-    own = checkpoints.register(code, str(directory.parent))
-    return replace(found, source=found.made_from(own.folder))
+    own = checkpoints.register(code, str(directory.parent)) if found.is_own and code is not None else None
+    return found if own is None else replace(found, source=found.made_from(own.folder))
 
 
 def mesh(world: int, *, dp_replicate: int, sp: int, ep: int) -> None:

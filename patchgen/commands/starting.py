@@ -1,4 +1,4 @@
-"""init: a folder of one's own for configs, generated models and passes."""
+"""init: a project folder of your own for configs, generated models and passes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def init(folder: Path) -> None:
     """
     present = own.present(folder)
     if present is not None and present.folder == folder.absolute():
-        raise ConfigError(f"{present.file} says already where this project keeps its models. Edit it.")
+        raise ConfigError(f"{present.file} configures this project already. To fix: edit that file.")
     attributes = render("gitattributes.jinja", generated=GENERATED)
     files = {folder / project.FILE: render("patchgen_toml.jinja")}
-    # git keeps no empty folder, and a model that is looked for in one that is gone is an error
+    # git does not keep empty folders, and looking for a model in a folder that is missing is an error
     files |= {folder / name / ".gitkeep": "" for name in FOLDERS if not (folder / name).exists()}
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)

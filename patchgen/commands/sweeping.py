@@ -191,7 +191,7 @@ def _named(only: list[str], release: upstream.Release, *, takes_media: bool) -> 
     """The types that were asked for by name, once each.
 
     Raises:
-        ConfigError: one has no head of the kind that is swept, or is no type of this release.
+        ConfigError: one has no head of the kind that is swept, or is not a type of this release.
     """
     here, others = (_candidates(release, takes_media=takes) for takes in (takes_media, not takes_media))
     for kind in only:
@@ -205,7 +205,7 @@ def _named(only: list[str], release: upstream.Release, *, takes_media: bool) -> 
             )
         near = ", ".join(difflib.get_close_matches(kind, here, n=3)) or "none"
         raise ConfigError(
-            f"--only {kind}: {release.origin} has no such type (nearest: {near}). A model of your own is no type of a "
+            f"--only {kind}: {release.origin} has no such type (nearest: {near}). A model of your own is not a type of a "
             f"release: `patchgen verify --code FOLDER` proves it."
         )
     return list(dict.fromkeys(only))

@@ -41,7 +41,7 @@ def struck(line: str) -> str:
     return f"{line[: len(line) - len(rest)]}<s>{rest}</s>" if rest else line
 
 
-def _class_of(token: _TokenType) -> str:
+def _class_of(token: _TokenType | None) -> str:
     while token is not None:
         if token in CLASSES:
             return CLASSES[token]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def line(name: str, folder: Path, refusal: str = "") -> Line:
     )
 
 
-def page(lines: list[Line], beside: list[tuple[str, str]] = ()) -> str:
+def page(lines: list[Line], beside: Sequence[tuple[str, str]] = ()) -> str:
     """The page.
 
     Args:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from patchgen import pipeline, provenance
 from patchgen.errors import PassMismatch, PatchgenError, UpstreamNotFound
@@ -34,7 +35,7 @@ class Texts:
     now: str
     then: str  # empty where generation refuses
 
-    def of(self, symbol: str, *, whole: bool = True) -> dict[str, object]:
+    def of(self, symbol: str, *, whole: bool = True) -> dict[str, Any]:
         """The four texts of one symbol, and its lines; of a class its head alone, unless `whole`."""
         sides = {"old_upstream": self.old.text, "new_upstream": self.new.text}
         sides |= {"generated_now": self.now, "generated_then": self.then}
@@ -126,7 +127,7 @@ def _drift_of_model(texts: Texts, record: Mapping, then: Mapping | None, config:
     for name in dict.fromkeys((*old, *new)):
         owner = name.partition(".")[0]
         sides = [_kept(side, name, owner, kept) for side, kept in ((old, kept_old), (new, kept_new))]
-        if sides == [None, None] or (None not in sides and sides[0].same_as(sides[1])):
+        if sides == [None, None] or (sides[0] is not None and sides[1] is not None and sides[0].same_as(sides[1])):
             continue
         if name != owner and None in sides and (owner not in old or owner not in new):
             continue  # the class came or went, and is listed itself

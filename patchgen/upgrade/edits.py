@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from patchgen import source
 from patchgen.passes.hand_edits import AddMethod, Edit, OverrideMethod, normal_form, target_of, targets_record
@@ -55,7 +56,7 @@ def _has_come(edit: AddMethod, module: Module, path: str) -> Iterator[Site]:
     nodes = target_of(OverrideMethod(edit.target, edit.code, edit.reason), module)
     if nodes:
         words = f"add_method adds {edit.target}, and the new release has one of its own (the edit: {edit.reason})"
-        sides = {"new_upstream": _text(edit, nodes, module), "new_line": _line(edit, nodes, module)}
+        sides: dict[str, Any] = {"new_upstream": _text(edit, nodes, module), "new_line": _line(edit, nodes, module)}
         code = edit.code.strip("\n")
         yield Site("model", "hand edit", path, edit.target, ("hand_edits",), PERSON, words, edit=code, **sides)
 
@@ -71,7 +72,7 @@ def _reason(verb: str, edit: Edit, *, is_gone: bool, is_read: bool) -> str:
 def _text(edit: Edit, nodes: list[ast.stmt], module: Module) -> str:
     """The source of a target, decorators and comments included."""
     lines = _block(edit, module).text.splitlines() if nodes else []
-    starts = [min([node.lineno, *(one.lineno for one in node.decorator_list)]) for node in nodes]
+    starts = [_first_line(node) for node in nodes]
     return "\n\n".join("\n".join(lines[a - 1 : node.end_lineno]) for a, node in zip(starts, nodes, strict=True))
 
 
@@ -80,8 +81,11 @@ def _line(edit: Edit, nodes: list[ast.stmt], module: Module) -> int:
     if not nodes:
         return 0
     block = _block(edit, module)
-    first = min([block.node.lineno, *(one.lineno for one in block.node.decorator_list)])
-    return block.line + nodes[0].lineno - first
+    return block.line + nodes[0].lineno - _first_line(block.node)
+
+
+def _first_line(node: ast.stmt) -> int:
+    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
 
 
 def _block(edit: Edit, module: Module) -> Block:

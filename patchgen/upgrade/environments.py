@@ -44,6 +44,7 @@ def python_for(place: Place, python: Path | None = None) -> Path:
 def _made(place: Place) -> Path:
     """The Python of the environment of a release, made where it is not there yet."""
     what = place.wheel or place.folder
+    assert what is not None, "the installed release needs no environment"
     stamp = f"{what.stat().st_mtime_ns} {what} {sys.executable} {__file__}"
     name = f"transformers-{place.release.version}-{hashlib.sha256(stamp.encode()).hexdigest()[:8]}"
     folder = cache_directory() / "environments" / name
@@ -86,7 +87,7 @@ def _ask(python: Path) -> str:
             [python, "-c", code], capture_output=True, text=True, check=False, env=environment_variables()
         )
     except OSError as error:
-        raise UpstreamNotFound(f"{python} is no Python that runs here: {error}.") from error
+        raise UpstreamNotFound(f"{python} is not a Python that runs here: {error}.") from error
     return result.stdout.strip() or f"none ({(result.stderr.strip().splitlines() or ['it said nothing'])[-1]})"
 
 

@@ -121,8 +121,8 @@ def _site(place: Place, a: Symbol | None, b: Symbol | None, before: Library, aft
         passes=(),
         verdict=REVIEW,
         reason=reason,
-        old_upstream=a.text(before.file(path).text, whole=whole) if a else "",
-        new_upstream=b.text(after.file(path).text, whole=whole) if b else "",
+        old_upstream=a.text(before.known(path).text, whole=whole) if a else "",
+        new_upstream=b.text(after.known(path).text, whole=whole) if b else "",
         old_line=a.line if a else 0,
         new_line=b.line if b else 0,
     )
@@ -139,12 +139,12 @@ def _rebound_names(
 ) -> Iterator[Site]:
     """Names that code reads and that an import now binds to something else, in the modeling file and where it leads to."""
     words = "the code that reads it is as it was, and an import binds it to something else"
-    own = [read_file(_inside(upstream), upstream.text) for upstream in (old, new)]
-    for name, texts in _rebound(*own, before, after):
-        if any(reader.partition(".")[0] in kept[0] & kept[1] for reader in _readers(name, own[1])):
+    was, now = (read_file(_inside(upstream), upstream.text) for upstream in (old, new))
+    for name, texts in _rebound(was, now, before, after):
+        if any(reader.partition(".")[0] in kept[0] & kept[1] for reader in _readers(name, now)):
             yield Site("model", "changed", new.path, name, (), REVIEW, words, *texts)
     for path in sorted({path for path, _ in reached[0].keys() & reached[1].keys()}):
-        files, place = (before.file(path), after.file(path)), "config" if is_config(path) else "helper"
+        files, place = (before.known(path), after.known(path)), "config" if is_config(path) else "helper"
         for name, texts in _rebound(*files, before, after) if files[0] is not files[1] else ():
             readers = [(path, reader) for reader in _readers(name, files[1])]
             ways = [_way(one, reached) for one in readers if one in reached[0] and one in reached[1]]
@@ -157,12 +157,12 @@ def _rebound_names(
                 )
 
 
-def _rebound(a: File, b: File, before: Library, after: Library) -> Iterator[tuple[str, list[str]]]:
+def _rebound(a: File, b: File, before: Library, after: Library) -> Iterator[tuple[str, tuple[str, str]]]:
     """Name -> what imports bound it to, then and now."""
     for name in sorted(a.names.origins.keys() & b.names.origins.keys()):
         old, new = (set(file.names.origins[name]) for file in (a, b))
         if old != new and not _is_same_elsewhere(old, new, before, after):
-            yield name, [f"{name}: {', '.join(sorted(one))}" for one in (old, new)]
+            yield name, (f"{name}: {', '.join(sorted(old))}", f"{name}: {', '.join(sorted(new))}")
 
 
 def _is_same_elsewhere(old: set[str], new: set[str], before: Library, after: Library) -> bool:
@@ -189,8 +189,8 @@ def _readers(name: str, file: File) -> list[str]:
 def missing_imports(generated: str, library: Library, path: str) -> Iterator[Site]:
     """What the generated file would import and the release does not have, by a hand edit's import for example."""
     for node in ast.walk(ast.parse(generated)):
-        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-        for alias in node.names if module.partition(".")[0] == "transformers" else ():
+        module, names = (node.module or "", node.names) if isinstance(node, ast.ImportFrom) else ("", [])
+        for alias in names if module.partition(".")[0] == "transformers" else ():
             if alias.name != "*" and _is_missing(f"{module}.{alias.name}", module, library):
                 reason = f"the generated file imports {alias.name} from {module}, and {library.release.origin} has no such name"
                 yield Site("helper", "gone", path, alias.name, (), PERSON, reason)

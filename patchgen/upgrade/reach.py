@@ -58,6 +58,13 @@ class Library:
         text = self.release.read(path)
         return None if text is None else read_file(path, text)
 
+    def known(self, path: str) -> File:
+        """The file of a symbol that was reached."""
+        file = self.file(path)
+        if file is None:
+            raise LookupError(f"{self.release.origin} has no {path}, in which a symbol was found.")
+        return file
+
     def locate(self, dotted: str) -> tuple[str, list[str]] | None:
         """The file that a dotted name of the package leads to, through re-exports, and the rest of the name."""
         return self._find(dotted)
@@ -114,10 +121,9 @@ class Library:
 
     def _entries(self, table: Place, classes: list[str]) -> list[Place]:
         """What a table has for classes: under a key that is a part of the name of one, "ForCausalLM" for example."""
-        file = self.file(table[0])
-        dicts = [
-            node.value for node in file.symbols[table[1]].nodes if isinstance(getattr(node, "value", None), ast.Dict)
-        ]
+        file = self.known(table[0])
+        values = [getattr(node, "value", None) for node in file.symbols[table[1]].nodes]
+        dicts = [value for value in values if isinstance(value, ast.Dict)]
         own = [
             value
             for node in dicts
@@ -128,7 +134,7 @@ class Library:
 
     def _leads_to(self, place: Place) -> Iterator[Place]:
         path, name = place
-        file = self.file(path)
+        file = self.known(path)
         symbol = file.symbols.get(name)
         if symbol is None:
             return
@@ -174,13 +180,13 @@ class Library:
 
     def _through(self, path: str, name: str, attribute: str) -> Iterator[Place]:
         """What `NAME.attribute` is, where NAME is a class, or made of one by the module."""
-        symbol = self.file(path).symbols[name]
+        symbol = self.known(path).symbols[name]
         for node in symbol.nodes:
             value = getattr(node, "value", None)
             if isinstance(node, ast.ClassDef):
                 yield from self.members_of(path, name, attribute)
             elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(value, ast.Call):
-                for place in self._names_in(self.file(path), value.func, with_annotations=False):
+                for place in self._names_in(self.known(path), value.func, with_annotations=False):
                     yield from self.members_of(*place, attribute)
 
     def members_of(self, path: str, owner: str, attribute: str) -> list[Place]:
@@ -251,7 +257,7 @@ def read_file(path: str, text: str) -> File:
     """A file of the package as it stands; what two releases have alike is read once.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: it is not a Python.
     """
     nodes = ast.parse(text).body
     package = ["transformers", *path.split("/")[:-1]]
@@ -293,9 +299,8 @@ def _asked_for_class(node: ast.AST) -> Iterator[ast.expr]:
     assigned = (child for child in ast.walk(node) if isinstance(child, ast.Assign))
     own = {ast.unparse(one.targets[0]) for one in assigned if ast.unparse(one.value) in CLASS_NAMES}
     for child in ast.walk(node) if own else ():
-        is_asked = isinstance(child, ast.Compare) and isinstance(child.ops[0], ast.In | ast.NotIn)
-        if is_asked and ast.unparse(child.left) in own:
-            yield child.comparators[0]
+        if isinstance(child, ast.Compare) and isinstance(child.ops[0], ast.In | ast.NotIn):
+            yield from child.comparators[:1] if ast.unparse(child.left) in own else ()
 
 
 def _own_attributes(node: ast.AST) -> set[str]:

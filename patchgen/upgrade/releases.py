@@ -55,7 +55,7 @@ def _in_wheel(path: Path) -> Place:
     try:
         root = zipfile.Path(path, f"{PACKAGE}/")
     except zipfile.BadZipFile as error:
-        raise UpstreamNotFound(f"{path} should be a wheel of transformers and is no zip file: {error}.") from error
+        raise UpstreamNotFound(f"{path} should be a wheel of transformers and is not a zip file: {error}.") from error
     return Place(Release(root, _version(root, path)), wheel=path.resolve())
 
 
@@ -75,7 +75,7 @@ def _version(root: Path | zipfile.Path, path: Path) -> str:
     text = (root / "__init__.py").read_text(encoding="utf-8") if (root / "__init__.py").is_file() else ""
     found = re.search(r"^__version__ = [\"']([^\"']+)[\"']", text, re.MULTILINE)
     if found is None:
-        raise UpstreamNotFound(f"{path}: transformers/__init__.py does not state a __version__: it is no release.")
+        raise UpstreamNotFound(f"{path}: transformers/__init__.py does not state a __version__: it is not a release.")
     return found[1]
 
 

@@ -40,11 +40,11 @@ class Symbol:
 
     @property
     def line(self) -> int:
-        return min((node.lineno for node in self.nodes if hasattr(node, "lineno")), default=0)
+        return min((node.lineno for node in self.nodes if isinstance(node, ast.stmt | ast.expr | ast.arg)), default=0)
 
     def same_as(self, other: Symbol) -> bool:
-        annotations = [one.annotation for one in (self, other)]
-        differs = None not in annotations and normal_form(annotations[0]) != normal_form(annotations[1])
+        annotations = [one.annotation for one in (self, other) if one.annotation is not None]
+        differs = len(annotations) == 2 and normal_form(annotations[0]) != normal_form(annotations[1])
         return self.form == other.form and not differs
 
     def text(self, source: str, *, whole: bool = False) -> str:
@@ -116,7 +116,7 @@ def _member(name: str, statements: list[ast.stmt], init: ast.FunctionDef | None)
     if len(nodes) == 1 and isinstance(nodes[0], ast.Assign | ast.AnnAssign):
         content = () if nodes[0].value is None else (nodes[0].value,)
         return Symbol(name, nodes, content, getattr(nodes[0], "annotation", None))
-    return Symbol(name, nodes, (_without_defaults(init),) if statements == [init] else nodes)
+    return Symbol(name, nodes, (_without_defaults(init),) if init is not None and statements == [init] else nodes)
 
 
 def _defaults(function: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr]]:

@@ -85,9 +85,7 @@ def export_pretrained(
         made, others = with_rest(model, leaves, origin, folder, layout=layout, dtype=dtype, trained_only=trained_only)
         return others, plan(made, max_file=max_file), _Gatherer(tensors)
 
-    others, files, gatherer = together(
-        prepare, f"{directory} could not be written; what was there before is as it was:"
-    )
+    others, files, gatherer = together(prepare, f"{directory} could not be written; its earlier content is unchanged:")
     writer = FolderWriter(directory, files)
     for round_ in _rounds([(file, output) for file in files for output in file.outputs]):
         if not _write_round(writer, gatherer, round_):

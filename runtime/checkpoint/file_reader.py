@@ -289,7 +289,7 @@ def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> dict[str, str]:
     """
     lost = _without_room(values, out.dtype)
     if lost is not None:
-        return {stored.name: f"{stored.name} in {stored.file} holds {lost:g}, which {out.dtype} has no room for."}
+        return {stored.name: f"{stored.name} in {stored.file} holds {lost:g}, which {out.dtype} cannot represent."}
     if values.dtype != out.dtype:
         # The device casts, and may get half the bytes. It must have them all: the next read takes the buffer again.
         values = values.to(out.device)

@@ -147,7 +147,7 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Moved]) -> Assembly:
             continue
         others = found.sources.setdefault(name, [])
         if others and (pattern is None or name not in pending):
-            found.problems.append(f"{name} is given twice: by {others[0]} and by {key}.")
+            found.problems.append(f"{name} appears twice: in {others[0]} and in {key}.")
             continue
         others.append(key)
         if pattern is None:

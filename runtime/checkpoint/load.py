@@ -100,7 +100,7 @@ def load_pretrained(
 
     Raises:
         CheckpointError: on every rank, with every missing, unexpected and mis-shaped key, or the file and key that
-            cannot be read or holds NaN or, if it is no buffer's, an infinite value. Before bytes are read nothing has changed in
+            cannot be read or holds NaN or, if it is not a buffer's, an infinite value. Before bytes are read nothing has changed in
             the model.
     """
     started = time.perf_counter()
@@ -246,7 +246,7 @@ def of_another_kind(
             if not stored[part.name].dtype.is_floating_point:
                 kind = str(stored[part.name].dtype).removeprefix("torch.")
                 found[part.name] = (
-                    f"{part.name} in {stored[part.name].file.name} is {kind}, which is no weight of {name}."
+                    f"{part.name} in {stored[part.name].file.name} is {kind}, which is not a weight of {name}."
                 )
     return list(found.values())
 

@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         fields = json.loads(file.read_text())
         if fields.pop("format") != FORMAT:
-            raise CheckpointError(f"{file} has another format than {FORMAT}: it is of another version of patchgen")
+            raise CheckpointError(f"{file} does not have the format {FORMAT}: another version of patchgen wrote it")
         return Manifest(**fields)
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None

@@ -98,7 +98,7 @@ def merge_adapter(
     """
     adapter, source, directory = Path(adapter), Path(source), Path(directory)
     if source.resolve() == directory.resolve():
-        raise CheckpointError(f"{source} would be read and written at once: give another folder to write to.")
+        raise CheckpointError(f"{source} is both the source and the output: give another output folder.")
     stored = read_folder(source)
     names = _module_names(adapter)
     model = next((model for model in _candidates(source) if _has_all(model, names)), None)
@@ -147,7 +147,7 @@ def _module_names(adapter: Path) -> list[str]:
         with safe_open(adapter / WEIGHTS, "pt") as file:
             keys = list(file.keys())
     except Exception as error:  # safetensors has no class of its own for what is wrong with a file
-        raise CheckpointError(f"{adapter} holds no adapter of PEFT ({WEIGHTS}) that can be read: {error}") from error
+        raise CheckpointError(f"{adapter} holds no readable PEFT adapter ({WEIGHTS}): {error}") from error
     wrong = [key for key in keys if not key.endswith((".lora_A.weight", ".lora_B.weight"))]
     if wrong or not keys:
         raise CheckpointError(

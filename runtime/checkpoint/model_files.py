@@ -143,7 +143,7 @@ def generated_folders() -> list[Path]:
         raise CheckpointError(str(error)) from error
     missing = next((folder for folder in own if not folder.is_dir()), None)
     if missing is not None:
-        raise CheckpointError(f"{missing}, where the project has its generated models, is no folder.")
+        raise CheckpointError(f"{missing}, where the project has its generated models, is not a folder.")
     return [*own, registry.installed_directory()]
 
 

@@ -89,7 +89,7 @@ def convert(
     """
     source, directory = Path(source), Path(directory)
     if source.resolve() == directory.resolve():
-        raise CheckpointError(f"{source} would be read and written at once: give another folder to write to.")
+        raise CheckpointError(f"{source} is both the source and the output: give another output folder.")
     opened = _open(source)
     model, names = opened.model, saved_tensors(opened.model)
     parameters = {name: moved for name, moved in opened.parameters.items() if name in names}
@@ -124,7 +124,7 @@ def export_run(
         trained_only: write the model that trained by itself, not what it was loaded beside.
 
     Raises:
-        CheckpointError: no whole checkpoint, or files that cannot be read or written.
+        CheckpointError: no complete checkpoint, or files that cannot be read or written.
     """
     folder = find_checkpoint(Path(run), step)
     manifest, _ = examine(folder)
@@ -168,7 +168,7 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
     if step is None and (run / "checkpoint.json").is_file():
         _, problem = examine(run)
         if problem:
-            raise CheckpointError(f"{run} is not a whole checkpoint: {problem}.")
+            raise CheckpointError(f"{run} is not a complete checkpoint: {problem}.")
         return run
     known: list[int] = []
     broken: dict[str, str] = {}
@@ -180,12 +180,14 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         if found is not None:
             return checkpointer.folder_of(found)
     if known:
-        raise CheckpointError(f"{run} holds no whole checkpoint of step {step}, but of {', '.join(map(str, known))}.")
+        raise CheckpointError(
+            f"{run} holds no complete checkpoint of step {step}, but of {', '.join(map(str, known))}."
+        )
     if broken:
         problems = [f"{name}: {problem}" for name, problem in sorted(broken.items())]
-        raise CheckpointError(f"{run} holds no whole checkpoint:", problems)
+        raise CheckpointError(f"{run} holds no complete checkpoint:", problems)
     raise CheckpointError(
-        f"{run} holds no whole checkpoint of a training run, and neither does {run / 'checkpoints'}. {describe(run)}"
+        f"{run} holds no complete checkpoint of a training run, and neither does {run / 'checkpoints'}. {describe(run)}"
     )
 
 
@@ -383,7 +385,7 @@ def _data_offset(file: Path, start: int, length: int, key: str) -> int:
             with zipfile.ZipFile(part) as archive:
                 records = [entry for entry in archive.infolist() if "/data/" in entry.filename]
             if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED or not tensor.is_contiguous():
-                raise CheckpointError(f"{key} in {file} is not stored as one run of elements.")
+                raise CheckpointError(f"{key} in {file} is not stored contiguously.")
             part.seek(records[0].header_offset + 26)  # the local header ends with the lengths of name and extra field
             lengths = part.read(4)
             name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")

@@ -131,7 +131,9 @@ def restore(
         group.update({key: value for key, value in saved[0].items() if key not in IMPLEMENTATION})
     if problems:
         raise CheckpointError(
-            "The groups of the optimizer mix what was apart:", problems, advice="Divide the parameters as before."
+            "The optimizer's parameter groups merge groups that were saved apart:",
+            problems,
+            advice="Divide the parameters as before.",
         )
     parameters = named_parameters(model, optimizer)
     optimizer.state.clear()

@@ -60,7 +60,7 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"A checkpoint is a folder with safetensors files. {describe(directory)}")
     if (directory / INCOMPLETE).exists():
         raise CheckpointError(
-            f"{directory} is not a whole checkpoint: {INCOMPLETE} says that its writing was cut short while files were "
+            f"{directory} is not a complete checkpoint: {INCOMPLETE} says that writing it was interrupted while files were "
             "replaced. Write it again."
         )
     problems: list[str] = []
@@ -75,7 +75,7 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
         parts = [name for name in names if name != SINGLE and WEIGHTS.fullmatch(name)]
         if parts:
             raise CheckpointError(
-                f"{directory} is not a whole checkpoint: {parts[0]} is one of several files, and {INDEX}, which lists "
+                f"{directory} is not a complete checkpoint: {parts[0]} is one of several files, and {INDEX}, which lists "
                 "them, is missing."
             )
     if not names:
@@ -102,7 +102,7 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
             if file == name and key not in tensors
         ]
     if problems:
-        raise CheckpointError(f"{directory} is not a whole checkpoint:", problems)
+        raise CheckpointError(f"{directory} is not a complete checkpoint:", problems)
     return tensors
 
 
@@ -136,25 +136,27 @@ def read_header(file: Path) -> list[StoredTensor]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
-            raise CheckpointError(f"{file.name} is truncated in its header, or is no safetensors file ({size} bytes).")
+            raise CheckpointError(
+                f"{file.name} is truncated in its header, or is not a safetensors file ({size} bytes)."
+            )
         try:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise CheckpointError(f"{file.name} has a header that is not JSON: {error}.") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file.name} has a header that is no object: it is no safetensors file.")
+        raise CheckpointError(f"{file.name} has a header that is not a JSON object: it is not a safetensors file.")
     header.pop("__metadata__", None)
     malformed = [name for name, entry in header.items() if not _is_entry(entry)]
     if malformed:
         raise CheckpointError(
             f"{file.name} has a damaged header:",
-            [f"{name} in {file.name} has no dtype, shape and data_offsets that make sense." for name in malformed],
+            [f"{name} in {file.name} has no valid dtype, shape and data_offsets." for name in malformed],
         )
     tensors, problems, end, last = [], [], 0, ""
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
         if start != end:
-            where = f"overlaps {last}" if start < end else f"comes after {start - end} bytes of nothing"
+            where = f"overlaps {last}" if start < end else f"comes after {start - end} bytes that belong to no tensor"
             problems.append(f"{name} in {file.name} {where} (bytes {start} to {stop} of the data).")
         end, last = max(end, stop), name
         if entry["dtype"] not in DTYPES:

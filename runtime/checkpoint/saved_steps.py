@@ -22,7 +22,7 @@ class SavedSteps:
         return [step for _, step in sorted(whole)]
 
     def broken(self) -> dict[str, str]:
-        """Folders that are no whole checkpoint -> why."""
+        """Folders that are no complete checkpoint -> why."""
         found = {folder.name: problem for folder, _, problem in self.found() if problem}
         for leftover in self.directory.glob(".step-*.partial") if self.directory.is_dir() else ():
             found[leftover.name] = "its save did not come to an end"
@@ -33,7 +33,7 @@ class SavedSteps:
         broken = self.broken()
         if broken:
             listed = "\n".join(f"  {name}: {problem}" for name, problem in sorted(broken.items()))
-            warnings.warn(f"{self.directory} holds checkpoints that are not whole:\n{listed}", stacklevel=2)
+            warnings.warn(f"{self.directory} holds incomplete checkpoints:\n{listed}", stacklevel=2)
         complete = self.complete()
         return complete[-1] if complete else None
 

@@ -33,7 +33,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
             return PurePosixPath  # where it was saved: nobody reads it
         if (module, name) not in _ADMITTED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index of tensors")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in an index of tensors")
         return _ADMITTED[module, name]
 
 
@@ -52,7 +52,7 @@ def read_index(folder: Path) -> Metadata:
     except Exception as error:  # what damaged bytes raise is of any kind
         raise CheckpointError(f"{file} was not read: {error}. Nothing in it was run.") from error
     if others or astray:
-        problems = [f"{key} is no tensor" for key in others]
+        problems = [f"{key} is not a tensor" for key in others]
         problems += [f"'{path}' lies outside of {folder}" for path in sorted(set(astray))]
         raise CheckpointError(f"{file} was not read:", problems)
     return index

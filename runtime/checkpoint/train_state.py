@@ -143,7 +143,7 @@ class Checkpointer(SavedSteps):
                 self._staged = self._staging.copy(tensors)
             return tensors, small, Manifest(step, 0, self._world, class_name(model), *_origin(model), {})
 
-        failed = f"Step {step} could not be saved in {self.directory}; earlier checkpoints are as they were:"
+        failed = f"Step {step} could not be saved in {self.directory}; earlier checkpoints are unchanged:"
         tensors, small, manifest = together(prepare, failed, self._group)
         if not asynchronous:
             self._write(tensors, small, manifest)
@@ -256,7 +256,7 @@ class Checkpointer(SavedSteps):
         if failed:
             raise CheckpointError(
                 f"Step {step} could not be saved in {self.directory} ({free_space(self.directory)}); earlier checkpoints "
-                "are as they were:",
+                "are unchanged:",
                 failed,
             )
 
@@ -338,7 +338,7 @@ class Checkpointer(SavedSteps):
         folder = self.folder_of(step)
         manifest, problem = examine(folder)
         if manifest is None or problem:
-            raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}.", advice=self.others(step))
+            raise CheckpointError(f"{folder} is not a complete checkpoint: {problem}.", advice=self.others(step))
         if manifest.model_class != class_name(model):
             raise CheckpointError(
                 f"{folder} is of {manifest.model_class} ({manifest.model_type}), not of {class_name(model)}."
@@ -380,7 +380,7 @@ class Checkpointer(SavedSteps):
                 listed = "\n".join(f"  {problem}" for problem in damaged)
                 warnings.warn(f"{self.directory} is damaged; {folder_name(step)} is loaded:\n{listed}", stacklevel=3)
             return step
-        raise CheckpointError(f"{self.directory} holds no whole checkpoint{':' if damaged else '.'}", damaged)
+        raise CheckpointError(f"{self.directory} holds no complete checkpoint{':' if damaged else '.'}", damaged)
 
     def _require_content(self, step: int) -> None:
         """Compares this rank's share of a checkpoint's files with their checksums: each is read by one rank."""

@@ -79,7 +79,7 @@ def plan(outputs: Iterable[Output], *, max_file: int = MAX_FILE) -> list[Planned
     size = 0
     for output in sorted(outputs, key=lambda output: dot_natural_key(output.name)):
         if output.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{output.name} is {output.dtype}, which is not written to safetensors here.")
+            raise CheckpointError(f"{output.name} is {output.dtype}, a dtype that is not written to safetensors here.")
         if groups[-1] and size + output.num_bytes > max_file:
             groups.append([])
             size = 0
@@ -216,7 +216,7 @@ class FolderWriter:
         except CheckpointError:
             self.abandon(prepared)
             raise
-        lost = f"it holds no whole checkpoint any more ({INCOMPLETE} marks it). Write it again"
+        lost = f"it holds no complete checkpoint any more ({INCOMPLETE} marks it). Write it again"
         if rank == 0:
             self.attempt(lambda: self._invalidate(prepared))
         self._agree(self._error, lost)

@@ -37,9 +37,9 @@ LEFT_OUT = {
 def open_builtin(name: str, split: str) -> Any:
     """The made-up set `name`; of twenty samples one belongs to the split `validation`, the others to `train`."""
     if name not in NAMES:
-        raise DataError(f"There is no made-up data set {name!r}; there are {', '.join(NAMES)}.")
+        raise DataError(f"There is no built-in data set {name!r}; there are {', '.join(NAMES)}.")
     if split not in ("train", "validation"):
-        raise DataError(f"The made-up data sets have the splits train and validation, not {split!r}.")
+        raise DataError(f"The built-in data sets have the splits train and validation, not {split!r}.")
     if name == "stdlib":
         return TextFiles(part_of(library_files(), split))
     if name in OF_FUNCTIONS:

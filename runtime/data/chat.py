@@ -113,7 +113,7 @@ def _flag(where: str, number: int, message: dict[str, Any]) -> bool | None:
     flag = values.pop() if values else None
     if flag and message["role"] != "assistant":
         raise BadSample(
-            where, f"message {number} of {message['role']!r} asks to be learned; only turns of the assistant can be"
+            where, f"message {number} of {message['role']!r} asks for a loss; only turns of the assistant can have one"
         )
     return flag
 

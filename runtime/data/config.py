@@ -43,19 +43,19 @@ class SourceConfig:
     """One source of samples.
 
     Attributes:
-        path: a file, a folder, a glob, the name of a Hugging Face dataset, or a made-up set: builtin:stdlib, builtin:chat,
+        path: a file, a folder, a glob, the name of a Hugging Face dataset, or a built-in set: builtin:stdlib, builtin:chat,
             builtin:prompts, builtin:pairs, builtin:labels, builtin:tags, builtin:answers, builtin:similar, builtin:vision,
             builtin:audio, builtin:video, builtin:omni
         format: auto: by the suffix of the files; datasets: a saved dataset or a name on the hub
         weight: share of the samples in the mix; none: by size, each sample once per epoch. All sources or none have one
-        split: split of a Hugging Face dataset or of a made-up set (train, validation)
+        split: split of a Hugging Face dataset or of a built-in set (train, validation)
         subset: configuration name of a Hugging Face dataset
         streaming: read in order while training, without an index or a tokenised cache
         transform: module:function or path/to/file.py:function, from a row to messages, to a text, or to input_ids with labels
         row_format: how rows hold their samples; auto: the one whose columns each row has
-        columns: columns that are called otherwise: name in the format -> name in the data, as {prompt: question}
-        name: what logs and pages call the source; none: its path
-        media_root: folder from which relative media paths start; none: that of the data
+        columns: columns with other names: name in the format -> name in the data, as {prompt: question}
+        name: the source's name in logs and pages; none: its path
+        media_root: folder that relative media paths start from; none: that of the data
     """
 
     path: str
@@ -114,7 +114,7 @@ class DataConfig:
             characters
         append_eos: plain text: end each document with the tokenizer's end-of-sequence token
         epochs: passes over the data; none: without end
-        shuffle: a new order each epoch; streams keep the order of their files
+        shuffle: reshuffled each epoch; streams keep the order of their files
         seed: seed of the order
         cache_dir: where tokens are kept; none: ~/.cache/patchgen/data
         num_workers: processes that prepare streamed and multimodal samples; 0: in this one

@@ -12,7 +12,7 @@ from patchgen.runtime.data.cache import TokenCache
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
 from patchgen.runtime.data.loader import pair
-from patchgen.runtime.data.problems import REMEMBERED, Counters, Outcome, refuse_long, told_long
+from patchgen.runtime.data.problems import REMEMBERED, Counters, Outcome, long_reason, refuse_long
 
 
 class Documents:
@@ -54,7 +54,8 @@ class Documents:
         for outcome, own in found.items():
             first = own[:REMEMBERED]
             reasons = [
-                told_long(int(longest[number]), limit, cut=on_long == "truncate", outcome=outcome) for number in first
+                long_reason(int(longest[number]), limit, cut=on_long == "truncate", outcome=outcome)
+                for number in first
             ]
             if len(own):
                 self.counters.add_many(outcome, len(own), zip(self.cache.places.of(first), reasons, strict=True))

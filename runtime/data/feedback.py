@@ -44,7 +44,7 @@ class PairEncoder:
             except BadSample as error:
                 return BadSample(error.where, f"{name}: {error.reason}")
             if not targets.any():
-                return BadSample(where, f"{name} has no turn of the assistant after what it shares with the other")
+                return BadSample(where, f"{name} has no assistant turn after the prefix that it shares with the other")
             found.append((ids, targets))
         (chosen, learned), (rejected, learned_too) = found
         if np.array_equal(chosen, rejected):

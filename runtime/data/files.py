@@ -64,7 +64,7 @@ class Files:
 
 
 class JsonLines(Files):
-    """One JSON object per line; empty lines are no samples."""
+    """One JSON object per line; empty lines are not samples."""
 
     def read(self, position: list[int] | None = None) -> Iterator[tuple[Record, list[int]]]:
         first, offset, line = position or (0, 0, 0)

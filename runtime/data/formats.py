@@ -159,8 +159,8 @@ def require_format(where: str, row: Row, name: str) -> None:
     if lacks:
         raise WrongColumns(
             where,
-            f"row_format = {name} needs {', '.join(lacks)}; the row has {_columns_of(row)}. data.sources[].columns names "
-            f"columns that are called otherwise, such as {{{lacks[0].split(' ')[0]}: {next(iter(row), 'name')}}}",
+            f"row_format = {name} needs {', '.join(lacks)}; the row has {_columns_of(row)}. data.sources[].columns maps "
+            f"columns with other names, such as {{{lacks[0].split(' ')[0]}: {next(iter(row), 'name')}}}",
         )
 
 
@@ -205,8 +205,8 @@ def _nearest(row: Row, kind: str) -> str:
             f"{name} {wants}" + ("" if kind in kinds else f", and is read by data.kind = {' or '.join(kinds)}")
         )
     return (
-        f"data.kind = {kind} reads ({', '.join(OF_KIND[kind])}). Nearest: {'; '.join(told)}. Name columns that are called "
-        "otherwise in data.sources[].columns, or write a data.sources[].transform"
+        f"data.kind = {kind} reads ({', '.join(OF_KIND[kind])}). Nearest: {'; '.join(told)}. Map columns with "
+        "other names in data.sources[].columns, or write a data.sources[].transform"
     )
 
 
@@ -339,7 +339,7 @@ def _json(where: str, what: str, text: Any) -> Any:
     try:
         return json.loads(text) if isinstance(text, str) else text
     except json.JSONDecodeError as error:
-        raise BadSample(where, f"{what} as a text that is no JSON: {error}") from error
+        raise BadSample(where, f"{what} as a text that is not JSON: {error}") from error
 
 
 def _answer(where: str, value: Any) -> list[Any]:

@@ -69,7 +69,7 @@ def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
             found = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
         except (OSError, DatasetNotFoundError) as error:
             raise DataError(
-                f"No data at {source.path}: it is no file or folder here, and the hub gives no dataset of that name: {error}"
+                f"No data at {source.path}: it is not a file or folder here, and the hub gives no dataset of that name: {error}"
             ) from error
     if source.streaming:
         found = _undecoded(found)

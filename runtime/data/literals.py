@@ -47,7 +47,7 @@ class Literals:
         placeholders: of items in a text; none of them stands in for another token.
 
     Raises:
-        DataError: a token of `kept` is no special token of the tokenizer.
+        DataError: a token of `kept` is not a special token of the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, *, kept: Sequence[str] = (), placeholders: Collection[str] = ()) -> None:
@@ -58,7 +58,7 @@ class Literals:
             if name not in special:
                 near = difflib.get_close_matches(name, special, n=3, cutoff=0.5) or sorted(special)[:8]
                 raise DataError(
-                    f"data.special_tokens names {name!r}, which is no special token of the tokenizer. Near: {', '.join(near)}."
+                    f"data.special_tokens names {name!r}, which is not a special token of the tokenizer. Near: {', '.join(near)}."
                 )
         longest_first = sorted(special.keys() - set(self.kept), key=len, reverse=True)
         self._literal = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

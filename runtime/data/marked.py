@@ -1,4 +1,4 @@
-"""Texts in which something is marked, for heads that are no language models: words with a class each, answers in a text, and
+"""Texts in which something is marked, for heads that are not language models: words with a class each, answers in a text, and
 pairs of texts whose meaning is near.
 
     tags      the first token of a word has its class, the others none

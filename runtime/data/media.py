@@ -30,7 +30,7 @@ def open_value(value: Any, root: Path) -> io.BytesIO | str:
         try:
             return io.BytesIO(base64.b64decode(value.partition(",")[2], validate=True))
         except binascii.Error as error:
-            raise MediaError(f"a data: address that is no base64: {error}") from error
+            raise MediaError(f"a data: address that is not base64: {error}") from error
     if isinstance(value, str | Path):
         path = Path(value).expanduser()
         path = path if path.is_absolute() else root / path

@@ -24,7 +24,15 @@ from patchgen.runtime.data.items import Items
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.media_options import MediaOptions
 from patchgen.runtime.data.prepare import Prepared
-from patchgen.runtime.data.problems import BadSample, DataError, Outcome, refusals_of, refuse_long, told_long, too_long
+from patchgen.runtime.data.problems import (
+    BadSample,
+    DataError,
+    Outcome,
+    long_reason,
+    refusals_of,
+    refuse_long,
+    too_long,
+)
 from patchgen.runtime.data.processors import ProcessorAdapter
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.roles import named, role_spans
@@ -154,13 +162,13 @@ class PrepareMultimodal:
             )
         ids = found["input_ids"][0].numpy()
         self._require_placeholders(where, plain.text, found)
-        places = placement.told(where, found)
+        places = placement.reported(where, found)
         if places is None:
             needed = [*plain.spans, *(span for span, _ in plain.literals)]
-            places = placement.searched(where, ids.tolist(), plain.text, self.processor.tokenizer, needed)
+            places = placement.matched(where, ids.tolist(), plain.text, self.processor.tokenizer, needed)
         learned, is_media = places.within(plain.spans), places.is_media
         if plain.literals:
-            spans_now = [(places.moved(span), token) for span, token in plain.literals]
+            spans_now = [(places.expanded(span), token) for span, token in plain.literals]
             ids, repeats = self.literals.put_back(where, ids, places.offsets, spans_now)
             learned, is_media = np.repeat(learned, repeats), np.repeat(is_media, repeats)
             for name in found.keys() & {name for name, rule in RULES.items() if rule.pack_dim == -1}:
@@ -190,7 +198,7 @@ class PrepareMultimodal:
         """What the processor made for the model: tokens `(n,)`, media as they are.
 
         Raises:
-            BadSample: it made a field that is no tensor: items that do not go together, say.
+            BadSample: it made a field that is not a tensor: items that do not go together, say.
             DataError: no rule says how a field is packed and sliced.
         """
         sample = {}
@@ -232,7 +240,7 @@ class PrepareMultimodal:
             positions = positions["position_ids"]
         if isinstance(positions, tuple):
             positions = positions[0]
-        # In their own dtype: seconds between frames may make positions that are no whole numbers.
+        # In their own dtype: seconds between frames may make positions that are not whole numbers.
         return torch.cat([text[None].to(positions.dtype), positions.reshape(3, -1)])
 
     # ------------------------------------------------------------------------------------------------- length
@@ -247,7 +255,7 @@ class PrepareMultimodal:
             tokens = {name for name in sample if rule_of(name).pack_dim == -1}
             cut = {name: value[..., :limit] if name in tokens else value for name, value in sample.items()}
             outcome: Outcome = "truncated" if bool((cut["labels"][1:] != IGNORED).any()) else "skipped"
-            problem = (outcome, where, told_long(length, limit, cut=True, outcome=outcome))
+            problem = (outcome, where, long_reason(length, limit, cut=True, outcome=outcome))
             return Prepared([cut] if outcome == "truncated" else [], problem)
         reason = too_long(length, limit)
         return Prepared(

@@ -27,21 +27,21 @@ class Placement:
 
     Attributes:
         offsets: `(n, 2)`, the characters that it stands for; (0, 0): none.
-        moved: a span of the text with one placeholder per item, among those characters.
+        expanded: turns a span of the text with one placeholder per item into one of these characters.
         is_media: `(n,)` bool, it belongs to an item.
     """
 
     offsets: np.ndarray
-    moved: Callable[[Span], Span]
+    expanded: Callable[[Span], Span]
     is_media: np.ndarray
 
     def within(self, spans: Sequence[Span]) -> np.ndarray:
         """`(n,)` bool: the tokens of the text, and of no item, that overlap a span of it."""
-        return mask_of_spans(self.offsets, [self.moved(span) for span in spans]) & ~self.is_media
+        return mask_of_spans(self.offsets, [self.expanded(span) for span in spans]) & ~self.is_media
 
 
-def told(where: str, found: dict[str, Any]) -> Placement | None:
-    """The placement that a processor tells of itself; None: it does not.
+def reported(where: str, found: dict[str, Any]) -> Placement | None:
+    """The placement that a processor reports; None: it reports none.
 
     Raises:
         BadSample: an item has no token: a sound shorter than what one stands for, say.
@@ -54,17 +54,17 @@ def told(where: str, found: dict[str, Any]) -> Placement | None:
             raise BadSample(where, f"item {number}, {_article(place['type'])}, is too small for a token")
     offsets = np.array(found["offset_mapping"][0]).reshape(-1, 2)
 
-    def moved(span: Span) -> Span:
-        return _behind(span[0], places), _behind(span[1], places)
+    def expanded(span: Span) -> Span:
+        return _expanded(span[0], places), _expanded(span[1], places)
 
-    return Placement(offsets, moved, mask_of_spans(offsets, [place["new_span"] for place in places]))
+    return Placement(offsets, expanded, mask_of_spans(offsets, [place["new_span"] for place in places]))
 
 
 def _article(kind: str) -> str:
     return {"image": "an image", "audio": "a sound"}.get(kind, f"a {kind}")
 
 
-def _behind(character: int, places: Sequence[dict[str, Any]]) -> int:
+def _expanded(character: int, places: Sequence[dict[str, Any]]) -> int:
     """A character of the text with one placeholder per item, in the text where those are expanded."""
     grown = [place for place in places if place["span"][1] <= character]
     return character + sum(
@@ -72,7 +72,7 @@ def _behind(character: int, places: Sequence[dict[str, Any]]) -> int:
     )
 
 
-def searched(where: str, ids: Sequence[int], text: str, tokenizer: Any, needed: Sequence[Span]) -> Placement:
+def matched(where: str, ids: Sequence[int], text: str, tokenizer: Any, needed: Sequence[Span]) -> Placement:
     """The placement by comparing `ids`, as a processor gave them, with the tokens of the text alone.
 
     Args:
@@ -92,8 +92,8 @@ def searched(where: str, ids: Sequence[int], text: str, tokenizer: Any, needed: 
             start, end = offsets[number]
             raise BadSample(
                 where,
-                f"the processor gives other tokens than the text has around {text[start:end]!r} (character {start}), so which "
-                "of them are learned cannot be told",
+                f"the processor gives other tokens than the text has around {text[start:end]!r} (character {start}), so which of "
+                "them have a loss is unknown",
             )
     found = np.zeros((len(ids), 2), dtype=np.int64)
     is_media = np.ones(len(ids), dtype=bool)
@@ -103,6 +103,6 @@ def searched(where: str, ids: Sequence[int], text: str, tokenizer: Any, needed: 
 
 
 def _matches(text: Sequence[int], ids: Sequence[int]) -> dict[int, int]:
-    """Number of a token of the text -> its number among the ids; not of all there is one."""
+    """Index of a token of the text -> its index among the ids; some have none."""
     blocks = SequenceMatcher(None, text, ids, autojunk=False).get_matching_blocks()
     return {block.a + step: block.b + step for block in blocks for step in range(block.size)}

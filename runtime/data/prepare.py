@@ -11,7 +11,7 @@ import torch
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
 from patchgen.runtime.data.loader import pair
-from patchgen.runtime.data.problems import BadSample, Outcome, refuse_long, told_long
+from patchgen.runtime.data.problems import BadSample, Outcome, long_reason, refuse_long
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.text import Encoder, Tokens
 
@@ -62,7 +62,7 @@ class PrepareText:
             raise refuse_long(record.where, length, self.limit)
         cut = self.on_long == "truncate"
         outcome: Outcome = "truncated" if cut and _learns(found, self.limit) else "skipped"
-        problem = (outcome, record.where, told_long(length, self.limit, cut=cut, outcome=outcome))
+        problem = (outcome, record.where, long_reason(length, self.limit, cut=cut, outcome=outcome))
         return Prepared([_sample(found, self.limit)] if outcome == "truncated" else [], problem)
 
     def _encode(self, source: int, record: Record) -> Tokens | BadSample:

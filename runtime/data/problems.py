@@ -18,9 +18,9 @@ class DataError(ValueError):
 
 
 class RefusedElsewhere(DataError):
-    """Another rank cannot go on with its data, and so neither can this one."""
+    """Another rank stopped on its data, so this one stops as well."""
 
-    MESSAGE = "Another rank cannot go on with its data: its own message says why."
+    MESSAGE = "Another rank stopped on its data: its own message says why."
 
     def __init__(self) -> None:
         super().__init__(self.MESSAGE)
@@ -81,11 +81,9 @@ def too_long(length: int, limit: int) -> str:
     return f"{length} tokens, more than the {limit} that a sample may have (data.max_length, data.tokens_per_batch)"
 
 
-def told_long(length: int, limit: int, *, cut: bool, outcome: Outcome) -> str:
-    """Why a long sample is cut, or left out: as asked, or because of what is learned none would be left."""
-    return too_long(length, limit) + (
-        ", and none that is learned among the first" if cut and outcome == "skipped" else ""
-    )
+def long_reason(length: int, limit: int, *, cut: bool, outcome: Outcome) -> str:
+    """Why a long sample is cut, or skipped: as configured, or because no token with a loss would be left."""
+    return too_long(length, limit) + (", and none with a loss among the first" if cut and outcome == "skipped" else "")
 
 
 def refuse_long(where: str, length: int, limit: int) -> DataError:
@@ -95,16 +93,16 @@ def refuse_long(where: str, length: int, limit: int) -> DataError:
 
 
 def refuse_bad(where: str, reason: str) -> DataError:
-    return DataError(f"{where}: {reason}. Mend the sample, or set data.on_bad to skip to go on without such samples.")
+    return DataError(f"{where}: {reason}. Fix the sample, or set data.on_bad to skip to go on without such samples.")
 
 
 NOT_OF_A_SAMPLE = (ImportError, MemoryError, NotImplementedError)
-"""No other sample would fare better."""
+"""Errors that every other sample would meet as well."""
 
 
 @contextlib.contextmanager
 def refusals_of(who: str, where: str, what: str = "the sample") -> Iterator[None]:
-    """Whatever code that is not ours raises of a sample makes it a bad one.
+    """Errors that foreign code raises on a sample become `BadSample`.
 
     Args:
         who: that code, for people.
@@ -120,12 +118,12 @@ def refusals_of(who: str, where: str, what: str = "the sample") -> Iterator[None
     except (BadSample, DataError):
         raise
     except NOT_OF_A_SAMPLE as error:
-        raise DataError(f"{where}: {who} cannot be used here: {_told(error)}.") from error
+        raise DataError(f"{where}: {who} cannot be used here: {_one_line(error)}.") from error
     except Exception as error:  # it is somebody else's: what it raises is not known
-        raise BadSample(where, f"{who} refuses {what}: {_told(error)}") from error
+        raise BadSample(where, f"{who} refuses {what}: {_one_line(error)}") from error
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """An error in one line."""
     words = " ".join(str(error).split())[:300].rstrip(".")
     return f"{type(error).__name__}: {words}" if words else type(error).__name__

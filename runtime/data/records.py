@@ -28,7 +28,7 @@ class Record:
             json.dumps(fields, ensure_ascii=False, skipkeys=True, default=_no_text).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start : error.end]
-            raise BadSample(self.where, f"not readable: {half!a} in a text is no character") from error
+            raise BadSample(self.where, f"not readable: {half!a} in a text is not a valid character") from error
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise BadSample(self.where, f"not readable: {error}") from error
         if not isinstance(fields, dict):

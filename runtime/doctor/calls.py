@@ -136,7 +136,7 @@ def without_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """How far two tensors differ, as a share of the size of the second; infinite where one is no number."""
+    """How far two tensors differ, as a share of the size of the second; infinite where one is not a number."""
     actual, expected = actual.double(), expected.double()
     share = float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
     return share if share == share else float("inf")

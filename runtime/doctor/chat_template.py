@@ -188,6 +188,6 @@ def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"] if behind else []
     if not ids or ids[-1] not in special_ids(tokenizer):
         yield (
-            f"The learned turn ends with {behind[-20:] or ANSWER[-8:]!r}, which is no special token ({text[end:].strip()[:20]!r} "
-            "follows): the model would not learn where to stop."
+            f"The learned turn ends with {behind[-20:] or ANSWER[-8:]!r}, which is not a special token "
+            f"({text[end:].strip()[:20]!r} follows): the model would not learn where to stop."
         )

@@ -99,7 +99,7 @@ class Kernels(Check):
         found = patient.yardstick.first_divergence(served)
         if found is not None:
             return failed(
-                f"{told}: {found.path} is the first that computes otherwise than eager code, by {found.share:.1e} of its "
+                f"{told}: {found.path} is the first whose output differs from eager code, by {found.share:.1e} of its "
                 "size, more than rounding makes of it.",
                 "Name eager or another implementation for that seam (kernels) or another model.attention, and report the shapes.",
             )

@@ -150,7 +150,7 @@ def _asked(check: Check, patient: Patient) -> Finding:
     """What a check finds; an error is a finding, too."""
     patient.asking = check.name
     try:
-        # What a run prints as it starts is no part of the table, nor of its JSON.
+        # What a run prints as it starts is not part of the table, nor of its JSON.
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             return check.run(patient)
@@ -161,7 +161,7 @@ def _asked(check: Check, patient: Patient) -> Finding:
     except Exception as error:  # whatever it is, the other checks run
         return failed(
             f"{type(error).__name__}: {calls.first_line(error)}",
-            "This is no refusal but an error of the code that ran: of the modeling file, of the data's code, or of the doctor.",
+            "This is not a refusal but an error in the code that ran: of the modeling file, of the data's code, or of the doctor.",
         )
 
 

@@ -96,7 +96,7 @@ def _masks(patient: Patient, samples: Sequence[Sample]) -> Iterator[tuple[str, s
         if wrong:
             yield (
                 f"{sample.place}: {wrong}",
-                "Learn from the first token behind the header of the turn through the token that ends it: mend the transform, "
+                "Learn from the first token behind the header of the turn through the token that ends it: fix the transform, "
                 "or the {% generation %} marks of the chat template.",
             )
 

@@ -50,30 +50,30 @@ class FirstLoss(Check):
 
     def run(self, patient: Patient) -> Finding:
         loss, size = patient.loss, patient.config.get_text_config().vocab_size
-        unknowing = math.log(size)
-        told = f"{loss:.3f} nats per label; ln V = {unknowing:.2f}"
+        untrained = math.log(size)
+        told = f"{loss:.3f} nats per label; ln V = {untrained:.2f}"
         limit = patient.recipe.train.first_loss_limit
         too_high = first_loss.Expected(size, limit).refusal(loss)
-        known = first_loss.KNOWN * unknowing
+        known = first_loss.KNOWN * untrained
         if not math.isfinite(loss):
             return failed(
                 f"The loss is {loss}.",
                 "Look at the weights of the layer where the first value is lost (torch.autograd.detect_anomaly).",
             )
         if too_high:
-            return failed(f"{told}: no sound model is so far off.", f"{too_high}")
+            return failed(f"{told}: implausibly high.", f"{too_high}")
         if not patient.is_trained:
-            if loss < TOO_GOOD * unknowing:
+            if loss < TOO_GOOD * untrained:
                 return failed(
-                    f"{told}: random weights cannot know so much.",
+                    f"{told}: implausibly low for random weights.",
                     "The model sees the tokens that it predicts: look at its mask.",
                 )
             return passed(f"{told}, of random weights{'' if patient.checkpoint is None else ' in parts'}.")
         if loss > (known if limit is None else limit):
             return failed(
-                f"{told}: these weights know nothing of these tokens.",
+                f"{told}: these weights are hardly better than untrained ones on these tokens.",
                 "Look at the failures of tokenizer, labels, weights and alternatives in this table; if these weights were never "
-                "trained, or not on data of this kind, say so with train.first_loss_limit.",
+                "trained, or not on data of this kind, set train.first_loss_limit.",
             )
         first_loss.keep_level(patient.recipe, loss)
         return passed(f"{told}. A run with these weights and data is held to it.")

@@ -49,7 +49,7 @@ class Export(Check):
         inputs, paths = plain_inputs(patient), list(yardstick.expected.outputs)
         del model
         patient.release()
-        # Its own config is part of what is exported; that of a whole around this model is no config of this class.
+        # Its own config is part of what is exported; that of a whole around this model is not a config of this class.
         own = None if type(patient.config) is type(patient.blueprint.config) else patient.blueprint.config
         found, missing = _trace_of(upstream, folder, patient, inputs, paths, own)
         shutil.rmtree(folder)

@@ -80,7 +80,7 @@ def _class_of(name: str) -> type[Objective]:
             f"objective.name = '{name}' cannot be imported: {type(error).__name__}: {error}. A module is looked for where "
             f"Python looks and in {here}."
         ) from error
-    # Its own mark: `is_dataclass` sees that of a parent, too, and the fields of such a class are no options.
+    # Its own mark: `is_dataclass` sees that of a parent, too, and the fields of such a class are not options.
     is_dataclass = isinstance(found, type) and "__dataclass_params__" in vars(found)
     if not (is_dataclass and issubclass(found, Objective)):
         raise RecipeError(

@@ -44,7 +44,7 @@ class Classification(Objective):
         return self.num_labels
 
     def require_valid(self, row: Mapping[str, Any]) -> None:
-        """Refuses a label that is no class: within the forward one rank alone would fail, and the others wait for it."""
+        """Refuses a label that is not a class: within the forward one rank alone would fail, and the others wait for it."""
         if self.num_labels == 1:
             return
         labels = row["document_labels"][sources_of(row) >= 0]

@@ -1,4 +1,4 @@
-"""The heads that are no language models on a generated model, made when they are asked for; nothing is generated for them.
+"""The heads that are not language models on a generated model, made when they are asked for; nothing is generated for them.
 
     generated     class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel): self.model = Qwen3MoeModel(config) ...
     upstream      class Qwen3MoeForSequenceClassification(GenericForSequenceClassification, Qwen3MoePreTrainedModel)

@@ -48,7 +48,7 @@ class TokenClassification(Objective):
         return self.num_labels
 
     def require_valid(self, row: Mapping[str, Any]) -> None:
-        """Refuses a label that is no class, as `Classification` does."""
+        """Refuses a label that is not a class, as `Classification` does."""
         labels = row["labels"]
         outside = labels[(labels != IGNORED) & ((labels < 0) | (labels >= self.num_labels))]
         if len(outside):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from patchgen.kernels.moe import early_gradients
 from patchgen.kernels.moe.adapters import ExpertAdapters, LowRank
 from patchgen.runtime.experts_interface import experts_kernel
 from patchgen.runtime.parallel.expert_peers import over_peers

@@ -40,7 +40,7 @@ class Step:
     Attributes:
         num_items: labels that count; None: those of the micro-batch, on all ranks.
         num_micro_batches: of one rank.
-        num_tokens: tokens that are no padding; None: those of the micro-batch, on all ranks.
+        num_tokens: tokens that are not padding; None: those of the micro-batch, on all ranks.
         router_loss: whether the loss of the routers is part of the loss.
         objective: what computes this rank's share of another loss than the next token's, of the head and the hidden
             states `(B, s, H)`; None: the next token's.
@@ -122,7 +122,7 @@ def upstream_labels(head: type | None, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def not_shared(head: object) -> str:
-    """Why the loss of a generated head, a class or a model, is no sum of shares; empty if it is one."""
+    """Why the loss of a generated head, a class or a model, is not a sum of shares; empty if it is one."""
     name = head.__name__ if isinstance(head, type) else type(head).__name__
     if own := getattr(head, OWN_LOSS, ()):
         return own_mean(name, *own)
@@ -171,7 +171,7 @@ def count_items(micro_batches: Iterable[Mapping[str, Any]], device: torch.device
 
 
 def count_tokens(micro_batches: Iterable[Mapping[str, Any]], device: torch.device | str) -> Tensor:
-    """The tokens in the micro-batches of all ranks that are no padding: on `device`, at least 1; one collective."""
+    """The tokens in the micro-batches of all ranks that are not padding: on `device`, at least 1; one collective."""
     total = torch.as_tensor(sum(map(real_tokens, micro_batches)), device=device, dtype=torch.long)
     if dist.is_initialized():
         total = all_reduce(total, operation="count the tokens of the step")
@@ -179,7 +179,7 @@ def count_tokens(micro_batches: Iterable[Mapping[str, Any]], device: torch.devic
 
 
 def real_tokens(batch: Mapping[str, Any]) -> Tensor | int:
-    """The tokens of a batch, or of a slice of one, that are no padding."""
+    """The tokens of a batch, or of a slice of one, that are not padding."""
     given = [batch[name] for name in ("real_tokens", "attention_mask") if batch.get(name) is not None]
     if given:
         return given[0].sum()

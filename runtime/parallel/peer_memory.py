@@ -329,7 +329,7 @@ class _SharedNumbers:
                 time.sleep(0)  # lets another thread or process have this core
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"Rank {rank} of the host did not come to exchange {self._calls} of experts' tokens."
+                        f"Rank {rank} of the host did not reach exchange {self._calls} of experts' tokens."
                     )
         return [int(words[turn]) & (1 << self._COUNT_BITS) - 1 for words in self._words]
 

@@ -98,7 +98,7 @@ def chosen() -> str:
 def seam_users(model: nn.Module) -> dict[str, Counter]:
     """For each seam the classes of live modules whose forward calls it, directly or by a function of their file.
 
-    Experts whose config names an implementation of transformers' are no users: that one serves them.
+    Experts whose config names an implementation of transformers' are not users: that one serves them.
     """
     found: dict[str, Counter] = {name: Counter() for name in seams.names()}
     for module in model.modules():

@@ -113,13 +113,13 @@ def means(tokens_per_expert: Tensor, router_prob_per_expert: Tensor) -> tuple[Te
             "have none, then the router probabilities. Swap them in the call of ops.router_means."
         )
     if group.state.router_loss == "global":
-        tokens_per_expert = _of_the_group(tokens_per_expert, group.own, None)
+        tokens_per_expert = _group_mean(tokens_per_expert, group.own, None)
     elif group.state.sp > 1:
-        tokens_per_expert = _of_the_group(tokens_per_expert, group.own, group.state.sp_group)
+        tokens_per_expert = _group_mean(tokens_per_expert, group.own, group.state.sp_group)
     return tokens_per_expert, router_prob_per_expert * (group.own / group.total)
 
 
-def _of_the_group(share: Tensor, own: Tensor, process_group: Any) -> Tensor:
+def _group_mean(share: Tensor, own: Tensor, process_group: Any) -> Tensor:
     """The mean over the tokens of all ranks of a process group, all ranks if None, from that over `own` tokens."""
     weighed = torch.cat([(share.float() * own).flatten(), own[None]])
     total = all_reduce(weighed, group=process_group, operation="add up the loads of the experts")
@@ -157,7 +157,7 @@ def _require_rows(gate_logits: tuple[Tensor, ...], B: int, s: int) -> None:
 def _real_tokens(
     real_tokens: Tensor | None, attention_mask: Any, B: int, s: int, state: ParallelState
 ) -> Tensor | None:
-    """`(B, s)` bool: this rank's tokens that are no padding; None if all are real."""
+    """`(B, s)` bool: this rank's tokens that are not padding; None if all are real."""
     given = attention_mask if real_tokens is None else real_tokens
     if given is None:
         return None

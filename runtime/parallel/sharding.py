@@ -77,7 +77,7 @@ def shard_model(
 
     Raises:
         ValueError: a path or class that matches nothing, experts that do not divide by `ep`, or several ranks for a
-            loss that is no sum of their shares.
+            loss that is not a sum of their shares.
     """
     options = options or ShardingOptions()
     if state.config.world > 1 and (local := not_shared(model)):
@@ -111,7 +111,7 @@ def shard_model(
         if options.compile_layers:
             layer.compile()
         unit(layer)
-    # The root holds embeddings, final norm and head: its forward spans the model, so freeing between is no saving, and
+    # The root holds embeddings, final norm and head: its forward spans the model, so freeing between is not saving, and
     # a fused loss may read the head's weight at any time.
     unit(model, reshard_after_forward=False)
     _set_exchanges(model, state, experts, kept, options)

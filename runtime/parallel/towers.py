@@ -145,7 +145,7 @@ _JOINS: dict[str, Callable[[Any, Any], Any]] = {
 def _items(output: Any, chosen: slice) -> Any:
     """The output with the features of some items: per-item tuples are cut, tensors over all of them left out.
 
-    What upstream's recorder added, as router logits, is no field of the output's class and belongs to no item.
+    What upstream's recorder added, as router logits, is not a field of the output's class and belongs to no item.
     """
     return type(output)(**{field.name: _cut(getattr(output, field.name), chosen) for field in fields(output)})
 

@@ -128,8 +128,8 @@ class Watch:
             if silent > allowed and not _PROGRESS.paused:
                 asked = " after this process was asked to end" if allowed < self.timeout else ""
                 self.on_stall(
-                    f"No progress for {silent:.0f} s on {describe()}{asked}. The other ranks of this collective have not "
-                    "come: compare this line on every rank; those that differ took another path through the model or "
+                    f"No progress for {silent:.0f} s on {describe()}{asked}. The other ranks have not entered this "
+                    "collective: compare this line on every rank; those that differ took another path through the model or "
                     "stopped before."
                 )
                 return

@@ -180,7 +180,7 @@ def _find(code: str) -> tuple[Path, str | None]:
     if spec is None or not (spec.origin or locations):
         places = ", ".join(dict.fromkeys(place or "." for place in sys.path))
         raise RecipeError(
-            f"model.code = '{code}' is no folder ({folder.absolute()}) and no module that can be imported (looked in "
+            f"model.code = '{code}' is neither a folder ({folder.absolute()}) nor a module that can be imported (looked in "
             f"{places}). Name the folder with configuration_*.py and modeling_*.py."
         )
     place = Path(spec.origin).parent if spec.origin else Path(locations[0])
@@ -197,7 +197,7 @@ def _folder_of_source(source: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=["*.py", "*.json"])).resolve()
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise RecipeError(
-            f"model.trust_remote_code: model.source = '{source}' is no folder ({Path(source).absolute()}) and no model on "
+            f"model.trust_remote_code: model.source = '{source}' is neither a folder ({Path(source).absolute()}) nor a model on "
             f"the Hub that can be reached, so there is no code to run.\n{error}"
         ) from error
 
@@ -233,7 +233,7 @@ def _generated_from(key: str, folder: Path, root: Path | None) -> registry.Gener
 
 def _folder_of_models(said: str) -> Path:
     if not Path(said).is_dir():
-        raise RecipeError(f"model.generated = '{said}' is no folder ({Path(said).absolute()}).")
+        raise RecipeError(f"model.generated = '{said}' is not a folder ({Path(said).absolute()}).")
     return Path(said)
 
 

@@ -43,7 +43,7 @@ SLACK = 2  # times the documents and the longest one of the row for which a grap
 
 logger = logging.getLogger(__name__)
 
-# (inputs, labels that count [], tokens that are no padding []) -> this rank's share of the loss; leaves gradients.
+# (inputs, labels that count [], tokens that are not padding []) -> this rank's share of the loss; leaves gradients.
 Compute = Callable[[Mapping[str, Any], Tensor, Tensor], Tensor]
 
 
@@ -60,7 +60,7 @@ class Form:
     Attributes:
         num_bounds: of documents, D + 1 at most.
         longest: tokens of a document at most.
-        shapes: names, shapes and dtypes of what else a step is given; what is no tensor with its value.
+        shapes: names, shapes and dtypes of what else a step is given; what is not a tensor with its value.
     """
 
     num_bounds: int
@@ -178,7 +178,7 @@ class CapturedStep:
 
         Args:
             rows: as `slice_batch` returns them, on the host.
-            items, tokens: of the step, over all ranks: labels that count, tokens that are no padding.
+            items, tokens: of the step, over all ranks: labels that count, tokens that are not padding.
         """
         inputs = completed(rows, self.state.sp)
         fits = inputs is not None and self._form is not None and self._form.fits(inputs)

@@ -40,7 +40,7 @@ class StepBatches:
         position: of the loader, after these.
         tokens, labels, flops: of the whole step.
         items: what the loss of the step is divided by: labels, or documents or pairs.
-        real_tokens: tokens of the whole step that are no padding.
+        real_tokens: tokens of the whole step that are not padding.
         sources: tokens and labels of each source of the whole step.
     """
 

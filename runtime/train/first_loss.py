@@ -1,12 +1,12 @@
-"""Whether the first loss can be that of a sound model, judged before the optimizer has moved anything.
+"""Whether the first loss is plausible for undamaged weights and matching data, checked before the first optimizer step.
 
-A model that knows nothing says that all V tokens are equally likely: ln V. Random weights are a little above it, for their
+An untrained model gives all V tokens nearly the same probability: ln V. Random weights are a little above it, for their
 logits are not quite equal. Far above it are weights or data that do not belong together: a head that was scaled, a
 tokenizer of another model, labels that were shifted twice.
 
     V = 151,936    ln V = 11.93    0.8 ln V = 9.54    1.5 ln V + 1 = 18.9
 
-    weights                                       told above       the run ends above
+    weights                                       warned above     the run ends above
     random, or with a new part                    -                1.5 ln V + 1
     from a checkpoint                             0.8 ln V         1.5 ln V + 1
     from a checkpoint that the doctor examined    0.8 ln V         1.5 L + 1, L the loss that it found on these data
@@ -35,23 +35,23 @@ from patchgen.runtime.train.records import TrainingStopped
 
 SHARE, SPREAD = 1.5, 1.0
 KNOWN = 0.8
-"""Of ln V: a checkpoint that has learned these tokens, in whatever language, is below."""
+"""Share of ln V: a trained checkpoint is below it on text of any language that it has seen."""
 
 
 def highest(vocab_size: int) -> float:
-    """The most that is believed of a first loss per label, in nats."""
+    """The largest plausible first loss per label, in nats."""
     return SHARE * math.log(vocab_size) + SPREAD
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a first loss is held to.
+    """What a first loss is compared with.
 
     Attributes:
         vocab_size: V.
-        limit: of the recipe; None: it names none.
+        limit: `train.first_loss_limit`; None: not set.
         is_trained: whether all weights come from a checkpoint.
-        level: what the doctor found for these weights and data; None: it was not asked.
+        level: the loss that the doctor measured for these weights and data; None: it was not run.
     """
 
     vocab_size: int
@@ -61,22 +61,22 @@ class Expected:
 
     @property
     def most(self) -> float:
-        """Above it no first loss is believed."""
+        """A first loss above it is implausible."""
         if self.limit is not None:
             return self.limit
         most = highest(self.vocab_size)
         return most if self.level is None or not self.is_trained else min(most, SHARE * self.level + SPREAD)
 
     def refusal(self, loss: float) -> str:
-        """Why a first loss per label cannot be that of a sound model; empty if it can."""
+        """Why a first loss per label is implausible; empty if it is not."""
         if not loss > self.most:  # one that is no number is told by its gradient (optim.on_nonfinite)
             return ""
-        told = f"The first loss is {loss:.2f}; a model of {self.vocab_size:,} tokens that knows nothing has ln V = "
-        told += f"{math.log(self.vocab_size):.2f}, and more than {self.most:.2f} is not believed"
+        told = f"The first loss is {loss:.2f}; an untrained model of {self.vocab_size:,} tokens has ln V = "
+        told += f"{math.log(self.vocab_size):.2f}, and a first loss above {self.most:.2f} is implausible"
         if self.limit is None and self.most < highest(self.vocab_size):
             return (
-                f"{told}, for `patchgen doctor` found {self.level:.2f} with these weights on the first of these data. The run "
-                "computes otherwise than one device does, or the rest of the data is of another kind. "
+                f"{told}: `patchgen doctor` measured {self.level:.2f} with these weights on the first samples. Either the run "
+                "computes something else than one device does, or the rest of the data is of another kind. "
                 "train.first_loss_limit raises the limit."
             )
         return (
@@ -86,33 +86,33 @@ class Expected:
         )
 
     def warning(self, loss: float) -> str:
-        """What is unusual about a first loss that is believed; empty: nothing."""
-        unknowing = math.log(self.vocab_size)
-        if self.limit is not None or not self.is_trained or not loss > KNOWN * unknowing:
+        """What is unusual about a plausible first loss; empty: nothing."""
+        untrained = math.log(self.vocab_size)
+        if self.limit is not None or not self.is_trained or not loss > KNOWN * untrained:
             return ""
         return (
-            f"The first loss is {loss:.2f}, and a model that knows nothing has ln V = {unknowing:.2f}: these weights, all from a "
-            "checkpoint, know next to nothing of these data. If they were trained, look for the tokenizer or chat template of "
-            "another model, shifted labels or damaged weights: `patchgen doctor RECIPE` says which. If they were not, or not "
-            "on anything alike, all is well: train.first_loss_limit says so."
+            f"The first loss is {loss:.2f}, and an untrained model has ln V = {untrained:.2f}: these weights, all from a "
+            "checkpoint, are hardly better on these data. If they were trained, look for the tokenizer or chat template of "
+            "another model, shifted labels or damaged weights: `patchgen doctor RECIPE` says which. If they were not, or on "
+            "data of another kind, this is expected: set train.first_loss_limit to silence the warning."
         )
 
 
 def expected(recipe: Recipe, model: PreTrainedModel) -> Expected:
-    """What the first loss of a recipe's model is held to, sharded or not; where the doctor kept it on this machine, its level."""
+    """What the first loss of a recipe's model is compared with; `level` is that of a doctor that ran on this machine."""
     trained = models.is_from_checkpoint(recipe, model)
     level = read_level(recipe) if trained else None
     return Expected(model.config.get_text_config().vocab_size, recipe.train.first_loss_limit, trained, level)
 
 
-def require_believable(share: Tensor, model: PreTrainedModel, recipe: Recipe) -> None:
-    """Looks at the loss before the optimizer has moved anything. Every rank takes part in the sum.
+def require_plausible(share: Tensor, model: PreTrainedModel, recipe: Recipe) -> None:
+    """Checks the loss before the first optimizer step. Every rank takes part in the sum.
 
     Args:
         share: this rank's of the first step's loss.
 
     Raises:
-        TrainingStopped: no sound model has such a loss.
+        TrainingStopped: it is implausible.
     """
     held_to, is_first = expected(recipe, model), dist.get_rank() == 0
     level = held_to.level if is_first and held_to.level is not None else 0.0  # machines may have kept different ones

@@ -122,7 +122,7 @@ def require_any_layout(targets: Targets, world: int) -> None:
     """Refuses targets that `world` ranks cannot train.
 
     Raises:
-        RecipeError: parameters that are no stacked experts, on several ranks.
+        RecipeError: parameters that are not stacked experts, on several ranks.
     """
     if targets.others and world > 1:
         raise RecipeError(

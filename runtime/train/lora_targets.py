@@ -103,7 +103,7 @@ def _find_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[tuple[
     """The stacked parameters of experts, and the other ones, that a recipe's `target_parameters` mean.
 
     Raises:
-        RecipeError: a target matches nothing, or what is no stack of matrices.
+        RecipeError: a target matches nothing, or what is not a stack of matrices.
     """
     plan = set(sharding.own_plan(model))
     owners = {path.rpartition(".")[0] for path in plan}
@@ -120,7 +120,7 @@ def _find_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[tuple[
             else:
                 shape = tuple(model.get_parameter(name).shape)
                 raise RecipeError(
-                    f"lora.target_parameters: {name} {shape} is no stack of matrices, one per expert, which an adapter of "
+                    f"lora.target_parameters: {name} {shape} is not a stack of matrices, one per expert, which an adapter of "
                     "experts takes. Name those that are: "
                     f"{', '.join(sorted({path.rpartition('.')[2] for path in plan if model.get_parameter(path).ndim == 3}))}."
                 )
@@ -160,7 +160,9 @@ def _matched(
             if name and bool(check_target_module_exists(asked, name)):
                 yield name
     except re.error as error:
-        raise RecipeError(f"lora.target_modules or lora.exclude_modules is no regular expression: {error}") from error
+        raise RecipeError(
+            f"lora.target_modules or lora.exclude_modules is not a regular expression: {error}"
+        ) from error
 
 
 def _asked(config: LoraConfig, targets: str | list[str]) -> peft.LoraConfig:

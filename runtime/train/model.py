@@ -81,7 +81,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
             ) from error
         near = difflib.get_close_matches(model.source, list(CONFIG_MAPPING), n=3)
         raise RecipeError(
-            f"model.source = '{model.source}' is no folder with a config.json, no model on the Hub that can be "
+            f"model.source = '{model.source}' is not a folder with a config.json, nor a model on the Hub that can be "
             f"reached, and no model type{f' (near: {chr(44).join(near)})' if near else ''}.\n{error}"
         ) from error
     if not model.overrides:
@@ -164,7 +164,9 @@ def find_weights(model: ModelConfig) -> Path | str | None:
             raise RecipeError(f"model.weights = '{folder}' holds no safetensors.")
         return None
     if model.weights != "auto":
-        raise RecipeError(f"model.weights must be 'auto', 'random' or a folder, and '{model.weights}' is no folder.")
+        raise RecipeError(
+            f"model.weights must be 'auto', 'random' or a folder, and '{model.weights}' is not a folder."
+        )
     from transformers import CONFIG_MAPPING
 
     return None if model.source in CONFIG_MAPPING else model.source

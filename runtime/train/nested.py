@@ -59,4 +59,4 @@ def set_at(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _require_place(values: list, part: str) -> None:
     if not part.isdigit() or int(part) > len(values):
-        raise LookupError(f"'{part}' is no place in a list of {len(values)}; {len(values)} appends to it.")
+        raise LookupError(f"'{part}' is not a place in a list of {len(values)}; {len(values)} appends to it.")

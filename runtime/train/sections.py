@@ -185,8 +185,8 @@ class TrainConfig:
             ("global"), which lets experts specialise, and cannot be accumulated. Padding counts in neither.
         seed: of random weights, and of whatever draws random numbers in a step.
         deterministic: torch's deterministic algorithms, where they exist.
-        first_loss_limit: the most that is believed of the first loss per label, in nats, before any weight has moved; null:
-            1.5 ln V + 1, or 1.5 L + 1 where `patchgen doctor` found L with this checkpoint. Above it the run ends.
+        first_loss_limit: the largest plausible first loss per label, in nats, before the first optimizer step; null:
+            1.5 ln V + 1, or 1.5 L + 1 where `patchgen doctor` measured L with this checkpoint. Above it the run ends.
         cuda_graph: replay forward and backward as one CUDA graph; for rows so short that the host cannot launch their kernels as
             fast as they run (4,096 tokens per GPU, say). Needs `data.pad_batches`, and one batch per batch group and step.
         eval_every: steps between evaluations; at the end of a run there is one in any case. 0: only then.

@@ -75,7 +75,7 @@ def load_processor(source: str) -> Any:
     """
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
-    told = f"model.source = '{source}' has no processor that can be used, which data.kind = multimodal needs: "
+    told = f"model.source = '{source}' has no usable processor, which data.kind = multimodal needs: "
     try:
         processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
     except (ImportError, OSError, ValueError) as error:

@@ -142,7 +142,7 @@ class Trainer:
                 started, batches = time.perf_counter(), upcoming
                 share = self.forward_backward(batches)
                 if self.step == 0 and self.learning.objective.is_models_own:
-                    first_loss.require_believable(share, self.model, recipe)
+                    first_loss.require_plausible(share, self.model, recipe)
                 # While the device works: the next batches, and what all ranks agree on for them.
                 upcoming = feed.next() if self.step + 1 < steps else End("steps")
                 norm, rate = self.update()

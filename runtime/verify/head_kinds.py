@@ -1,4 +1,4 @@
-"""The heads that are no language models: what they are given in a proof, and what is compared of them as a run computes.
+"""The heads that are not language models: what they are given in a proof, and what is compared of them as a run computes.
 
 classification   a class of each row        labels (B,)
 token            a class of each token      labels (B, S)

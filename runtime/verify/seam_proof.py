@@ -1,7 +1,7 @@
 """The kernels behind the seams, one at a time, against the eager model: within a tolerance, and really called.
 
 A kernel that is configured but never called trains nothing faster and fails no comparison. So the calls are counted,
-and where the code that ran contains the seam but never reached it, the seam has not passed.
+and a seam that the executed code contains but never reaches has failed.
 """
 
 from __future__ import annotations

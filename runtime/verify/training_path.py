@@ -127,7 +127,7 @@ def prove_training_path(
     found = TrainingPath(chosen, chosen, path.seams, asked)
     if lacking := attention_kinds.lacking(chosen, asked):
         able = attention_kinds.choose(asked, config)
-        failure = f"attention '{chosen}' cannot do {' and '.join(lacking)}, which it asks for; '{able}' can."
+        failure = f"attention '{chosen}' lacks {' and '.join(lacking)}, which the model needs; '{able}' has it."
         return replace(found, failures=(failure,))
     path.ran_with = on_cpu(chosen, asked, config)
     with one_rank() as state:
@@ -221,7 +221,7 @@ def one_rank() -> Iterator[ParallelState]:
 
 
 def _without_router_loss(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The language-model loss alone: the router loss of several rows is no mean over labels."""
+    """The language-model loss alone: the router loss of several rows is not a mean over labels."""
     config = copy.deepcopy(config)
     for one in (config, config.get_text_config(decoder=True)):
         if hasattr(one, "output_router_logits"):

@@ -525,7 +525,7 @@ def other_parameters_beside_experts_are_refused() -> None:
     except ValueError as error:
         assert "experts (Experts) has ['scale'] beside its experts' own parameters" in str(error), error
         return
-    raise AssertionError("a parameter that is no expert's was divided like one")
+    raise AssertionError("a parameter that is not an expert's was divided like one")
 
 
 def a_computation_that_an_error_left_behind_is_forgotten() -> None:

@@ -26,7 +26,7 @@ def padding() -> Tensor:
 
 
 def expected(logits: Tensor, real: Tensor, scope: str) -> Tensor:
-    """Upstream's function on tokens that are no padding; of `(LAYERS, ROWS, LENGTH, EXPERTS)` logits."""
+    """Upstream's function on tokens that are not padding; of `(LAYERS, ROWS, LENGTH, EXPERTS)` logits."""
     places = real.nonzero()
     groups = [places] if scope == "global" else [places[places[:, 0] == row] for row in range(ROWS)]
     total = torch.zeros(())

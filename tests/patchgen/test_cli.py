@@ -29,7 +29,7 @@ MODEL = "qwen3"
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of generated models with one in it, and without proofs: whether those hold is no matter of its files."""
+    """A folder of generated models with one in it, and without proofs: whether those hold is not a matter of its files."""
     root = tmp_path / "generated_models"
     shutil.copytree(provenance.generated_root() / MODEL, root / MODEL, ignore=shutil.ignore_patterns("verify*"))
     monkeypatch.setattr(provenance, "generated_root", lambda: root)
@@ -242,7 +242,7 @@ def test_two_runs_at_once_leave_one_whole_result(tmp_path: Path):
         (["generate"], UpstreamNotFound, "No model was named"),
         (["generate", "qwen3_mo"], UpstreamNotFound, "Nearest: .*, .*, "),
         (["generate", MODEL, "--source", "no_such.py"], UpstreamNotFound, "no file no_such.py"),
-        (["generate", MODEL, "--transformers", "newest"], UpstreamNotFound, "no transformers version"),
+        (["generate", MODEL, "--transformers", "newest"], UpstreamNotFound, "not a transformers version"),
         (["explain", "fused_los"], UpstreamNotFound, "fused_loss"),
         (["inspect", "qwen3_mo"], UpstreamNotFound, "qwen3_moe"),
         (["new", "qwen3_mo"], UpstreamNotFound, "qwen3_moe"),

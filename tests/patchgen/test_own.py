@@ -53,7 +53,7 @@ def test_init_writes_a_project_once_and_keeps_what_stands_there(tmp_path, monkey
     assert Path(".gitattributes").read_text().startswith("*.bin binary\n#")
     assert "generated/**/verify.json linguist-generated" in Path(".gitattributes").read_text()
     assert project.find() == project.Project(tmp_path / "patchgen.toml", "generated", "configs")
-    with pytest.raises(ConfigError, match=r"patchgen.toml says already"):
+    with pytest.raises(ConfigError, match=r"patchgen.toml configures this project already"):
         run("init")
     run("init", "inner")  # a project in another's folder is its own
     assert (tmp_path / "inner" / "patchgen.toml").is_file()

@@ -115,7 +115,7 @@ def test_a_file_of_a_release_that_does_not_parse_is_named(wheel: Path):
 
 @pytest.mark.parametrize("version", ["latest", "5.23.0; rm", "../5.17.0", ""])
 def test_what_is_no_version_is_refused(version: str):
-    with pytest.raises(UpstreamNotFound, match="is no transformers version"):
+    with pytest.raises(UpstreamNotFound, match="is not a transformers version"):
         upstream.load("llama", version)
 
 
@@ -132,7 +132,7 @@ def test_a_wheel_out_of_reach_says_where_it_looked(tmp_path: Path, monkeypatch: 
 
 def test_a_wheel_in_the_cache_that_is_none_is_named(wheel: Path):
     wheel.write_text("<html>not found</html>")
-    with pytest.raises(UpstreamNotFound, match=r"transformers-9\.9\.9-py3-none-any\.whl .* is no zip file"):
+    with pytest.raises(UpstreamNotFound, match=r"transformers-9\.9\.9-py3-none-any\.whl .* is not a zip file"):
         upstream.load("tiny", "9.9.9")
 
 

@@ -40,7 +40,7 @@ def _drawn(function, B: int, S: int) -> torch.Tensor:
 
 
 def test_chunks_begin_where_the_padding_in_front_of_the_whole_row_ends():
-    """A slice of padding alone is no padding in front: upstream's count on the second slice, against that on whole rows."""
+    """A slice of padding alone is not padding in front: upstream's count on the second slice, against that on whole rows."""
     padding = torch.ones(3, 8, dtype=torch.bool)
     padding[0, 3:] = padding[1, :5] = False
     in_front = (padding.cumsum(-1) == 0).sum(-1)

@@ -347,7 +347,7 @@ def test_whole_numbers_in_place_of_a_weight_are_refused(dtype, checkpoint, tmp_p
     kind = str(dtype).removeprefix("torch.")
     for read in (lambda: load_pretrained(empty(), folder), lambda: convert(folder, tmp_path / "out")):
         with pytest.raises(
-            CheckpointError, match=f"{key} in model.safetensors is {kind}, which is no weight of {key}"
+            CheckpointError, match=f"{key} in model.safetensors is {kind}, which is not a weight of {key}"
         ):
             read()
 
@@ -368,7 +368,7 @@ def test_quantised_checkpoints_are_refused(checkpoint, tmp_path):
 
 def test_the_same_weights_given_twice(checkpoint, tmp_path):
     folder = small_models.rewrite(checkpoint, tmp_path / "twice", lambda found: found | small_models.stacked(found))
-    with pytest.raises(CheckpointError, match="experts.gate_up_proj is given twice: by .* and by"):
+    with pytest.raises(CheckpointError, match="experts.gate_up_proj appears twice: in .* and in"):
         load_pretrained(empty(), folder)
 
 

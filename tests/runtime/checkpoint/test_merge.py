@@ -100,7 +100,7 @@ def test_the_adapted_part_is_of_a_model_that_only_the_project_has(said, tmp_path
         Path("patchgen.toml").write_text(f'generated = "{"models" if said == "project" else "gone"}"\n')
     command = ["merge", str(tmp_path / "adapter"), "--source", str(tmp_path / "source"), "--output", "out"]
     done = CliRunner().invoke(app, [*command, *(["--generated", "models"] if said == "option" else [])])
-    told = {"nothing": "a part of it that is generated", "gone": "patchgen.toml: generated = 'gone' is no folder"}
+    told = {"nothing": "a part of it that is generated", "gone": "patchgen.toml: generated = 'gone' is not a folder"}
     assert told.get(said, "parameters changed") in f"{done.output}{done.exception}"
     assert (done.exit_code == 0) == (said in ("project", "option")) == Path("out").exists()
 
@@ -127,7 +127,7 @@ def test_an_adapter_of_another_model_and_of_a_tied_head(tmp_path):
     adapt(other, tmp_path / "other", target_modules=["in_proj_qkvz"])
     with pytest.raises(CheckpointError, match="in_proj_qkvz.* which neither the model of .* has nor a part of it"):
         merge_adapter(tmp_path / "other", tmp_path / "source", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="holds no adapter of PEFT"):
+    with pytest.raises(CheckpointError, match="holds no readable PEFT adapter"):
         merge_adapter(tmp_path / "source", tmp_path / "source", tmp_path / "out")
     tied = small_models.build(type(moe()), small_models.moe_config(tie_word_embeddings=True))
     tied.save_pretrained(tmp_path / "tied")

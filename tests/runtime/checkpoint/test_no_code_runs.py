@@ -80,7 +80,7 @@ def test_a_prepared_file_of_a_checkpoint_runs_nothing(name, reader, saved, tmp_p
 
 @pytest.mark.parametrize("reader", READERS)
 def test_an_index_points_to_tensors_of_its_folder_only(reader, saved, tmp_path):
-    """Values that are no tensors are read by torch with a pickle of their own; a path may lead anywhere."""
+    """Values that are not tensors are read by torch with a pickle of their own; a path may lead anywhere."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     for number, (change, told) in enumerate(
@@ -91,7 +91,7 @@ def test_an_index_points_to_tensors_of_its_folder_only(reader, saved, tmp_path):
             ),
             (
                 lambda index: index.state_dict_metadata.update({"model/lm_head.weight": None}),
-                "lm_head.weight is no tensor",
+                "lm_head.weight is not a tensor",
             ),
             (lambda index: _move(index, "../../other.distcp"), r"'../../other.distcp' lies outside"),
         )

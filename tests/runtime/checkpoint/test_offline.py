@@ -265,7 +265,7 @@ def test_an_export_that_is_killed_while_it_replaces_is_not_taken_for_whole(
             require_loads(original if found == wholes[0] else other, folder)
             seen.add("whole")
         except CheckpointError as error:
-            assert "its writing was cut short" in str(error)
+            assert "writing it was interrupted" in str(error)
             names = {path.name for path in folder.iterdir()}
             if "config.json" in names and names & {"model.safetensors", "model.safetensors.index.json"}:
                 # Before the first replacement or after the last: for plain transformers too, one of the two.
@@ -290,10 +290,10 @@ def test_an_error_after_the_first_replacement_says_so(original, tmp_path, monkey
         raise OSError("Input/output error")
 
     monkeypatch.setattr(writing.FileWriter, "place", fail)
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint any more") as caught:
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint any more") as caught:
         export_pretrained(original, tmp_path, max_file=10_000)
     assert "as it was" not in str(caught.value)
-    with pytest.raises(CheckpointError, match="its writing was cut short"):
+    with pytest.raises(CheckpointError, match="writing it was interrupted"):
         fingerprint(tmp_path)
 
 
@@ -367,10 +367,13 @@ def test_errors_of_commands_are_for_their_reader(original, checkpoint, tmp_path)
     torch.save(original.state_dict(), pickled / "pytorch_model.bin")
     (pickled / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     for arguments, text in (
-        (("fingerprint", tmp_path / "nowhere"), "nowhere holds no whole checkpoint"),
-        (("convert", checkpoint, checkpoint), "would be read and written at once"),
+        (("fingerprint", tmp_path / "nowhere"), "nowhere holds no complete checkpoint"),
+        (("convert", checkpoint, checkpoint), "is both the source and the output"),
         (("export", checkpoint, "--output", tmp_path / "x"), "is a Hugging Face checkpoint"),
-        (("export", run_folder, "--output", tmp_path / "x", "--step", 7), "no whole checkpoint of step 7, but of 1"),
+        (
+            ("export", run_folder, "--output", tmp_path / "x", "--step", 7),
+            "no complete checkpoint of step 7, but of 1",
+        ),
         (("export", run_folder, "--output", saved), "it is a training checkpoint, which would be damaged"),
         (("convert", run_folder, tmp_path / "x"), f"`patchgen export {run_folder} --output DIR` writes their weights"),
         (("convert", saved, tmp_path / "x"), f"`patchgen export {saved} --output DIR` writes their weights"),
@@ -386,9 +389,9 @@ def test_errors_of_commands_are_for_their_reader(original, checkpoint, tmp_path)
 def test_a_run_whose_checkpoints_are_all_broken(original, tmp_path):
     Checkpointer(tmp_path).save(3, model=original, asynchronous=False)
     (tmp_path / "step-00000003" / ".metadata").unlink()
-    with pytest.warns(UserWarning, match="not whole"):
+    with pytest.warns(UserWarning, match="incomplete"):
         done = run("export", tmp_path, "--output", tmp_path / "x")
-    assert "holds no whole checkpoint:\n  step-00000003: .metadata is missing" in str(done.exception)
+    assert "holds no complete checkpoint:\n  step-00000003: .metadata is missing" in str(done.exception)
 
 
 def test_damage_is_found_before_anything_is_written(checkpoint, tmp_path):

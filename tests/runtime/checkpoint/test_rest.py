@@ -169,7 +169,7 @@ def test_what_was_changed_in_the_part_is_changed_in_the_config_of_the_whole(tmp_
 
 
 def test_the_text_model_of_one_that_sees(tmp_path):
-    """A part that upstream loads out of a whole of another type, and that is no omni model's."""
+    """A part that upstream loads out of a whole of another type, and that is not an omni model's."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 
     config = small_config(Qwen3_5ForConditionalGeneration.config_class).config

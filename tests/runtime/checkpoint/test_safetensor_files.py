@@ -167,7 +167,7 @@ def test_whole_numbers_that_would_be_others(values, dtype, tmp_path):
     out = torch.zeros(values.shape, dtype=dtype)
     with (
         FileReader() as reader,
-        pytest.raises(CheckpointError, match=f"a in .* holds .*, which {dtype} has no room for"),
+        pytest.raises(CheckpointError, match=f"a in .* holds .*, which {dtype} cannot represent"),
     ):
         reader.read(read_folder(tmp_path)["a"], ((0, len(values)),), out)
     assert not out.any()
@@ -233,12 +233,12 @@ def entry(start, stop):
 @pytest.mark.parametrize(
     ("header", "told"),
     [
-        ([], "h.safetensors has a header that is no object"),
+        ([], "h.safetensors has a header that is not a JSON object"),
         ({"a": {"dtype": "F32", "shape": [1]}}, "a in h.safetensors has no dtype, shape and data_offsets"),
         ({"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}, "a in h.safetensors has no dtype"),
         ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "a in h.safetensors has no dtype"),
         ({"a": entry(0, 4), "b": entry(0, 4)}, "b in h.safetensors overlaps a"),
-        ({"a": entry(0, 4), "b": entry(8, 12)}, "b in h.safetensors comes after 4 bytes of nothing"),
+        ({"a": entry(0, 4), "b": entry(8, 12)}, "b in h.safetensors comes after 4 bytes that belong to no tensor"),
     ],
 )
 def test_headers_that_make_no_sense(header, told, tmp_path):
@@ -269,7 +269,7 @@ def test_values_that_the_dtype_has_no_room_for(shape, tmp_path):
         reader.read(stored["fits"], box, out)
         assert torch.equal(out, values[tuple(slice(*bounds) for bounds in box)].half())
         with pytest.raises(
-            CheckpointError, match=r"large in .*h.safetensors holds 1e\+06, which torch.float16 has no room"
+            CheckpointError, match=r"large in .*h.safetensors holds 1e\+06, which torch.float16 cannot represent"
         ):
             reader.read(stored["large"], box, out)
         reader.read(stored["large"], box, out.bfloat16())

@@ -145,7 +145,7 @@ def test_a_broken_one_is_named_and_the_one_before_is_used(damage, tmp_path):
     reason = damage(tmp_path / "step-00000002")
     with pytest.warns(UserWarning, match=f"step-00000002: .*{reason}"):
         assert checkpointer.latest() == 1
-    with pytest.raises(CheckpointError, match="step-00000002 is not a whole checkpoint.*\n.*step-00000001"):
+    with pytest.raises(CheckpointError, match="step-00000002 is not a complete checkpoint.*\n.*step-00000001"):
         checkpointer.load(2, model=model, optimizer=optimizer)
     with pytest.warns(UserWarning):
         assert checkpointer.load(model=model, optimizer=optimizer)["step"] == 1
@@ -169,7 +169,7 @@ def test_other_bytes_of_the_same_length_are_found(name, tmp_path):
     require_equal(everything(model, optimizer), expected)
     flip_a_byte(tmp_path / "step-00000001" / name)
     with pytest.raises(
-        CheckpointError, match=f"no whole checkpoint:\n  step-00000002: {name} .*\n  step-00000001: {name}"
+        CheckpointError, match=f"no complete checkpoint:\n  step-00000002: {name} .*\n  step-00000001: {name}"
     ):
         checkpointer.load(model=model, optimizer=optimizer)
 
@@ -228,7 +228,7 @@ def test_a_crash_between_the_last_two_renames(tmp_path):
 def test_nothing_to_load(tmp_path):
     model, optimizer, _ = make()
     assert Checkpointer(tmp_path / "none").latest() is None
-    with pytest.raises(CheckpointError, match="none holds no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="none holds no complete checkpoint"):
         Checkpointer(tmp_path / "none").load(model=model, optimizer=optimizer)
 
 
@@ -257,7 +257,7 @@ def test_values_that_are_not_plain_are_refused_before_anything_is_written(tmp_pa
 def test_a_tensor_that_the_model_does_not_have(tmp_path):
     model, _, _ = make()
     stranger = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
-    with pytest.raises(CheckpointError, match=r"Group 0 of AdamW trains a tensor \[3\] that is no parameter"):
+    with pytest.raises(CheckpointError, match=r"Group 0 of AdamW trains a tensor \[3\] that is not a parameter"):
         Checkpointer(tmp_path).save(1, model=model, optimizer=stranger)
 
 
@@ -349,7 +349,7 @@ def test_a_disk_that_takes_no_more(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert f"Step 2 could not be saved in {tmp_path}" in done.stdout
-    assert "GB free there" in done.stdout and "earlier checkpoints are as they were" in done.stdout
+    assert "GB free there" in done.stdout and "earlier checkpoints are unchanged" in done.stdout
     assert "too large" in done.stdout
 
 

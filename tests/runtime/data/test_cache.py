@@ -119,7 +119,7 @@ def test_bad_lines_are_counted_or_refused_with_file_and_line(tmp_path, streaming
     assert "not readable" in places[f"{path}:2"]
     assert places[f"{path}:3"].startswith("the columns other (int) are of no row format that data.kind = text reads")
     assert places[f"{path}:5"] == "column 'text' holds int, expected text (row format text)"
-    assert "no character" in places[f"{path}:7"]
+    assert "not a valid character" in places[f"{path}:7"]
     assert places[f"{path}:8"] == "no tokens in the text"
     with pytest.raises(DataError, match=r"broken.jsonl:\d: .*on_bad"):
         for loader in make_loaders((config, tokenizer), ranks, on_bad="error", **changes):
@@ -186,9 +186,9 @@ def test_what_is_not_there_is_said(tmp_path):
 
     with pytest.raises(DataError, match="No data at .*gone.jsonl"):
         build(tmp_path / "gone.jsonl")
-    with pytest.raises(DataError, match="no file or folder here, and the hub gives no dataset"):
+    with pytest.raises(DataError, match="not a file or folder here, and the hub gives no dataset"):
         build(tmp_path / "gone")
-    with pytest.raises(DataError, match="no made-up data set 'nothing'; there are stdlib"):
+    with pytest.raises(DataError, match="no built-in data set 'nothing'; there are stdlib"):
         build("builtin:nothing")
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.txt").write_text("a")

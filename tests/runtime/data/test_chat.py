@@ -34,7 +34,7 @@ REASONING = (
 )
 
 
-# Shows the reasoning of the last turn only, so that a turn with calls is no prefix of what follows it.
+# Shows the reasoning of the last turn only, so that a turn with calls is not a prefix of what follows it.
 CALLS = (
     "{%- for message in messages -%}{%- if message.role == 'assistant' -%}{{ '<|im_start|>assistant\n' }}"
     "{% generation %}{%- if loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}{{ message.content }}"

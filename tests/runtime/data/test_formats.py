@@ -127,7 +127,7 @@ def test_a_sample_of_which_nothing_that_is_learned_is_left_is_skipped_and_counte
     reasons = {outcome: (where[-2:], reason) for outcome, where, reason in loader.counters.places}
     assert reasons["truncated"][0] == ":1"
     assert reasons["skipped"][0] == ":2"
-    assert reasons["skipped"][1].endswith("and none that is learned among the first")
+    assert reasons["skipped"][1].endswith("and none with a loss among the first")
 
 
 def test_a_pair_learns_what_follows_the_messages_that_both_have(tmp_path):
@@ -191,7 +191,7 @@ def test_messages_say_whether_they_are_learned(tmp_path, flags, learn, learned, 
         ({**ANSWER, "weight": 0.5}, "message 1 has weight = 0.5; possible are false, true, 0 and 1"),
         ({**ANSWER, "weight": 0, "train": True}, "message 1 has train = True and weight = 0"),
         ({**ANSWER, "train": False}, "no assistant turn to learn from"),
-        ({**ASK, "train": True}, "message 1 of 'user' asks to be learned"),
+        ({**ASK, "train": True}, "message 1 of 'user' asks for a loss"),
     ],
 )
 def test_what_a_message_cannot_say_is_refused(tmp_path, message, reason):
@@ -299,7 +299,7 @@ def test_calls_and_tools_of_sharegpt_are_those_of_templates():
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "It is 2."},
     ]
-    with pytest.raises(BadSample, match="a function_call as a text that is no JSON"):
+    with pytest.raises(BadSample, match="a function_call as a text that is not JSON"):
         Rows(SourceConfig("x"), "chat")("x", {"conversations": [{"from": "function_call", "value": "add(1)"}]})
     with pytest.raises(BadSample, match="a turn from 'cat'; known are human"):
         Rows(SourceConfig("x"), "chat")("x", {"conversations": [{"from": "cat", "value": "Miau"}]})

@@ -15,7 +15,7 @@ from test_multimodal import loader_of, sample
 from transformers import BatchFeature
 
 from patchgen.runtime.data import DataError
-from patchgen.runtime.data.placement import searched
+from patchgen.runtime.data.placement import matched
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.parallel.batch import IGNORED
 
@@ -97,9 +97,9 @@ def test_what_is_found_is_the_answer_or_nothing_is_learned(texts, expansions, an
     span = (text.rindex("<|im_start|>") + len("<|im_start|>"), len(text))
     made = TOKENIZER(ids)["input_ids"]
     try:
-        found = searched("x", made, text, TOKENIZER, [span])
+        found = matched("x", made, text, TOKENIZER, [span])
     except BadSample as error:
-        assert "cannot be told" in error.reason
+        assert "is unknown" in error.reason
         return
     mask = found.within([span])
     assert np.flatnonzero(mask).tolist() == [*range(len(made) - len(answer) - 1, len(made))]

@@ -288,7 +288,7 @@ FAULTS = {
     "shifted labels": Fault(shifted_labels, "data|labels", r"shifted to the left by one already"),
     "mask off by one": Fault(mask_off_by_one, "labels", r"begins 1 token\(s\) too early"),
     "wrong tokenizer": Fault(wrong_tokenizer, "tokenizer", r"tokenizer of another model"),
-    "other vocabulary": Fault(other_vocabulary, "first loss", r"know nothing of these tokens|no sound model"),
+    "other vocabulary": Fault(other_vocabulary, "first loss", r"hardly better than untrained|implausibly high"),
     "wrong rope": Fault(wrong_rope, "alternatives", r"rope_theta = 10000 \(the config has 5e\+06\)"),
     "leaking packing": Fault(leaking_packing, "packing", r"It sees the others"),
     "inactive kernel": Fault(inactive_kernel, "kernels", r"fused_moe = 'auto' is inactive: .*mlp.experts"),

@@ -96,7 +96,7 @@ def test_a_module_is_imported_by_its_name_and_ranks_are_told_where_from(made, tm
         in PROCESSOR_MAPPING._extra_content.values()
     )
     with pytest.raises(
-        RecipeError, match=r"'my_projects.x' is no folder \(.*\) and no module .*looked in .*Name the folder"
+        RecipeError, match=r"'my_projects.x' is neither a folder \(.*\) nor a module .*looked in .*Name the folder"
     ):
         model.read_config(named(made, code="my_projects.x"))
 
@@ -251,5 +251,5 @@ def test_the_models_of_a_project_go_before_those_of_the_installation(tmp_path):
     other = ModelConfig(source="qwen3", generated=str(tmp_path / "generated"))
     head = model.find_head(model.read_config(other), architecture.register(other))
     assert head.__module__.startswith("patchgen.generated_models.qwen3.")
-    with pytest.raises(RecipeError, match=r"model.generated = '.*nowhere' is no folder"):
+    with pytest.raises(RecipeError, match=r"model.generated = '.*nowhere' is not a folder"):
         architecture.register(ModelConfig(source="llama", generated=str(tmp_path / "nowhere")))

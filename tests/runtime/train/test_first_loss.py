@@ -40,14 +40,14 @@ def test_far_above_ln_v_is_refused_with_both_figures():
     ("loss", "options", "refused", "warned"),
     [
         (5.0, {"is_trained": True}, "", ""),
-        (6.5, {"is_trained": True}, "", "know next to nothing of these data"),
+        (6.5, {"is_trained": True}, "", "are hardly better on these data"),
         (6.5, {}, "", ""),
         (6.5, {"is_trained": True, "limit": 7.0}, "", ""),
         (2.4, {"is_trained": True, "level": 1.0}, "", ""),
-        (2.6, {"is_trained": True, "level": 1.0}, "`patchgen doctor` found 1.00 with these weights", ""),
+        (2.6, {"is_trained": True, "level": 1.0}, "`patchgen doctor` measured 1.00 with these weights", ""),
         (2.6, {"is_trained": True, "level": 1.0, "limit": 3.0}, "", ""),
         (2.6, {"level": 1.0}, "", ""),
-        (11.0, {"is_trained": True, "level": 30.0}, "more than 10.83 is not believed", "know next to nothing"),
+        (11.0, {"is_trained": True, "level": 30.0}, "a first loss above 10.83 is implausible", "hardly better"),
     ],
 )
 def test_a_checkpoint_is_held_to_its_own_level(loss, options, refused, warned):
@@ -125,14 +125,14 @@ def test_a_checkpoint_that_knows_nothing_is_told_once_and_trained(scaled_head, t
     choices.note("causal_lm_loss", "linear", torch.zeros(7, 11))  # as a proof in this process does
     assert trained(start, tmp_path / "run") is None
     told = capsys.readouterr().out
-    assert told.count("know next to nothing of these data") == 1
+    assert told.count("are hardly better on these data") == 1
     assert f"auto took chunked for [{V}, 32]" in told and "[11]" not in told  # the kernels of its own first step
     random = copy.deepcopy(start)
     random["model"]["weights"] = "random"
     assert trained(random, tmp_path / "random") is None
-    assert "know next to nothing" not in capsys.readouterr().out
+    assert "hardly better" not in capsys.readouterr().out
     first_loss.keep_level(from_dict(start), 1.0)  # as if the doctor had found it
-    assert "`patchgen doctor` found 1.00" in str(trained(start, tmp_path / "held"))
+    assert "`patchgen doctor` measured 1.00" in str(trained(start, tmp_path / "held"))
     decided = {**start["model"], "attention": "patchgen_sdpa", "separate_documents": True}  # as a proof does
     assert first_loss.read_level(from_dict({**start, "model": decided})) == 1.0
     tensors["lm_head.weight"] *= 0.5

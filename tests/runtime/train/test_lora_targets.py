@@ -66,7 +66,7 @@ def test_expressions_exclusions_and_layers_are_those_of_peft(hearing):
         RecipeError, match=r"match nothing in Qwen2Audio.*stands alone: target_modules: '\.\*language_model"
     ):
         find_targets(hearing, LoraConfig(target_modules=["language_model.*.q_proj"]))
-    with pytest.raises(RecipeError, match=r"is no regular expression: "):
+    with pytest.raises(RecipeError, match=r"is not a regular expression: "):
         find_targets(hearing, LoraConfig(target_modules=".*(q_proj"))
     with pytest.raises(RecipeError, match=r"match nothing in .* with lora.layers_to_transform"):
         find_targets(hearing, LoraConfig(target_modules=["q_proj"], layers_to_transform=(7,)))

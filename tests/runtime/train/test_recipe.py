@@ -56,7 +56,7 @@ def test_the_recipes_that_ship_are_valid_and_survive_printing(path):
         ("optim.momentum", "0.9", "optim.momentum is for optimizer 'muon'"),
         ("train.profile_start", "3", "train.profile_steps is 0"),
         ("train.eval_every", "5", "there is no section eval_data"),
-        ("data.sources.3.path", "x", "'3' is no place in a list of 1; 1 appends to it"),
+        ("data.sources.3.path", "x", "'3' is not a place in a list of 1; 1 appends to it"),
         ("train.steps.more", "x", "train.steps: input should be a valid integer, not {'more': 'x'}"),
     ],
 )

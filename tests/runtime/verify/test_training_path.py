@@ -154,7 +154,7 @@ def test_features_decide_the_attention(tmp_path):
     asked = {kind.asked for kind in asked_of_attention(head, small_config("gpt_oss").config)}
     assert asked == {("sinks",), ("sliding window", "sinks")}
     path = path_of(tmp_path / "gpt_oss", named_attention="patchgen_sdpa")
-    assert path.reason.startswith("attention 'patchgen_sdpa' cannot do sinks, which it asks for")
+    assert path.reason.startswith("attention 'patchgen_sdpa' lacks sinks, which the model needs")
 
 
 def test_a_reason_is_recorded_and_a_record_holds_for_its_own_file_only(tmp_path):
