@@ -1,9 +1,11 @@
-"""What generation and its proof make of modeling files that are no part of transformers.
+"""What generation and its proof make of modeling files that are no part of transformers: the table of docs/own_architecture.md.
 
-    python benchmarks/outside_files.py FOLDER --output rows.csv     # a folder per file: modeling_x.py, configuration_x.py
+    pip download --no-deps xtuner==0.2.0 optimum-habana==1.21.2 -d wheels
+    python benchmarks/outside_files.py wheels --output rows.csv
 
-Each is generated and compared with the file itself at small sizes: loss, logits and every gradient in eager mode, and the
-kernels that run on a CPU. A file that cannot run is told with what it raises.
+The files were written for transformers 4. They are taken out of their wheels with `MENDS`: names that 5.23 no longer has stand
+for what they last meant. Each mended copy is what a file is generated from and what it is compared with, at small sizes: as
+upstream computes, as a run computes, and on two ranks.
 """
 
 from __future__ import annotations
@@ -11,67 +13,259 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import subprocess
 import sys
 import tempfile
+import time
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
+import torch
+import transformers
+
+import patchgen
 from patchgen import pipeline
 from patchgen.commands.checkpoints import register
 from patchgen.errors import PatchgenError
+from patchgen.runtime import registry
+from patchgen.runtime.verify import media_ranks, verdict
+from patchgen.runtime.verify.ranks import RankPool
 from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS
 from patchgen.runtime.verify.verify_model import verify_model
 from patchgen.upstream import load, name_of
 
-FIELDS: tuple[str, ...] = ("file", "loss", "experts", "on ranks", "proof")
-RUN = ("torch", "chunked")  # implementations of seams
-SEAM, PLAN = "causal_lm_loss seam", "experts={"
+Edits = tuple[tuple[str, str], ...]
+
+XTUNER, HABANA = "xtuner-0.2.0", "optimum_habana-1.21.2"
+MENDS: Edits = (
+    (r"from \S+ import is_torch_fx_available\n", "def is_torch_fx_available():\n    return False\n\n"),
+    (r"DynamicCache\.from_legacy_cache\(\w*\)", "DynamicCache()"),
+    (r"next_decoder_cache\.to_legacy_cache\(\)\s+if use_legacy_cache else next_decoder_cache", "next_decoder_cache"),
+    (r"get_usable_length\(kv_seq_len, self\.layer_idx\)", "get_seq_length(self.layer_idx)"),
+    (r"get_usable_length\(seq_length\)", "get_seq_length()"),
+    (r"self\.config\.rope_scaling is None", "'type' not in (self.config.rope_scaling or {})"),
+    (r"self\.config\.rope_scaling is not None", "'type' in (self.config.rope_scaling or {})"),
+    (r"if self\.rope_scaling is None:", "if 'type' not in (self.rope_scaling or {}):"),
+    (
+        r'_tied_weights_keys = \["lm_head\.weight"\]',
+        '_tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}',
+    ),
+    (
+        r"_tied_weights_keys = \['lm_head\.weight'\]",
+        '_tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}',
+    ),
+    (
+        r'_tied_weights_keys = \["output\.weight"\]',
+        '_tied_weights_keys = {"output.weight": "model.tok_embeddings.weight"}',
+    ),
+    (
+        r"_tied_weights_keys = \['output\.weight'\]",
+        '_tied_weights_keys = {"output.weight": "model.tok_embeddings.weight"}',
+    ),
+    (r"from xtuner\.utils import load_state_dict_into_model\n", "load_state_dict_into_model = None\n"),
+)
+NO_SDPA = (r"_supports_sdpa = True", "_supports_sdpa = False")  # their tables of attentions have no such entry
+OF_A_CHECKPOINT: Edits = (
+    (r"n_shared_experts=None", "n_shared_experts=2"),
+    (r"n_routed_experts=None", "n_routed_experts=64"),
+    (r"num_experts_per_tok=None", "num_experts_per_tok=6"),
+    (r"n_group=None", "n_group=1"),
+    (r"topk_group=None", "topk_group=1"),
+    (r"first_k_dense_replace=0", "first_k_dense_replace=1"),
+)
+GAUDI: Edits = (
+    (r"import habana_frameworks\.torch\.core as htcore\n", ""),
+    (r"from habana_frameworks\S* import FusedSDPA\n", "FusedSDPA = None\n"),
+    (r"from \.+utils import warn0\n", "warn0 = print\n"),
+    (
+        r"from \S+ import GaudiGenerationMixin\n",
+        "from transformers.generation import GenerationMixin as GaudiGenerationMixin\n",
+    ),
+    (r"\n\s+htcore\.mark_step\(\)", ""),
+    (r"(?s)try:\n\s+import flash_attn.*?except ImportError:\n\s+pass", "pass"),
+)
+DEFAULT_ROPE = """
+def _default_rope(config, device=None, seq_len=None, **kwargs):
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float().to(device) / dim
+    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+
+
+ROPE_INIT_FUNCTIONS.setdefault("default", _default_rope)
+"""
+ONE_LAYOUT = '''"""The package's second layout of the same experts is edited out."""
+
+from patchgen.model_configs import ModelConfig
+from patchgen.passes.hand_edits import EditMethod
+
+MATCH = """if moe_implementation == 'origin':
+    block = {block}
+elif moe_implementation == 'shard':
+    block = {shard}
+else:
+    raise NotImplementedError"""
+CODE = """if moe_implementation != 'origin':
+    raise NotImplementedError
+block = {block}"""
+CONFIG = ModelConfig(
+    model="{model}",
+    edits=(EditMethod(target="{layer}.__init__", match=MATCH, code=CODE, where="instead", reason="another layout"),),
+)
+'''
+
+
+@dataclass(frozen=True)
+class OutsideFile:
+    """A modeling file of a wheel: `edits` are its own mends, each of which must be found; `config` is written beside it."""
+
+    name: str
+    wheel: str
+    folder: str
+    edits: Edits = ()
+    config: str = ""
+
+
+def one_layout(model: str, layer: str, block: str, shard: str) -> str:
+    return ONE_LAYOUT.format(model=model, layer=layer, block=block, shard=shard)
+
+
+DEEPSEEK = "xtuner/model/transformers_models/deepseek_v2"
+DEEPSEEK_LAYOUT = one_layout("deepseek", "DeepseekV2DecoderLayer", "DeepseekV2MoE", "DeepseekV2MoEShard")
+NO_ADDED_LOSS = (r" +y = AddAuxiliaryLoss\.apply\(y, aux_loss\)\n", "")
+MIXTRAL = one_layout("mixtral", "MixtralDecoderLayer", "MixtralSparseMoeBlock", "MixtralSparseShardMoeBlock")
+FILES = (
+    OutsideFile("DeepSeek-V2", XTUNER, DEEPSEEK, (*OF_A_CHECKPOINT, NO_SDPA), DEEPSEEK_LAYOUT),
+    OutsideFile(
+        "DeepSeek-V2, no added loss", XTUNER, DEEPSEEK, (*OF_A_CHECKPOINT, NO_SDPA, NO_ADDED_LOSS), DEEPSEEK_LAYOUT
+    ),
+    OutsideFile("Mixtral", XTUNER, "xtuner/model/transformers_models/mixtral", config=MIXTRAL),
+    OutsideFile("InternLM2", XTUNER, "xtuner/_lite/modelings/internlm2"),
+    OutsideFile(
+        "InternLM3",
+        XTUNER,
+        "xtuner/_lite/modelings/internlm3",
+        (
+            (r"import LossKwargs, ", "import TransformersKwargs as LossKwargs, "),
+            (r"config\.pad_token_id", 'getattr(config, "pad_token_id", None)'),
+            (r"\nclass InternLM3MLP", f"{DEFAULT_ROPE}\n\nclass InternLM3MLP"),
+        ),
+    ),
+    OutsideFile("MiniCPM3", HABANA, "optimum/habana/transformers/models/minicpm", (*GAUDI, NO_SDPA)),
+)
+FIELDS = ("file", "from", "loss", "experts", "as a run computes", "on two ranks", "over a sequence", "seconds")
+SEAM = "causal_lm_loss seam"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("folder", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("wheels", type=Path)
     parser.add_argument("--output", type=Path, default=Path("outside_files.csv"))
-    parser.add_argument("--alone", action="store_true", help="the folder is that of one file; its row goes to stdout")
+    parser.add_argument("--only", nargs="*", help="names of files")
+    parser.add_argument("--alone", help="the name of one file; its row goes to stdout")
     options = parser.parse_args()
     if options.alone:
-        print(json.dumps(measured(options.folder)))
+        (found,) = (one for one in FILES if one.name == options.alone)
+        print(json.dumps(measured(found, options.wheels)))
         return
+    rows = []
     with options.output.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
-        for source in sorted(path.parent for path in options.folder.glob("*/modeling_*.py")):
-            command = [sys.executable, __file__, str(source), "--alone"]  # files may be called alike
-            found = subprocess.run(command, capture_output=True, text=True, check=True)
-            writer.writerow(json.loads(found.stdout.splitlines()[-1]))
+        for one in FILES:
+            if options.only and one.name not in options.only:
+                continue
+            started = time.perf_counter()
+            command = [sys.executable, __file__, str(options.wheels), "--alone", one.name]  # files may be called alike
+            found = subprocess.run(command, capture_output=True, text=True)
+            if found.returncode:
+                sys.exit(f"{one.name}:\n{found.stderr[-3000:]}")
+            rows.append(
+                json.loads(found.stdout.splitlines()[-1]) | {"seconds": f"{time.perf_counter() - started:.0f}"}
+            )
+            writer.writerow(rows[-1])
             file.flush()
+    for row in ({name: name for name in FIELDS}, dict.fromkeys(FIELDS, "---"), *rows):
+        print("| " + " | ".join(row[name] for name in FIELDS) + " |")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"\n{date.today()}, patchgen {patchgen.__version__}, {versions}")
 
 
-def measured(folder: Path) -> dict[str, str]:
+def written(one: OutsideFile, wheels: Path, root: Path) -> Path:
+    """The folder of the mended copy."""
+    (wheel,) = wheels.glob(f"{one.wheel}-*.whl")
+    (folder := root / "code").mkdir()
+    edits = dict.fromkeys(one.edits, 0)
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            path = Path(name)
+            if path.parent != Path(one.folder) or not path.name.startswith(("modeling_", "configuration_")):
+                continue
+            text = archive.read(name).decode()
+            for edit in (*MENDS, *one.edits):
+                text, count = re.subn(edit[0], edit[1].replace("\\", r"\\"), text)
+                edits |= {edit: edits[edit] + count} if edit in edits else {}
+            (folder / path.name).write_text(text, encoding="utf-8")
+    unused = [pattern for (pattern, _), count in edits.items() if not count]
+    if unused:
+        raise SystemExit(f"{one.name} of {wheel.name} has none of {unused}: another release?")
+    if one.config:
+        (folder / f"patchgen_{name_of(folder)}.py").write_text(one.config, encoding="utf-8")
+    return folder
+
+
+def measured(one: OutsideFile, wheels: Path) -> dict[str, str]:
     """The row of one file."""
-    row = dict.fromkeys(FIELDS, "") | {"file": folder.name}
-    try:
-        generated = pipeline.generate(load(name_of(folder), source=folder))
-    except PatchgenError as refusal:
-        return row | {"proof": f"not generated: {first_line(refusal)}"}
-    hits = {step.name: [hit.what for hit in step.outcome.hits] for step in generated.steps}
-    row["loss"] = "seam" if SEAM in hits["fused_loss"] else "its own"
-    row["experts"] = ", ".join(what for what in hits["stacked_experts"] if " as " in what)
-    notes = [note for step in generated.steps if step.name == "fused_loss" for note in step.outcome.notes]
-    row["on ranks"] = "refused: a loss of one rank" if notes else "divided" if row["experts"] else "whole"
+    row = dict.fromkeys(FIELDS, "") | {"file": one.name, "from": one.wheel.replace("_", "-")}
     with tempfile.TemporaryDirectory() as root:
+        folder = written(one, wheels, Path(root))
+        try:
+            generated = pipeline.generate(load(name_of(folder), source=folder))
+        except PatchgenError as refusal:
+            return row | {"loss": f"not generated: {first_line(refusal)}"}
+        hits = {step.name: [hit.what for hit in step.outcome.hits] for step in generated.steps}
+        row["loss"] = "seam" if SEAM in hits["fused_loss"] else "its own"
+        has_experts = any(" as " in what for what in hits["stacked_experts"])
+        row["experts"] = "stacked, fused, EP plan" if has_experts and hits["fused_experts"] else "none"
         (place := Path(root) / generated.model).mkdir()
         for name, text in generated.files.items():
             (place / name).write_text(text, encoding="utf-8")
-        try:
-            own = register(str(folder), root)
-            assert own is not None, "a folder was named"
-            proof = verify_model(own.generated, implementations=RUN, training_path=False)
-        except UPSTREAM_REFUSALS as error:
-            row["proof"] = f"the file itself does not run: {type(error).__name__}: {first_line(error)}"
-            return row
-    equal = f"equal in {len(proof.cases)} cases" + (", kernels within rounding" if proof.seams else "")
-    return row | {"proof": equal if proof.is_equal else "; ".join(proof.failures[:2])}
+        own = register(str(folder), root)
+        return row | proven(own.generated, has_experts=has_experts)
+
+
+def proven(model: registry.GeneratedModel, *, has_experts: bool) -> dict[str, str]:
+    """The proof in one process, and on two ranks."""
+    try:
+        proof = verify_model(model, variants=("base",), implementations=("torch", "chunked"))
+    except UPSTREAM_REFUSALS as error:
+        return {"as a run computes": f"the file itself does not run: {type(error).__name__}: {first_line(error)}"}
+    found = verdict.of(proof)
+    path = proof.training
+    told = found.words if found.status != verdict.PROVEN else f"proven, {path.worst:.0e}"
+    told += ", documents in rows of their own" if path is not None and path.separates_documents else ""
+    pool = RankPool(2)
+    try:
+        results = media_ranks.verify_on_ranks(model, pool, sp=1, ep=2 if has_experts else 1, fsdp=True)
+        over = media_ranks.verify_on_ranks(model, pool, sp=2, fsdp=True, cases=("text", "packed"))
+    finally:
+        pool.close()
+    return {
+        "as a run computes": told,
+        "on two ranks": on_ranks(results, "ep 2, FSDP" if has_experts else "FSDP"),
+        "over a sequence": on_ranks(over, "sp 2, FSDP"),
+    }
+
+
+def on_ranks(results: Sequence[media_ranks.RankResult], layout: str) -> str:
+    """One phrase: the worst difference, or the first reason."""
+    reason = next((one.reason for one in results if one.reason), "")
+    if reason:
+        return f"refused: {reason.strip().splitlines()[-1]}"
+    return f"{layout}: {max(max(one.loss, one.gradient) for one in results):.0e} in {len(results)} cases"
 
 
 def first_line(error: Exception) -> str:

@@ -241,6 +241,9 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         state = parallel.slicing() if not is_replicated(module) else None
         size = state.sp if state is not None else 1
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
+        keys = k.shape[1] * size
+        if isinstance(attention_mask, Tensor) and attention_mask.shape[-1] > keys:  # with one for a token to come
+            attention_mask = attention_mask[..., :keys]
         request = Attention(
             causal=_is_causal(attention_mask, is_causal, module),
             scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,

@@ -139,7 +139,7 @@ def step_labels(given: Mapping[str, object]) -> dict[str, object]:
         `shift_labels` and `num_items_in_batch` of them while a parallel state is live. Without one nothing: alone the
         loss is upstream's.
     """
-    names = ("shift_labels", "num_items_in_batch") if parallel.current() is not None else ()
+    names = model_calls.OF_A_STEP if parallel.current() is not None else ()
     return {name: given[name] for name in names if name in given}
 
 

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import mask_functions, parallel
-from patchgen.runtime.document_rows import LEFT, PACKING, DocumentRows, Separated
+from patchgen.runtime.document_rows import LEFT, DocumentRows, Separated
 from patchgen.runtime.parallel import batch, checkpointing, collectives
 from patchgen.runtime.tensor_cache import TensorCache
 
 BOUNDS, POSITIONS, MASK = "cu_seq_lens_q", "position_ids", "attention_mask"
-OF_A_STEP = (*PACKING, "real_tokens", "shift_labels", "num_items_in_batch")
-"""What a run hands to a model beside its inputs."""
+OF_A_STEP = ("shift_labels", "num_items_in_batch")
+"""What a run hands over for the loss, which is a share of a step while a parallel state is live."""
 OWN_POSITIONS = "create_position_ids_from_input_ids"
 """What upstream names the rule by which an embedding numbers tokens from their ids, beside padding."""
 
@@ -195,7 +195,8 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
             if separates == LEFT and MASK in names:
                 given[MASK] = rows.is_token.long()
         if not takes_more:
-            kept = {name: given.pop(name) for name in OF_A_STEP if name in given and name not in names}
+            of_a_run = ("real_tokens", *(OF_A_STEP if parallel.current() is not None else ()))
+            kept = {name: given.pop(name) for name in of_a_run if name in given and name not in names}
     positions = given.get(POSITIONS)
     whole = positions if _is_counted_through(positions) and rows is None else None
     if given.get(BOUNDS) is not None:

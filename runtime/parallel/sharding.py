@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from patchgen.runtime.parallel import checkpointing, exchange_reduce, peer_memory, peer_units, undivided
+from patchgen.runtime.parallel.built_buffers import built_buffers
 from patchgen.runtime.parallel.loss import not_shared
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -362,7 +363,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
 
 @torch.no_grad()
 def compute_buffers(model: nn.Module) -> None:
-    """Gives buffers that no checkpoint holds their values, by upstream's initialisation of their module.
+    """Gives buffers that no checkpoint holds their values, by upstream's initialisation of their module, else its constructor.
 
     Raises:
         ValueError: neither the module nor one around it computes them.
@@ -374,27 +375,37 @@ def compute_buffers(model: nn.Module) -> None:
                 pending.setdefault(path, []).append((module, name))
     for buffers in pending.values():
         for module, name in buffers:
-            if (buffer := module.get_buffer(name)).is_floating_point():
-                buffer.fill_(float("nan"))  # to see what is left as it was
+            buffer = module.get_buffer(name)
+            buffer.copy_(_unlikely(buffer))  # to see what is left as it was
     for path in list(pending):
         _run_initialiser(model, path)
-    untouched = []
     for path, buffers in pending.items():
         around = path
         while around and _unset(buffers):
             around = around.rpartition(".")[0]
             _run_initialiser(model, around)
-        untouched += [f"{path}.{name}" for name in _unset(buffers)]
-    if untouched:
+    untouched = [f"{path}.{name}" for path, buffers in pending.items() for name in _unset(buffers)]
+    built = built_buffers(model) if untouched else {}
+    for name in untouched:
+        if name in built:
+            model.get_buffer(name).copy_(built[name])
+    if lost := [name for name in untouched if name not in built]:
         raise ValueError(
-            f"{type(model).__name__} does not initialise its buffers {untouched[:6]}, which no checkpoint holds. Build "
+            f"{type(model).__name__} does not initialise its buffers {lost[:6]}, which no checkpoint holds. Build "
             "it on the CPU instead of the meta device."
         )
 
 
+def _unlikely(buffer: Tensor) -> Tensor:
+    """Values that no initialiser gives a buffer: NaN, or 0 and 1 in turn."""
+    if buffer.is_floating_point():
+        return torch.full_like(buffer, float("nan"))
+    return (torch.arange(buffer.numel(), device=buffer.device) % 2).view(buffer.shape).to(buffer.dtype)
+
+
 def _unset(buffers: Sequence[tuple[nn.Module, str]]) -> list[str]:
-    values = ((name, module.get_buffer(name)) for module, name in buffers)
-    return [name for name, value in values if value.is_floating_point() and bool(value.isnan().any())]
+    values = {name: module.get_buffer(name) for module, name in buffers}
+    return [name for name, one in values.items() if bool(one.isnan().any()) or torch.equal(one, _unlikely(one))]
 
 
 def _run_initialiser(model: nn.Module, path: str) -> None:

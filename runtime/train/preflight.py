@@ -79,13 +79,13 @@ def require_trainable(recipe: Recipe) -> Recipe:
     if (teacher := teacher_recipe(recipe)) is not None:
         recipe = replace(recipe, teacher=require_trainable(teacher).model)
     data_check.require_data(recipe)
-    found = examine(recipe)
-    if found.refusal:
-        raise RecipeError(f"model.source = '{recipe.model.source}': {found.refusal}")
     if (recipe.train.batches_per_step > 1 or recipe.parallel.sp > 1) and (local := loss.not_shared(_head(recipe)[0])):
         raise RecipeError(
             f"train.batches_per_step = {recipe.train.batches_per_step}, parallel.sp = {recipe.parallel.sp}: {local}"
         )
+    found = examine(recipe)
+    if found.refusal:
+        raise RecipeError(f"model.source = '{recipe.model.source}': {found.refusal}")
     apart = found.separates_documents or recipe.model.separate_documents or False
     if apart and recipe.parallel.sp > 1:
         raise RecipeError(

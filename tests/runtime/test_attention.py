@@ -117,6 +117,15 @@ def test_what_a_backend_cannot_do_it_refuses_by_name():
         _logits(Gemma2ForCausalLM, config, "patchgen_sdpa", input_ids=IDS)
 
 
+def test_a_mask_is_read_as_far_as_there_are_keys():
+    """Files that transformers 4 ran draw a column for a token to come."""
+    call = attention.attention_function("patchgen_sdpa", BACKENDS["patchgen_sdpa"])
+    q = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.full((1, 1, 5, 6), torch.finfo(torch.float32).min).triu(1)
+    own, wide = (call(torch.nn.Module(), q, q, q, one)[0] for one in (mask[..., :5].contiguous(), mask))
+    assert torch.equal(own, wide)
+
+
 def test_blocks_of_keys_that_nothing_can_lay_out_are_refused():
     call = attention.attention_function("patchgen_eager", BACKENDS["patchgen_eager"])
     states = torch.zeros(1, 2, 4, 8)

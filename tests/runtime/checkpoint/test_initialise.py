@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from patchgen.runtime import registry
 from patchgen.runtime.checkpoint.initialise import initialise
@@ -28,3 +31,29 @@ def test_persistent_buffers_get_upstreams_values_too():
     assert [name for name, tensor in state.items() if (tensor == 123).any()] == []
     biases = [tensor for name, tensor in state.items() if name.endswith("e_score_correction_bias")]
     assert all(torch.equal(bias, torch.zeros_like(bias)) for bias in biases)
+
+
+class _Tables(nn.Module):
+    def __init__(self, length):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(length))
+        self.register_buffer("angles", torch.outer(torch.arange(length), torch.arange(4)).cos(), persistent=False)
+        self.register_buffer("seen", torch.ones(length, length).tril().bool(), persistent=False)
+
+
+class _TabledModel(LlamaPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.tables = _Tables(config.hidden_size)
+        self.post_init()
+
+
+def test_buffers_that_only_a_constructor_computes_get_its_values():
+    """As in files that were written for transformers 4; of the meta device the values are lost."""
+    config = LlamaConfig(hidden_size=8, num_attention_heads=2)
+    expected = _TabledModel._from_config(config).tables
+    with torch.device("meta"):
+        model = _TabledModel._from_config(config)
+    sharding.materialise(model, "cpu")
+    assert not model.tables.scale.is_meta
+    assert torch.equal(model.tables.angles, expected.angles) and torch.equal(model.tables.seen, expected.seen)
