@@ -302,7 +302,7 @@ class RowReader:
         if resolved == CHUNKED and own_attribute(call.args[0]):
             inner = ast.Call(call.args[0], [arg for arg in call.args[1:] if has_rows(self.value(arg))], [])
             return self.own(own_attribute(call.args[0]), inner)
-        if resolved == "builtins.isinstance":
+        if resolved in ("builtins.isinstance", "torch.is_tensor"):
             return None
         if isinstance(function, ast.Name) and function.id in self._attends:
             return self._attended(call, named)
