@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from patchgen.anatomy.axes import Size
+from patchgen.anatomy.axes import Layer, Size
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
@@ -127,8 +127,9 @@ def _require_rows(
         if mixed is not None:
             raise LeftAlone(f"{build.target} is not known to treat each row by itself: {ast.unparse(mixed)}")
     values = dict.fromkeys(loaded(loop)) | {name: [None] for name in lists}
-    values[_carried(loop)] = "r."
-    other = mixing(loop.body * 2, values, info.name, anatomy, {*stored(loop.target)}, groups=True)
+    called = {dotted(call.func) for statement in loop.body for call in calls(statement)}
+    values |= {name: Layer() for name in stored(loop.target) if name in called} | {_carried(loop): "r."}
+    other = mixing(loop.body * 2, values, info.name, anatomy, groups=True)
     if other is not None:
         raise LeftAlone(f"its loop does more than to call the layers: {ast.unparse(other)}")
     for built in (own_attribute(node) for node in ast.walk(loop.iter)):
