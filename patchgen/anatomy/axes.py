@@ -39,7 +39,11 @@ class Pieces(list):
     """The axes of each piece of some of the rows, in order: to go through and to put together again, not to choose from."""
 
 
-Value = None | str | tuple | list
+class Layer:
+    """A module that treats each row by itself, whatever else it is handed and returns."""
+
+
+Value = None | str | tuple | list | Layer
 
 
 def has_rows(value: Value) -> bool:

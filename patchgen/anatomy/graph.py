@@ -6,7 +6,7 @@ import ast
 import copy
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from patchgen.anatomy.classes import (
@@ -131,7 +131,7 @@ class Anatomy:
         family = [*self.lineage(owner), *below]
         methods = [info.methods[attribute] for info in family if attribute in info.methods]
         values = [value for info in family for value in stores_of(info, attribute)]
-        if attribute in self._stored_outside or (methods and values):
+        if attribute in self.stored_outside or (methods and values):
             return ()
         return tuple(methods or values)
 
@@ -162,7 +162,7 @@ class Anatomy:
                     yield info, arguments(call, names).get(parameter)
 
     @functools.cached_property
-    def _stored_outside(self) -> frozenset[str]:
+    def stored_outside(self) -> frozenset[str]:
         """The attributes that any code of the file assigns to another object than its own self, or to a class."""
         methods = [method for info in self.classes.values() for method in info.methods.values()]
         top = [one for found in self.names.statements.values() for one in found if not isinstance(one, ast.ClassDef)]
@@ -254,19 +254,36 @@ class Anatomy:
         packages = ("transformers.", f"{self.upstream.package}.")
         return any(base.startswith(packages) and base.endswith("PreTrainedModel") for base in self._ancestors(name))
 
-    def reached_from(self, roots: Iterable[str], without: Iterable[str] = ()) -> set[str]:
+    def reached_from(self, roots: Iterable[str], without: Container[str] = ()) -> set[str]:
         """The classes that these name, directly or through others, not through those in `without`."""
+
+        def named(name: str) -> Iterator[str | None]:
+            found = references(self.classes[name].node)
+            yield from found.union(*(references(self.tables[table]) for table in found & self.tables.keys()))
+            yield from (build.target for build in self.classes[name].builds)  # added too
+            yield from (self.target_of(build) for build in self.auto_builds(name))
+
+        return self._closure(roots, named, without)
+
+    def built_by(self, owners: Iterable[str], without: Container[str] = ()) -> set[str]:
+        """The classes of this file that these construct, directly or through others that are not in `without`."""
+
+        def built(name: str) -> Iterator[str | None]:
+            return map(self.target_of, (*self.builds(name), *self.auto_builds(name)))
+
+        return self._closure((target for name in owners for target in built(name)), built, without)
+
+    def _closure(
+        self, roots: Iterable[str | None], step: Callable[[str], Iterable[str | None]], without: Container[str]
+    ) -> set[str]:
+        """The classes of this file among the roots and what steps lead to from them, but those in `without`."""
         reached: set[str] = set()
         pending = list(roots)
         while pending:
             name = pending.pop()
-            if name in reached or name in without or name not in self.classes:
-                continue
-            reached.add(name)
-            named = references(self.classes[name].node)
-            pending += named.union(*(references(self.tables[table]) for table in named & self.tables.keys()))
-            pending += [build.target for build in self.classes[name].builds if build.target]  # added too
-            pending += [target for build in self.auto_builds(name) if (target := self.target_of(build))]
+            if name in self.classes and name not in reached and name not in without:
+                reached.add(name)
+                pending += step(name)
         return reached
 
     def _handed_config(self, owner: str) -> str | None:

@@ -242,13 +242,11 @@ def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
         return all(is_number(part, owner, anatomy) for part in parts)
     if not re.fullmatch(r"self(\.\w+)+", source := ast.unparse(node)):
         return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
-    first, *more = names = source.split(".")[1:]
-    methods = [node for info in anatomy.classes.values() for name, node in info.methods.items() if name != "__init__"]
-    for part in (part for code in (*methods, *anatomy.functions.values()) for part in ast.walk(code)):
-        is_written = isinstance(part, ast.Attribute) and not isinstance(part.ctx, ast.Load) and part.attr in names
-        if is_written or (isinstance(part, ast.Constant) and part.value == names[-1]):  # `setattr(self, "x", ..)`
-            return False
-    return first == "config" if more else known.is_number(anatomy, owner, first)
+    first, *more = source.split(".")[1:]
+    if not more:
+        return known.is_number(anatomy, owner, first)
+    held = [value for value in anatomy.held(owner, first) if isinstance(value, ast.expr)]
+    return first == "config" and not anatomy.stored_outside & {*more} and all(map(known.is_of_config, held))
 
 
 def is_result_class(function: ast.expr, anatomy: Anatomy, scope: set[str]) -> bool:

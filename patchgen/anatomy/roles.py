@@ -7,7 +7,7 @@ transformers' common dialect; they name no model.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -79,26 +79,13 @@ def assign_roles(anatomy: Anatomy) -> None:
 def media_models(anatomy: Anatomy) -> set[str]:
     """The classes of this file that take media and no token ids, and what they construct."""
     found = [info.name for info in anatomy.classes.values() if takes_media_alone(info)]
-    return {*found} | built_by(anatomy, found)
+    return {*found} | anatomy.built_by(found)
 
 
 def takes_media_alone(info: ClassInfo) -> bool:
     """Whether the class has a forward that takes images, video or audio and no token ids: its embeddings are no tokens'."""
     parameters = parameter_names(info.methods["forward"]) if "forward" in info.methods else []
     return bool({*PIXELS, *AUDIO_INPUTS} & {*parameters}) and not any(p.endswith("input_ids") for p in parameters)
-
-
-def built_by(anatomy: Anatomy, owners: Iterable[str], without: Container[str] = ()) -> set[str]:
-    """The classes of this file that these construct, directly or through others that are not in `without`."""
-    found: set[str] = set()
-    pending = list(owners)
-    while pending:
-        name = pending.pop()
-        targets = [anatomy.target_of(build) for build in (*anatomy.builds(name), *anatomy.auto_builds(name))]
-        new = {target for target in targets if target in anatomy.classes and target not in without} - found
-        found |= new
-        pending += new
-    return found
 
 
 def assign_class_roles(anatomy: Anatomy, info: ClassInfo) -> None:

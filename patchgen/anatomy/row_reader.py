@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from patchgen.anatomy import axes, known
 from patchgen.anatomy.axes import (
+    Layer,
     Mixed,
     Pieces,
     Result,
@@ -302,14 +303,15 @@ class RowReader:
         if resolved == CHUNKED and own_attribute(call.args[0]):
             inner = ast.Call(call.args[0], [arg for arg in call.args[1:] if has_rows(self.value(arg))], [])
             return self.own(own_attribute(call.args[0]), inner)
-        if resolved == "builtins.isinstance":
+        if resolved in ("builtins.isinstance", "torch.is_tensor"):
             return None
         if isinstance(function, ast.Name) and function.id in self._attends:
             return self._attended(call, named)
         if isinstance(function, ast.Name) and function.id in self._modules:
             return self._one_of(self._modules[function.id], call)
-        if isinstance(function, ast.Name) and function.id in self._known:
-            return self._operation(function.id, call, call.args, named)
+        if isinstance(function, ast.Name) and isinstance(self.values.get(function.id), Layer):
+            given = map(self.value, (*call.args, *named.values()))
+            return Result(next((value for value in given if isinstance(value, str)), "*."))
         if isinstance(function, ast.Subscript) and (modules := self._listed(function.value)):
             return self._one_of(modules, call)
         if own := own_attribute(function):

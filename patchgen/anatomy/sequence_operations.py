@@ -8,7 +8,7 @@ from collections.abc import Collection
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, loaded, parameter_names
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.roles import TOKENS, Role, built_by, convolutions, takes_media_alone
+from patchgen.anatomy.roles import TOKENS, Role, convolutions, takes_media_alone
 
 CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
 BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
@@ -84,7 +84,7 @@ def of_the_language_model(anatomy: Anatomy) -> set[str]:
     if any("text_config" in (b.config or "") and anatomy.target_of(b) not in anatomy.classes for b in built):
         return set()
     roots = [one.name for one in decoders or anatomy.with_role(Role.HEAD)]
-    inside = built_by(anatomy, towers) - built_by(anatomy, roots, without=towers)
+    inside = anatomy.built_by(towers) - anatomy.built_by(roots, without=towers)
     return anatomy.reached_from(roots, without={*towers, *inside}) if roots else set(anatomy.classes)
 
 

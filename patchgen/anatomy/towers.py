@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from patchgen.anatomy.axes import Size
+from patchgen.anatomy.axes import Layer, Size
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
@@ -87,7 +87,7 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
     carried = _carried(loop)
     above = {*stored(ast.Module(forward.body[:place], [])), *parameter_names(forward)}
     inside = {*stored(ast.Module(loop.body, [])), *stored(loop.target)}
-    rows, bounds, longest, collected = [carried], [], [], []
+    rows, bounds, longest, lists = [carried], [], [], _lists(forward.body[:place])
     built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers]
     method = anatomy.method(built[0], "forward") if len(built) == 1 else None
     takes = parameter_names(method[1]) if method is not None else []
@@ -101,22 +101,22 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
             longest.append(name)
         elif taken and taken <= ROWS:
             rows.append(name)
-        elif _is_collected(name, loop):
-            collected.append(name)
-        elif name not in inside or _read_first(name, loop):
+        elif name not in lists and (name not in inside or _read_first(name, loop)):
             raise LeftAlone(f"its layers read {name}, which has no known meaning on a slice of the rows")
     if not bounds:
         raise LeftAlone("its layers are handed no cumulative lengths")
-    _require_rows(anatomy, info, layers, loop, attentions)
+    _require_rows(anatomy, info, layers, loop, lists, attentions)
     group = _group(anatomy, info)
     rows_of = "*." if group == "1" else "r."  # groups are made of rows of `[N, C]`
-    values = dict.fromkeys([carried, *collected], rows_of)
+    values = dict.fromkeys([carried, *(name for name in dict.fromkeys(loaded(loop)) if name in lists)], rows_of)
     mixes = functools.partial(mixing, tensors=values, owner=info.name, anatomy=anatomy, groups=group != "1")
     gathers = _gathers(forward.body, place, list(values), above, mixes)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
 
 
-def _require_rows(anatomy: Anatomy, info: ClassInfo, layers: str, loop: ast.For, attentions: tuple[str, ...]) -> None:
+def _require_rows(
+    anatomy: Anatomy, info: ClassInfo, layers: str, loop: ast.For, lists: set[str], attentions: tuple[str, ...]
+) -> None:
     """Raises LeftAlone where something but attention may mix the rows: a rank would mix those of its slice."""
     known = {*attentions, *(one.name for one in anatomy.with_role(Role.MOE_BLOCK)), "squeeze", "finfo"}
     for build in (build for build in anatomy.builds(info.name) if build.attribute == layers):
@@ -126,9 +126,10 @@ def _require_rows(anatomy: Anatomy, info: ClassInfo, layers: str, loop: ast.For,
         mixed = mixing(method[1].body, set(parameter_names(method[1])), build.target or "", anatomy, known)
         if mixed is not None:
             raise LeftAlone(f"{build.target} is not known to treat each row by itself: {ast.unparse(mixed)}")
-    values = dict.fromkeys(loaded(loop)) | {name: [None] for name in loaded(loop) if _is_collected(name, loop)}
-    values[_carried(loop)] = "r."
-    other = mixing(loop.body * 2, values, info.name, anatomy, {*stored(loop.target)}, groups=True)
+    values = dict.fromkeys(loaded(loop)) | {name: [None] for name in lists}
+    called = {dotted(call.func) for statement in loop.body for call in calls(statement)}
+    values |= {name: Layer() for name in stored(loop.target) if name in called} | {_carried(loop): "r."}
+    other = mixing(loop.body * 2, values, info.name, anatomy, groups=True)
     if other is not None:
         raise LeftAlone(f"its loop does more than to call the layers: {ast.unparse(other)}")
     for built in (own_attribute(node) for node in ast.walk(loop.iter)):
@@ -172,7 +173,7 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.Function
     above = {name for statement in forward.body[:start] for name in stored(statement)}
     inside = {name for statement in forward.body[start:end] for name in stored(statement)}
     read = {name for statement in forward.body[start:end] for name in loaded(statement)}
-    lists = {name for name in read if _is_empty_list(name, forward)}
+    lists = _lists(forward.body[:start])
     read = {name for name in read - lists if name in above}
     if not read or read & inside or source not in inside:
         return None
@@ -184,10 +185,9 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.Function
     return ChunkedConvolution(start, end, tuple(sorted(read, key=lambda name: (name in convolved, name))), source)
 
 
-def _is_empty_list(name: str, forward: ast.FunctionDef) -> bool:
-    """Whether the name is only set to `[]` at the top level."""
-    found = [s.value for s in forward.body if isinstance(s, ast.Assign) and name in stored(s)]
-    return bool(found) and all(isinstance(value, ast.List) and not value.elts for value in found)
+def _lists(body: list[ast.stmt]) -> set[str]:
+    """The names that statements set to an empty list."""
+    return {name for s in body if ast.unparse(getattr(s, "value", None) or s) == "[]" for name in stored(s)}
 
 
 def is_divided(anatomy: Anatomy, info: ClassInfo) -> bool:
@@ -299,13 +299,6 @@ def _results(statement: ast.Return) -> set[str]:
     if isinstance(value, ast.Call) and any(keyword.arg == "pooler_output" for keyword in value.keywords):
         return {name for k in value.keywords if k.arg != "last_hidden_state" for name in loaded(k.value)}
     return set(loaded(statement))
-
-
-def _is_collected(name: str, loop: ast.For) -> bool:
-    """Whether the loop only appends to the name."""
-    uses = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == name]
-    appends = [c for c in calls(loop) if dotted(c.func) == f"{name}.append"]
-    return bool(appends) and len(uses) == len(appends)
 
 
 def _read_first(name: str, loop: ast.For) -> bool:

@@ -65,6 +65,8 @@ class Head(nn.Module):
         self.learned = nn.Parameter(torch.ones(8))
         self.matrix = nn.Parameter(torch.ones(8, 8))
         self.steps = nn.ModuleList([nn.Linear(8, 8), nn.GELU()])
+        self.alike = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.odd_alike = nn.ModuleList([Mixer() for _ in range(3)])
         self.odd_steps = nn.ModuleList([nn.Linear(8, 8), Mixer()])
 
     def twice(self, x):
@@ -105,6 +107,9 @@ ALONE = (
     "y = endless(x)",
     "x.mul_(2)\nx.clamp_(min=0)",
     "if isinstance(x, Output):\n    y = x * 2",
+    "if torch.is_tensor(x):\n    y = x * 2",
+    "for step in self.alike:\n    x = step(x)",
+    "y = self.alike[0](x) + self.steps[place](x)",
     "if self.scale is not None:\n    y = x / self.scale\nelse:\n    y = x",
     "'words'\ny: Tensor = x\ny += x",
     "if not self.training:\n    y[0] = self.mixer(z)",
@@ -125,6 +130,7 @@ MIXED = (
     "y = torch.matmul(w, x)", "y = self.conv(x)", "y = self.drop(x)", "y = self.mixer(x)", "y = self.sequence(x)", "y = self.own_mixed(x)", "y = mixed(x)",
     "y = self.foreign(x)", "y = self.either(x)", "y = self.handed(x)", "y = self.table(x)", "y = self.unknown(x)", "y = gelu(x)", "y = unknown(x)", "y = numpy.tanh(x)",
     "y = apply_chunking_to_forward(self.sequence, 1, x)", "y = [t * 2 for t in x]", "y = (lambda t: t)(x)", "y = f(*x)",
+    "for step in self.odd_alike:\n    x = step(x)", "y = self.odd_alike[0](x)", "y = self.odd_steps[place](x)", "y = self.act[0](x)",
     "for step in self.odd_steps:\n    x = step(x)", "for step in self.steps:\n    x = step(x)\nelse:\n    x = x.mean(0)",
     "for step in self.steps:\n    x = step(x)\nstep = self.mixer\nx = step(x)",
     "for t in x:\n    y = t", "while x:\n    y = x", "with torch.no_grad():\n    y = x * 2", "print(x)", "y = x * 2\nreturn y.mean(0)",

@@ -11,8 +11,12 @@ from patchgen.anatomy.towers import ChunkedConvolution, LayerLoop, chunked_convo
 from patchgen.errors import LeftAlone
 
 TOWER = """
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+def squeeze(x):
+    return x.flip(0)
 
 class Attention(nn.Module):
     def forward(self, x, cu_seqlens=None):
@@ -305,6 +309,34 @@ def test_modules_in_the_loop_are_known_to_keep_rows_apart():
             (CALL, "hidden_states = extra(hidden_states)\n            " + CALL),
             ("        self.norm =", "        self.extra = nn.ModuleList([nn.BatchNorm1d(8)])\n        self.norm ="),
         )
+
+
+AFTER = "max_seqlen=max_seqlen, cos=cos, sin=sin, **kwargs)\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "hidden_states = hidden_states.roll(1, 0)",
+        "hidden_states = hidden_states - hidden_states.mean(0)",
+        "if hidden_states.shape[0] > 4:\n                hidden_states = hidden_states * 2",
+        "self.kept = hidden_states",
+        "taken.insert(0, hidden_states)",
+        "hidden_states = squeeze(hidden_states)",
+        "hidden_states = hidden_states * blk",
+        "hidden_states = torch.stack([blk(part) for part in hidden_states])",
+    ],
+)
+def test_a_loop_that_does_more_with_rows_is_left_alone(code: str):
+    with pytest.raises(LeftAlone, match="its loop does more"):
+        read((AFTER, f"{AFTER}            {code}\n"))
+
+
+def test_a_loop_may_do_what_keeps_rows_apart():
+    assert (
+        read((AFTER, f"{AFTER}            hidden_states = hidden_states * 2 + hidden_states.mean(-1, keepdim=True)\n"))
+        == LOOP
+    )
 
 
 def test_a_tower_by_role_is_divided_where_its_loop_is_read():
