@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from patchgen.runtime import parallel
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from patchgen.runtime.parallel.media import TowerRows
 
@@ -138,13 +138,16 @@ def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, object] | None = None) -> i
     return towers.max_seqlen(cu_seqlens, kwargs)
 
 
-def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callable[..., object]) -> Tensor:
+def absent_tower(
+    inputs_embeds: Tensor, inputs: Tensor | None, features: Callable[..., object], *beside: nn.Module
+) -> Tensor:
     """Runs a tower that has no input on this rank, where other ranks may run it: see `runtime/parallel/towers.py`.
 
     Args:
         inputs_embeds: `[B, S, H]`.
         inputs: what the tower gets on this rank (`pixel_values`, ...); with it, nothing is done here.
         features: the model's bound `get_<modality>_features`.
+        beside: modules that the features go through outside of that method; their parameters take part.
 
     Returns:
         `inputs_embeds`, plus zero times the mean of the tower's features of a minimal input.
@@ -157,7 +160,7 @@ def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callabl
     state = parallel.current()
     if state is None:
         return inputs_embeds
-    return towers.absent_tower(inputs_embeds, inputs, features, state)
+    return towers.absent_tower(inputs_embeds, inputs, features, state, beside)
 
 
 def encode_vision(

@@ -11,7 +11,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy.bodies import normal_form
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, parameter_names
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, own_attribute, parameter_names
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS
 
@@ -107,6 +107,33 @@ def feature_calls(body: Sequence[cst.BaseStatement]) -> list[FeatureCall]:
             grid = plain[1] if len(plain) == 2 and plain[0] == media else None
             found.append(FeatureCall(position, call.func.attr.value, match[1], media, grid, kwargs))
     return found
+
+
+def beside_features(info: ClassInfo, media: str) -> list[str]:
+    """The modules that a forward runs on features only where there is media, beside the method that gives them: a projector
+    that stands in the fusion model's own forward."""
+    known, found = {media}, []
+    for node in info.methods["forward"].body:
+        if not isinstance(node, ast.If) or not known & _values(node.test):
+            continue
+        for part in ast.walk(node):
+            if isinstance(part, ast.Assign) and known & _values(part.value):
+                known |= {name for target in part.targets for name in _values(target)}
+            callee = own_attribute(part.func) if isinstance(part, ast.Call) else None
+            given = [*part.args, *(one.value for one in part.keywords)] if callee in info.built else []
+            found += [callee] if any(known & _values(one) for one in given) else []
+    return list(dict.fromkeys(found))
+
+
+def _values(node: ast.AST) -> set[str]:
+    """The names in code; of a dict that is asked for a key `outputs['image']`, written or read."""
+    if isinstance(node, ast.Name):
+        return {node.id}
+    at = node.func.value if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get" else None
+    key = node.slice if isinstance(node, ast.Subscript) else next(iter(node.args), None) if at is not None else None
+    if isinstance(key, ast.Constant) and isinstance(key.value, str):
+        return {f"{ast.unparse(at or node.value)}[{key.value!r}]"}
+    return {name for child in ast.iter_child_nodes(node) for name in _values(child)}
 
 
 def same_features(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:

@@ -8,7 +8,15 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, ClassInfo
-from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
+from patchgen.anatomy.media import (
+    FeatureCall,
+    beside_features,
+    feature_calls,
+    fused_media,
+    requires,
+    same_features,
+    takes_media,
+)
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import code_of, edit_function, embeddings_above, function_body, insert_at
 from patchgen.source import Block, Module
@@ -34,6 +42,24 @@ class DummyForward(SitePass):
       +         inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)
                 if input_features is not None:
                     features = self.get_audio_features(input_features)
+                    inputs_embeds = inputs_embeds.masked_scatter(self.mask(input_ids), features)
+                return self.language_model(inputs_embeds)
+        """),
+        Example("""with the modules that the features go through outside of the tower's method
+        class ExampleModel(ExamplePreTrainedModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.projector = nn.Linear(8, 8)
+
+            def get_image_features(self, pixel_values):
+                return self.vision_tower(pixel_values)
+
+            def forward(self, input_ids, pixel_values=None):
+                inputs_embeds = self.embed_tokens(input_ids)
+      +         # patchgen: dummy_forward
+      +         inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features, self.projector)
+                if pixel_values is not None:
+                    features = self.projector(self.get_image_features(pixel_values))
                     inputs_embeds = inputs_embeds.masked_scatter(self.mask(input_ids), features)
                 return self.language_model(inputs_embeds)
         """),
@@ -70,7 +96,8 @@ class DummyForward(SitePass):
                 if call is video:
                     served.append("one pass over images and videos")
                     continue
-                code = f"{embeddings} = ops.absent_tower({embeddings}, {call.media}, self.{call.method})"
+                beside = "".join(f", self.{name}" for name in beside_features(anatomy.classes[site.block], call.media))
+                code = f"{embeddings} = ops.absent_tower({embeddings}, {call.media}, self.{call.method}{beside})"
                 if call is image:
                     code = (
                         f"{ENCODED}, {embeddings} = ops.encode_vision(self.{image.method}, {ENCODED}, {embeddings}, images="
