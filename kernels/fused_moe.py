@@ -105,5 +105,8 @@ def fused_moe(
     if top_k_index.numel() == 0:
         # Nothing is routed. Every input stays in the graph, with a zero gradient.
         inputs = (top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, *options.adapters.tensors)
-        return hidden_states * 0 + sum(tensor.sum() * 0 for tensor in inputs if tensor is not None)
+        nothing = hidden_states * 0
+        if post_expert_norm is not None:
+            nothing = nothing + post_expert_norm(nothing) * 0
+        return nothing + sum(tensor.sum() * 0 for tensor in inputs if tensor is not None)
     return BACKENDS[backend](*arguments)

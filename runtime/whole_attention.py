@@ -53,7 +53,10 @@ def _is_own_code(module: nn.Module, holder: nn.Module) -> bool:
         return False
     hands_on = any(MASK in _parameters(child) for child in list(module.modules())[1:])
     more = {name for name, one in _parameters(holder).items() if one.kind is not one.VAR_KEYWORD} - {*names, *OTHERS}
-    return not hands_on and not (more and MASK in _parameters(holder)) and not _asks_transformers(type(module))
+    asks = any(
+        _asks_transformers(type(one)) for one in (module, holder)
+    )  # of a holder that asks: an indexer of its keys
+    return not hands_on and not (more and MASK in _parameters(holder)) and not asks
 
 
 def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:

@@ -97,8 +97,11 @@ def shard_model(
     )
     # Units inside a layer take their inputs as they are: the layer cast them, and upstream's code says what it widens,
     # routing weights for example.
-    experts = divide_experts(model, paths, state) if state.ep > 1 else []
     as_is = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
+    experts = divide_experts(model, paths, state) if state.ep > 1 else []
+    for module in shared_by_experts(experts):
+        unit(module, reshard_after_forward=False, mp_policy=as_is)
+        checkpointing.hide_hooks(module)
     place = functools.partial(expert_placement, state=state)
     for module in experts:
         unit(module, mesh=state.expert_fsdp_mesh, mp_policy=as_is, shard_placement_fn=place)
@@ -175,6 +178,14 @@ def check_plan(model: nn.Module, paths: Sequence[str], ep: int) -> None:
         count = parameters[path].shape[0]
         if count % ep:
             raise ValueError(f"{path} has {count} experts, which ep={ep} does not divide evenly.")
+    for owner in dict.fromkeys(path.rpartition(".")[0] for path in paths):
+        module = model.get_submodule(owner)
+        others = [name for name, _ in module.named_parameters(recurse=False) if f"{owner}.{name}" not in paths]
+        if others:
+            raise ValueError(
+                f"{owner} ({type(module).__name__}) has {others} beside its experts' own parameters. Every rank would "
+                "train its own copy of them from the tokens of its experts: train this model with ep=1."
+            )
 
 
 def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[nn.Module]:
@@ -260,14 +271,14 @@ def divide_experts(model: nn.Module, paths: Sequence[str], state: ParallelState)
         whole = module.get_parameter(name)
         mine = distribute_tensor(whole.data, state.ep_mesh, [Shard(0)], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(mine, requires_grad=whole.requires_grad))
-    for owner, module in modules.items():
-        others = [name for name, _ in module.named_parameters() if f"{owner}.{name}" not in paths]
-        if others:
-            raise ValueError(
-                f"{owner} ({type(module).__name__}) has {others} beside its experts' own parameters. Every rank would "
-                "train its own copy of them from the tokens of its experts: train this model with ep=1."
-            )
     return list(modules.values())
+
+
+def shared_by_experts(experts: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules inside that all experts share, a norm of what they give: every rank has a gradient of them, and the sum of
+    all is theirs, as of any dense parameter."""
+    inside = [child for module in experts for child in module.children() if child not in experts]
+    return [child for child in inside if any(not isinstance(one, DTensor) for one in child.parameters())]
 
 
 def expert_placement(parameter: nn.Parameter, state: ParallelState) -> Shard:

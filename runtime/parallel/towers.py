@@ -13,12 +13,14 @@ The pass stands where the real one would stand, so that towers run in the same o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from patchgen.runtime import minimal_media
 from patchgen.runtime.parallel import collectives
@@ -43,7 +45,10 @@ def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, Any] | None) -> int:
 
 
 def absent_tower(
-    inputs_embeds: Tensor, inputs: object, features: Callable[..., Any], state: ParallelState | None
+    inputs_embeds: Tensor,
+    inputs: object,
+    features: Callable[..., Any],
+    state: ParallelState | None,
 ) -> Tensor:
     """See `ops.absent_tower`."""
     if state is None or state.config.num_batches == 1:  # with several, ranks may hold different modalities
@@ -54,9 +59,21 @@ def absent_tower(
         _require_everywhere(inputs, features, inputs_embeds, state)
     if inputs is not None or minimal is None:
         return inputs_embeds
-    values = minimal_media.feature_tensors(features(**minimal))
+    with _same_statistics(features.__self__):
+        values = minimal_media.feature_tensors(features(**minimal))
     nothing = torch.stack([value.float().mean() for value in values]).sum() * 0.0
     return inputs_embeds + nothing.to(inputs_embeds.dtype)
+
+
+@contextlib.contextmanager
+def _same_statistics(model: nn.Module) -> Iterator[None]:
+    """Within the block batch norms count on copies of their statistics: what they see there is no image of the run."""
+    own = [(norm, dict(norm.named_buffers(recurse=False))) for norm in model.modules() if isinstance(norm, _BatchNorm)]
+    for norm, buffers in own:
+        norm._buffers.update({name: value.clone() for name, value in buffers.items()})
+    yield
+    for norm, buffers in own:
+        norm._buffers.update(buffers)
 
 
 def _require_everywhere(inputs: object, features: Callable[..., Any], like: Tensor, state: ParallelState) -> None:

@@ -1,8 +1,8 @@
 """What the fields of a model config mean, by the names that transformers uses across models, and their small values.
 
-A rule maps a field name to a small value; it never enlarges what upstream declares. The rules know dimensions and
-their relations (heads, groups, ranks, windows, experts), not models: a new model that speaks the common vocabulary
-needs nothing here, and one that brings a word of its own gets one rule for the word.
+A rule maps a field name to a small value; it never enlarges what upstream declares (but one expert, which routes
+nothing). The rules know dimensions and their relations (heads, groups, ranks, windows, experts), not models: a new
+model that speaks the common vocabulary needs nothing here, and one that brings a word of its own gets one rule for it.
 
 Sizes of a small model:
 
@@ -178,6 +178,12 @@ def rule_for(*names: str) -> Rule | None:
             if rule.pattern.match(name):
                 return rule
     return None
+
+
+def counts_experts(*names: str) -> bool:
+    """Whether a field says how many experts there are."""
+    rule = rule_for(*names)
+    return rule is not None and rule.meaning == "experts"
 
 
 def is_dropout(name: str) -> bool:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from patchgen.runtime import model_calls, parallel, seams
 from patchgen.runtime.document_rows import Separated
@@ -252,9 +253,9 @@ def on_ranks(
 def inputs_of(known: Yardstick, name: str, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What one rank is given, and the samples of it that the ranks of this SP group hold, with their positions.
 
-    One rank takes the batch as a whole; with sounds, the batches of the ranks one after the other. Upstream pads the
-    chunks of sounds to the longest of a batch, and its convolutions see that padding: the features of a sound depend
-    on what else is in the batch.
+    One rank takes the batch as a whole; where upstream's features of an item depend on what else is in its batch, the
+    batches of the ranks one after the other. Chunks of sounds are padded to the longest of a batch, and convolutions see
+    that padding; a batch norm takes its statistics over a batch.
     """
     if name == PACKED:
         return _packed_inputs(known, state)
@@ -265,7 +266,8 @@ def inputs_of(known: Yardstick, name: str, state: ParallelState) -> tuple[list[d
     pieces = divided(samples, state.config.num_batches)
     samples = [sample for piece in pieces for sample in piece]
     has_sound = any(AUDIO in (item.kind, *(part.kind for part in item.parts)) for one in samples for item in one.items)
-    whole = [dict(known.builder.case(name, piece).batch) for piece in (pieces if has_sound else [samples])]
+    is_by_batch = has_sound or normalises_by_batch(known.model)
+    whole = [dict(known.builder.case(name, piece).batch) for piece in (pieces if is_by_batch else [samples])]
     mine = dict(known.builder.case(name, pieces[state.batch_index]).batch)
     mine["position_ids"] = known.positions(mine)
     return whole, mine
@@ -289,10 +291,16 @@ def _packed_inputs(known: Yardstick, state: ParallelState) -> tuple[list[dict[st
         mine = dict(known.builder.in_one_row(whole, positions).batch)
         # Padding changes what upstream's overlays see: each sample by itself. Sounds are padded to the longest of a batch.
         alone = [dict(known.builder.case("mixed", [sample]).batch) for sample in samples]
-        whole = [whole] if set(known.builder.layouts) == {AUDIO} else alone
+        is_by_batch = set(known.builder.layouts) == {AUDIO} or normalises_by_batch(known.model)
+        whole = [whole] if is_by_batch else alone
     if state.batch_index:
         mine["labels"] = torch.full_like(mine["labels"], batch.IGNORED)
     return whole, mine
+
+
+def normalises_by_batch(model: nn.Module) -> bool:
+    """Whether training normalises by the statistics of a batch: the features of an item are not its own."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def divided(samples: Sequence[Sample], num_batches: int) -> list[list[Sample]]:

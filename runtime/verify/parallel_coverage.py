@@ -38,6 +38,7 @@ from patchgen.runtime.verify.correspondence import Correspondence, correspondenc
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
+from patchgen.runtime.verify.slices import of_two_sequences
 from patchgen.runtime.verify.yardstick import (
     choices,
     head_with_media,
@@ -94,6 +95,8 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
     row: dict[str, Any] = {"model_type": model_type}
     if ep > 1 and not sharding.own_plan(build_model(generated, config)):
         return row | {"applies": False, "seconds": time.perf_counter() - started}
+    if sp > 1 and (refusal := of_two_sequences(generated, sp)):
+        return row | {"reason": refusal, "seconds": time.perf_counter() - started}
     if takes_media:
         found = media_ranks.compare_all(Path(file).parent, head, sp=sp, ep=ep, separates=separates)
         return row | found | {"seconds": time.perf_counter() - started}

@@ -6,6 +6,7 @@ The collectives of torch's fake process group move nothing: numbers mean nothing
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -28,6 +29,8 @@ def refusal_on_ranks(model: PreTrainedModel, *, shares_sequence: bool) -> str:
     What fails otherwise is left to the comparison of slices with the whole sequence on the ranks themselves
     (`selfcheck.py`): garbage that nobody sent may be its cause here.
     """
+    if shares_sequence and (refusal := of_two_sequences(type(model), RANKS)):
+        return refusal
     ids = torch.arange(3, 3 + 8 * RANKS)[None] % model.config.get_text_config().vocab_size
     positions = torch.arange(ids.shape[1])[None] % 6
     batch = {"input_ids": ids, "position_ids": positions}
@@ -40,6 +43,16 @@ def refusal_on_ranks(model: PreTrainedModel, *, shares_sequence: bool) -> str:
         except Exception:
             return ""
     return ""
+
+
+def of_two_sequences(head: type[PreTrainedModel], sp: int) -> str:
+    """Why ranks cannot share the sequence of a head whose decoder has tokens of its own; empty for all others."""
+    if "decoder_input_ids" not in inspect.signature(head.forward).parameters:
+        return ""
+    return (
+        f"{head.__name__} has an encoder for one sequence and a decoder for another (decoder_input_ids), and a rank would "
+        f"hold a slice of one of them (sp={sp}). Train this model with sp=1."
+    )
 
 
 @contextlib.contextmanager

@@ -216,6 +216,8 @@ def _own_values(
         ):
             declared = values[name]  # derived by the class, but not from other fields
         small = small_value(declared, names, special_ids)
+        if small == 1 and name not in explicit and sizes.counts_experts(*names):
+            small = sizes.EXPERTS  # the class leaves it to the checkpoint; one has nothing to route
         if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
             large.append(name)
         if small != declared or name in explicit:

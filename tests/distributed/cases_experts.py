@@ -509,25 +509,6 @@ def shared_experts_run_beside_the_exchange(at_once: bool, exchange: str) -> None
         assert back == ["launch back", "shared back", "wait back"], events
 
 
-def other_parameters_beside_experts_are_refused() -> None:
-    """A scale that all experts share would be trained from other tokens on each rank."""
-    from patchgen.runtime.parallel import sharding
-
-    class Experts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_up_proj = torch.nn.Parameter(torch.zeros(4, 2, 2))
-            self.scale = torch.nn.Parameter(torch.ones(2))
-
-    model = torch.nn.ModuleDict({"experts": Experts()})
-    try:
-        sharding.divide_experts(model, ["experts.gate_up_proj"], state_of(ep=dist.get_world_size()))
-    except ValueError as error:
-        assert "experts (Experts) has ['scale'] beside its experts' own parameters" in str(error), error
-        return
-    raise AssertionError("a parameter that is not an expert's was divided like one")
-
-
 def a_computation_that_an_error_left_behind_is_forgotten() -> None:
     computed: list[str] = []
 

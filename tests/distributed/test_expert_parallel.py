@@ -62,9 +62,5 @@ def test_shared_experts_run_beside_the_exchange(at_once, exchange, two_ranks):
     two_ranks.run(cases.shared_experts_run_beside_the_exchange, at_once, exchange)
 
 
-def test_other_parameters_beside_experts_are_refused(two_ranks):
-    two_ranks.run(cases.other_parameters_beside_experts_are_refused)
-
-
 def test_a_computation_that_an_error_left_behind_is_forgotten(two_ranks):
     two_ranks.run(cases.a_computation_that_an_error_left_behind_is_forgotten)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from patchgen import pipeline, provenance, upstream
+from patchgen.runtime import whole_attention
 from patchgen.runtime.verify.parallel_coverage import compare
 
 
@@ -13,3 +17,24 @@ def test_attention_written_by_hand_agrees_with_upstream_on_one_rank(two_ranks, t
     file = str(folder / "modeling_gpt_neo.py")
     row, _ = two_ranks.run(compare, "gpt_neo", "GPTNeoForCausalLM", file, 2, 1, False)
     assert row.get("reason", "") == "" and row["packed_gradients"] < 1e-4, row
+
+
+class Indexer(nn.Module):
+    def forward(self, hidden_states, attention_mask):
+        return attention_mask.bool()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexer = Indexer()
+
+    def forward(self, hidden_states, attention_mask):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](self, hidden_states, self.indexer(hidden_states, attention_mask))
+
+
+def test_an_indexer_of_an_attention_is_no_attention_of_its_own():
+    """What it gives is a mask, of which no slice of tokens is cut: the mask that it reads refuses."""
+    attention = Attention()
+    assert not whole_attention._is_own_code(attention.indexer, attention)
+    assert whole_attention._is_own_code(attention.indexer, nn.ModuleList([attention.indexer]))

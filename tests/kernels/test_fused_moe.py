@@ -68,6 +68,18 @@ def test_no_tokens_give_no_rows_and_zero_gradients():
     assert not found["d_gate_up_proj"].any() and not found["d_down_proj"].any()
 
 
+def test_no_tokens_give_a_norm_behind_the_experts_a_zero_gradient():
+    """Its weights are gathered, and their gradients summed, on all ranks or on none."""
+    norm = nn.RMSNorm(8)
+    rows, index, weights = torch.zeros(0, 8), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2)
+    out = fused_moe(
+        rows, index, weights, torch.ones(4, 6, 8), torch.ones(4, 8, 3), num_experts=4,
+        activation=nn.SiLU(), post_expert_norm=norm, backend="torch",
+    )  # fmt: skip
+    out.sum().backward()
+    assert out.shape == (0, 8) and norm.weight.grad is not None and not norm.weight.grad.any()
+
+
 @pytest.mark.parametrize("routing", ["random", "left_out"])
 def test_torch_compile_of_a_layer_around_it_has_no_graph_break(routing: str):
     case = Case("compile", hidden_size=64, intermediate_size=32, routing=routing)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections import Counter
 from dataclasses import dataclass, field
 
 import chosen_models
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from rounding import require_rounding
 from torch import nn
+from transformers import CLIPVisionConfig
 
 from patchgen.runtime import minimal_media, parallel, registry
 from patchgen.runtime.parallel import ParallelConfig, towers
@@ -72,15 +75,29 @@ def text_of(case: Case) -> Case:
     return Case("text", {name: case.batch[name] for name in ("input_ids", "attention_mask")})
 
 
+@contextlib.contextmanager
+def counted(model: nn.Module):
+    """How often each tower runs within the block."""
+    runs: Counter[str] = Counter()
+    towers_of = [(name, module) for name, module in model.named_children() if name.startswith(TOWERS)]
+    hooks = [module.register_forward_hook(lambda *_, name=name: runs.update([name])) for name, module in towers_of]
+    yield runs
+    for hook in hooks:
+        hook.remove()
+
+
 @pytest.mark.parametrize("model_name", chosen_models.models(MODELS))
 def test_text_alone_gives_every_parameter_of_every_tower_a_zero_gradient(model_name: str) -> None:
     """The parameters that get one are those that real inputs give one: FSDP reduces the same on all ranks."""
     model, cases = model_and_cases(model_name)
     widest = cases.get("sound") or cases.get("mixed") or cases.get("video") or cases["images"]
     plain = train_step(model, text_of(widest))
-    real = train_step(model, widest)
     with parallel.using(TwoBatches(ParallelConfig.for_world(2))):
-        dummy = train_step(model, text_of(widest))
+        with counted(model) as runs:
+            real = train_step(model, widest)
+        with counted(model) as dummy_runs:
+            dummy = train_step(model, text_of(widest))
+    assert dummy_runs.items() <= runs.items()  # each gathers weights
     assert not of_towers(plain)
     assert set(of_towers(dummy)) == set(of_towers(real))
     assert all(not gradient.any() for gradient in of_towers(dummy).values())
@@ -127,6 +144,27 @@ def test_one_pass_with_router_logits(model_name: str) -> None:
     with parallel.using(TwoBatches(ParallelConfig.for_world(2))):
         joint = train_step(model, recorded).outputs["last_hidden_state"]
     require_rounding(joint, apart, what="last_hidden_state")
+
+
+def test_a_minimal_image_leaves_the_statistics_of_a_batch_norm() -> None:
+    """They are saved with the model, and are of images that are there."""
+
+    class WithBatchNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+            self.config = CLIPVisionConfig(image_size=8, patch_size=4)
+
+        def get_image_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
+            return self.norm(pixel_values + 1.0)
+
+    model = WithBatchNorm()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = TwoBatches(ParallelConfig.for_world(2))
+    embeds = towers.absent_tower(torch.ones(1, 2, 3), None, model.get_image_features, state)
+    embeds.sum().backward()
+    assert model.norm.weight.grad is not None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_ranks_that_share_one_batch_need_no_dummy() -> None:

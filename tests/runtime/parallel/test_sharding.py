@@ -50,6 +50,26 @@ def test_experts_that_do_not_divide_are_refused():
         sharding.check_plan(Model(), PATHS, 4)
 
 
+def test_a_parameter_beside_the_experts_own_is_refused():
+    """A scale that all experts share would be trained from other tokens on each rank."""
+    model = Model()
+    model.layers[1].mlp.scale = nn.Parameter(torch.ones(2))
+    with pytest.raises(
+        ValueError, match=r"layers.1.mlp \(Experts\) has \['scale'\] beside its experts' own parameters"
+    ):
+        sharding.check_plan(model, PATHS, 2)
+
+
+def test_a_norm_that_all_experts_share_is_no_expert():
+    """Every rank has gradients of it, from the tokens of its experts: it is sharded as dense parameters are."""
+    model = Model()
+    for layer in model.layers:
+        layer.mlp.norm, layer.mlp.activation = nn.RMSNorm(2), nn.SiLU()
+    sharding.check_plan(model, PATHS, 2)
+    experts = [layer.mlp for layer in model.layers]
+    assert sharding.shared_by_experts(experts) == [one.norm for one in experts]
+
+
 def test_expert_parallelism_without_experts_is_refused():
     with pytest.raises(ValueError, match="ep=2, but Model reports no expert parameters"):
         sharding.check_plan(Model(), [], 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 from patchgen import pipeline, provenance, upstream
 from patchgen.commands import training
@@ -19,7 +19,8 @@ from patchgen.runtime import launch, ops, registry
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
-from patchgen.runtime.verify import source_closure, verdict
+from patchgen.runtime.verify import slices, source_closure, verdict
+from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.verify_model import judge
 
 STAND_INS = Path(__file__).parents[1] / "verify"
@@ -126,6 +127,16 @@ def test_attention_that_cannot_be_sliced_is_refused_before_any_rank(home, tmp_pa
     preflight.require_trainable(from_dict(recipe))
     with pytest.raises(RecipeError, match=r"parallel\.sp = 2: 'bloom': BloomAttention reads its mask as a tensor"):
         preflight.require_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
+
+
+def test_a_decoder_with_tokens_of_its_own_is_refused_before_any_rank():
+    """The rehearsal hands it none, which is an error of another kind, and left to the ranks."""
+    config = small_config("bart").config
+    config.is_encoder_decoder = True
+    model = BartForConditionalGeneration(config)
+    refusal = slices.refusal_on_ranks(model, shares_sequence=True)
+    assert refusal.startswith("BartForConditionalGeneration has an encoder for one sequence and a decoder for another")
+    assert not slices.refusal_on_ranks(model, shares_sequence=False)
 
 
 def test_modules_that_not_every_rank_runs_are_refused_before_any_rank(home, tmp_path, monkeypatch):

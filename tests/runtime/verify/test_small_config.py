@@ -8,7 +8,7 @@ import transformers
 from huggingface_hub.dataclasses import strict
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from patchgen.runtime.verify import field_semantics as sizes
@@ -196,3 +196,9 @@ def test_what_a_composite_config_says_of_its_tower_fits_the_small_tower():
     patches = (queries.vision_config.image_size // queries.vision_config.patch_size) ** 2
     assert patches in queries.projector_patch_to_query_dict
     assert small_config("minicpmv4_6").config.image_token_id < sizes.VOCAB  # None by default
+
+
+def test_a_class_with_one_expert_by_default_routes_in_its_small_form():
+    """Two ranks share them; who asks for one expert has one."""
+    assert small_config("hunyuan_v1_moe").config.num_experts == sizes.EXPERTS
+    assert shrink(CONFIG_MAPPING["jamba"](num_experts=1)).config.num_experts == 1
