@@ -254,7 +254,9 @@ class CapturedStep:
                     "train.cuda_graph: false."
                 ) from error
         self._gradients = [
-            (one, one.grad, getattr(one, unused.LEFT_OUT, False)) for one in self.model.parameters() if one.grad is not None
+            (one, one.grad, getattr(one, unused.LEFT_OUT, False))
+            for one in self.model.parameters()
+            if one.grad is not None
         ]
         self.captured += 1
 

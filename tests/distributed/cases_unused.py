@@ -93,7 +93,8 @@ def updates_are_those_of_one_rank(keep_whole: bool, **options) -> tuple[float, l
     found = updates(model, [dist.get_rank()], keep_whole)
     expected = updates(whole, list(range(dist.get_world_size())), keep_whole)
     differences = [
-        float((one - two).detach().abs().max() / two.detach().abs().max()) for one, two in zip(found, expected, strict=True)
+        float((one - two).detach().abs().max() / two.detach().abs().max())
+        for one, two in zip(found, expected, strict=True)
     ]
     return max(differences), [float(had.sum()) for had in expected[1 :: 2 + len(list(whole.parameters()))]]
 

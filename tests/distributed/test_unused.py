@@ -13,7 +13,11 @@ EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8}
 @pytest.mark.parametrize("keep_whole", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{}, BF16 | {"shard_exchange": "collectives", "exchange_gradients": True}, BF16 | {"shard_exchange": "peer_memory"}],
+    [
+        {},
+        BF16 | {"shard_exchange": "collectives", "exchange_gradients": True},
+        BF16 | {"shard_exchange": "peer_memory"},
+    ],
     ids=["fp32", "exchange", "peers"],
 )
 def test_updates_are_those_of_one_rank(keep_whole, options, two_ranks):
