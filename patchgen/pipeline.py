@@ -12,10 +12,12 @@ from pathlib import Path
 
 from patchgen import emit, outside, provenance, source
 from patchgen.anatomy import Anatomy, Role, study
+from patchgen.anatomy.classes import parameter_names
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import all_passes, default_pipeline, pass_named
 from patchgen.passes.base import Outcome, Pass, SitePass
+from patchgen.passes.generic_heads import generic_base
 from patchgen.passes.hand_edits import lost_edits
 from patchgen.passes.prune import default_roots
 from patchgen.source import Module
@@ -206,20 +208,37 @@ def _take_heads(heads: Sequence[str], anatomy: Anatomy) -> None:
     """Marks the heads that were asked for.
 
     Raises:
-        ConfigError: one is not a model of this file, or none that an Auto class of `upstream.AUTO_CLASS_MAPPINGS` builds.
+        ConfigError: one is not a model of this file, or none that can be trained and proven.
     """
+    if not heads:
+        return
     release, models = anatomy.upstream.release, [name for name in anatomy.classes if anatomy.is_model(name)]
     maps = [release.auto_map(name) for name in AUTO_CLASS_MAPPINGS.values()] if release else []
     served = {name for one in maps for name in one.values()} if release else {*models}
+    refused = {name: why for name in models if (why := _why_refused(name, anatomy, served))}
     for head in heads:
-        if head not in models or head not in served:
-            near = difflib.get_close_matches(head, [name for name in models if name in served], n=4, cutoff=0.0)
-            why = "which neither a run nor a proof serves: no Auto class of these kinds builds it"
+        if head not in models or head in refused:
+            near = difflib.get_close_matches(head, [name for name in models if name not in refused], n=4, cutoff=0.0)
+            why = f"the model {head}, which neither a run nor a proof serves: {refused.get(head)}"
             raise ConfigError(
-                f"{anatomy.upstream.path} has {f'the model {head}, {why}' if head in models else f'no model {head}'} "
-                f"({', '.join(AUTO_CLASS_MAPPINGS)}). Heads of this file: {', '.join(near) or 'none'}."
+                f"{anatomy.upstream.path} has {why if head in models else f'no model {head}'}. To fix: ask for another head of "
+                f"this file ({', '.join(near) or 'it has none'})."
             )
         anatomy.classes[head].roles[Role.ASKED] = "asked for by name"
+
+
+def _why_refused(name: str, anatomy: Anatomy, served: set[str]) -> str:
+    """Why a model of a file is no head; empty if it is one."""
+    method = anatomy.method(name, "forward")
+    if method is None and generic_base(anatomy, name) is None:
+        return "no class of this file gives it a forward"
+    unlabelled = method is not None and "labels" not in parameter_names(method[1])
+    if name not in served:
+        return f"no Auto class builds it{', and its forward takes no labels' * unlabelled} ({', '.join(AUTO_CLASS_MAPPINGS)})"
+    is_head = name not in anatomy.upstream.heads or Role.HEAD in anatomy.classes[name].roles
+    return (
+        "" if is_head else "its forward takes no labels" if unlabelled else "it neither generates nor computes a loss"
+    )
 
 
 def _what_stayed(original: Module, kept: set[int]) -> tuple[str, list[int]]:

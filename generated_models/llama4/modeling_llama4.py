@@ -22,8 +22,6 @@
 # edit Llama4TextDecoderLayer.forward: edit_method: queries are scaled by the position in the document: a packed row, or a rank's slice of it, begins elsewhere
 # edit Llama4TextAttention.forward: edit_method: queries are scaled by the position in the document: a packed row, or a rank's slice of it, begins elsewhere
 # edit Llama4TextAttention.forward: edit_method: queries are scaled by the position in the document: a packed row, or a rank's slice of it, begins elsewhere
-# edit Llama4ForConditionalGeneration.projected_image_features: add_method: images are projected beside the tower's method: where a rank has none, other ranks wait for the projector's gradient
-# edit Llama4ForConditionalGeneration.forward: edit_method: images are projected beside the tower's method: where a rank has none, other ranks wait for the projector's gradient
 
 # Copyright 2025 The LLAMA4 and HuggingFace Inc. team. All rights reserved.
 #
@@ -1339,8 +1337,6 @@ class Llama4ForConditionalGeneration(Llama4PreTrainedModel, GenerationMixin):
 
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        # patchgen: hand_edits
-        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.projected_image_features)
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
@@ -1397,11 +1393,6 @@ class Llama4ForConditionalGeneration(Llama4PreTrainedModel, GenerationMixin):
             image_hidden_states=image_features if mm_encoder_outputs.get("image") is not None else None,
             router_logits=outputs.router_logits,
         )
-
-    # patchgen: hand_edits
-    def projected_image_features(self, pixel_values: torch.FloatTensor) -> torch.Tensor:
-        image_features = self.get_image_features(pixel_values=pixel_values, return_dict=True).last_hidden_state
-        return self.multi_modal_projector(image_features.view(-1, image_features.size(-1)))
 
     # patchgen: parallel_plan
     def get_parallel_plan(self) -> ops.ParallelPlan:

@@ -122,17 +122,12 @@ class GenericHeads(SitePass):
         found = [
             (info, f"{generic} builds its model by an Auto class")
             for info in infos
-            if (generic := _generic(anatomy, info.name))
+            if (generic := generic_base(anatomy, info.name))
         ]
-        if self.heads is not None:  # asked for by name: upstream's body, whoever it builds its model by, would stay
-            hollow = [info for info in infos if anatomy.method(info.name, "forward") is None]
-            found += [(info, "no forward in this file") for info in hollow if not _generic(anatomy, info.name)]
         return [site_of(info, why) for info, why in found]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        generic, node = _generic(anatomy, site.block), anatomy.classes[site.block].node
-        if generic is None:
-            raise Missed("a class of transformers that builds its model by an Auto class in its own body", node)
+        generic, node = generic_base(anatomy, site.block), anatomy.classes[site.block].node
         origin = _read(_release(anatomy), generic.rpartition(".")[0])
         written = origin.block(generic.rpartition(".")[2])
         _require_plain(written.node, node)
@@ -160,7 +155,7 @@ class GenericHeads(SitePass):
         heads = [hit.site for hit in outcome.hits]
         lines: dict[str, None] = {}
         for head in heads:
-            origin = _generic(anatomy, head).rpartition(".")[0]
+            origin = generic_base(anatomy, head).rpartition(".")[0]
             lines |= dict.fromkeys(_missing(references(outcome.module.block(head).node), module, anatomy, origin))
         if lines:
             blocks = list(outcome.module)
@@ -185,7 +180,7 @@ def _defines(anatomy: Anatomy, name: str) -> bool:
     return name in anatomy.functions or name in anatomy.classes
 
 
-def _generic(anatomy: Anatomy, name: str) -> str | None:
+def generic_base(anatomy: Anatomy, name: str) -> str | None:
     """The class of transformers, of no model's file, that a class inherits and that builds by an Auto class."""
     for base in anatomy.classes[name].node.bases:
         package, _, base_name = (anatomy.names.resolve(base) or "").rpartition(".")

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from patchgen.kernels.packages import failed_import
+from patchgen.runtime.parallel import unused
 from patchgen.runtime.parallel.collectives import all_reduce
 
 logger = logging.getLogger(__name__)
@@ -134,15 +135,19 @@ def _multiplied_by_optimizer(optimizer: Optimizer | None, factor: Tensor) -> set
 def accept(model: nn.Module, total: Tensor, *, on_nonfinite: str) -> bool:
     """Whether the step may be taken. Reads the norm: one host sync per step, the same answer on every rank.
 
+    Parameters that no rank computed with have no gradient then (`unused.py`).
+
     Args:
         total: what `clip` or `norm` returned.
         on_nonfinite: "skip": say which parameter it was and return False; "stop": raise.
 
     Raises:
         NonFiniteGradient: with "stop".
+        RuntimeError: the ranks ran different modules.
     """
     if on_nonfinite not in POLICIES:
         raise ValueError(f"on_nonfinite must be one of {', '.join(POLICIES)}, not '{on_nonfinite}'.")
+    unused.agree(model)
     if bool(torch.isfinite(total)):
         return True
     name = first_nonfinite(model)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from patchgen.runtime.parallel import peer_memory, undivided
 from patchgen.runtime.parallel.peer_shards import PeerCopy, PeerShards, Slot
+from patchgen.runtime.parallel.unused import FilledGroup
 
 ATTRIBUTE = "_patchgen_units_in_peer_memory"  # of a sharded model: how many
 SMALL = 2**25
@@ -27,12 +28,10 @@ SMALL = 2**25
 microseconds, is longer than their way; and they are summed as one."""
 
 
-class PeerGroup(FSDPParamGroup):
+class PeerGroup(FilledGroup):
     """The parameters of one unit, whose shards other ranks read."""
 
     shards: PeerShards
-    number: int
-    """Among the units of `shards`."""
     mesh_info: FSDPMeshInfo
     dtype: torch.dtype
     """What the unit computes in."""
@@ -61,7 +60,10 @@ class PeerGroup(FSDPParamGroup):
                 self.small_region = end
         self.region = end
         self._words: dict[int, Tensor] = {}
-        self._left_early: set[int] = set()  # places of large gradients, in this backward
+        # From the last: the order in which a backward has them, and the same on ranks that lack one of them.
+        self._large = [place for place, slot in enumerate(self.slots) if not slot.is_small][::-1]
+        self._whole: set[int] = set()  # places of large gradients that this backward has computed
+        self._left_early: set[FSDPParam] = set()  # those of them that left
         self._holders: dict[int, int] = {}
 
     def bind(self, regions: Sequence[Tensor]) -> None:
@@ -156,24 +158,41 @@ class PeerGroup(FSDPParamGroup):
             self._to_unsharded()
 
     def post_backward(self, *unused: object) -> None:
-        accumulated = any(param.unsharded_accumulated_grad is not None for param in self.fsdp_params)
-        if not self.keeps_copies or not self.reduce_grads or accumulated:
+        if not self.keeps_copies or not self.reduce_grads or self.has_accumulated:
             super().post_backward(*unused)
             return
         self._training_state = TrainingState.POST_BACKWARD
-        gradients = self._take_gradients()
+        is_last = self.ends()
+        if is_last:
+            self.fill_up()
+        gradients = self._take_gradients() if is_last else []
         if self.reshard_after_backward:
             self.reshard()
+        if not is_last:
+            return
         # On every rank as often: each waits for the others.
-        waiting = [[slot] for place, slot in enumerate(self.slots) if not (slot.is_small or place in self._left_early)]
+        waiting = [[slot] for place in self._large if (slot := self.slots[place]).param not in self._left_early]
         waiting += [small] if (small := [slot for slot in self.slots if slot.is_small]) else []
         self._left_early.clear()
+        self._whole.clear()
         with torch.no_grad():
             for slots in waiting:
                 if pairs := [pair for pair in gradients if pair[0] in slots]:
                     self.shards.reduce(self, pairs)
                 else:
                     self.shards.reduce_nothing(self)
+
+    def send_early(self, place: int) -> None:
+        """Sums a gradient before the unit's backward ends, and frees its parameter unless something will still compute with it:
+        a layer's experts are done before its attention, and the root's head before all layers, whose backward hides what
+        they send."""
+        slot = self.slots[place]
+        param = slot.param
+        gradient, param._unsharded_param.grad = param._get_grad_inner_tensor(param._unsharded_param.grad), None
+        if self.reshard_after_backward and _num_holders(param) == self._holders[place]:
+            param.free_unsharded_param()  # the sum takes its place
+        self._left_early.add(param)
+        self.shards.reduce(self, [(slot, gradient)])
 
     def _take_gradients(self) -> list[tuple[Slot, Tensor]]:
         found = []
@@ -196,20 +215,19 @@ class PeerGroup(FSDPParamGroup):
 
 
 @torch.no_grad()
-def _reduce_early(reference: weakref.ref[PeerGroup], place: int, computed: Tensor) -> None:
-    """A large gradient leaves when it is whole, and its parameter is freed unless something will still compute with it: a
-    layer's experts are done before its attention, and the root's head before all layers, whose backward hides what they send.
-    """
+def _reduce_early(reference: weakref.ref[PeerGroup], place: int, _: Tensor) -> None:
+    """A large gradient leaves when it is whole and those behind it have left."""
     group = reference()
-    if group is None or computed.grad is None:
-        raise RuntimeError("A gradient came whose unit is gone, or that was taken away before it could leave.")
-    param = group.slots[place].param
-    if group.reduce_grads and param.unsharded_accumulated_grad is None:
-        gradient, computed.grad = param._get_grad_inner_tensor(computed.grad), None
-        if group.reshard_after_backward and _num_holders(param) == group._holders[place]:
-            param.free_unsharded_param()  # the sum takes its place
-        group._left_early.add(place)
-        group.shards.reduce(group, [(group.slots[place], gradient)])
+    if group is None:
+        raise RuntimeError("A gradient came whose unit is gone.")
+    if not group.reduce_grads or group.has_accumulated:
+        return
+    group._whole.add(place)
+    for other in group._large:
+        if other not in group._whole:
+            return
+        if group.slots[other].param._unsharded_param.grad is not None:
+            group.send_early(other)
 
 
 def _num_holders(param: FSDPParam) -> int:
@@ -251,7 +269,7 @@ def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
         for group in groups:
             group.__class__ = PeerGroup
             assert isinstance(group, PeerGroup), "from here on"
-            group.shards, group.number = shards, len(members)
+            group.shards = shards
             members.append(group)
         count += len(members)
     return count

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from patchgen.runtime.parallel import checkpointing, exchange_reduce, peer_memory, peer_units, undivided
+from patchgen.runtime.parallel import checkpointing, exchange_reduce, peer_memory, peer_units, undivided, unused
 from patchgen.runtime.parallel.built_buffers import built_buffers
 from patchgen.runtime.parallel.loss import not_shared
 from patchgen.runtime.parallel.state import ParallelState
@@ -141,6 +141,7 @@ def _set_exchanges(
     setattr(model, exchange_reduce.ATTRIBUTE, exchanges)
     undivided.install(model)
     setattr(model, peer_units.ATTRIBUTE, peer_units.install(model, options.shard_exchange))
+    unused.install(model)
 
 
 # --------------------------------------------------------------------------------------------- the plan

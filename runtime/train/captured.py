@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from patchgen.runtime.parallel import peer_shards, peer_units, undivided, watch
+from patchgen.runtime.parallel import peer_shards, peer_units, undivided, unused, watch
 from patchgen.runtime.parallel.config import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train.recipe import Recipe, RecipeError
@@ -198,8 +198,9 @@ class CapturedStep:
         self._recording.replay()
         for shards in self._shards:
             shards.have_been_read()  # as after a step
-        for parameter, gradient in self._gradients:
+        for parameter, gradient, is_zeros in self._gradients:
             parameter.grad = gradient
+            setattr(parameter, unused.LEFT_OUT, is_zeros)
         self.replayed += 1
         return self._share
 
@@ -220,7 +221,7 @@ class CapturedStep:
     def _forget(self) -> None:
         self._recording: Recording | None = None
         self._inputs: dict[str, Any] = {}
-        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self._gradients: list[tuple[nn.Parameter, Tensor, bool]] = []
         self._share: Tensor | None = None
 
     def _write(self, inputs: Mapping[str, Any], items: int, tokens: int) -> None:
@@ -252,7 +253,11 @@ class CapturedStep:
                     f"This step cannot be captured as a CUDA graph: {error} A step that waits for the device cannot. Set "
                     "train.cuda_graph: false."
                 ) from error
-        self._gradients = [(one, one.grad) for one in self.model.parameters() if one.grad is not None]
+        self._gradients = [
+            (one, one.grad, getattr(one, unused.LEFT_OUT, False))
+            for one in self.model.parameters()
+            if one.grad is not None
+        ]
         self.captured += 1
 
     @functools.cached_property

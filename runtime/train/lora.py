@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from patchgen.kernels.fused_moe import WITHOUT_ADAPTERS
 from patchgen.runtime.checkpoint.placement import local_tensor
-from patchgen.runtime.parallel import sharding, undivided
+from patchgen.runtime.parallel import sharding, undivided, unused
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train.lora_targets import Targets, find_targets
@@ -134,9 +134,10 @@ def require_any_layout(targets: Targets, world: int) -> None:
 
 def reduce_gradients(model: nn.Module) -> None:
     """Adds up the gradients of whole parameters over all ranks: a rank has those of its own tokens."""
-    found = [p.grad for p in model.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
-    if not found:
+    whole = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if not whole or dist.get_world_size() == 1:
         return
+    found = [unused.gradient_or_zeros(parameter) for parameter in whole]
     total = all_reduce(torch.cat([gradient.flatten() for gradient in found]), operation="add up adapter gradients")
     for gradient, part in zip(found, total.split([gradient.numel() for gradient in found]), strict=True):
         gradient.copy_(part.view_as(gradient))

@@ -64,6 +64,11 @@ def test_one_modality_per_rank(four_ranks):
     four_ranks.run(cases.steps_agree, "qwen3_omni_moe", sp=1, num_steps=2, timeout=60)
 
 
+def test_a_projector_beside_the_towers_method_has_its_gradient_on_ranks_without_images(two_ranks):
+    """llama4 calls `multi_modal_projector` in its forward, and only where there are images: one rank has none."""
+    two_ranks.run(cases.steps_agree, "llama4", sp=1, num_steps=2, timeout=60)
+
+
 def test_wrong_inputs_are_refused(two_ranks):
     two_ranks.run(cases.features_that_are_not_the_tokens_are_refused)
     two_ranks.run(cases.masks_made_of_slices_are_refused)

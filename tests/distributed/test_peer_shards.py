@@ -53,8 +53,9 @@ def test_a_large_parameter_is_freed_as_soon_as_nobody_reads_it(two_ranks):
         assert unread == 0 < read
 
 
-def test_a_rank_without_a_large_gradient_keeps_nobody_waiting(two_ranks):
-    assert all(all(found) for found in two_ranks.run(cases.a_rank_without_a_large_gradient_keeps_nobody_waiting))
+@pytest.mark.parametrize("small", [0, 150, 2**20], ids=["all large", "both", "all small"])
+def test_a_rank_without_a_gradient_adds_zeros(small, two_ranks):
+    two_ranks.run(cases.a_rank_without_a_large_gradient_adds_zeros, small)
 
 
 def test_a_model_is_freed(two_ranks):

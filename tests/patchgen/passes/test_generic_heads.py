@@ -75,7 +75,7 @@ def test_a_head_whose_forward_nobody_reads_is_refused():
     other = edited(
         load("llama"), ("LlamaForTokenClassification(GenericForTokenClassification, ", "LlamaForTokenClassification(")
     )
-    with pytest.raises(PassMismatch, match="no forward in this file"):
+    with pytest.raises(ConfigError, match="LlamaForTokenClassification, .* no class of this file gives it a forward"):
         pipeline.generate(other, ModelConfig("llama"), GENERIC)
 
 
@@ -170,7 +170,18 @@ def test_the_same_auto_classes_are_read_and_served():
     [
         ("llama", "LlamaForSequenceClasification", "has no model LlamaForSequenceClasification"),
         ("llama", "LlamaMLP", "has no model LlamaMLP"),
-        ("qwen2_5_omni", "Qwen2_5OmniTalkerForConditionalGeneration", "neither a run nor a proof serves"),
+        (
+            "qwen2_5_omni",
+            "Qwen2_5OmniTalkerForConditionalGeneration",
+            "no Auto class builds it, and its forward takes no labels",
+        ),
+        ("qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration", "no class of this file gives it a forward"),
+        (
+            "qwen3_omni_moe",
+            "Qwen3OmniMoeTalkerForConditionalGeneration",
+            "serves: no Auto class builds it \\(AutoModel,",
+        ),
+        ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion", "serves: its forward takes no labels"),
     ],
 )
 def test_what_is_no_head_is_refused_by_name(model, head, told):
