@@ -433,7 +433,7 @@ class Checkpointer:
 
     def _others(self, step: int) -> str:
         others = [_folder(other) for other in self.complete() if other != step]
-        return f"Whole ones: {', '.join(others)}." if others else "There is no other whole one."
+        return f"Complete ones: {', '.join(others)}." if others else "No other checkpoint there is complete."
 
 
 def _require_same_tensors(folder: Path, tensors: Mapping[str, Tensor], saved: Mapping) -> None:

@@ -370,7 +370,10 @@ def test_errors_of_commands_are_for_their_reader(original, checkpoint, tmp_path)
         (("fingerprint", tmp_path / "nowhere"), "nowhere holds no complete checkpoint"),
         (("convert", checkpoint, checkpoint), "is both the source and the output"),
         (("export", checkpoint, "--output", tmp_path / "x"), "is a Hugging Face checkpoint"),
-        (("export", run_folder, "--output", tmp_path / "x", "--step", 7), "no whole checkpoint of step 7, but of 1"),
+        (
+            ("export", run_folder, "--output", tmp_path / "x", "--step", 7),
+            "no complete checkpoint of step 7, but of 1",
+        ),
         (("export", run_folder, "--output", saved), "it is a training checkpoint, which would be damaged"),
         (("convert", run_folder, tmp_path / "x"), f"`patchgen export {run_folder} --output DIR` writes their weights"),
         (("convert", saved, tmp_path / "x"), f"`patchgen export {saved} --output DIR` writes their weights"),
