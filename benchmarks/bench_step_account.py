@@ -19,6 +19,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import bench_train
 import torch
@@ -144,7 +145,7 @@ def main() -> None:
                 optimizer = bench_train.optimizer_of(layout, model, setting)
                 for group in optimizer.param_groups:
                     group["lr"] = arguments.lr
-                step: Callable = bench_train.replayed_step(model, setting, state) if replays else bench_train.our_step
+                step: Any = bench_train.replayed_step(model, setting, state) if replays else bench_train.our_step
                 batches = [bench_train.inputs_of(tokens, state, setting, i, on_host=replays)[0] for i in range(2)]
                 items = [loss.count_items([inputs], "cuda") for inputs in batches]
                 items = [int(one) for one in items] if replays else items

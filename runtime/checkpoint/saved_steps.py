@@ -62,7 +62,7 @@ class SavedSteps:
     def others(self, step: int) -> str:
         """The advice of an error about one of them."""
         others = [folder_name(other) for other in self.complete() if other != step]
-        return f"Whole ones: {', '.join(others)}." if others else "There is no other whole one."
+        return f"Complete ones: {', '.join(others)}." if others else "No other checkpoint there is complete."
 
 
 def folder_name(step: int) -> str:
