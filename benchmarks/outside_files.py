@@ -1,6 +1,6 @@
 """What generation and its proof make of modeling files that are no part of transformers: the table of docs/own_architecture.md.
 
-    pip download --no-deps xtuner==0.2.0 optimum-habana==1.21.2 -d wheels
+    pip download --no-deps xtuner==0.2.0 optimum-habana==1.21.2 -d wheels    # and einops, which InternLM2 imports
     python benchmarks/outside_files.py wheels --output rows.csv
 
 The files were written for transformers 4. They are taken out of their wheels with `MENDS`: names that 5.23 no longer has stand
@@ -243,10 +243,10 @@ def proven(model: registry.GeneratedModel, *, has_experts: bool) -> dict[str, st
         proof = verify_model(model, variants=("base",), implementations=("torch", "chunked"))
     except UPSTREAM_REFUSALS as error:
         return {"as a run computes": f"the file itself does not run: {type(error).__name__}: {first_line(error)}"}
-    found = verdict.of(proof)
-    path = proof.training
-    told = found.words if found.status != verdict.PROVEN else f"proven, {path.worst:.0e}"
-    told += ", documents in rows of their own" if path is not None and path.separates_documents else ""
+    found, path = verdict.of(proof), proof.training
+    told = found.words.removesuffix(".")
+    if found.status == verdict.PROVEN and path is not None:
+        told += f", {path.worst:.0e}" + (", documents in rows of their own" if path.separates_documents else "")
     pool = RankPool(2)
     try:
         results = media_ranks.verify_on_ranks(model, pool, sp=1, ep=2 if has_experts else 1, fsdp=True)
@@ -264,7 +264,7 @@ def on_ranks(results: Sequence[media_ranks.RankResult], layout: str) -> str:
     """One phrase: the worst difference, or the first reason."""
     reason = next((one.reason for one in results if one.reason), "")
     if reason:
-        return f"refused: {reason.strip().splitlines()[-1]}"
+        return f"no: {reason.strip().splitlines()[-1].partition(', ')[0]}"
     return f"{layout}: {max(max(one.loss, one.gradient) for one in results):.0e} in {len(results)} cases"
 
 
