@@ -1,7 +1,7 @@
 """What a backward computes while others wait for it, or while it waits itself.
 
-    early    gradients of tokens that other ranks wait for are handed over before those of weights are computed
-    late     gradients of weights that nobody waits for are computed while gradients from other ranks are on their way
+early    gradients of tokens that other ranks wait for are handed over before those of weights are computed
+late     gradients of weights that nobody waits for are computed while gradients from other ranks are on their way
 """
 
 from __future__ import annotations
