@@ -33,7 +33,6 @@ class FillBack(SitePass):
         Example("""features of a tower that is computed whole
         class ExampleModel(PreTrainedModel):
             def __init__(self, config):
-                super().__init__(config)
                 self.vision_tower = AutoModel.from_config(config.vision_config)
       +         # patchgen: fill_back
       +         ops.mark_replicated(self.vision_tower)

@@ -27,18 +27,10 @@ class FusedExperts(SitePass):
     role = Role.EXPERTS
     EXAMPLES = (
         Example("""gated experts; upstream's dispatching decorator asks our register
-        import torch
-        import torch.nn.functional as F
-        from torch import nn
-        from transformers.activations import ACT2FN
-        from transformers.integrations import use_experts_implementation
-
-
       - @use_experts_implementation
       + @use_experts_implementation(experts_interface=ops.experts_interface)
         class ExampleExperts(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.num_experts = config.num_experts
                 self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * config.size, config.hidden))
                 self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.hidden, config.size))

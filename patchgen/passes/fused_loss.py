@@ -35,15 +35,9 @@ class FusedLoss(SitePass):
     expects = "one hit per causal head"
     role = Role.HEAD
     EXAMPLES = (
-        Example("""a plain head, and one whose logits are capped
-        import torch
-        from torch import nn
-        from transformers.modeling_outputs import CausalLMOutputWithPast
-
-
+        Example("""a plain head, one whose logits are capped, and one that writes its cross entropy out
         class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
             def __init__(self, config):
-                super().__init__(config)
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
 
             def forward(self, input_ids, labels=None, **kwargs):
@@ -63,15 +57,10 @@ class FusedLoss(SitePass):
       +             vocab_size=self.vocab_size,
       +             **kwargs,
       +         )
-
                 return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-        class ExampleCappedForCausalLM(ExamplePreTrainedModel, GenerationMixin):
-            def __init__(self, config):
-                super().__init__(config)
-                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
-
+        class ExampleCappedForCausalLM(ExampleForCausalLM):
             def forward(self, input_ids, labels=None, **kwargs):
                 outputs = self.model(input_ids)
       -         logits = self.lm_head(outputs[0]).float()
@@ -90,44 +79,26 @@ class FusedLoss(SitePass):
       +         logits, loss = ops.causal_lm_loss(
       +             head,
       +             outputs[0],
-      +             labels,
-      +             loss_function=self.loss_function,
-      +             training=self.training,
-      +             vocab_size=self.vocab_size,
+      +             ...
       +             **ops.step_labels(kwargs),
       +         )
                 return CausalLMOutputWithPast(loss=loss, logits=logits)
-        """),
-        Example("""a cross entropy that the head writes out
-        import torch
-        from torch import nn
-        from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
-        class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
-            def __init__(self, config):
-                super().__init__(config)
-                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
-
+        class ExampleOwnForCausalLM(ExampleForCausalLM):
             def forward(self, input_ids, labels=None, **kwargs):
                 hidden_states = self.model(input_ids)
       -         logits = self.lm_head(hidden_states)
-      -
       -         loss = None
       -         if labels is not None:
       -             loss_fct = nn.CrossEntropyLoss()
       -             loss = loss_fct(logits.view(-1, self.config.vocab_size), labels.view(-1))
       +         # patchgen: fused_loss
       +         logits, loss = ops.causal_lm_loss(
-      +             self.lm_head,
-      +             hidden_states,
-      +             labels,
+      +             ...
       +             loss_function=ops.aligned_cross_entropy,
-      +             training=self.training,
-      +             vocab_size=self.config.vocab_size,
-      +             **ops.step_labels(kwargs),
+      +             ...
       +         )
-
                 return CausalLMOutputWithPast(loss=loss, logits=logits)
       +
       +     # patchgen: fused_loss

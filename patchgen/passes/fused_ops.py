@@ -75,12 +75,8 @@ class FusedOps(SitePass):
     expects = "one hit per norm, rotary function and gated MLP of a known formula; other formulas are listed as notes"
     EXAMPLES = (
         Example("""a norm
-        import torch
-
-
         class ExampleRMSNorm(nn.Module):
             def __init__(self, hidden_size, eps=1e-6):
-                super().__init__()
                 self.weight = nn.Parameter(torch.ones(hidden_size))
                 self.eps = eps
 
@@ -95,12 +91,8 @@ class FusedOps(SitePass):
                 return self.weight * hidden_states.to(input_dtype)
         """),
         Example("""a gated MLP
-        from torch import nn
-
-
         class ExampleMLP(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.act_fn = nn.SiLU()
 
             def forward(self, x):

@@ -33,12 +33,7 @@ class GenericHeads(SitePass):
         from transformers.modeling_layers import GenericForTokenClassification
       + import torch
       + from torch import nn
-      + from transformers.cache_utils import Cache
-      + from transformers.modeling_outputs import BaseModelOutputWithPast
-      + from transformers.modeling_outputs import TokenClassifierOutput
-      + from transformers.processing_utils import Unpack
-      + from transformers.utils import TransformersKwargs
-      + from transformers.utils import auto_docstring
+      + ...
       + from transformers.utils import can_return_tuple
 
 
@@ -56,57 +51,15 @@ class GenericHeads(SitePass):
       +         super().__init__(config)
       +         self.num_labels = config.num_labels
       +         self.model = ExampleModel._from_config(config)
-      +         if getattr(config, "classifier_dropout", None) is not None:
-      +             classifier_dropout = config.classifier_dropout
-      +         elif getattr(config, "hidden_dropout", None) is not None:
-      +             classifier_dropout = config.hidden_dropout
-      +         else:
-      +             classifier_dropout = 0.1
-      +         self.dropout = nn.Dropout(classifier_dropout)
-      +         self.score = nn.Linear(
-      +             config.get_text_config().hidden_size,
-      +             config.num_labels,
-      +             bias=getattr(config, "token_classification_bias", True),
-      +         )
-      +
-      +         # Initialize weights and apply final processing
-      +         self.post_init()
+      +         ...
       +
       +     @can_return_tuple
       +     @auto_docstring
       +     def forward(
-      +         self,
-      +         input_ids: torch.LongTensor | None = None,
-      +         attention_mask: torch.Tensor | None = None,
-      +         position_ids: torch.LongTensor | None = None,
-      +         past_key_values: Cache | None = None,
-      +         inputs_embeds: torch.Tensor | None = None,
-      +         labels: torch.LongTensor | None = None,
-      +         use_cache: bool | None = None,
-      +         **kwargs: Unpack[TransformersKwargs],
+      +         ...
       +     ) -> TokenClassifierOutput:
       +         outputs: BaseModelOutputWithPast = self.model(
-      +             input_ids,
-      +             attention_mask=attention_mask,
-      +             position_ids=position_ids,
-      +             past_key_values=past_key_values,
-      +             inputs_embeds=inputs_embeds,
-      +             use_cache=use_cache,
-      +             **kwargs,
-      +         )
-      +         sequence_output = outputs.last_hidden_state
-      +         sequence_output = self.dropout(sequence_output)
-      +         logits = self.score(sequence_output)
-      +
-      +         loss = None
-      +         if labels is not None:
-      +             loss = self.loss_function(logits, labels, self.config)
-      +
-      +         return TokenClassifierOutput(
-      +             loss=loss,
-      +             logits=logits,
-      +             hidden_states=outputs.hidden_states,
-      +             attentions=outputs.attentions,
+      +         ...
       +         )
         """),
     )

@@ -26,7 +26,6 @@ class LanguageSP(SitePass):
         Example("""above the default that upstream fills in
         class ExampleModel(ExamplePreTrainedModel):
             def __init__(self, config):
-                super().__init__(config)
                 self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.num_layers)])
 
             def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):

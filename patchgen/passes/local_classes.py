@@ -29,7 +29,6 @@ class LocalClasses(SitePass):
 
         class ExampleModel(ExamplePreTrainedModel):
             def __init__(self, config: ExampleConfig):
-                super().__init__(config)
       -         self.language_model = AutoModel.from_config(config.text_config)
       +         # patchgen: local_classes
       +         self.language_model = ExampleTextModel._from_config(config.text_config)
@@ -37,7 +36,6 @@ class LocalClasses(SitePass):
         Example("""a language model that the checkpoint's config chooses
         class ExampleModel(PreTrainedModel):
             def __init__(self, config: ExampleConfig):
-                super().__init__(config)
       -         self.language_model = AutoModel.from_config(config.any_config)
       +         # patchgen: local_classes
       +         self.language_model = ops.build_part(AutoModel, config.any_config, beside=__file__)

@@ -44,7 +44,6 @@ class MixerSP(SitePass):
 
         class ExampleShortConv(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.conv = nn.Conv1d(config.size, config.size, config.width, groups=config.size)
 
             def forward(self, hidden_states):

@@ -33,7 +33,6 @@ class SharedExperts(SitePass):
 
         class ExampleExperts(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.size, config.hidden_size))
                 self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.size))
 
@@ -46,13 +45,11 @@ class SharedExperts(SitePass):
 
         class ExampleMoE(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.experts = ExampleExperts(config)
                 self.shared_experts = ExampleMLP(config)
 
-            def forward(self, hidden_states):
+            def forward(self, hidden_states, weights, indices):
                 residuals = hidden_states
-                _, weights, indices = self.gate(hidden_states)
       +         # patchgen: shared_experts
       +         shared_beside = ops.beside_experts(self.shared_experts, residuals)
                 hidden_states = self.experts(hidden_states, indices, weights)
@@ -60,17 +57,11 @@ class SharedExperts(SitePass):
       +         return hidden_states + shared_beside()
 
 
-        class ExampleEarlyMoE(nn.Module):
-            def __init__(self, config):
-                super().__init__()
-                self.experts = ExampleExperts(config)
-                self.shared_experts = ExampleMLP(config)
-
-            def forward(self, hidden_states):
+        class ExampleEarlyMoE(ExampleMoE):
+            def forward(self, hidden_states, weights, indices):
       -         shared_output = self.shared_experts(hidden_states)
       +         # patchgen: shared_experts
       +         shared_beside = ops.beside_experts(self.shared_experts, hidden_states, at_once=True)
-                _, weights, indices = self.gate(hidden_states)
                 hidden_states = self.experts(hidden_states, indices, weights)
       +         shared_output = shared_beside()
                 return hidden_states + shared_output

@@ -35,15 +35,10 @@ class StackedExperts(SitePass):
     role = Role.EXPERTS
     EXAMPLES = (
         Example('''a list of modules becomes two stacks, its loop one call
-        import torch
-        import torch.nn.functional as F
-        from torch import nn
-        from transformers.activations import ACT2FN
-
-
+      + import torch
+      + from torch import nn
         class ExampleMLP(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)
                 self.up_proj = nn.Linear(config.hidden, config.size, bias=False)
                 self.down_proj = nn.Linear(config.size, config.hidden, bias=False)
@@ -58,33 +53,17 @@ class StackedExperts(SitePass):
       +     """The experts of ExampleMoE as stacks: slice e of each is the ExampleMLP number e."""
       +
       +     def __init__(self, expert, num_experts):
-      +         super().__init__()
-      +         self.num_experts = num_experts
-      +         intermediate_size, hidden_size = expert.gate_proj.weight.shape
-      +         like = {"dtype": expert.gate_proj.weight.dtype, "device": expert.gate_proj.weight.device}
+      +         ...
       +         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size, **like))
       +         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, **like))
-      +         self.act_fn = expert.act_fn
+      +         ...
       +
       +     def forward(self, hidden_states, top_k_index, top_k_weights):
-      +         final_hidden_states = torch.zeros_like(hidden_states)
-      +         expert_mask = nn.functional.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)
-      +         for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():
-      +             expert_idx = expert_idx[0]
-      +             top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
-      +             current_state = hidden_states[token_idx]
-      +             gate_up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx])
-      +             gate, up = gate_up.chunk(2, dim=-1)
-      +             current_state = self.act_fn(gate) * up
-      +             current_state = nn.functional.linear(current_state, self.down_proj[expert_idx])
-      +             current_state = current_state * top_k_weights[token_idx, top_k_pos, None]
-      +             final_hidden_states.index_add_(0, token_idx, current_state.to(final_hidden_states.dtype))
-      +         return final_hidden_states
+      +         ...
       +
       +
         class ExampleMoE(nn.Module):
             def __init__(self, config):
-                super().__init__()
       -         self.experts = nn.ModuleList([ExampleMLP(config) for _ in range(config.num_experts)])
       +         # patchgen: stacked_experts
       +         self.experts = ExampleStackedExperts(ExampleMLP(config), num_experts=config.num_experts)
