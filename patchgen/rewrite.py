@@ -1,6 +1,6 @@
-"""Small tools for editing one block: where code goes by the nodes of its syntax tree, what is there keeps its bytes.
+"""Editing one block with libcst: readers speak of the nodes of `ast`, and each is found again in libcst's tree by where it stands.
 
-Inserted code is formatted with black at the depth where it lands.
+Inserted code is formatted with black at the depth where it lands; what was there keeps its bytes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,12 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import libcst as cst
+from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
 
 from patchgen.anatomy.classes import FunctionNode, calls, parameter_names, reads_name, targets
 from patchgen.anatomy.names import local_names
@@ -19,6 +24,8 @@ LINE_LENGTH = 119
 INDENT = "    "
 BRANCHES = ("body", "orelse", "finalbody")
 
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+
 
 def format_code(code: str, depth: int = 0) -> str:
     """`code` formatted by black as it would be at `depth` levels of indentation; the result is not indented."""
@@ -26,6 +33,103 @@ def format_code(code: str, depth: int = 0) -> str:
 
     mode = black.Mode(line_length=LINE_LENGTH - depth * len(INDENT), target_versions={black.TargetVersion.PY311})
     return black.format_str(code, mode=mode)
+
+
+@functools.lru_cache(maxsize=512)
+def _formatted(code: str, depth: int, mark: str | None) -> tuple[Statement, ...]:
+    """Statements to insert at `depth`; the first carries the comment of the pass."""
+    return _parsed(format_code(f"# {mark}\n{code}" if mark else code, depth))
+
+
+def _parsed(code: str) -> tuple[Statement, ...]:
+    module = cst.parse_module(code)
+    leads = [[*module.header, *module.body[0].leading_lines], *(one.leading_lines for one in module.body[1:])]
+    return tuple(
+        one.with_changes(leading_lines=[line if line.comment else cst.EmptyLine(indent=False) for line in lead])
+        for one, lead in zip(module.body, leads, strict=True)
+    )
+
+
+@dataclass
+class _Change:
+    """What happens to one statement: code around it, other code in its place (none at all: it goes), the comment of the pass.
+
+    Attributes:
+        instead: the code in its place; None keeps the statement.
+        with_lead: whether the comments and blank lines above it stay where it does not.
+    """
+
+    above: list[Statement] = field(default_factory=list)
+    below: list[Statement] = field(default_factory=list)
+    top: list[Statement] = field(default_factory=list)  # above its comments
+    instead: Sequence[Statement] | None = None
+    with_lead: bool = True
+    mark: str | None = None
+
+    def apply(self, statement: Statement) -> cst.BaseStatement | cst.FlattenSentinel | cst.RemovalSentinel:
+        kept = [statement] if self.instead is None else list(self.instead)
+        lead = list(statement.leading_lines) if self.instead is None or self.with_lead else []
+        if self.instead is not None and kept:
+            lead += kept[0].leading_lines
+        if self.mark is not None:
+            lead.append(cst.EmptyLine(comment=cst.Comment(f"# {self.mark}")))
+        above = list(self.above)
+        if above:  # a blank line stays above both
+            blank = list(takewhile(lambda line: line.comment is None, lead))
+            above[0] = above[0].with_changes(leading_lines=[*blank, *above[0].leading_lines])
+            lead = lead[len(blank) :]
+        if kept:
+            kept[0] = kept[0].with_changes(leading_lines=lead)
+        nodes = [*self.top, *above, *kept, *self.below]
+        return nodes[0] if len(nodes) == 1 else cst.FlattenSentinel(nodes) if nodes else cst.RemoveFromParent()
+
+
+class _Apply(cst.CSTTransformer):
+    """Changes nodes by what is to happen to each, the inner ones first."""
+
+    def __init__(self, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> None:
+        self._changes = changes
+
+    def on_leave(self, original_node, updated_node):
+        for change in self._changes.get(original_node, ()):
+            updated_node = change(updated_node)
+        return updated_node
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The nodes of a block's libcst tree by the bytes that they span, as `ast` tells them."""
+
+    tree: cst.Module
+    statements: dict[int, Statement]  # alone on their lines, by where they begin
+    imports: dict[int, cst.ImportFrom]
+    expressions: dict[tuple[int, int], cst.BaseExpression]
+
+
+@functools.lru_cache(maxsize=64)
+def _places(text: str) -> _Places:
+    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+    found = _Places(wrapper.module, {}, {}, {})
+    for node, span in wrapper.resolve(ByteSpanPositionProvider).items():
+        start, end = span.start, span.start + span.length
+        match node:
+            case cst.SimpleStatementLine(body=[_]) | cst.BaseCompoundStatement():
+                found.statements[start] = node
+            case cst.ImportFrom():
+                found.imports[start] = node
+            case cst.Tuple(lpar=[*_, left], rpar=[right, *_]) | cst.GeneratorExp(lpar=[*_, left], rpar=[right, *_]):
+                found.expressions[start - _size(left), end + _size(right)] = node
+            case cst.BaseExpression():
+                found.expressions[start, end] = node
+    return found
+
+
+def _size(node: cst.CSTNode) -> int:
+    return len(_code_of(node).encode())
+
+
+def _code_of(node: cst.CSTNode) -> str:
+    return cst.Module(body=[]).code_for_node(node)
 
 
 class Editor:
@@ -40,19 +144,22 @@ class Editor:
         self._bytes = block.text.encode()
         self._lines = self._bytes.split(b"\n")
         self._starts = [0, *itertools.accumulate(len(line) + 1 for line in self._lines)]
-        self._changes: list[tuple[int, int, str]] = []
-        self._marked: set[ast.stmt] = set()
+        self._changes: dict[Statement, _Change] = {}
+        self._edits: dict[cst.CSTNode, list[Callable]] = {}
 
     @property
     def result(self) -> Block:
-        """The block with the changes."""
-        parts, at = [], 0
-        for start, end, code in sorted(self._changes, key=lambda change: change[:2]):
-            if start < at:
-                raise ValueError(f"two changes of one place: {self._bytes[start:at].decode()}")
-            parts += [self._bytes[at:start], code.encode()]
-            at = end
-        return self.block.with_text(b"".join([*parts, self._bytes[at:]]).decode())
+        """The block with the changes.
+
+        Raises:
+            ValueError: code was changed that another change takes away.
+        """
+        changes = {node: [*self._edits.get(node, ()), change.apply] for node, change in self._changes.items()}
+        gone = [node for node, change in self._changes.items() if change.instead is not None]
+        for node in (inner for outer in gone for inner in _below(outer)):
+            if node in changes or node in self._edits:
+                raise ValueError(f"two changes of one place: {_code_of(node)}")
+        return self.block.with_text(_places(self.block.text).tree.visit(_Apply(self._edits | changes)).code)
 
     def function(self, name: str) -> FunctionNode:
         """The method of that name, or the function itself; of several definitions the last one, which is what Python keeps."""
@@ -79,79 +186,91 @@ class Editor:
         lines = enumerate(source.decode().rstrip().split("\n"), start=first)
         return "\n".join(line if i in inside else line.removeprefix(indent) for i, line in lines)
 
-    def segment(self, node: ast.AST) -> str:
-        """The source of a node as it stands there."""
-        start, end = self._span(node)
-        return self._bytes[start:end].decode()
+    def instead(self, node: ast.expr, code: str) -> None:
+        """Another expression in the place of one."""
+        new = cst.parse_expression(code)
 
-    def instead(self, node: ast.AST, code: str, last: ast.AST | None = None) -> None:
-        """Other source in the place of a node's, or of those up to `last`."""
-        self._change(self._span(node)[0], self._span(last or node)[1], code)
+        def change(old: cst.BaseExpression) -> cst.BaseExpression:
+            lead, end = (old.lpar, old.rpar) if not isinstance(old, cst.Tuple) else (old.lpar[:-1], old.rpar[1:])
+            return new.with_changes(lpar=[*lead, *new.lpar], rpar=[*new.rpar, *end])
 
-    def around(self, node: ast.AST, before: str, after: str = "") -> None:
+        self._edit(self._expression(node), change)
+
+    def around(self, node: ast.expr, before: str, after: str = "") -> None:
         """Code in front of and behind an expression."""
-        start, end = self._span(node)
-        self._change(start, start, before)
-        self._change(end, end, after)
+        self._edit(self._expression(node), lambda old: cst.parse_expression(f"{before}{_code_of(old)}{after}"))
+
+    def from_module(self, node: ast.ImportFrom, module: str) -> None:
+        """Imports the names of a statement from the module of that absolute name."""
+        name = cst.parse_expression(module)
+        found = _places(self.block.text).imports[self._span(node)[0]]
+        space = cst.SimpleWhitespace(" ")
+        self._edit(found, lambda old: old.with_changes(module=name, relative=[], whitespace_after_from=space))
 
     def add_arguments(self, call: ast.Call, first: str, last: str = "") -> None:
         """Arguments in front of those that a call has, and behind them."""
-        spans = [self._span(given) for given in (*call.args, *call.keywords)]
-        (start, _), (_, end), close = min(spans), max(spans), self._span(call)[1] - 1
-        self._change(start, start, f"{first}, ")
-        if last:
-            self._change(close, close, last if b"," in self._bytes[end:close] else f", {last}")
+        before, after = cst.parse_expression(f"f({first})").args, cst.parse_expression(f"f({last})").args
+        self._edit(self._expression(call), lambda old: old.with_changes(args=[*before, *old.args, *after]))
+
+    def set_bases(self, bases: Sequence[str]) -> None:
+        """Gives the class other bases."""
+        args = [cst.Arg(cst.parse_expression(base)) for base in bases]
+        self._edit(self._statement(self.block.node), lambda old: old.with_changes(bases=args))
+
+    def decorate(self, function: FunctionNode, decorator: str) -> None:
+        """Another decorator above those of a function."""
+        new = cst.Decorator(cst.parse_expression(decorator))
+        self._edit(self._statement(function), lambda old: old.with_changes(decorators=[new, *old.decorators]))
 
     def mark(self, *nodes: ast.AST) -> None:
         """The comment of the pass above the statements that hold these nodes."""
-        for statement in {*map(self.statement_of, nodes)} - self._marked:
-            self._marked.add(statement)
-            at = self._starts[self._first_line(statement) - 1]
-            self._change(at, at, f"{' ' * statement.col_offset}# {self._mark}\n")
+        for node in nodes:
+            self._change(self.statement_of(node)).mark = self._mark
 
     def above(self, statement: ast.stmt, code: str, *, at_top: bool = False) -> None:
         """Marked code above a statement, which keeps its comments; a blank line above it stays above both.
 
         With `at_top` the code goes above those comments and blank lines.
         """
-        first, line = self._first_line(statement), self._gap(statement)
-        while line < first and not at_top and not self._lines[line - 1].strip():
-            line += 1
-        self._insert(line, code, statement.col_offset)
+        change = self._change(statement)
+        (change.top if at_top else change.above).extend(self._formatted(code, statement))
 
     def below(self, statement: ast.stmt, code: str, *, marked: bool = True, spaced: bool = False) -> None:
         """Code right below a statement, or below a blank line."""
-        self._first_line(statement)
-        at = self._starts[statement.end_lineno]
-        self._change(at, at, "\n" * spaced)
-        self._insert(statement.end_lineno + 1, code, statement.col_offset, marked=marked)
+        first, *others = self._formatted(code, statement, marked=marked)
+        lead = [cst.EmptyLine(indent=False)] * spaced
+        first = first.with_changes(leading_lines=[*lead, *first.leading_lines])
+        self._change(statement).below.extend([first, *others])
 
     def drop(self, statement: ast.stmt) -> None:
         """Takes a statement away, with the comments and blank lines above it."""
-        self._change(self._starts[self._gap(statement) - 1], self._starts[statement.end_lineno], "")
+        self._change(statement).instead = ()
 
     def drop_elements(self, listed: ast.List | ast.Tuple, gone: Sequence[ast.expr]) -> None:
-        """Takes elements out of a list or tuple; what stands behind the last one stays."""
-        spans = [self._span(element) for element in listed.elts]
-        left = [i for i, element in enumerate(listed.elts) if element not in gone]
-        for i in (i for i in range(len(spans)) if i not in left):
-            is_behind = bool(left) and i > left[-1]  # else up to the next one
-            start = spans[i - 1][1] if is_behind else spans[i][0]
-            self._change(start, spans[i][1] if is_behind or i + 1 == len(spans) else spans[i + 1][0], "")
-        end = self._span(listed)[1]
-        if isinstance(listed, ast.Tuple) and len(left) == 1 and b"," not in self._bytes[spans[-1][1] : end]:
-            self._change(spans[-1][1], spans[-1][1], ",")
+        """Takes elements out of a list or tuple; the last one that is left ends as the last one did."""
+        places = [i for i, element in enumerate(listed.elts) if element not in gone]
+
+        def change(old: cst.List | cst.Tuple) -> cst.List | cst.Tuple:
+            left = [old.elements[i] for i in places]
+            if left and len(left) < len(old.elements):
+                alone = isinstance(old, cst.Tuple) and len(left) == 1  # `("A",)` keeps its comma
+                comma = cst.MaybeSentinel.DEFAULT if alone else old.elements[-1].comma
+                left[-1] = left[-1].with_changes(comma=comma)
+            return old.with_changes(elements=left)
+
+        self._edit(self._expression(listed), change)
 
     def drop_branch(self, node: ast.If) -> bool:
         """Takes an `if` or `elif` away with what it runs; a branch with nothing but an `else` below it stays. Whether it went."""
-        (start, _), is_elif, rest = self._span(node), self._is_elif(node), node.orelse
-        if rest and self._is_elif(rest[0]):
-            self._change(start, self._span(rest[0])[0] + (0 if is_elif else len("el")), "")
-        elif is_elif and rest:
-            self._change(self._starts[self._gap(node) - 1], self._starts[self._gap(rest[0]) - 2], "")
-        elif rest:
+        is_elif = self._bytes[self._span(node)[0] :].startswith(b"elif")
+        found = self._statement(node)
+        if isinstance(found.orelse, cst.If):
+            self._edit(found, lambda old: old.orelse.with_changes(leading_lines=old.leading_lines))
+        elif is_elif:
+            self._edit(found, lambda old: old.orelse or cst.RemoveFromParent())
+        elif found.orelse is not None:
             return False
-        elif is_elif or len(self.siblings(node)) > 1:
+        elif len(self.siblings(node)) > 1:
             self.drop(node)
         else:
             self.replace(node, "pass", marked=False)
@@ -161,9 +280,6 @@ class Editor:
         """The statements among which one stands."""
         parts = (getattr(holder, name, None) for holder in self._holders.values() for name in BRANCHES)
         return next((part for part in parts if isinstance(part, list) and node in part), self.block.statements)
-
-    def _is_elif(self, node: ast.stmt) -> bool:
-        return isinstance(node, ast.If) and self._bytes[self._span(node)[0] :].startswith(b"elif")
 
     def at_start(self, function: FunctionNode, code: str) -> None:
         """Marked code at the top of a function, below its docstring."""
@@ -175,26 +291,37 @@ class Editor:
 
     def replace(self, first: ast.stmt, code: str, last: ast.stmt | None = None, *, marked: bool = True) -> None:
         """Code in the place of a statement, or of those up to `last`; comments and blank lines above them stay."""
-        start, end = self._starts[self._first_line(first) - 1], self._starts[(last or first).end_lineno]
-        self._change(start, end, laid_out(code, first.col_offset, self._mark if marked else None))
+        self._replace(first, self._formatted(code, first, marked=marked), last)
 
-    def put(self, first: ast.stmt, lines: str, last: ast.stmt) -> None:
-        """Lines as they are in the place of statements and of the comments above them."""
-        self._change(self._starts[self._gap(first) - 1], self._starts[last.end_lineno], lines)
+    def put(self, first: ast.stmt, code: str, last: ast.stmt) -> None:
+        """Code as it is in the place of statements and of the comments above them."""
+        self._replace(first, _parsed(code), last)
+        self._change(first).with_lead = False
+
+    def _replace(self, first: ast.stmt, code: Sequence[Statement], last: ast.stmt | None) -> None:
+        self._change(first).instead = code
+        if last is not None and last is not first:
+            siblings = self.siblings(first)
+            for statement in siblings[siblings.index(first) + 1 : siblings.index(last) + 1]:
+                self.drop(statement)
 
     def append(self, code: str) -> None:
         """A marked method at the end of the class."""
-        first = self.block.node.body[0]
-        if self._is_inline(first):
-            start = self._span(first)[0]
-            self._change(start - 1, start, f"\n{INDENT}")
-        self._change(len(self._bytes), len(self._bytes), "\n" + laid_out(code, len(INDENT), self._mark))
+        first, *others = _formatted(code, 1, self._mark)
+        first = first.with_changes(leading_lines=[cst.EmptyLine(indent=False), *first.leading_lines])
+        self._edit_members(lambda members: [*members, first, *others])
 
     def fill(self, code: str) -> None:
         """Members in the place of the class's own."""
-        first = self.block.node.body[0]
-        start = self._span(first)[0] - 1 if self._is_inline(first) else self._starts[self._gap(first) - 1] - 1
-        self._change(start, len(self._bytes), "\n" + indented(code, len(INDENT)) + "\n")
+        self._edit_members(lambda _: _parsed(code))
+
+    def _edit_members(self, change: Callable[[Sequence[Statement]], Sequence[Statement]]) -> None:
+        def edit(old: cst.ClassDef) -> cst.ClassDef:
+            is_line = isinstance(old.body, cst.SimpleStatementSuite)  # `class A(B): ...`
+            body = cst.IndentedBlock([cst.SimpleStatementLine(old.body.body)]) if is_line else old.body
+            return old.with_changes(body=body.with_changes(body=change(body.body)))
+
+        self._edit(self._statement(self.block.node), edit)
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The innermost statement that holds a node."""
@@ -209,38 +336,37 @@ class Editor:
         start, end = self._starts[node.lineno - 1], self._starts[node.end_lineno - 1]
         return start + node.col_offset, end + node.end_col_offset
 
-    def _first_line(self, statement: ast.stmt) -> int:
-        """The line on which a statement begins, alone."""
-        behind = self._lines[statement.end_lineno - 1][statement.end_col_offset :].strip()
-        if self._is_inline(statement) or behind[:1] not in (b"", b"#"):
-            raise Missed("a statement on lines of its own", statement)
-        return min(node.lineno for node in (statement, *getattr(statement, "decorator_list", ())))
-
-    def _is_inline(self, statement: ast.stmt) -> bool:
-        """Whether something stands in front of a statement on its line, as in `class A(B): ...`."""
-        return bool(self._lines[statement.lineno - 1][: statement.col_offset].strip())
-
     def _gap(self, statement: ast.stmt) -> int:
         """The first of the comments and blank lines above a statement; what stands deeper belongs to the one above."""
-        line = self._first_line(statement)
+        self._statement(statement)
+        line = min(node.lineno for node in (statement, *getattr(statement, "decorator_list", ())))
         while line > 1 and (above := self._lines[line - 2]).strip()[:1] in (b"", b"#"):
             if above.strip() and len(above) - len(above.lstrip()) > statement.col_offset:
                 break
             line -= 1
         return line
 
-    def _insert(self, line: int, code: str, indent: int, *, marked: bool = True) -> None:
-        at = self._starts[line - 1]
-        self._change(at, at, laid_out(code, indent, self._mark if marked else None))
+    def _expression(self, node: ast.expr) -> cst.BaseExpression:
+        return _places(self.block.text).expressions[self._span(node)]
 
-    def _change(self, start: int, end: int, code: str) -> None:
-        self._changes.append((start, end, code))
+    def _statement(self, statement: ast.stmt) -> Statement:
+        found = _places(self.block.text).statements.get(self._span(statement)[0])
+        if found is None:
+            raise Missed("a statement on lines of its own", statement)
+        return found
+
+    def _change(self, statement: ast.stmt) -> _Change:
+        return self._changes.setdefault(self._statement(statement), _Change())
+
+    def _edit(self, node: cst.CSTNode, change: Callable) -> None:
+        self._edits.setdefault(node, []).append(change)
+
+    def _formatted(self, code: str, beside: ast.stmt, *, marked: bool = True) -> tuple[Statement, ...]:
+        return _formatted(code, beside.col_offset // len(INDENT), self._mark if marked else None)
 
 
-@functools.lru_cache(maxsize=512)
-def laid_out(code: str, indent: int, mark: str | None) -> str:
-    """Statements, marked and formatted, as they stand at an indentation."""
-    return indented(format_code(f"# {mark}\n{code}" if mark else code, indent // len(INDENT)), indent)
+def _below(node: cst.CSTNode) -> list[cst.CSTNode]:
+    return [inner for child in node.children for inner in (child, *_below(child))]
 
 
 def indented(code: str, indent: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import calls, dotted
@@ -11,8 +10,6 @@ from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.rewrite import LINE_LENGTH, Editor, format_code
 from patchgen.source import Module
-
-FROM = re.compile(r"from\s*\.[\s.]*[\w.]*?\s*\bimport\b")  # of a relative import, up to the names
 
 
 class AbsoluteImports(Pass):
@@ -64,7 +61,7 @@ class AbsoluteImports(Pass):
             editor = Editor(block)
             for node in relative:
                 package = ".".join([*base_of(node.level), *filter(None, [node.module])])
-                editor.instead(node, re.sub(FROM, f"from {package} import", editor.segment(node), count=1))
+                editor.from_module(node, package)
             rewritten = editor.result
             if block.is_import:
                 rewritten = rewritten.with_text(_wrap_long_import(rewritten.text))

@@ -178,7 +178,7 @@ class FusedLoss(SitePass):
             seam, last = format_code(f"# {self.mark}\n{guard}", 2) + seam, region.end - 1
             editor.drop(forward.body[region.end].body[0])
         lines = [*(editor.code(node, whole=True) for node in region.outside), seam]
-        editor.put(region.first, indented("\n".join(lines), region.first.col_offset), forward.body[last])
+        editor.put(region.first, "\n".join(lines), forward.body[last])
 
     def _head_function(self, editor: Editor, region: LossRegion) -> str:
         """`def head(hidden_states)` with everything that upstream does from hidden states to logits."""

@@ -102,7 +102,7 @@ class GenericHeads(SitePass):
         own, editor = {name for one in node.body for name in bound_names(one)}, Editor(block)
         first, *theirs = [one for one in _members(local.block.node) if not own & set(bound_names(one))]
         bases = [editor.code(base) for base in block.node.bases if anatomy.names.resolve(base) != generic]
-        editor.instead(block.node.bases[0], ", ".join(bases), block.node.bases[-1])
+        editor.set_bases(bases)
         code = [editor.code(one, whole=True) for one in _members(block.node)]
         code += [f"# {self.mark}\n{local.code(first)}", *(local.code(one, whole=True) for one in theirs)]
         editor.fill("\n".join(code))
