@@ -1,4 +1,4 @@
-"""Small tools for editing one block with libcst: find a function, insert statements, replace a statement.
+"""Editing one block with libcst: readers speak of the nodes of `ast`, and each is found again in libcst's tree by where it stands.
 
 Inserted code is formatted with black at the depth where it lands; what was there keeps its bytes.
 """
@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import libcst as cst
-import libcst.matchers as m
+from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
 
-from patchgen.anatomy.classes import reads_name
+from patchgen.anatomy.classes import FunctionNode, calls, parameter_names, reads_name, targets
 from patchgen.anatomy.names import local_names
+from patchgen.errors import Missed
 from patchgen.source import Block, Module
 
 LINE_LENGTH = 119
 INDENT = "    "
+BRANCHES = ("body", "orelse", "finalbody")
 
-FunctionEdit = Callable[[cst.FunctionDef], cst.FunctionDef]
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
 
 def format_code(code: str, depth: int = 0) -> str:
@@ -32,125 +36,364 @@ def format_code(code: str, depth: int = 0) -> str:
 
 
 @functools.lru_cache(maxsize=512)
-def statements(code: str, depth: int, comment: str | None = None) -> tuple[cst.BaseStatement, ...]:
-    """Parses `code` into statements to insert at `depth`; the first carries `# comment`."""
-    if comment:
-        code = f"# {comment}\n{code}"
-    parsed = cst.parse_module(format_code(code, depth))
-    body = list(parsed.body)
-    body[0] = body[0].with_changes(leading_lines=[*parsed.header, *body[0].leading_lines])
-    return tuple(body)
+def _formatted(code: str, depth: int, mark: str | None) -> tuple[Statement, ...]:
+    """Statements to insert at `depth`; the first carries the comment of the pass."""
+    return _parsed(format_code(f"# {mark}\n{code}" if mark else code, depth))
 
 
-def edit_function(block: Block, name: str, edit: FunctionEdit) -> Block:
-    """The block with one function edited: the method `name` of the class in it, or the function `name` itself.
+def _parsed(code: str) -> tuple[Statement, ...]:
+    module = cst.parse_module(code)
+    leads = [[*module.header, *module.body[0].leading_lines], *(one.leading_lines for one in module.body[1:])]
+    return tuple(
+        one.with_changes(leading_lines=[line if line.comment else cst.EmptyLine(indent=False) for line in lead])
+        for one, lead in zip(module.body, leads, strict=True)
+    )
 
-    Of several definitions of the name the last one is edited, which is what Python keeps.
+
+@dataclass
+class _Change:
+    """What happens to one statement: code around it, other code in its place (none at all: it goes), the comment of the pass.
+
+    Attributes:
+        instead: the code in its place; None keeps the statement.
+        with_lead: whether the comments and blank lines above it stay where it does not.
     """
 
-    def edited(members: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
-        found = [i for i, node in enumerate(members) if isinstance(node, cst.FunctionDef) and node.name.value == name]
-        if not found:
-            raise LookupError(f"no function '{name}' in the block")
-        members[found[-1]] = edit(members[found[-1]])
-        return members
+    above: list[Statement] = field(default_factory=list)
+    below: list[Statement] = field(default_factory=list)
+    top: list[Statement] = field(default_factory=list)  # above its comments
+    instead: Sequence[Statement] | None = None
+    with_lead: bool = True
+    mark: str | None = None
 
-    return _with_members(block, edited)
-
-
-def _with_members(block: Block, change: Callable[[list[cst.BaseStatement]], list[cst.BaseStatement]]) -> Block:
-    """The block with the members of its class changed, or its statements if it holds no class."""
-    tree = block.cst
-    owner = next((node for node in tree.body if isinstance(node, cst.ClassDef)), None)
-    if owner is None:
-        return block.with_text(tree.with_changes(body=change(list(tree.body))).code)
-    is_line = isinstance(owner.body, cst.SimpleStatementSuite)  # `class A(B): ...`
-    body = cst.IndentedBlock([cst.SimpleStatementLine(owner.body.body)]) if is_line else owner.body
-    changed = owner.with_changes(body=body.with_changes(body=change(list(body.body))))
-    return block.with_text(tree.with_changes(body=[changed if n is owner else n for n in tree.body]).code)
-
-
-def transform(block: Block, transformer: cst.CSTTransformer) -> Block:
-    """The block after a libcst transformer."""
-    return block.with_text(block.cst.visit(transformer).code)
+    def apply(self, statement: Statement) -> cst.BaseStatement | cst.FlattenSentinel | cst.RemovalSentinel:
+        kept = [statement] if self.instead is None else list(self.instead)
+        lead = list(statement.leading_lines) if self.instead is None or self.with_lead else []
+        if self.instead is not None and kept:
+            lead += kept[0].leading_lines
+        if self.mark is not None:
+            lead.append(cst.EmptyLine(comment=cst.Comment(f"# {self.mark}")))
+        above = list(self.above)
+        if above:  # a blank line stays above both
+            blank = list(takewhile(lambda line: line.comment is None, lead))
+            above[0] = above[0].with_changes(leading_lines=[*blank, *above[0].leading_lines])
+            lead = lead[len(blank) :]
+        if kept:
+            kept[0] = kept[0].with_changes(leading_lines=lead)
+        nodes = [*self.top, *above, *kept, *self.below]
+        return nodes[0] if len(nodes) == 1 else cst.FlattenSentinel(nodes) if nodes else cst.RemoveFromParent()
 
 
-def replace(block: Block, pattern: m.BaseMatcherNode, change: Callable[[cst.CSTNode], cst.CSTNode]) -> Block:
-    """The block with every node that matches changed."""
-    return block.with_text(m.replace(block.cst, pattern, lambda node, _: change(node)).code)
+class _Apply(cst.CSTTransformer):
+    """Changes nodes by what is to happen to each, the inner ones first."""
+
+    def __init__(self, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> None:
+        self._changes = changes
+
+    def on_leave(self, original_node, updated_node):
+        for change in self._changes.get(original_node, ()):
+            updated_node = change(updated_node)
+        return updated_node
 
 
-def function_body(function: cst.FunctionDef) -> list[cst.BaseStatement]:
-    """The statements of a function; a one-line body is refused by name, for nothing can be inserted into it."""
-    if not isinstance(function.body, cst.IndentedBlock):
-        raise ValueError(f"the body of {function.name.value} stands on the line of its header")
-    return list(function.body.body)
+@dataclass(frozen=True)
+class _Places:
+    """The nodes of a block's libcst tree by the bytes that they span, as `ast` tells them."""
+
+    tree: cst.Module
+    statements: dict[int, Statement]  # alone on their lines, by where they begin
+    imports: dict[int, cst.ImportFrom]
+    expressions: dict[tuple[int, int], cst.BaseExpression]
 
 
-def with_body(function: cst.FunctionDef, body: Sequence[cst.BaseStatement]) -> cst.FunctionDef:
-    return function.with_changes(body=function.body.with_changes(body=list(body)))
+@functools.lru_cache(maxsize=64)
+def _places(text: str) -> _Places:
+    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+    found = _Places(wrapper.module, {}, {}, {})
+    for node, span in wrapper.resolve(ByteSpanPositionProvider).items():
+        start, end = span.start, span.start + span.length
+        match node:
+            case cst.SimpleStatementLine(body=[_]) | cst.BaseCompoundStatement():
+                found.statements[start] = node
+            case cst.ImportFrom():
+                found.imports[start] = node
+            case cst.Tuple(lpar=[*_, left], rpar=[right, *_]) | cst.GeneratorExp(lpar=[*_, left], rpar=[right, *_]):
+                found.expressions[start - _size(left), end + _size(right)] = node
+            case cst.BaseExpression():
+                found.expressions[start, end] = node
+    return found
 
 
-def edit_body(
-    block: Block, name: str, edit: Callable[[list[cst.BaseStatement]], Sequence[cst.BaseStatement]]
-) -> Block:
-    """The block with the statements of one function edited."""
-    return edit_function(block, name, lambda function: with_body(function, edit(function_body(function))))
+def _size(node: cst.CSTNode) -> int:
+    return len(_code_of(node).encode())
 
 
-def edit_branch(
-    body: Sequence[cst.BaseStatement],
-    place: Sequence[int | str],
-    edit: Callable[[list[cst.BaseStatement]], Sequence[cst.BaseStatement]],
-) -> list[cst.BaseStatement]:
-    """The statements with those edited among which the one at `place` stands: (position,), or (position of an `if`,
-    "body" or "orelse", ...)."""
-    if len(place) == 1:
-        return list(edit(list(body)))
-    position, branch, *rest = place
-    statement = body[position]
-    holder = statement if branch == "body" else statement.orelse
-    if isinstance(holder, cst.If) and branch == "orelse":
-        raise LookupError("the branch is an elif")
-    changed = holder.with_changes(body=holder.body.with_changes(body=edit_branch(holder.body.body, rest, edit)))
-    statement = changed if branch == "body" else statement.with_changes(orelse=changed)
-    return [*body[:position], statement, *body[position + 1 :]]
+def _code_of(node: cst.CSTNode) -> str:
+    return cst.Module(body=[]).code_for_node(node)
+
+
+class Editor:
+    """Changes of one block by the nodes of its syntax tree (`block.node` and what is below it).
+
+    What no change touches keeps its bytes; what is inserted is formatted at the depth where it lands, below the comment of
+    the pass. Statements are inserted and replaced as whole lines: one that shares its line raises `Missed`.
+    """
+
+    def __init__(self, block: Block, mark: str = "") -> None:
+        self.block, self._mark = block, mark
+        self._bytes = block.text.encode()
+        self._lines = self._bytes.split(b"\n")
+        self._starts = [0, *itertools.accumulate(len(line) + 1 for line in self._lines)]
+        self._changes: dict[Statement, _Change] = {}
+        self._edits: dict[cst.CSTNode, list[Callable]] = {}
+
+    @property
+    def result(self) -> Block:
+        """The block with the changes.
+
+        Raises:
+            ValueError: code was changed that another change takes away.
+        """
+        changes = {node: [*self._edits.get(node, ()), change.apply] for node, change in self._changes.items()}
+        gone = [node for node, change in self._changes.items() if change.instead is not None]
+        for node in (inner for outer in gone for inner in _below(outer)):
+            if node in changes or node in self._edits:
+                raise ValueError(f"two changes of one place: {_code_of(node)}")
+        return self.block.with_text(_places(self.block.text).tree.visit(_Apply(self._edits | changes)).code)
+
+    def function(self, name: str) -> FunctionNode:
+        """The method of that name, or the function itself; of several definitions the last one, which is what Python keeps."""
+        members = self.block.node.body if isinstance(self.block.node, ast.ClassDef) else self.block.statements
+        return next(node for node in reversed(members) if isinstance(node, FunctionNode) and node.name == name)
+
+    def code(self, node: ast.AST, *, whole: bool = False, instead: tuple[ast.AST, str] | None = None) -> str:
+        """The source of a node, a statement's with what follows on its lines; without the indentation of its statement.
+
+        Args:
+            whole: with the comments and blank lines above a statement.
+            instead: a node below this one, and what stands in its place.
+        """
+        (start, end), first = self._span(node), node.lineno
+        if whole:
+            first = self._gap(node)
+            start = self._starts[first - 1]
+        end = self._starts[node.end_lineno] if isinstance(node, ast.stmt) else end
+        source = self._bytes[start:end]
+        if instead is not None:
+            place, code = self._span(instead[0]), instead[1].encode()
+            source = self._bytes[start : place[0]] + code + self._bytes[place[1] : end]
+        indent, inside = " " * self.statement_of(node).col_offset, _inside_strings(node)
+        lines = enumerate(source.decode().rstrip().split("\n"), start=first)
+        return "\n".join(line if i in inside else line.removeprefix(indent) for i, line in lines)
+
+    def instead(self, node: ast.expr, code: str) -> None:
+        """Another expression in the place of one."""
+        new = cst.parse_expression(code)
+
+        def change(old: cst.BaseExpression) -> cst.BaseExpression:
+            lead, end = (old.lpar, old.rpar) if not isinstance(old, cst.Tuple) else (old.lpar[:-1], old.rpar[1:])
+            return new.with_changes(lpar=[*lead, *new.lpar], rpar=[*new.rpar, *end])
+
+        self._edit(self._expression(node), change)
+
+    def around(self, node: ast.expr, before: str, after: str = "") -> None:
+        """Code in front of and behind an expression."""
+        self._edit(self._expression(node), lambda old: cst.parse_expression(f"{before}{_code_of(old)}{after}"))
+
+    def from_module(self, node: ast.ImportFrom, module: str) -> None:
+        """Imports the names of a statement from the module of that absolute name."""
+        name = cst.parse_expression(module)
+        found = _places(self.block.text).imports[self._span(node)[0]]
+        space = cst.SimpleWhitespace(" ")
+        self._edit(found, lambda old: old.with_changes(module=name, relative=[], whitespace_after_from=space))
+
+    def add_arguments(self, call: ast.Call, first: str, last: str = "") -> None:
+        """Arguments in front of those that a call has, and behind them."""
+        before, after = cst.parse_expression(f"f({first})").args, cst.parse_expression(f"f({last})").args
+        self._edit(self._expression(call), lambda old: old.with_changes(args=[*before, *old.args, *after]))
+
+    def set_bases(self, bases: Sequence[str]) -> None:
+        """Gives the class other bases."""
+        args = [cst.Arg(cst.parse_expression(base)) for base in bases]
+        self._edit(self._statement(self.block.node), lambda old: old.with_changes(bases=args))
+
+    def decorate(self, function: FunctionNode, decorator: str) -> None:
+        """Another decorator above those of a function."""
+        new = cst.Decorator(cst.parse_expression(decorator))
+        self._edit(self._statement(function), lambda old: old.with_changes(decorators=[new, *old.decorators]))
+
+    def mark(self, *nodes: ast.AST) -> None:
+        """The comment of the pass above the statements that hold these nodes."""
+        for node in nodes:
+            self._change(self.statement_of(node)).mark = self._mark
+
+    def above(self, statement: ast.stmt, code: str, *, at_top: bool = False) -> None:
+        """Marked code above a statement, which keeps its comments; a blank line above it stays above both.
+
+        With `at_top` the code goes above those comments and blank lines.
+        """
+        change = self._change(statement)
+        (change.top if at_top else change.above).extend(self._formatted(code, statement))
+
+    def below(self, statement: ast.stmt, code: str, *, marked: bool = True, spaced: bool = False) -> None:
+        """Code right below a statement, or below a blank line."""
+        first, *others = self._formatted(code, statement, marked=marked)
+        lead = [cst.EmptyLine(indent=False)] * spaced
+        first = first.with_changes(leading_lines=[*lead, *first.leading_lines])
+        self._change(statement).below.extend([first, *others])
+
+    def drop(self, statement: ast.stmt) -> None:
+        """Takes a statement away, with the comments and blank lines above it."""
+        self._change(statement).instead = ()
+
+    def drop_elements(self, listed: ast.List | ast.Tuple, gone: Sequence[ast.expr]) -> None:
+        """Takes elements out of a list or tuple; the last one that is left ends as the last one did."""
+        places = [i for i, element in enumerate(listed.elts) if element not in gone]
+
+        def change(old: cst.List | cst.Tuple) -> cst.List | cst.Tuple:
+            left = [old.elements[i] for i in places]
+            if left and len(left) < len(old.elements):
+                alone = isinstance(old, cst.Tuple) and len(left) == 1  # `("A",)` keeps its comma
+                comma = cst.MaybeSentinel.DEFAULT if alone else old.elements[-1].comma
+                left[-1] = left[-1].with_changes(comma=comma)
+            return old.with_changes(elements=left)
+
+        self._edit(self._expression(listed), change)
+
+    def drop_branch(self, node: ast.If) -> bool:
+        """Takes an `if` or `elif` away with what it runs; a branch with nothing but an `else` below it stays. Whether it went."""
+        is_elif = self._bytes[self._span(node)[0] :].startswith(b"elif")
+        found = self._statement(node)
+        if isinstance(found.orelse, cst.If):
+            self._edit(found, lambda old: old.orelse.with_changes(leading_lines=old.leading_lines))
+        elif is_elif:
+            self._edit(found, lambda old: old.orelse or cst.RemoveFromParent())
+        elif found.orelse is not None:
+            return False
+        elif len(self.siblings(node)) > 1:
+            self.drop(node)
+        else:
+            self.replace(node, "pass", marked=False)
+        return True
+
+    def siblings(self, node: ast.stmt) -> list[ast.stmt]:
+        """The statements among which one stands."""
+        parts = (getattr(holder, name, None) for holder in self._holders.values() for name in BRANCHES)
+        return next((part for part in parts if isinstance(part, list) and node in part), self.block.statements)
+
+    def at_start(self, function: FunctionNode, code: str) -> None:
+        """Marked code at the top of a function, below its docstring."""
+        first = function.body[0]
+        if ast.get_docstring(function, clean=False) is not None:
+            self.below(first, code)
+        else:
+            self.above(first, code, at_top=True)
+
+    def replace(self, first: ast.stmt, code: str, last: ast.stmt | None = None, *, marked: bool = True) -> None:
+        """Code in the place of a statement, or of those up to `last`; comments and blank lines above them stay."""
+        self._replace(first, self._formatted(code, first, marked=marked), last)
+
+    def put(self, first: ast.stmt, code: str, last: ast.stmt) -> None:
+        """Code as it is in the place of statements and of the comments above them."""
+        self._replace(first, _parsed(code), last)
+        self._change(first).with_lead = False
+
+    def _replace(self, first: ast.stmt, code: Sequence[Statement], last: ast.stmt | None) -> None:
+        self._change(first).instead = code
+        if last is not None and last is not first:
+            siblings = self.siblings(first)
+            for statement in siblings[siblings.index(first) + 1 : siblings.index(last) + 1]:
+                self.drop(statement)
+
+    def append(self, code: str) -> None:
+        """A marked method at the end of the class."""
+        first, *others = _formatted(code, 1, self._mark)
+        first = first.with_changes(leading_lines=[cst.EmptyLine(indent=False), *first.leading_lines])
+        self._edit_members(lambda members: [*members, first, *others])
+
+    def fill(self, code: str) -> None:
+        """Members in the place of the class's own."""
+        self._edit_members(lambda _: _parsed(code))
+
+    def _edit_members(self, change: Callable[[Sequence[Statement]], Sequence[Statement]]) -> None:
+        def edit(old: cst.ClassDef) -> cst.ClassDef:
+            is_line = isinstance(old.body, cst.SimpleStatementSuite)  # `class A(B): ...`
+            body = cst.IndentedBlock([cst.SimpleStatementLine(old.body.body)]) if is_line else old.body
+            return old.with_changes(body=body.with_changes(body=change(body.body)))
+
+        self._edit(self._statement(self.block.node), edit)
+
+    def statement_of(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement that holds a node."""
+        return self._holders[node]
+
+    @functools.cached_property
+    def _holders(self) -> dict[ast.AST, ast.stmt]:
+        nodes = [node for statement in self.block.statements for node in ast.walk(statement)]  # outer ones first
+        return {inner: node for node in nodes if isinstance(node, ast.stmt) for inner in ast.walk(node)}
+
+    def _span(self, node: ast.AST) -> tuple[int, int]:
+        start, end = self._starts[node.lineno - 1], self._starts[node.end_lineno - 1]
+        return start + node.col_offset, end + node.end_col_offset
+
+    def _gap(self, statement: ast.stmt) -> int:
+        """The first of the comments and blank lines above a statement; what stands deeper belongs to the one above."""
+        self._statement(statement)
+        line = min(node.lineno for node in (statement, *getattr(statement, "decorator_list", ())))
+        while line > 1 and (above := self._lines[line - 2]).strip()[:1] in (b"", b"#"):
+            if above.strip() and len(above) - len(above.lstrip()) > statement.col_offset:
+                break
+            line -= 1
+        return line
+
+    def _expression(self, node: ast.expr) -> cst.BaseExpression:
+        return _places(self.block.text).expressions[self._span(node)]
+
+    def _statement(self, statement: ast.stmt) -> Statement:
+        found = _places(self.block.text).statements.get(self._span(statement)[0])
+        if found is None:
+            raise Missed("a statement on lines of its own", statement)
+        return found
+
+    def _change(self, statement: ast.stmt) -> _Change:
+        return self._changes.setdefault(self._statement(statement), _Change())
+
+    def _edit(self, node: cst.CSTNode, change: Callable) -> None:
+        self._edits.setdefault(node, []).append(change)
+
+    def _formatted(self, code: str, beside: ast.stmt, *, marked: bool = True) -> tuple[Statement, ...]:
+        return _formatted(code, beside.col_offset // len(INDENT), self._mark if marked else None)
+
+
+def _below(node: cst.CSTNode) -> list[cst.CSTNode]:
+    return [inner for child in node.children for inner in (child, *_below(child))]
+
+
+def indented(code: str, indent: int) -> str:
+    """Statements as they stand at an indentation; what lies in strings of several lines is not moved."""
+    inside = _inside_strings(ast.parse(code))
+    lines = enumerate(code.split("\n"), start=1)
+    return "\n".join(line if i in inside or not line else " " * indent + line for i, line in lines)
+
+
+def _inside_strings(code: ast.AST) -> set[int]:
+    """The lines that begin within a string."""
+    strings = [node for node in ast.walk(code) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    return {line for node in strings for line in range(node.lineno + 1, node.end_lineno + 1)}
 
 
 def insert_first(block: Block, name: str, code: str, mark: str) -> Block:
     """The block with marked code at the top of one function."""
-    new = statements(code, 2 if isinstance(block.node, ast.ClassDef) else 1, mark)
-    return edit_function(block, name, lambda function: insert_at_start(function, new))
+    editor = Editor(block, mark)
+    editor.at_start(editor.function(name), code)
+    return editor.result
 
 
-def insert_at_start(function: cst.FunctionDef, new: Sequence[cst.BaseStatement]) -> cst.FunctionDef:
-    """Inserts statements at the top of a function, below its docstring."""
-    body = function_body(function)
-    position = 0 if function.get_docstring(clean=False) is None else 1
-    return with_body(function, [*body[:position], *new, *body[position:]])
-
-
-def insert_before(
-    body: Sequence[cst.BaseStatement], position: int, new: Sequence[cst.BaseStatement]
-) -> list[cst.BaseStatement]:
-    """Inserts statements before `body[position]`, which keeps its comments; a blank line above it stands above both."""
-    first, after = new[0], body[position]
-    blank = list(takewhile(lambda line: line.comment is None, after.leading_lines))
-    first = first.with_changes(leading_lines=[*blank, *first.leading_lines])
-    after = after.with_changes(leading_lines=after.leading_lines[len(blank) :])
-    return [*body[:position], first, *new[1:], after, *body[position + 1 :]]
-
-
-def insert_at(function: cst.FunctionDef, position: int, code: str, mark: str) -> cst.FunctionDef:
-    """Inserts marked code before a statement of a method."""
-    return with_body(function, insert_before(function_body(function), position, statements(code, 2, mark)))
-
-
-def append_method(block: Block, code: str, comment: str) -> Block:
-    """The class block with one method added at its end."""
-    method = statements(code, 1, comment)[0]
-    method = method.with_changes(leading_lines=[cst.EmptyLine(indent=False), *method.leading_lines])
-    return _with_members(block, lambda members: [*members, method])
+def append_method(block: Block, code: str, mark: str) -> Block:
+    """The class block with one marked member more at its end."""
+    editor = Editor(block, mark)
+    editor.append(code)
+    return editor.result
 
 
 def at_end(module: Module, code: str) -> Module:
@@ -170,101 +413,43 @@ def with_torch(module: Module) -> Module:
     return module.with_blocks([*blocks[:first], *missing, *blocks[first:]])
 
 
-def replace_statement(old: cst.BaseStatement, new: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
-    """`new` in the place of `old`, below the comments and blank lines that `old` had."""
-    first, *rest = new
-    return [first.with_changes(leading_lines=[*old.leading_lines, *first.leading_lines]), *rest]
-
-
-def code_of(node: cst.CSTNode) -> str:
-    """The source text of a node, without the comments above it."""
-    if isinstance(node, cst.BaseStatement | cst.SimpleStatementLine) and getattr(node, "leading_lines", ()):
-        node = node.with_changes(leading_lines=[])
-    return cst.Module(body=[]).code_for_node(node).strip()
-
-
-def parameters(function: cst.FunctionDef) -> list[str]:
-    """The names of a function's parameters but for self, `*args` and `**kwargs`."""
-    params = function.params
-    named = [*params.posonly_params, *params.params, *params.kwonly_params]
-    return [param.name.value for param in named if param.name.value != "self"]
-
-
-def embeddings_above(function: cst.FunctionDef, before: Sequence[cst.BaseStatement]) -> str | None:
+def embeddings_above(function: FunctionNode, before: Sequence[ast.stmt]) -> str | None:
     """The name that holds the embeddings `[B, S, H]` below these statements of a model's forward."""
     for name in ("inputs_embeds", "hidden_states", "input_embeds"):
-        is_handed = name in parameters(function)
-        if any(_assigns(node, name) and (is_handed or not isinstance(node, cst.If)) for node in before):
+        is_handed = name in parameter_names(function)
+        if any(_assigns(node, name) and (is_handed or not isinstance(node, ast.If)) for node in before):
             return name
     return None
 
 
-def _assigns(node: cst.BaseStatement, name: str) -> bool:
-    if name not in code_of(node):  # printing is much faster than matching
-        return False
-    return bool(m.findall(node, m.AssignTarget(target=m.Name(name)) | m.AnnAssign(target=m.Name(name))))
+def _assigns(statement: ast.stmt, name: str) -> bool:
+    made = (node for node in ast.walk(statement) if isinstance(node, ast.Assign | ast.AnnAssign))
+    return any(isinstance(target, ast.Name) and target.id == name for node in made for target in targets(node))
 
 
-def uses_name(node: cst.CSTNode, name: str) -> bool:
+def uses_name(node: ast.AST, name: str) -> bool:
     """Whether the name is read or written anywhere in the node (attributes and keywords of that name do not count)."""
-    code = code_of(node)
-    return name in code and (reads_name(tree := ast.parse(code), name) or name in local_names(tree))
+    return reads_name(node, name) or name in local_names(node)
 
 
-def marked(node: cst.BaseStatement, mark: str) -> cst.BaseStatement:
-    """The statement below the comment of a pass."""
-    comment = cst.EmptyLine(comment=cst.Comment(f"# {mark}"))
-    return node.with_changes(leading_lines=[*node.leading_lines, comment])
-
-
-class MarkStatements(cst.CSTTransformer):
-    """Marks the statements of one line in which a subclass has set `changed`."""
-
-    def __init__(self, mark: str) -> None:
-        self.mark, self.changed = mark, False
-
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
-        self.changed = False
-
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine:
-        return marked(updated_node, self.mark) if self.changed else updated_node
-
-
-class WrapCalls(MarkStatements):
+def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: str = "") -> list[str]:
     """`f(x, ...)` becomes `ops.<kind>(f, x, ..., <more>)` for each f -> kind in `wanted`, its statement marked.
 
-    `depth` is that of the node which is visited: 0 for a block, 1 for a method.
+    Returns:
+        the kinds, one for each call.
     """
 
-    def __init__(self, wanted: Mapping[str, str], mark: str, more: Sequence[cst.Arg] = (), depth: int = 0) -> None:
-        super().__init__(mark)
-        self._wanted, self._more, self._depth = wanted, more, depth
-        self.kinds: list[str] = []
+    def found_in(node: ast.AST) -> list[ast.Call]:
+        return [call for call in calls(node) if isinstance(call.func, ast.Name) and call.func.id in wanted]
 
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        if not m.matches(original_node.func, m.Name()) or original_node.func.value not in self._wanted:
-            return updated_node
-        name = original_node.func.value
-        self.kinds.append(self._wanted[name])
-        self.changed = True
-        return updated_node.with_changes(
-            func=cst.Attribute(value=cst.Name("ops"), attr=cst.Name(self._wanted[name])),
-            args=[cst.Arg(cst.Name(name)), *updated_node.args, *self._more],
-        )
-
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        self._depth += 1
-
-    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
-        self._depth -= 1
-        return updated_node
-
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine:
-        if not self.changed:
-            return updated_node
-        (formatted,) = statements(code_of(updated_node), self._depth, comment=self.mark)
-        return formatted.with_changes(leading_lines=[*original_node.leading_lines, *formatted.leading_lines])
+    for statement in dict.fromkeys(map(editor.statement_of, found := found_in(code))):
+        is_header = hasattr(statement, "body")  # of a branch or a loop
+        inside = editor if is_header else Editor(Block(text=editor.code(statement) + "\n"))
+        for call in found_in(inside.block.node) if not is_header else found:
+            if is_header and editor.statement_of(call) is not statement:
+                continue
+            inside.instead(call.func, f"ops.{wanted[call.func.id]}")
+            inside.add_arguments(call, call.func.id, more)
+        if not is_header:
+            editor.replace(statement, inside.result.text)
+    return [wanted[call.func.id] for call in found]

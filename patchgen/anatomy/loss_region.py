@@ -11,9 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
@@ -30,15 +27,13 @@ from patchgen.anatomy.names import local_names
 from patchgen.anatomy.own_losses import ALIGNED, OwnLoss, read_own_loss
 from patchgen.anatomy.tokenwise import mixing, stored_names
 from patchgen.errors import Missed
-from patchgen.rewrite import code_of, function_body, parameters, uses_name
+from patchgen.rewrite import Editor, uses_name
 
 LOSS_PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
 """Of transformers' losses of language models, in their order; further ones have a keyword."""
 SEAM_PARAMETERS = {"head", "hidden_states", "loss_function", "training", "local_terms", "upcast"}
 OWN_LOSSES = {"loss_function", "_loss_function", "__call__"}  # `loss_type` names a library's
 HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_module_forward_hook")
-LOSS_CALL = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name("loss_function")))
-LOSS_ASSIGNMENT = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(m.Name())], value=LOSS_CALL)])
 CONFIG = re.compile(r"self\.config(\.\w+)*")
 LIBRARIES, OTHERS = ("transformers.", "torch.", "typing.", "functools."), "transformers.models."
 
@@ -49,87 +44,88 @@ class LossRegion:
 
     start: int
     end: int
-    first: cst.BaseStatement  # `logits = self.lm_head(hidden_states)`, or an `if` and `else` that make them
-    inside: list[cst.BaseStatement]  # what follows and goes into the head's function
-    outside: list[cst.BaseStatement]  # what follows and goes above the seam, `loss = None` left out
+    first: ast.stmt  # `logits = self.lm_head(hidden_states)`, or an `if` and `else` that make them
+    from_parameter: str  # its source, from the parameter of the head's function
+    besides: set[str]  # what it reads beside the argument of the projection
+    inside: list[ast.stmt]  # what follows and goes into the head's function
+    outside: list[ast.stmt]  # what follows and goes above the seam, `loss = None` left out
     logits: str
     loss: str
     labels: str
-    projected: cst.BaseExpression  # the right-hand side of `first`
-    module: cst.BaseExpression  # `self.lm_head`
-    hidden_states: cst.BaseExpression  # its argument
+    projected: str  # the right-hand side of `first`
+    module: str  # `self.lm_head`
+    hidden_states: str  # its argument
     loss_function: str
     form: str  # of a cross entropy that the head writes out: `own_losses.ALIGNED`, `SHIFTED`
     loss_arguments: list[str]
     local_terms: tuple[str, ...]  # what is added to the loss below and is a number of one rank
-    further: tuple[cst.BaseStatement, ...] = ()  # `if self.coefficient > 0:` below the loss, of the logits
+    further: tuple[ast.If, ...] = ()  # `if self.coefficient > 0:` below the loss, of the logits
 
     @property
     def parameter(self) -> str:
         """Of the head's function."""
-        return self.hidden_states.value if isinstance(self.hidden_states, cst.Name) else "hidden_states"
+        return self.hidden_states if self.hidden_states.isidentifier() else "hidden_states"
 
     @property
     def switches(self) -> str:
         """Where one of `further` runs, as source; empty without any."""
-        return " or ".join(code_of(node.test) for node in self.further)
-
-    def from_parameter(self) -> cst.BaseStatement:
-        """The first statement, from the parameter of the head's function."""
-        if isinstance(self.first, cst.If):
-            return self.first.with_changes(leading_lines=[])
-        value = self.projected
-        if not isinstance(self.hidden_states, cst.Name):
-            value = value.deep_replace(self.hidden_states, cst.Name(self.parameter))
-        return self.first.with_changes(body=[self.first.body[0].with_changes(value=value)], leading_lines=[])
+        return " or ".join(ast.unparse(node.test) for node in self.further)
 
 
-def _makes(node: cst.BaseStatement, logits: str, later: Sequence[cst.BaseStatement]) -> bool:
+def is_loss_call(node: ast.AST) -> bool:
+    """Whether code calls the loss that transformers has for the class."""
+    return isinstance(node, ast.Call) and own_attribute(node.func) == "loss_function"
+
+
+def _makes(node: ast.stmt, logits: str, later: Sequence[ast.stmt]) -> bool:
     """Whether a statement computes the logits: it reads or writes them, or something that only such ones read."""
     if uses_name(node, logits):
         return True
-    targets = [t.target.value for t in m.findall(node, m.AssignTarget(target=m.Name()))]
-    return any(uses_name(other, name) and uses_name(other, logits) for other in later for name in targets)
+    made = [t.id for n in ast.walk(node) if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
+    return any(uses_name(other, name) and uses_name(other, logits) for other in later for name in made)
 
 
-def find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> LossRegion:
+def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anatomy) -> LossRegion:
     """The region of a head's forward.
 
     Raises:
         Missed: it has another form than those that are known.
     """
-    body = function_body(forward)
-    end, call = _find_loss(body, forward, owner, anatomy)
+    body, code = forward.body, editor.code
+    end, call = _find_loss(editor, forward, owner, anatomy)
     logits, labels, loss, rest = call.logits, call.labels, call.loss, call.arguments
     start = next((i for i, node in enumerate(body[:end]) if _made_value(node, logits) is not None), None)
     if start is None:
-        raise Missed(f"an assignment of `{logits}` above the loss", code_of(body[end]))
-    projected = _made_value(body[start], logits)
-    found = _projection(projected) or _made_elsewhere(projected, body[:start])
-    if found is None:
-        raise Missed(f"`{logits} = self.<projection>(hidden states)`", code_of(body[start]))
-    read = set(loaded(ast.parse(code_of(found[1])))) - {"self"}
-    if isinstance(body[start], cst.If) and len(read) == 1:  # both branches read it, if not in the same words
-        found = (found[0], cst.Name(*read))
+        raise Missed(f"an assignment of `{logits}` above the loss", code(body[end]))
+    first, projected = body[start], _made_value(body[start], logits)
+    module, hidden = _projection(projected) or _made_elsewhere(projected, body[:start]) or (None, None)
+    if module is None:
+        raise Missed(f"`{logits} = self.<projection>(hidden states)`", code(first))
+    read, source = set(loaded(hidden)) - {"self"}, code(hidden)
+    if isinstance(first, ast.If) and len(read) == 1:  # both branches read it, if not in the same words
+        (source,) = read
+    given = source if isinstance(first, ast.If) or source.isidentifier() else "hidden_states"
+    besides = {*(Counter(loaded(first)) - Counter(loaded(hidden)))}
+    parts = (first, code(first) if given == source else code(first, instead=(hidden, given)), besides)
     between = [node for node in body[start + 1 : end] if not _is_unset(node, loss)]
     inside = [node for i, node in enumerate(between) if _makes(node, logits, between[i + 1 :])]
     outside = [node for node in between if node not in inside]
     for node in body[:start]:
-        if loss in stored_names(as_ast(node)) and not _is_unset(node, loss):
-            raise Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(node))
-        if (early := next(_returns_in_training(as_ast(node).body, labels), None)) is not None:
+        if loss in stored_names(node) and not _is_unset(node, loss):
+            raise Missed(f"`{loss} = None` as the only value of {loss} without labels", code(node))
+        if (early := next(_returns_in_training([node], labels), None)) is not None:
             raise Missed("no return in training above the loss", early)
-    below, (whole,) = as_ast(*body[end + 1 :]), as_ast(forward).body
-    terms = LossTerms(whole, below.body, loss, labels, owner, anatomy)
+    below = _module(*body[end + 1 :])
+    terms = LossTerms(forward, below.body, loss, labels, owner, anatomy)
     for node in body[end + 1 :]:
-        if not _only_forwards_logits(as_ast(node), logits, below, terms.is_result):
-            raise Missed(f"no use of `{logits}` below the loss but in the result", code_of(node))
+        if not _only_forwards_logits(node, logits, below, terms.is_result):
+            raise Missed(f"no use of `{logits}` below the loss but in the result", code(node))
     if terms.lost is not None:
         raise Missed(f"`{loss}` in the result, as what was computed and what is added", terms.lost)
     if late := call.bound & set(loaded(below)):
-        raise Missed(f"no use of {', '.join(sorted(late))} below the loss", code_of(body[end]))
-    made = (body[start], inside, outside, logits, loss, labels, projected)
-    return LossRegion(start, end, *made, *found, call.function, call.form, rest, terms.local, call.further)
+        raise Missed(f"no use of {', '.join(sorted(late))} below the loss", code(body[end]))
+    made = (*parts, inside, outside, logits, loss, labels, code(projected), module, source)
+    return LossRegion(start, end, *made, call.function, call.form, rest, terms.local, call.further)
 
 
 @dataclass(frozen=True)
@@ -143,55 +139,57 @@ class _LossCall:
     labels: str
     arguments: list[str]
     bound: frozenset[str] = frozenset()
-    further: tuple[cst.BaseStatement, ...] = ()
+    further: tuple[ast.stmt, ...] = ()
 
 
-def _find_loss(
-    body: Sequence[cst.BaseStatement], forward: cst.FunctionDef, owner: str, anatomy: Anatomy
-) -> tuple[int, _LossCall]:
+def _find_loss(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anatomy) -> tuple[int, _LossCall]:
     """The statement that computes the loss where there are labels."""
-    local = local_names(as_ast(forward).body[0])
+    body, local = forward.body, local_names(forward)
     for place, node in enumerate(body):
-        if not m.matches(node, m.If(body=m.IndentedBlock())):
+        if not isinstance(node, ast.If):
             continue
-        line = next((line for line in node.body.body if m.matches(line, LOSS_ASSIGNMENT)), None)
+        line = next((line for line in node.body if _assigned_call(line)), None)
         if line is not None:
-            logits, labels, rest = _loss_arguments(line.body[0].value, forward)
-            loss, (first, *further) = line.body[0].targets[0].target.value, node.body.body
+            logits, labels, rest = _loss_arguments(editor, line.value, forward)
+            loss, (first, *further) = line.targets[0].id, node.body
             alone = first is line and all(_is_switched(one, owner, anatomy) for one in further)
             call = _LossCall("self.loss_function", "", loss, logits, labels, rest, further=tuple(further))
-        elif own := read_own_loss(as_ast(node).body[0].body, anatomy, local):
+        elif own := read_own_loss(node.body, anatomy, local):
             call, alone = _own_call(own, body[:place], forward), True
         else:
             continue
-        has_labels = m.Comparison(m.Name(call.labels), [m.ComparisonTarget(m.IsNot(), m.Name("None"))])
-        if not m.matches(node.test, has_labels) or not alone or node.orelse is not None:
-            raise Missed(f"`if {call.labels} is not None:` with the loss alone in it", code_of(node))
+        if ast.unparse(node.test) != f"{call.labels} is not None" or not alone or node.orelse:
+            raise Missed(f"`if {call.labels} is not None:` with the loss alone in it", editor.code(node))
         return place, call
-    assignment = m.SimpleStatementLine(body=[m.Assign(value=~m.Name("None"))])
-    lines = [code_of(line) for line in m.findall(forward, assignment)]
-    closest = next((line for line in reversed(lines) if re.match(r"\w*loss\b.*=", line.strip())), code_of(body[-1]))
+    made = sorted((n for n in ast.walk(forward) if isinstance(n, ast.Assign)), key=lambda node: -node.lineno)
+    lines = [editor.code(node) for node in made if ast.unparse(node.value) != "None"]
+    closest = next((line for line in lines if re.match(r"\w*loss\b.*=", line)), editor.code(body[-1]))
     raise Missed("`loss = self.loss_function(...)` under `if labels is not None:`", closest)
 
 
-def _is_switched(node: cst.BaseStatement, owner: str, anatomy: Anatomy) -> bool:
+def _assigned_call(node: ast.stmt) -> bool:
+    """`loss = self.loss_function(...)`"""
+    return isinstance(node, ast.Assign) and is_loss_call(node.value) and isinstance(node.targets[0], ast.Name)
+
+
+def _is_switched(node: ast.stmt, owner: str, anatomy: Anatomy) -> bool:
     """`if self.coefficient > 0:` of a number of the config, below the loss: what it adds may read all logits."""
-    match as_ast(node).body[0]:
+    match node:
         case ast.If(ast.Compare(left, [ast.Gt()], [ast.Constant(0)]), _, []):
             return is_number(left, owner, anatomy) and not _has_return(node)
     return False
 
 
-def _own_call(own: OwnLoss, above: Sequence[cst.BaseStatement], forward: cst.FunctionDef) -> _LossCall:
+def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode) -> _LossCall:
     """The seam's call for a cross entropy that the head writes out."""
     bound, kwargs = _bound(forward) - own.bound - {own.loss}, kwargs_of(forward)
     for name in filter(None, (own.labels, own.mask)):
-        if name in bound or name not in parameters(forward):
-            raise Missed(f"`{name}` as the caller handed them in, who shifts and counts them", code_of(above[-1]))
+        if name in bound or name not in parameter_names(forward):
+            raise Missed(f"`{name}` as the caller handed them in, who shifts and counts them", above[-1])
     rest = [f"vocab_size={own.vocab_size}"]
     rest += [f"attention_mask={own.mask}"] if own.mask else []
     rest += ["upcast=True"] if own.upcast else []
-    if own.form == ALIGNED and _reads(as_ast(*above), own.labels):
+    if own.form == ALIGNED and _reads(_module(*above), own.labels):
         rest.append(f"shift_labels={own.labels}")  # the decoder's inputs are made of them: they are its targets
         return _LossCall(f"ops.{own.form}_cross_entropy", "", own.loss, own.logits, own.labels, rest, own.bound)
     rest += [f"**ops.step_labels({kwargs})"] if kwargs else []
@@ -204,16 +202,14 @@ def _reads(code: ast.Module, name: str) -> bool:
     return loaded(code).count(name) > sum(loaded(node).count(name) for node in asked)
 
 
-def _made_elsewhere(
-    value: cst.BaseExpression, above: Sequence[cst.BaseStatement]
-) -> tuple[cst.BaseExpression, cst.BaseExpression] | None:
+def _made_elsewhere(value: ast.expr, above: Sequence[ast.stmt]) -> tuple[str, ast.expr] | None:
     """The logits as a model of its own has them in its result: `outputs[0]`, `outputs.logits`."""
-    match ast.parse(code_of(value), mode="eval").body:
+    match value:
         case ast.Subscript(ast.Name(name), ast.Constant(0)) | ast.Attribute(ast.Name(name), "logits"):
-            made = [node for node in as_ast(*above).body if name in stored_names(node)]
+            made = [node for node in above if name in stored_names(node)]
             is_result = len(made) == 1 and isinstance(made[0], ast.Assign) and isinstance(made[0].value, ast.Call)
             if is_result and own_attribute(made[0].value.func):
-                return cst.parse_expression("ops.given_logits"), value
+                return "ops.given_logits", value
     return None
 
 
@@ -257,46 +253,48 @@ def check_own_readers(forward: ast.stmt, given: set[str], owner: str, anatomy: A
                 raise Missed(f"{', '.join(sorted(given))} as the caller handed them in", call)
 
 
-def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str, list[str]]:
+def _loss_arguments(editor: Editor, call: ast.Call, forward: FunctionNode) -> tuple[str, str, list[str]]:
     """The logits, the labels, and the remaining arguments as source, each under the name of its parameter."""
-    named: dict[str, str] = {}
-    rest, kwargs = [], kwargs_of(forward)
-    for position, arg in enumerate(call.args):
-        if arg.star == "**" and code_of(arg.value) == kwargs:
-            rest.append(f"**{code_of(arg.value)}")
-        elif arg.star or (arg.keyword is None and position >= len(LOSS_PARAMETERS)):
-            raise Missed(f"self.loss_function({', '.join(LOSS_PARAMETERS)}, **kwargs)", code_of(call))
-        else:
-            named[arg.keyword.value if arg.keyword else LOSS_PARAMETERS[position]] = code_of(arg.value)
+    kwargs, whole = kwargs_of(forward), editor.code(call)
+    given = arguments(call, LOSS_PARAMETERS)
+    rest = [f"**{kwargs}"] if None in given and ast.unparse(given.pop(None)) == kwargs else []
+    num_starred = sum(keyword.arg is None for keyword in call.keywords)
+    if (
+        num_starred > len(rest)
+        or len(given) + num_starred < len(call.args) + len(call.keywords)
+        or any(isinstance(value, ast.Starred) for value in given.values())
+    ):
+        raise Missed(f"self.loss_function({', '.join(LOSS_PARAMETERS)}, **kwargs)", whole)
+    named = {name: editor.code(value) for name, value in given.items()}
     if not named.get("logits", "-").isidentifier() or not named.get("labels", "-").isidentifier():
-        raise Missed("self.loss_function(logits, labels, ...) with plain names", code_of(call))
+        raise Missed("self.loss_function(logits, labels, ...) with plain names", whole)
     logits, labels = named.pop("logits"), named.pop("labels")
     if named.get("vocab_size") in (f"{logits}.shape[-1]", f"{logits}.size(-1)"):
         named["vocab_size"] = "None"
     if named.get("ignore_index", "-100") != "-100":
-        raise Missed("the ignore_index -100, which labels are padded with and counted by", code_of(call))
+        raise Missed("the ignore_index -100, which labels are padded with and counted by", whole)
     bound = _bound(forward)
-    if labels in bound or labels not in parameters(forward):
-        raise Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", code_of(call))
+    if labels in bound or labels not in parameter_names(forward):
+        raise Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", whole)
     for name, source in named.items():
         read = set(loaded(ast.parse(source))) & {logits, labels, *bound} if source != labels else set()
         handed_in = rf'None|{name}|{kwargs}\.(get|pop)\("{name}"(, None)?\)'
         is_own = name in SEAM_PARAMETERS or (name == "num_items_in_batch" and not re.fullmatch(handed_in, source))
         if is_own or read & ({logits, labels} if name == "vocab_size" else read):
-            raise Missed(f"an argument {name} that is known without labels, and above the logits", code_of(call))
+            raise Missed(f"an argument {name} that is known without labels, and above the logits", whole)
     if kwargs and not rest and not named.keys() & {"num_items_in_batch", "shift_labels"}:
         rest = [f"**ops.step_labels({kwargs})"]  # upstream's own loss hears nothing of a step: packed rows would leak
     return logits, labels, [*(f"{name}={source}" for name, source in named.items()), *rest]
 
 
-def kwargs_of(forward: cst.FunctionDef) -> str:
+def kwargs_of(forward: FunctionNode) -> str:
     """The name of a forward's further arguments, which go on to the loss.
 
     Raises:
         Missed: what the loss reads of them is changed.
     """
-    kwargs = forward.params.star_kwarg.name.value if forward.params.star_kwarg else ""
-    for node in ast.walk(as_ast(*function_body(forward))):
+    kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
+    for node in ast.walk(_module(*forward.body)):
         is_changed = isinstance(node, ast.stmt) and not hasattr(node, "body") and kwargs in stored_names(node)
         if is_changed or (isinstance(node, ast.Call) and dotted(node.func) == f"{kwargs}.pop"):
             words = [getattr(part, name, None) for part in ast.walk(node) for name in ("value", "arg")]
@@ -306,10 +304,10 @@ def kwargs_of(forward: cst.FunctionDef) -> str:
     return kwargs
 
 
-def _bound(forward: cst.FunctionDef) -> set[str]:
+def _bound(forward: FunctionNode) -> set[str]:
     """The names to which a forward gives new values; `x = x.to(...)` gives none."""
     bound: set[str] = set()
-    for node in ast.walk(as_ast(*function_body(forward))):
+    for node in ast.walk(_module(*forward.body)):
         value = getattr(node, "value", None) if isinstance(node, ast.Assign) else None
         is_moved = isinstance(value, ast.Call) and dotted(value.func) == f"{ast.unparse(node.targets[0])}.to"
         if is_moved or not isinstance(node, ast.stmt):
@@ -319,31 +317,34 @@ def _bound(forward: cst.FunctionDef) -> set[str]:
     return bound
 
 
-def _assigned_value(node: cst.BaseStatement, name: str) -> cst.BaseExpression | None:
+def _assigned_value(node: ast.stmt, name: str) -> ast.expr | None:
     """The right-hand side if the statement is a plain assignment to `name`."""
-    plain = m.Assign(targets=[m.AssignTarget(m.Name(name))]) | m.AnnAssign(target=m.Name(name))
-    return node.body[0].value if m.matches(node, m.SimpleStatementLine(body=[plain])) else None
+    match node:
+        case ast.Assign([ast.Name(found)], value) | ast.AnnAssign(ast.Name(found), _, value) if found == name:
+            return value
+    return None
 
 
-def _made_value(node: cst.BaseStatement, name: str) -> cst.BaseExpression | None:
+def _made_value(node: ast.stmt, name: str) -> ast.expr | None:
     """The right-hand side of the assignment to `name`; of an `if` and `else` that both end in one, the last."""
-    if m.matches(node, m.If(orelse=m.Else())):
-        found = [_assigned_value(branch.body.body[-1], name) for branch in (node, node.orelse)]
+    if isinstance(node, ast.If) and node.orelse:
+        found = [_assigned_value(branch[-1], name) for branch in (node.body, node.orelse)]
         return found[1] if None not in found else None
     return _assigned_value(node, name)
 
 
-def _is_unset(node: cst.BaseStatement, loss: str) -> bool:
+def _is_unset(node: ast.stmt, loss: str) -> bool:
     """`loss = None`, annotated or not."""
     value = _assigned_value(node, loss)
-    return value is not None and m.matches(value, m.Name("None"))
+    return value is not None and ast.unparse(value) == "None"
 
 
-def _projection(value: cst.BaseExpression) -> tuple[cst.BaseExpression, cst.BaseExpression] | None:
+def _projection(value: ast.expr) -> tuple[str, ast.expr] | None:
     """The innermost `self.<module>(x)` and its x: everything around it belongs to the head."""
-    pattern = m.Call(func=m.Attribute(value=m.Name("self")), args=[m.Arg(keyword=None, star="")])
-    found = m.findall(value, pattern)
-    return (found[-1].func, found[-1].args[0].value) if found else None
+    found = [call for call in calls(value) if own_attribute(call.func) and len(call.args) == 1 and not call.keywords]
+    found = sorted(found, key=lambda call: (call.lineno, call.col_offset))
+    plain = found and not isinstance(found[-1].args[0], ast.Starred)
+    return (ast.unparse(found[-1].func), found[-1].args[0]) if plain else None
 
 
 def _only_forwards_logits(node: ast.AST, logits: str, below: ast.Module, is_result: Callable[[ast.AST], bool]) -> bool:
@@ -379,48 +380,51 @@ def _parts(value: ast.expr | None, is_result: Callable[[ast.AST], bool]) -> Sequ
     return ()
 
 
-def _has_return(node: cst.BaseStatement) -> bool:
-    return any(isinstance(child, ast.Return) for child in ast.walk(as_ast(node)))
+def _has_return(node: ast.stmt) -> bool:
+    return any(isinstance(child, ast.Return) for child in ast.walk(node))
 
 
-def as_ast(*nodes: cst.BaseStatement) -> ast.Module:
-    return ast.parse(_code(nodes))
+def _module(*nodes: ast.stmt) -> ast.Module:
+    return ast.Module(list(nodes), [])
 
 
-def check_moves(forward: cst.FunctionDef, region: LossRegion, owner: str, anatomy: Anatomy) -> None:
+def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner: str, anatomy: Anatomy) -> None:
     """Raises Missed where the seam would change something: statements move above the head, or into a function that
     runs per chunk."""
-    closure = as_ast(region.first, *region.inside)
+    closure = _module(region.first, *region.inside)
+    shown = "\n".join(map(editor.code, closure.body))
     read, written = set(loaded(closure)), stored_names(closure) - {region.logits}
     for node in region.outside:
-        tree = as_ast(node)
         if _has_return(node):
-            raise Missed("no return between the head and the loss", code_of(node))
-        changed = stored_names(tree) & (read | {region.loss})
+            raise Missed("no return between the head and the loss", editor.code(node))
+        changed = stored_names(node) & (read | {region.loss})
         if changed:
-            raise Missed(f"no new value of {', '.join(sorted(changed))} between the head and the loss", code_of(node))
-        late = set(loaded(tree)) & written
+            raise Missed(
+                f"no new value of {', '.join(sorted(changed))} between the head and the loss", editor.code(node)
+            )
+        late = set(loaded(node)) & written
         if late:
-            raise Missed(f"no use of {', '.join(sorted(late))} but to make the logits", code_of(node))
+            raise Missed(f"no use of {', '.join(sorted(late))} but to make the logits", editor.code(node))
     for node in region.inside:
-        if _has_return(node) or region.loss in stored_names(as_ast(node)):
+        if _has_return(node) or region.loss in stored_names(node):
             what = "statements that make the logits, and nothing else, between the head and the loss"
-            raise Missed(what, code_of(node))
-    moved = {id(node) for node in (region.first, *region.inside)}
-    others = as_ast(*(node for node in function_body(forward) if id(node) not in moved))
-    given = {arg.arg for arg in ast.walk(as_ast(forward).body[0].args) if isinstance(arg, ast.arg)}
+            raise Missed(what, editor.code(node))
+    others = _module(*(node for node in forward.body if node not in closure.body))
+    given = {arg.arg for arg in ast.walk(forward.args) if isinstance(arg, ast.arg)}
     outer = set(loaded(others)) | stored_names(others) | given
     shared = written & (outer | {"self", region.parameter})
     if shared:
-        raise Missed(f"logits made without a new value of {', '.join(sorted(shared))}", _code(region.inside))
-    rest = as_ast(region.first.deep_replace(region.hidden_states, cst.Name("_")), *region.inside)
-    foreign = set(loaded(rest)) - {region.logits, "self", "_"} - written - (_configs(others) - given)
-    is_name = isinstance(region.hidden_states, cst.Name)
+        found = "\n".join(map(editor.code, region.inside))
+        raise Missed(f"logits made without a new value of {', '.join(sorted(shared))}", found)
+    body = ast.parse("\n".join([region.from_parameter, *map(editor.code, region.inside)])).body
+    is_name = region.hidden_states == region.parameter
+    foreign = region.besides | set(loaded(_module(*region.inside)))
+    foreign -= {region.logits, "self"} | written | (_configs(others) - given)
     foreign &= outer - {region.parameter} if is_name else outer | {region.parameter}
     if foreign:
-        what = f"logits made from {code_of(region.hidden_states)} and the module alone, not from {', '.join(sorted(foreign))}"
-        raise Missed(what, _code([region.first, *region.inside]))
-    body = as_ast(region.from_parameter(), *region.inside).body
+        what = f"logits made from {region.hidden_states} and the module alone, not from {', '.join(sorted(foreign))}"
+        raise Missed(what, shown)
+    body = ast.parse("\n".join([region.from_parameter, *map(editor.code, region.inside)])).body
     mixed = mixing(body, {region.parameter, region.logits}, owner, anatomy)
     if mixed is not None:
         raise Missed("a head that treats every token by itself, for the loss runs over chunks of tokens", mixed)
@@ -431,7 +435,3 @@ def _configs(code: ast.Module) -> set[str]:
     parts = [n for n in code.body if isinstance(n, ast.Assign) and CONFIG.fullmatch(ast.unparse(n.value))]
     bound = stored(code)
     return {name for node in parts for name in stored(node) if bound.count(name) == 1}
-
-
-def _code(nodes: Sequence[cst.BaseStatement]) -> str:
-    return "\n".join(code_of(node) for node in nodes)

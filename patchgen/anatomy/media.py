@@ -7,11 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy.bodies import normal_form
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, parameter_names
+from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, own_attribute, parameter_names
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS
 
@@ -88,24 +85,22 @@ def _is_given(value: ast.expr, media: str) -> bool:
     return any(_is_given(child, media) for child in ast.iter_child_nodes(value))
 
 
-def feature_calls(body: Sequence[cst.BaseStatement]) -> list[FeatureCall]:
+def feature_calls(body: Sequence[ast.stmt]) -> list[FeatureCall]:
     """The calls of `get_<modality>_features` with a media parameter, in the order of the statements that hold them."""
     found = []
     for position, node in enumerate(body):
-        if "_features" not in cst.Module([]).code_for_node(node):  # printing is much faster than matching
-            continue
-        for call in m.findall(node, m.Call(func=m.Attribute(value=m.Name("self")))):
-            match = FEATURES.match(call.func.attr.value)
-            names = [arg.value.value if isinstance(arg.value, cst.Name) else None for arg in call.args]
-            used = [node.value for arg in call.args for node in m.findall(arg.value, m.Name())]
+        for call in calls(node):
+            match = FEATURES.match(own_attribute(call.func) or "")
+            used = [name for given in (*call.args, *(k.value for k in call.keywords)) for name in loaded(given)]
             media = next((name for name in used if name in MEDIA), None)
             if match is None or media is None:
                 continue
-            plain = [name for arg, name in zip(call.args, names, strict=True) if arg.keyword is None and not arg.star]
-            starred = [arg for arg in call.args if arg.star == "**"]
-            kwargs = f"**{cst.Module([]).code_for_node(starred[0].value)}" if starred else None
-            grid = plain[1] if len(plain) == 2 and plain[0] == media else None
-            found.append(FeatureCall(position, call.func.attr.value, match[1], media, grid, kwargs))
+            plain = [given.id for given in call.args if isinstance(given, ast.Name)]
+            starred = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]
+            grid = plain[1] if len(plain) == len(call.args) == 2 and plain[0] == media else None
+            found.append(
+                FeatureCall(position, match[0], match[1], media, grid, f"**{starred[0]}" if starred else None)
+            )
     return found
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
-
-import libcst as cst
-import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
-from patchgen.rewrite import LINE_LENGTH, code_of, format_code, replace
+from patchgen.rewrite import LINE_LENGTH, Editor, format_code
 from patchgen.source import Module
 
 
@@ -62,7 +58,11 @@ class AbsoluteImports(Pass):
                 )
             if not relative:
                 continue
-            rewritten = replace(block, m.ImportFrom(), lambda node: _absolute(node, base_of, neighbours))
+            editor = Editor(block)
+            for node in relative:
+                package = ".".join([*base_of(node.level), *filter(None, [node.module])])
+                editor.from_module(node, package)
+            rewritten = editor.result
             if block.is_import:
                 rewritten = rewritten.with_text(_wrap_long_import(rewritten.text))
             module = module.swap(block, rewritten)
@@ -79,14 +79,6 @@ def _is_dynamic(call: ast.Call) -> bool:
     """`import_module(".name", package)`: a relative import that is no import statement."""
     name = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
     return dotted(call.func).endswith("import_module") and isinstance(name, str) and name.startswith(".")
-
-
-def _absolute(node: cst.ImportFrom, base_of: Callable[[int], list[str]], neighbours: set[str]) -> cst.ImportFrom:
-    if not node.relative or _is_neighbour(ast.parse(code_of(node)).body[0], neighbours):
-        return node
-    tail = [code_of(node.module)] if node.module else []
-    module = cst.parse_expression(".".join([*base_of(len(node.relative)), *tail]))
-    return node.with_changes(relative=(), module=module, whitespace_after_from=cst.SimpleWhitespace(" "))
 
 
 def _wrap_long_import(text: str) -> str:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import ClassInfo, dotted, loaded, plain_assignments
+from patchgen.anatomy.classes import ClassInfo, calls, dotted, loaded, own_attribute, plain_assignments
 from patchgen.anatomy.media import FEATURES, takes_media
 from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream
-from patchgen.rewrite import edit_body, marked
+from patchgen.rewrite import Editor
 from patchgen.source import Block
 
 FILTER = "accepts_precomputed_kwargs"
@@ -50,26 +47,16 @@ class AttentionKwargs(SitePass):
         open_callees = [name for name in callees if not _filters(anatomy, site.block, name)]
         if not open_callees:
             return Upstream(f"@{FILTER} drops them from {', '.join(callees)}")
-        served: list[str] = []
-
-        def withhold(call: cst.Call) -> cst.Call:
-            """`**kwargs` becomes `**ops.tower_kwargs(kwargs)`."""
-            given = [arg for arg in call.args if arg.star == "**" and isinstance(arg.value, cst.Name)]
-            served.extend(call.func.attr.value for _ in given)
-            for arg in given:
-                call = call.with_deep_changes(arg, value=cst.parse_expression(f"ops.tower_kwargs({arg.value.value})"))
-            return call
-
-        def edit(node: cst.BaseStatement) -> cst.BaseStatement:
-            before = len(served)
-            changed = m.replace(node, pattern, lambda call, _: withhold(call))
-            return marked(changed, self.mark) if len(served) > before else node
-
-        pattern = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.OneOf(*map(m.Name, open_callees))))
-        block = edit_body(block, "forward", lambda body: [edit(node) for node in body])
+        editor, served = Editor(block, self.mark), []
+        for statement in editor.function("forward").body:
+            for call in (call for call in calls(statement) if own_attribute(call.func) in open_callees):
+                for given in (k.value for k in call.keywords if k.arg is None and isinstance(k.value, ast.Name)):
+                    editor.mark(statement)
+                    editor.instead(given, f"ops.tower_kwargs({given.id})")
+                    served.append(own_attribute(call.func))
         if not served:
             return Upstream(f"hands no keyword arguments to {', '.join(open_callees)}")
-        return Rewritten(block, f"withheld from {', '.join(dict.fromkeys(served))}")
+        return Rewritten(editor.result, f"withheld from {', '.join(dict.fromkeys(served))}")
 
 
 def _callees(anatomy: Anatomy, name: str) -> list[str]:

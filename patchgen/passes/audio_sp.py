@@ -24,14 +24,11 @@ class AudioSP(TowerSlices):
       +         # patchgen: audio_sp
       +         if ops.attends_by_lengths(self.config):
                     return attention_interface(self, q, q, q, cu_seq_lens_q=cu_seqlens, max_length_q=max_seqlen)[0]
-                else:
-                    parts = [attention_interface(self, x, x, x)[0] for x in q.split(cu_seqlens.diff().tolist(), dim=2)]
-                    return torch.cat(parts, dim=1)
+                return attention_interface(self, q, q, q)[0]
 
 
         class ExampleLayer(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.self_attn = ExampleAttention(config)
 
             def forward(self, hidden_states, cu_seqlens, max_seqlen):
@@ -40,10 +37,8 @@ class AudioSP(TowerSlices):
 
         class ExampleAudio(PreTrainedModel):
             def __init__(self, config):
-                super().__init__(config)
                 self.conv1 = nn.Conv1d(config.num_mel_bins, config.d_model, 3)
                 self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.encoder_layers)])
-                self.ln_post = nn.LayerNorm(config.d_model)
 
             def forward(self, input_features, feature_lens):
                 padded_feature, valid_indices = chunk_and_pad(input_features, feature_lens)
@@ -62,7 +57,6 @@ class AudioSP(TowerSlices):
       +         hidden_states = rows.shard(hidden_states)
                 for layer in self.layers:
                     hidden_states = layer(hidden_states, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-                hidden_states = self.ln_post(hidden_states)
       +         # patchgen: audio_sp
       +         hidden_states = rows.gather(hidden_states)
                 hidden_states = (hidden_states[pairs] + hidden_states[pairs + 1]) / 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,8 @@ class Example:
     """A source before and after a pass: its documentation and its test.
 
     The first line of `text` is the title. Of the others, those with a `-` at their left are there only before, those
-    with a `+` only after; they begin in the column of the closing quotes.
+    with a `+` only after; they begin in the column of the closing quotes. A line `...` with a `+` stands for added lines
+    that are not shown. Upstream's usual imports are left out.
     """
 
     text: str
@@ -87,6 +89,11 @@ class Example:
     @property
     def after(self) -> str:
         return self._lines("+")
+
+    def shows(self, text: str) -> bool:
+        """Whether a text is what the example has after the pass."""
+        parts = re.split(r"^ *\.\.\.\n", self.after, flags=re.MULTILINE)
+        return re.fullmatch("(.*\n)*".join(map(re.escape, parts)), text) is not None
 
     def _lines(self, sign: str) -> str:
         _, *lines, margin = self.text.split("\n")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ast
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy, ClassInfo, Role
+from patchgen.anatomy.classes import calls
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, replace, statements
+from patchgen.rewrite import Editor
 from patchgen.source import Block
 
 FEATURES = "deepstack_features"
-_SCATTER = m.Call(func=m.Attribute(attr=m.Name("masked_scatter")))
 
 
 class DeepstackSP(SitePass):
@@ -44,33 +41,38 @@ class DeepstackSP(SitePass):
         return f"fusion model that reads .{FEATURES}" if reads else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        served: list[str] = []
-        edited = replace(block, m.IndentedBlock(), lambda body: self._with_own_levels(body, served))
-        reads = list(m.findall(block.cst, _READ))
-        if len(served) != len(reads) or not reads:
+        editor, served = Editor(block, self.mark), 0
+        nodes = list(ast.walk(block.node))
+        reads = [node for node in nodes if _name_of_levels(node)]
+        for body in (part for node in nodes for part in _branches(node)):
+            names: list[str] = []
+            for statement in body:
+                names += filter(None, [_name_of_levels(statement)])
+                scatter = next(filter(_is_scatter, calls(statement)), None)
+                if scatter is not None and names and not hasattr(statement, "body"):
+                    mask = editor.code(scatter.args[0])
+                    editor.below(statement, "\n".join(f"{name} = ops.local_levels({name}, {mask})" for name in names))
+                    served, names = served + len(names), []
+        if served != len(reads) or not reads:
             raise Missed(
                 f"`name = ....{FEATURES}` in the block that scatters the features of the same mask",
-                code_of(reads[0]) if reads else "",
+                editor.code(reads[0]) if reads else "",
             )
-        return Rewritten(edited, f"{len(served)} kinds of features")
-
-    def _with_own_levels(self, block: cst.IndentedBlock, served: list[str]) -> cst.IndentedBlock:
-        names: list[str] = []
-        body: list[cst.BaseStatement] = []
-        for statement in block.body:
-            body.append(statement)
-            if m.matches(statement, _READ):
-                names.append(statement.body[0].targets[0].target.value)
-            scatters = m.findall(statement, _SCATTER) if isinstance(statement, cst.SimpleStatementLine) else []
-            if scatters and names:
-                mask = code_of(scatters[0].args[0].value)
-                for name in names:
-                    body += statements(f"{name} = ops.local_levels({name}, {mask})", depth=3, comment=self.mark)
-                served += names
-                names = []
-        return block.with_changes(body=body)
+        return Rewritten(editor.result, f"{served} kinds of features")
 
 
-_READ = m.SimpleStatementLine(
-    body=[m.Assign(targets=[m.AssignTarget(target=m.Name())], value=m.Attribute(attr=m.Name(FEATURES)))]
-)
+def _name_of_levels(node: ast.AST) -> str | None:
+    """`name` of `name = <features>.deepstack_features`."""
+    match node:
+        case ast.Assign([ast.Name(name)], ast.Attribute(attr=attribute)) if attribute == FEATURES:
+            return name
+    return None
+
+
+def _is_scatter(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "masked_scatter"
+
+
+def _branches(node: ast.AST) -> list[list[ast.stmt]]:
+    """The lists of statements that run one after the other."""
+    return [part for field in ("body", "orelse") if isinstance(part := getattr(node, field, None), list)]

@@ -21,11 +21,6 @@ class DrawnMasks(SitePass):
     expects = "any number of hits: one per attention that asks"
     EXAMPLES = (
         Example("""compressed keys beside those of the tokens
-        import torch
-        from torch import nn
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-
         class ExampleAttention(nn.Module):
             def forward(self, query, key, bias, attention_mask):
       +         # patchgen: drawn_masks

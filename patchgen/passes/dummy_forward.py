@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy, ClassInfo
+from patchgen.anatomy.classes import stored
 from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, edit_function, embeddings_above, function_body, insert_at
+from patchgen.rewrite import Editor, embeddings_above, uses_name
 from patchgen.source import Block, Module
 
 ENCODED = "mm_encoder_outputs"
@@ -54,40 +53,32 @@ class DummyForward(SitePass):
         ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        above: list[str] = []
         optional = _optional(anatomy, site.block)
-        served: list[str] = []
-
-        def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
-            body = function_body(forward)
-            found = [call for call in feature_calls(body) if call.media in optional]
-            image, video = _joint(found, body, site.block, anatomy) or (None, None)
-            for call in reversed(found):
-                embeddings = embeddings_above(forward, body[: call.position])
-                if embeddings is None:
-                    above.append(call.media)
-                    continue
-                if call is video:
-                    served.append("one pass over images and videos")
-                    continue
-                code = f"{embeddings} = ops.absent_tower({embeddings}, {call.media}, self.{call.method})"
-                if call is image:
-                    code = (
-                        f"{ENCODED}, {embeddings} = ops.encode_vision(self.{image.method}, {ENCODED}, {embeddings}, images="
-                        f"({image.media}, {image.grid}), videos=({video.media}, {video.grid}), {image.kwargs})"
-                    )
-                else:
-                    served.append(call.media)
-                forward = insert_at(forward, call.position, code, self.mark)
-            return forward
-
-        block = edit_function(block, "forward", insert)
+        editor, above, served = Editor(block, self.mark), [], []
+        forward = editor.function("forward")
+        found = [call for call in feature_calls(forward.body) if call.media in optional]
+        image, video = _joint(found, forward.body, site.block, anatomy) or (None, None)
+        for call in found:
+            embeddings = embeddings_above(forward, forward.body[: call.position])
+            if embeddings is None:
+                above.append(call.media)
+                continue
+            if call is video:
+                continue
+            code = f"{embeddings} = ops.absent_tower({embeddings}, {call.media}, self.{call.method})"
+            if call is image:
+                code = (
+                    f"{ENCODED}, {embeddings} = ops.encode_vision(self.{image.method}, {ENCODED}, {embeddings}, images="
+                    f"({image.media}, {image.grid}), videos=({video.media}, {video.grid}), {image.kwargs})"
+                )
+            served.append("one pass over images and videos" if call is image else call.media)
+            editor.above(forward.body[call.position], code)
         if above:
-            which = ", ".join(above)
+            which = ", ".join(reversed(above))
             raise LeftAlone(f"{site.block}: {which} is encoded above the embeddings: every rank must hold it")
         if not served:
             raise Missed(f"a call of get_<modality>_features with {', '.join(optional)}", block.text[-400:])
-        return Rewritten(block, f"a minimal input where there is none: {', '.join(reversed(served))}")
+        return Rewritten(editor.result, f"a minimal input where there is none: {', '.join(served)}")
 
 
 def _optional(anatomy: Anatomy, name: str) -> list[str]:
@@ -96,7 +87,7 @@ def _optional(anatomy: Anatomy, name: str) -> list[str]:
 
 
 def _joint(
-    found: Sequence[FeatureCall], body: Sequence[cst.BaseStatement], owner: str, anatomy: Anatomy
+    found: Sequence[FeatureCall], body: Sequence[ast.stmt], owner: str, anatomy: Anatomy
 ) -> tuple[FeatureCall, FeatureCall] | None:
     """Images and then videos, with nothing but these guards between, served by the same code: they could go together."""
     image = next((call for call in found if call.modality == "image"), None)
@@ -105,8 +96,7 @@ def _joint(
         return None
     if video.position != image.position + 1 or not same_features(anatomy, owner, image.method, video.method):
         return None
-    guards = all(
-        isinstance(node := body[call.position], cst.If) and ENCODED in code_of(node.test) for call in (image, video)
-    )
-    before = any(m.findall(node, m.AssignTarget(target=m.Name(ENCODED))) for node in body[: image.position])
-    return (image, video) if guards and before else None
+    guards = (body[call.position] for call in (image, video))
+    guarded = all(isinstance(node, ast.If) and uses_name(node.test, ENCODED) for node in guards)
+    made = any(ENCODED in stored(node) for node in body[: image.position])
+    return (image, video) if guarded and made else None

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Container, Mapping
-
-import libcst as cst
-import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, base_name, calls, dotted
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, base_name, calls, dotted, own_attribute
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import own_methods
 from patchgen.anatomy.towers import towers_held_whole
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import MarkStatements, code_of, insert_first, marked, statements, transform
+from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block
 
 OWN = "ops.local_features"
@@ -37,7 +33,6 @@ class FillBack(SitePass):
         Example("""features of a tower that is computed whole
         class ExampleModel(PreTrainedModel):
             def __init__(self, config):
-                super().__init__(config)
                 self.vision_tower = AutoModel.from_config(config.vision_config)
       +         # patchgen: fill_back
       +         ops.mark_replicated(self.vision_tower)
@@ -64,16 +59,35 @@ class FillBack(SitePass):
         info = anatomy.classes[site.block]
         language = language_parts(anatomy, info)
         whole = towers_held_whole(anatomy, info, language)
-        rewriter = _FillBack(whole, _embeddings(anatomy, info, language), self.mark)
-        edited = transform(block, rewriter)
-        if rewriter.odd or not language:
-            what = f"`{rewriter.odd[0]}`" if rewriter.odd else "a language model that takes no inputs_embeds"
+        editor, embeddings = Editor(block, self.mark), _embeddings(anatomy, info, language)
+        methods = {node.name: node for node in block.node.body if isinstance(node, FunctionNode)}
+        scatters = [
+            (name, call)
+            for name in embeddings
+            for call in calls(methods[name])
+            if isinstance(call.func, ast.Attribute) and f".{call.func.attr}" == SCATTER
+        ]
+        odd = [c for name, c in scatters if len(c.args) != 2 or base_name(c.func.value) not in embeddings[name]]
+        if odd or not language:
+            what = f"`{editor.code(odd[0])}`" if odd else "a language model that takes no inputs_embeds"
             code = 'ops.require_whole_sequence("the inputs of this model")'
             return Rewritten(insert_first(block, "forward", code, self.mark), f"refuses slices: {what}")
-        if not rewriter.scattered:
+        if not scatters:
             raise Missed("`embeddings.masked_scatter(mask, features)`", ast.unparse(info.methods["forward"])[-400:])
         held = f"; whole on every rank: {', '.join(whole)}" if whole else ""
-        return Rewritten(edited, f"{len(rewriter.scattered)} kinds of features{held}")
+        for _, call in scatters:
+            editor.mark(call)
+            editor.around(call.args[1], f"{OWN}(", f", {editor.code(call.args[0])})")
+        for method in methods.values():
+            _let_slices_pass(editor, method)
+        for statement in methods["__init__"].body if whole else ():
+            name = own_attribute(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+            if name in whole:
+                editor.below(statement, f"ops.mark_replicated(self.{name})")
+        for statement in ast.walk(methods["forward"]):  # positions that upstream computes from the whole sequence
+            if isinstance(statement, ast.If) and ast.unparse(statement.test) == f"{POSITIONS} is None":
+                editor.above(statement.body[0], f'ops.require_whole_sequence("{POSITIONS}")')
+        return Rewritten(editor.result, f"{len(scatters)} kinds of features{held}")
 
 
 def language_parts(anatomy: Anatomy, info: ClassInfo) -> set[str]:
@@ -138,73 +152,19 @@ def _scattered(method: FunctionNode, names: set[str]) -> set[str]:
     return names - {"", "self"}
 
 
-class _FillBack(MarkStatements):
-    """Edits a fusion model: the sources of its scatters, its counts of placeholders, and the towers it builds."""
-
-    def __init__(self, whole: Container[str], embeddings: Mapping[str, set[str]], mark: str) -> None:
-        super().__init__(mark)
-        self._whole, self._embeddings = whole, embeddings
-        self._function: list[str] = []
-        self.scattered: list[str] = []
-        self.odd: list[str] = []
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        self._function.append(node.name.value)
-
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        self._function.pop()
-        return updated_node
-
-    def _counts(self, test: str) -> bool:
-        """Whether a check is of placeholders against features; transformers' own method makes no others."""
-        return self._function[-1:] == ["get_placeholder_mask"] or bool(COUNTED.search(test))
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        name = original_node.func
-        if m.matches(name, m.Attribute(attr=m.Name("masked_scatter"))) and self._function[-1] in self._embeddings:
-            return self._own(original_node, updated_node)
-        if m.matches(name, m.Name("torch_compilable_check")) and self._counts(code_of(original_node.args[0])):
-            self.changed = True
-            condition = updated_node.args[0]
-            wanted = cst.BooleanOperation(cst.parse_expression("ops.is_sliced()"), cst.Or(), condition.value)
-            return updated_node.with_changes(args=[condition.with_changes(value=wanted), *updated_node.args[1:]])
-        return updated_node
-
-    def _own(self, original: cst.Call, updated: cst.Call) -> cst.Call:
-        receiver = ast.parse(code_of(original.func.value), mode="eval").body
-        if len(original.args) != 2 or base_name(receiver) not in self._embeddings[self._function[-1]]:
-            self.odd.append(code_of(original))
-            return updated
-        mask, features = (argument.value for argument in updated.args)
-        self.changed = True
-        self.scattered.append(code_of(features))
-        owned = cst.Call(func=cst.parse_expression(OWN), args=[cst.Arg(features), cst.Arg(mask)])
-        return updated.with_changes(args=[updated.args[0], updated.args[1].with_changes(value=owned)])
-
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
-        """Counts that raise, and positions that upstream computes from the whole sequence."""
-        test = code_of(original_node.test)
-        if m.findall(original_node.body, m.Raise()) and self._counts(test):
-            old = code_of(updated_node.test)
-            wanted = f"not ops.is_sliced() and {old if updated_node.test.lpar else f'({old})'}"
-            return marked(updated_node.with_changes(test=cst.parse_expression(wanted)), self.mark)
-        if self._function[-1:] == ["forward"] and test == f"{POSITIONS} is None":
-            guard = statements(f'ops.require_whole_sequence("{POSITIONS}")', depth=3, comment=self.mark)
-            body = updated_node.body.with_changes(body=[*guard, *updated_node.body.body])
-            return updated_node.with_changes(body=body)
-        return updated_node
-
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
-        if m.matches(original_node, _ATTRIBUTE_SET) and self._function[-1:] == ["__init__"] and not self.changed:
-            name = original_node.body[0].targets[0].target.attr.value
-            if name in self._whole:
-                told = statements(f"ops.mark_replicated(self.{name})", depth=2, comment=self.mark)
-                return cst.FlattenSentinel([updated_node, *told])
-        return super().leave_SimpleStatementLine(original_node, updated_node)
+def _let_slices_pass(editor: Editor, method: FunctionNode) -> None:
+    """Checks of placeholders against features, which a slice of the tokens does not pass, are made of whole sequences."""
+    for node in ast.walk(method):
+        match node:
+            case ast.Call(ast.Name("torch_compilable_check"), [test, *_]) if _counts(editor, method, test):
+                editor.around(test, "ops.is_sliced() or ")
+                editor.mark(node)
+            case ast.If(test, body) if any(isinstance(n, ast.Raise) for s in body for n in ast.walk(s)):
+                if _counts(editor, method, test):
+                    editor.around(test, "not ops.is_sliced() and (", ")")
+                    editor.mark(node)
 
 
-_ATTRIBUTE_SET = m.SimpleStatementLine(
-    body=[m.Assign(targets=[m.AssignTarget(target=m.Attribute(value=m.Name("self")))])]
-)
+def _counts(editor: Editor, method: FunctionNode, test: ast.expr) -> bool:
+    """Whether a check is of placeholders against features; transformers' own method makes no others."""
+    return method.name == "get_placeholder_mask" or bool(COUNTED.search(editor.code(test)))

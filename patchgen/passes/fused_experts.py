@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
-
-import libcst as cst
-import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import dotted
@@ -13,7 +11,7 @@ from patchgen.anatomy.experts import ExpertsFormula, read_experts
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.roles import DISPATCHER, is_dispatcher, left_alone_experts, unread_experts
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, format_code, insert_first, replace
+from patchgen.rewrite import Editor, format_code
 from patchgen.source import Block, Module
 
 REGISTER, OUR_REGISTER = "experts_interface", "ops.experts_interface"  # the decorator's argument, and its value
@@ -29,18 +27,10 @@ class FusedExperts(SitePass):
     role = Role.EXPERTS
     EXAMPLES = (
         Example("""gated experts; upstream's dispatching decorator asks our register
-        import torch
-        import torch.nn.functional as F
-        from torch import nn
-        from transformers.activations import ACT2FN
-        from transformers.integrations import use_experts_implementation
-
-
       - @use_experts_implementation
       + @use_experts_implementation(experts_interface=ops.experts_interface)
         class ExampleExperts(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.num_experts = config.num_experts
                 self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * config.size, config.hidden))
                 self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.hidden, config.size))
@@ -90,12 +80,15 @@ class FusedExperts(SitePass):
         ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        for decorator in anatomy.classes[site.block].node.decorator_list:
+        editor = Editor(block, self.mark)
+        for decorator in block.node.decorator_list:
             called = getattr(decorator, "func", decorator)
             if is_dispatcher(anatomy, called) and dotted(called) != DISPATCHER:  # which would run beside us
                 raise Missed(f"transformers' decorator by its name, @{DISPATCHER}", decorator)
-        block = insert_first(block, "forward", fused_call(read_experts(anatomy, site.block)), self.mark)
-        return Rewritten(replace(block, _DISPATCHER, _with_our_register), "fused_moe seam")
+            if dotted(called) == DISPATCHER:
+                editor.instead(decorator, _with_our_register(decorator))
+        editor.at_start(editor.function("forward"), fused_call(read_experts(anatomy, site.block)))
+        return Rewritten(editor.result, "fused_moe seam")
 
 
 def fused_call(formula: ExpertsFormula) -> str:
@@ -121,15 +114,10 @@ def fused_call(formula: ExpertsFormula) -> str:
     return f'if ops.serves("fused_moe"):\n    return ops.fused_moe({", ".join(arguments)})\n'
 
 
-_DISPATCHER = m.Decorator(decorator=m.Name(DISPATCHER) | m.Call(func=m.Name(DISPATCHER)))
-
-
-def _with_our_register(node: cst.Decorator) -> cst.Decorator:
-    """The dispatching decorator gets our register of implementations."""
-    arguments = node.decorator.args if isinstance(node.decorator, cst.Call) else ()
-    given = {argument.keyword.value: code_of(argument.value) for argument in arguments if argument.keyword}
+def _with_our_register(decorator: ast.expr) -> str:
+    """The dispatching decorator with our register of implementations."""
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in getattr(decorator, "keywords", ())}
     if given.setdefault(REGISTER, OUR_REGISTER) != OUR_REGISTER:
-        raise Missed(f"@{DISPATCHER} with transformers' own register", code_of(node))
+        raise Missed(f"@{DISPATCHER} with transformers' own register", f"@{ast.unparse(decorator)}")
     order = dict.fromkeys([REGISTER, *given])
-    code = f"{DISPATCHER}({', '.join(f'{name}={given[name]}' for name in order)})"
-    return node.with_changes(decorator=cst.parse_expression(format_code(code).strip()))
+    return format_code(f"{DISPATCHER}({', '.join(f'{name}={given[name]}' for name in order)})").strip()

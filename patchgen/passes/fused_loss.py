@@ -6,34 +6,21 @@ import ast
 from collections.abc import Sequence
 from dataclasses import replace
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import own_attribute
+from patchgen.anatomy.classes import FunctionNode, own_attribute
 from patchgen.anatomy.loss_region import (
-    LOSS_CALL,
     LossRegion,
-    as_ast,
     check_moves,
     check_own_losses,
     check_own_readers,
     find_region,
+    is_loss_call,
     kwargs_of,
 )
 from patchgen.anatomy.loss_terms import unseen_terms
 from patchgen.anatomy.own_losses import handed_on, unserved_loss
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
-from patchgen.rewrite import (
-    append_method,
-    code_of,
-    edit_function,
-    function_body,
-    insert_first,
-    replace_statement,
-    statements,
-    with_body,
-)
+from patchgen.rewrite import Editor, append_method, format_code, indented, insert_first
 from patchgen.source import Block, Module
 
 LOCAL_TERMS, LOSS_FORM, OWN_LOSS = "local_loss_terms", "loss_form", "own_loss"
@@ -52,15 +39,9 @@ class FusedLoss(SitePass):
     expects = "one hit per causal head"
     role = Role.HEAD
     EXAMPLES = (
-        Example("""a plain head, and one whose logits are capped
-        import torch
-        from torch import nn
-        from transformers.modeling_outputs import CausalLMOutputWithPast
-
-
+        Example("""a plain head, one whose logits are capped, and one that writes its cross entropy out
         class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
             def __init__(self, config):
-                super().__init__(config)
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
 
             def forward(self, input_ids, labels=None, **kwargs):
@@ -80,15 +61,10 @@ class FusedLoss(SitePass):
       +             vocab_size=self.vocab_size,
       +             **kwargs,
       +         )
-
                 return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-        class ExampleCappedForCausalLM(ExamplePreTrainedModel, GenerationMixin):
-            def __init__(self, config):
-                super().__init__(config)
-                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
-
+        class ExampleCappedForCausalLM(ExampleForCausalLM):
             def forward(self, input_ids, labels=None, **kwargs):
                 outputs = self.model(input_ids)
       -         logits = self.lm_head(outputs[0]).float()
@@ -107,44 +83,26 @@ class FusedLoss(SitePass):
       +         logits, loss = ops.causal_lm_loss(
       +             head,
       +             outputs[0],
-      +             labels,
-      +             loss_function=self.loss_function,
-      +             training=self.training,
-      +             vocab_size=self.vocab_size,
+      +             ...
       +             **ops.step_labels(kwargs),
       +         )
                 return CausalLMOutputWithPast(loss=loss, logits=logits)
-        """),
-        Example("""a cross entropy that the head writes out
-        import torch
-        from torch import nn
-        from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
-        class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
-            def __init__(self, config):
-                super().__init__(config)
-                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
-
+        class ExampleOwnForCausalLM(ExampleForCausalLM):
             def forward(self, input_ids, labels=None, **kwargs):
                 hidden_states = self.model(input_ids)
       -         logits = self.lm_head(hidden_states)
-      -
       -         loss = None
       -         if labels is not None:
       -             loss_fct = nn.CrossEntropyLoss()
       -             loss = loss_fct(logits.view(-1, self.config.vocab_size), labels.view(-1))
       +         # patchgen: fused_loss
       +         logits, loss = ops.causal_lm_loss(
-      +             self.lm_head,
-      +             hidden_states,
-      +             labels,
+      +             ...
       +             loss_function=ops.aligned_cross_entropy,
-      +             training=self.training,
-      +             vocab_size=self.config.vocab_size,
-      +             **ops.step_labels(kwargs),
+      +             ...
       +         )
-
                 return CausalLMOutputWithPast(loss=loss, logits=logits)
       +
       +     # patchgen: fused_loss
@@ -189,58 +147,49 @@ class FusedLoss(SitePass):
 
     def _seam(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         check_own_losses(site.block, anatomy)
-        terms, forms = list(unseen_terms(anatomy, site.block)), []
-
-        def fuse(forward: cst.FunctionDef) -> cst.FunctionDef:
-            region = find_region(forward, site.block, anatomy)
-            check_own_readers(as_ast(forward).body[0], {region.labels, kwargs_of(forward)}, site.block, anatomy)
-            check_moves(forward, region, site.block, anatomy)
-            terms.extend(region.local_terms)
-            forms.append(region.form)
-            fused = self._fused(function_body(forward), replace(region, local_terms=tuple(terms)))
-            second = next((node for node in fused if m.findall(node, LOSS_CALL)), None)
-            if second is not None:
-                raise Missed("one call of self.loss_function", code_of(second))
-            return with_body(forward, fused)
-
-        block = edit_function(block, "forward", fuse)
+        editor = Editor(block, self.mark)
+        forward = editor.function("forward")
+        region = find_region(editor, forward, site.block, anatomy)
+        check_own_readers(forward, {region.labels, kwargs_of(forward)}, site.block, anatomy)
+        check_moves(editor, forward, region, site.block, anatomy)
+        terms = (*unseen_terms(anatomy, site.block), *region.local_terms)
+        others = [*forward.body[: region.end], *region.further, *forward.body[region.end + 1 :]]
+        second = next((node for node in others if any(map(is_loss_call, ast.walk(node)))), None)
+        if second is not None:
+            raise Missed("one call of self.loss_function", editor.code(second))
+        self._fuse(editor, forward, replace(region, local_terms=terms))
+        block = editor.result
         if terms:
-            block = append_method(block, f"{LOCAL_TERMS} = {tuple(terms)!r}", self.mark)
-        if any(forms):
-            block = append_method(block, f"{LOSS_FORM} = {forms[0]!r}", self.mark)
+            block = append_method(block, f"{LOCAL_TERMS} = {terms!r}", self.mark)
+        if region.form:
+            block = append_method(block, f"{LOSS_FORM} = {region.form!r}", self.mark)
         return Rewritten(block, "causal_lm_loss seam")
 
-    def _fused(self, body: Sequence[cst.BaseStatement], region: LossRegion) -> list[cst.BaseStatement]:
-        source = code_of(region.hidden_states)
-        function, definition = HEAD, [_head_function(region, self.mark)]
-        plain = (f"{code_of(region.module)}({source})", source)
-        if (
-            not region.inside
-            and isinstance(region.first, cst.SimpleStatementLine)
-            and code_of(region.projected) in plain
-        ):
-            function, definition = code_of(region.module), []
+    def _fuse(self, editor: Editor, forward: FunctionNode, region: LossRegion) -> None:
+        function, definition = HEAD, self._head_function(editor, region)
+        plain = (f"{region.module}({region.hidden_states})", region.hidden_states)
+        if not region.inside and not isinstance(region.first, ast.If) and region.projected in plain:
+            function, definition = region.module, ""
         training = f"self.training and not ({region.switches})" if region.further else "self.training"
         named = [f"loss_function={region.loss_function}", f"training={training}"]
         named += [f"local_terms=self.{LOCAL_TERMS}"] if region.local_terms else []
-        arguments = [function, source, region.labels, *named, *region.loss_arguments]
+        arguments = [function, region.hidden_states, region.labels, *named, *region.loss_arguments]
         call = f"{region.logits}, {region.loss} = ops.causal_lm_loss({', '.join(arguments)})"
-        seam = list(statements(call, depth=2, comment=None if definition else self.mark))
-        if definition:
-            seam[0] = seam[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-        replaced = replace_statement(region.first, [*definition, *seam])
-        below = body[region.end + 1 :]
+        seam = definition or f"# {self.mark}\n"
+        seam = (
+            editor.code(region.first, whole=True).removesuffix(editor.code(region.first)) + seam + format_code(call, 2)
+        )
+        last = region.end
         if region.further:  # upstream's, and of logits that a step does not have
             what = f"one with a term where {region.switches}"
-            code = f"if {region.switches}:\n    ops.require_no_step({region.labels}, {what!r})"
-            replaced = [*statements(code, depth=2, comment=self.mark), *replaced]
-            block = body[region.end]
-            below = [block.with_changes(body=block.body.with_changes(body=region.further)), *below]
-        return [*body[: region.start], *region.outside, *replaced, *below]
+            guard = f"if {region.switches}:\n    ops.require_no_step({region.labels}, {what!r})"
+            seam, last = format_code(f"# {self.mark}\n{guard}", 2) + seam, region.end - 1
+            editor.drop(forward.body[region.end].body[0])
+        lines = [*(editor.code(node, whole=True) for node in region.outside), seam]
+        editor.put(region.first, "\n".join(lines), forward.body[last])
 
-
-def _head_function(region: LossRegion, mark: str) -> cst.FunctionDef:
-    """`def head(hidden_states)` with everything that upstream does from hidden states to logits."""
-    template = statements(f"def {HEAD}({region.parameter}):\n    return {region.logits}\n", depth=2, comment=mark)[0]
-    body = [region.from_parameter(), *region.inside, *template.body.body]
-    return template.with_changes(body=template.body.with_changes(body=body))
+    def _head_function(self, editor: Editor, region: LossRegion) -> str:
+        """`def head(hidden_states)` with everything that upstream does from hidden states to logits."""
+        body = [region.from_parameter, *(editor.code(node, whole=True) for node in region.inside)]
+        code = indented("\n".join([*body, f"return {region.logits}"]), 4)
+        return f"# {self.mark}\ndef {HEAD}({region.parameter}):\n{code}\n\n"

@@ -6,19 +6,16 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.bodies import form_of, normal_form
-from patchgen.anatomy.classes import ClassInfo, called_names, calls, parameter_names, stored
+from patchgen.anatomy.classes import ClassInfo, called_names, calls, own_attribute, parameter_names, stored
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.known import TABLES, is_number
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LINEAR, PARAMETER
 from patchgen.anatomy.tokenwise import mixing_member
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import code_of, edit_body, edit_branch, insert_first, marked
+from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block, Module
 
 
@@ -78,12 +75,8 @@ class FusedOps(SitePass):
     expects = "one hit per norm, rotary function and gated MLP of a known formula; other formulas are listed as notes"
     EXAMPLES = (
         Example("""a norm
-        import torch
-
-
         class ExampleRMSNorm(nn.Module):
             def __init__(self, hidden_size, eps=1e-6):
-                super().__init__()
                 self.weight = nn.Parameter(torch.ones(hidden_size))
                 self.eps = eps
 
@@ -98,12 +91,8 @@ class FusedOps(SitePass):
                 return self.weight * hidden_states.to(input_dtype)
         """),
         Example("""a gated MLP
-        from torch import nn
-
-
         class ExampleMLP(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.act_fn = nn.SiLU()
 
             def forward(self, x):
@@ -156,33 +145,34 @@ class FusedOps(SitePass):
         return Rewritten(insert_first(block, site.name, code, self.mark), "rotary seam")
 
     def _swiglu(self, block: Block, anatomy: Anatomy) -> Rewritten:
-        def fuse(body: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
-            for position, node in enumerate(body):
-                if isinstance(node, cst.SimpleStatementLine) and (found := m.findall(node, _PRODUCT)):
-                    fused = node.deep_replace(found[0], self._fused_product(found[0], block.name, anatomy))
-                    body[position] = marked(fused, self.mark)
-                    return body
-                if m.matches(node, m.If(orelse=m.Else())) and m.findall(node.orelse, _PRODUCT):
-                    place = (position, "orelse", 0)
-                    return edit_branch(body, place, fuse)
+        editor = Editor(block, self.mark)
+        product = _product(editor.function("forward").body)
+        if product is None:
             code = ast.unparse(anatomy.classes[block.name].methods["forward"])
             raise Missed("self.<act>(self.<gate>(x)) * self.<up>(x) in one statement", code)
-
-        return Rewritten(edit_body(block, "forward", fuse), "swiglu seam")
-
-    def _fused_product(self, product: cst.BinaryOperation, owner: str, anatomy: Anatomy) -> cst.BaseExpression:
         activation = product.left.func
-        mixed = mixing_member(anatomy, owner, activation.attr.value, fixed=False)
+        mixed = mixing_member(anatomy, block.name, activation.attr, fixed=False)
         if mixed is not None:
             raise Missed("an activation of each row by itself", mixed)
-        gate, up = code_of(product.left.args[0].value), code_of(product.right)
-        return cst.parse_expression(f"ops.swiglu({gate}, {up}, {code_of(activation)})")
+        editor.mark(product)
+        gate, up = editor.code(product.left.args[0]), editor.code(product.right)
+        editor.instead(product, f"ops.swiglu({gate}, {up}, {editor.code(activation)})")
+        return Rewritten(editor.result, "swiglu seam")
 
 
-_OWN = m.Attribute(value=m.Name("self"))
-_PRODUCT = m.BinaryOperation(
-    left=m.Call(func=_OWN, args=[m.Arg(value=m.Call(func=_OWN))]), operator=m.Multiply(), right=m.Call(func=_OWN)
-)
+def _product(body: Sequence[ast.stmt]) -> ast.BinOp | None:
+    """The first `self.<act>(self.<gate>(x)) * self.<up>(x)` of a body, in what it runs at last."""
+    for statement in body:
+        if isinstance(statement, ast.If):
+            if (found := _product(statement.orelse)) is not None:
+                return found
+            continue
+        for node in ast.walk(statement):
+            match node:
+                case ast.BinOp(ast.Call(act, [ast.Call(gate)]), ast.Mult(), ast.Call(up)) if not node.left.keywords:
+                    if all(map(own_attribute, (act, gate, up))):
+                        return node
+    return None
 
 
 def _norm_call(anatomy: Anatomy, name: str) -> str | None:

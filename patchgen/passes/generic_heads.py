@@ -7,21 +7,18 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen import source
 from patchgen.anatomy import Anatomy, Build
 from patchgen.anatomy.classes import CONSTRUCTORS, calls
 from patchgen.anatomy.graph import references
 from patchgen.anatomy.names import Names
 from patchgen.passes.base import Example, Missed, Outcome, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import code_of, format_code, marked, transform
+from patchgen.rewrite import Editor, format_code
 from patchgen.source import Block, Module, bound_names
 from patchgen.upstream import Release, open_release
 
 PREFIX = "base_model_prefix"
-OF_SELF = (m.Arg(m.Name("self")), m.Arg(m.Attribute(m.Name("self"), m.Name(PREFIX))))
+OF_SELF = f"(self, self.{PREFIX}"
 
 
 class GenericHeads(SitePass):
@@ -36,12 +33,7 @@ class GenericHeads(SitePass):
         from transformers.modeling_layers import GenericForTokenClassification
       + import torch
       + from torch import nn
-      + from transformers.cache_utils import Cache
-      + from transformers.modeling_outputs import BaseModelOutputWithPast
-      + from transformers.modeling_outputs import TokenClassifierOutput
-      + from transformers.processing_utils import Unpack
-      + from transformers.utils import TransformersKwargs
-      + from transformers.utils import auto_docstring
+      + ...
       + from transformers.utils import can_return_tuple
 
 
@@ -59,57 +51,15 @@ class GenericHeads(SitePass):
       +         super().__init__(config)
       +         self.num_labels = config.num_labels
       +         self.model = ExampleModel._from_config(config)
-      +         if getattr(config, "classifier_dropout", None) is not None:
-      +             classifier_dropout = config.classifier_dropout
-      +         elif getattr(config, "hidden_dropout", None) is not None:
-      +             classifier_dropout = config.hidden_dropout
-      +         else:
-      +             classifier_dropout = 0.1
-      +         self.dropout = nn.Dropout(classifier_dropout)
-      +         self.score = nn.Linear(
-      +             config.get_text_config().hidden_size,
-      +             config.num_labels,
-      +             bias=getattr(config, "token_classification_bias", True),
-      +         )
-      +
-      +         # Initialize weights and apply final processing
-      +         self.post_init()
+      +         ...
       +
       +     @can_return_tuple
       +     @auto_docstring
       +     def forward(
-      +         self,
-      +         input_ids: torch.LongTensor | None = None,
-      +         attention_mask: torch.Tensor | None = None,
-      +         position_ids: torch.LongTensor | None = None,
-      +         past_key_values: Cache | None = None,
-      +         inputs_embeds: torch.Tensor | None = None,
-      +         labels: torch.LongTensor | None = None,
-      +         use_cache: bool | None = None,
-      +         **kwargs: Unpack[TransformersKwargs],
+      +         ...
       +     ) -> TokenClassifierOutput:
       +         outputs: BaseModelOutputWithPast = self.model(
-      +             input_ids,
-      +             attention_mask=attention_mask,
-      +             position_ids=position_ids,
-      +             past_key_values=past_key_values,
-      +             inputs_embeds=inputs_embeds,
-      +             use_cache=use_cache,
-      +             **kwargs,
-      +         )
-      +         sequence_output = outputs.last_hidden_state
-      +         sequence_output = self.dropout(sequence_output)
-      +         logits = self.score(sequence_output)
-      +
-      +         loss = None
-      +         if labels is not None:
-      +             loss = self.loss_function(logits, labels, self.config)
-      +
-      +         return TokenClassifierOutput(
-      +             loss=loss,
-      +             logits=logits,
-      +             hidden_states=outputs.hidden_states,
-      +             attentions=outputs.attentions,
+      +         ...
       +         )
         """),
     )
@@ -143,12 +93,15 @@ class GenericHeads(SitePass):
         if target not in anatomy.classes:
             raise Missed(f"{ast.unparse(build)} to build a class of this file", f"it builds {target}")
         stated = {name: one for one in (*written.node.body, *node.body) for name in bound_names(one)}
-        local = transform(written, _Local(stated[PREFIX].value.value, ast.unparse(build), target))
-        own = {name for one in node.body for name in bound_names(one)}
-        theirs = [one for one in _members(local.cst) if not own & set(bound_names(ast.parse(code_of(one)).body[0]))]
-        theirs[0] = marked(theirs[0], self.mark)
-        bases = [anatomy.names.resolve(base) != generic for base in node.bases]
-        return Rewritten(transform(block, _Join(bases, theirs)), f"{written.name}'s code around {target}")
+        local = Editor(_local(written, f"self.{stated[PREFIX].value.value}", ast.unparse(build), target))
+        own, editor = {name for one in node.body for name in bound_names(one)}, Editor(block)
+        first, *theirs = [one for one in _members(local.block.node) if not own & set(bound_names(one))]
+        bases = [editor.code(base) for base in block.node.bases if anatomy.names.resolve(base) != generic]
+        editor.set_bases(bases)
+        code = [editor.code(one, whole=True) for one in _members(block.node)]
+        code += [f"# {self.mark}\n{local.code(first)}", *(local.code(one, whole=True) for one in theirs)]
+        editor.fill("\n".join(code))
+        return Rewritten(editor.result, f"{written.name}'s code around {target}")
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         outcome = super().apply(module, anatomy)
@@ -205,12 +158,9 @@ def _auto_builds(node: ast.AST) -> Iterator[ast.Call]:
     return (c for c in calls(node) if getattr(c.func, "attr", "") in CONSTRUCTORS and "Auto" in ast.unparse(c.func))
 
 
-def _members(tree: cst.Module) -> list[cst.BaseStatement]:
+def _members(node: ast.ClassDef) -> list[ast.stmt]:
     """The statements of a class's body but for `pass` and `...`."""
-    body = next(node for node in tree.body if isinstance(node, cst.ClassDef)).body
-    found = body.body if isinstance(body, cst.IndentedBlock) else ()
-    nothing = m.SimpleStatementLine([m.Pass() | m.Expr(m.Ellipsis())])
-    return [node for node in found if not m.matches(node, nothing)]
+    return [one for one in node.body if ast.unparse(one) not in ("pass", "...")]
 
 
 def _missing(used: set[str], module: Module, anatomy: Anatomy, origin: str) -> Iterator[str]:
@@ -232,40 +182,17 @@ def _missing(used: set[str], module: Module, anatomy: Anatomy, origin: str) -> I
             yield block.text.strip()
 
 
-class _Local(cst.CSTTransformer):
+def _local(written: Block, attribute: str, build: str, target: str) -> Block:
     """The generic class's code with its base model as an attribute, built as a class of the file."""
-
-    def __init__(self, attribute: str, build: str, target: str) -> None:
-        self._attribute = cst.Attribute(cst.Name("self"), cst.Name(attribute))
-        self._build, self._target = build, target
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        if m.matches(original_node, m.Call(m.Name("getattr"), OF_SELF)):
-            return self._attribute
-        if code_of(original_node) == self._build:
-            return updated_node.with_changes(func=cst.Attribute(cst.Name(self._target), cst.Name("_from_config")))
-        return updated_node
-
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine:
-        is_local = m.findall(original_node, m.Call(m.Name("setattr"))) != []
-        return updated_node.with_changes(leading_lines=[]) if is_local else updated_node  # told of the Auto class
-
-    def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> cst.Expr | cst.Assign:
-        if not m.matches(original_node, m.Expr(m.Call(m.Name("setattr"), [*OF_SELF, m.DoNotCare()]))):
-            return updated_node
-        return cst.Assign([cst.AssignTarget(self._attribute)], updated_node.value.args[2].value)
-
-
-class _Join(cst.CSTTransformer):
-    """The head's class without its generic base, and with the members of it."""
-
-    def __init__(self, keeps: Sequence[bool], members: Sequence[cst.BaseStatement]) -> None:
-        self._keeps, self._new = keeps, members
-
-    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
-        bases = [base for base, stays in zip(updated_node.bases, self._keeps, strict=True) if stays]
-        bases[-1] = bases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        body = cst.IndentedBlock([*_members(cst.Module([original_node])), *self._new])
-        return updated_node.with_changes(bases=bases, body=body)
+    editor = Editor(written)
+    for call in calls(written.node):
+        if ast.unparse(call) == build:
+            editor.instead(call.func, f"{target}._from_config")
+        elif ast.unparse(call) == f"getattr{OF_SELF})":
+            editor.instead(call, attribute)
+    editor = Editor(editor.result)
+    for statement in ast.walk(editor.block.node):
+        if isinstance(statement, ast.Expr) and ast.unparse(statement).startswith(f"setattr{OF_SELF}, "):
+            editor.drop(statement)  # and the comment above it, which tells of the Auto class
+            editor.below(statement, f"{attribute} = {editor.code(statement.value.args[2])}", marked=False)
+    return editor.result

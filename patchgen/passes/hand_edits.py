@@ -6,18 +6,16 @@ from __future__ import annotations
 import ast
 import copy
 import difflib
+import functools
 from dataclasses import asdict, dataclass
 from typing import Literal
-
-import libcst as cst
-import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.passes.prune import without_mentions
-from patchgen.rewrite import append_method, code_of, edit_function, format_code, replace_statement, statements
+from patchgen.rewrite import Editor, format_code
 from patchgen.runtime.code_hash import short_hash, symbol_hash, without_docstrings
 from patchgen.source import Block, Module
 
@@ -151,12 +149,13 @@ class HandEdits(Pass):
     def _with_method(self, edit: OverrideMethod | AddMethod | EditMethod, block: Block) -> Block:
         class_name, _, method = edit.target.partition(".")
         methods = [node.name for node in block.node.body if isinstance(node, FunctionNode)]
-        times = methods.count(method)
+        times, editor = methods.count(method), Editor(block, self.mark)
         if isinstance(edit, AddMethod):
             if times:
                 raise PassMismatch(f"add_method: {edit.target} exists upstream; use override_method.")
-            self._method(edit, method)
-            return append_method(block, edit.code, self.mark)
+            _require_method(edit, method)
+            editor.append(edit.code)
+            return editor.result
         if not times:
             nearest = difflib.get_close_matches(method, methods, n=3, cutoff=0.2)
             raise PassMismatch(
@@ -164,44 +163,37 @@ class HandEdits(Pass):
                 f"{', '.join(nearest) or 'none'}. To add a method, use add_method."
             )
         if isinstance(edit, EditMethod):
-            return edit_function(block, method, lambda old: self._edited(edit, old))
+            self._edit(edit, editor, editor.function(method))
+            return editor.result
         if times > 1:
             raise PassMismatch(
                 f"override_method: {class_name} defines '{method}' {times} times (a property and its setter?); "
                 "use replace_class."
             )
-        return edit_function(block, method, lambda old: replace_statement(old, [self._method(edit, method)])[0])
+        _require_method(edit, method)
+        editor.replace(editor.function(method), edit.code)
+        return editor.result
 
-    def _method(self, edit: OverrideMethod | AddMethod, method: str) -> cst.FunctionDef:
-        new = statements(edit.code, depth=1, comment=self.mark)
-        if len(new) != 1 or not isinstance(new[0], cst.FunctionDef) or new[0].name.value != method:
-            raise ConfigError(f"{_verb(edit)} of {edit.target}: the code must be the one function '{method}'.")
-        return new[0]
-
-    def _edited(self, edit: EditMethod, function: cst.FunctionDef) -> cst.FunctionDef:
+    def _edit(self, edit: EditMethod, editor: Editor, function: FunctionNode) -> None:
         pattern = ast.parse(edit.match.strip()).body
         if len(pattern) != 1:
             raise ConfigError(f"edit_method of {edit.target}: `match` must be one statement.")
-        new, hits = statements(edit.code, depth=2, comment=self.mark), []
-
-        def edited(node: cst.BaseStatement) -> cst.BaseStatement | cst.FlattenSentinel:
-            parsed = ast.parse(code_of(node)).body
-            if len(parsed) != 1 or not same_structure(pattern[0], parsed[0]):
-                return node
-            hits.append(node)
-            places = {"before": [*new, node], "after": [node, *new], "instead": replace_statement(node, new)}
-            return cst.FlattenSentinel(places[edit.where])
-
-        statement = m.SimpleStatementLine() | m.If() | m.For()
-        result = m.replace(function, statement, lambda node, _: edited(node))
+        hits = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and same_structure(pattern[0], node)]
         if len(hits) != 1:
-            lines = [code_of(s).splitlines()[0] for s in function.body.body]
+            lines = [editor.code(statement).splitlines()[0] for statement in function.body]
             nearest = difflib.get_close_matches(edit.match.strip(), lines, n=2, cutoff=0.1)
             raise PassMismatch(
                 f"edit_method of {edit.target}: `{edit.match.strip()}` should stand there once and was found "
                 f"{len(hits)} times. Nearest: {' | '.join(nearest) or 'none'}."
             )
-        return result
+        before = functools.partial(editor.above, at_top=True)
+        {"before": before, "after": editor.below, "instead": editor.replace}[edit.where](hits[0], edit.code)
+
+
+def _require_method(edit: OverrideMethod | AddMethod, method: str) -> None:
+    code = ast.parse(edit.code).body
+    if len(code) != 1 or not isinstance(code[0], FunctionNode) or code[0].name != method:
+        raise ConfigError(f"{_verb(edit)} of {edit.target}: the code must be the one function '{method}'.")
 
 
 def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:

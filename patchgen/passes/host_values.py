@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
-
-import libcst as cst
+from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import (
@@ -20,16 +18,8 @@ from patchgen.anatomy.classes import (
     stored,
 )
 from patchgen.anatomy.media import FEATURES
-from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, Upstream, site_of
-from patchgen.rewrite import (
-    code_of,
-    edit_function,
-    function_body,
-    insert_at_start,
-    replace_statement,
-    statements,
-    with_body,
-)
+from patchgen.passes.base import Example, LeftAlone, Rewritten, Site, SitePass, Upstream, site_of
+from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
 
 # `t * h * w // merge**2`, the features of an image, is what a collator hands in for a grid; without a merger merge is 1.
@@ -89,34 +79,20 @@ class HostValues(SitePass):
         keys = {variable: variable if prefix else f"{modality}_{variable}" for variable in listed}
         kwargs = method.args.kwarg.arg
 
-        def edit(function: cst.FunctionDef) -> cst.FunctionDef:
-            body, found = [], []
-            for node in function_body(function):
-                parsed = ast.parse(code_of(node)).body
-                variable = _listed_name(parsed[0]) if len(parsed) == 1 else None
-                if variable in keys:
-                    found.append(variable)
-                    code = f"if {variable} is None:\n    {code_of(node.body[0])}"
-                    body += replace_statement(node, statements(code, depth=2))
-                else:
-                    body.append(node)
-            if found != listed:
-                raise Missed("`sizes = (...).tolist()`, a statement on lines of its own", code_of(function))
-            code = "\n".join(f'{variable} = {kwargs}.pop("{key}", None)' for variable, key in keys.items())
-            return insert_at_start(with_body(function, body), statements(code, depth=2, comment=self.mark))
-
-        block = edit_function(block, name, edit)
-        for other, own in _callers(anatomy.classes[site.block], name).items():
-            sizes = {f"{modality}_{variable}": f"{own}_{variable}" for variable in listed}
-            block = edit_function(block, other, lambda node, sizes=sizes: self._with_own_sizes(node, sizes))
+        editor = Editor(block, self.mark)
+        function = editor.function(name)
+        editor.at_start(function, "\n".join(f'{one} = {kwargs}.pop("{key}", None)' for one, key in keys.items()))
+        for node in function.body:
+            if variable := _listed_name(node):
+                editor.replace(node, f"if {variable} is None:\n    {editor.code(node)}", marked=False)
+        for other, own in _callers(
+            anatomy.classes[site.block], name
+        ).items():  # by the names that the called one looks up
+            taken = anatomy.classes[site.block].methods[other].args.kwarg.arg
+            pairs = [f'{taken}["{modality}_{one}"] = {taken}.pop("{own}_{one}", None)' for one in listed]
+            editor.at_start(editor.function(other), "\n".join(pairs))
         handed = ", ".join(f"{modality}_{variable}" for variable in keys)
-        return Rewritten(block, f"taken from {handed} where handed in")
-
-    def _with_own_sizes(self, function: cst.FunctionDef, sizes: Mapping[str, str]) -> cst.FunctionDef:
-        """The method of another modality, which hands its own sizes on by the names that the called one looks up."""
-        kwargs = function.params.star_kwarg.name.value
-        code = "\n".join(f'{kwargs}["{name}"] = {kwargs}.pop("{own}", None)' for name, own in sizes.items())
-        return insert_at_start(function, statements(code, depth=2, comment=self.mark))
+        return Rewritten(editor.result, f"taken from {handed} where handed in")
 
 
 def _callers(info: ClassInfo, name: str) -> dict[str, str]:

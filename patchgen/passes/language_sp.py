@@ -5,22 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-import libcst as cst
-
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, calls, own_attribute, parameter_names
 from patchgen.anatomy.roles import TOKENS, media_models
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import (
-    code_of,
-    edit_function,
-    embeddings_above,
-    function_body,
-    insert_at,
-    insert_first,
-    parameters,
-    uses_name,
-)
+from patchgen.rewrite import Editor, embeddings_above, insert_first, uses_name
 from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"
@@ -37,7 +26,6 @@ class LanguageSP(SitePass):
         Example("""above the default that upstream fills in
         class ExampleModel(ExamplePreTrainedModel):
             def __init__(self, config):
-                super().__init__(config)
                 self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.num_layers)])
 
             def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):
@@ -99,21 +87,19 @@ class LanguageSP(SitePass):
             code = f'ops.require_whole_sequence("the positions of {info.name}")'
             return Rewritten(insert_first(block, "forward", code, self.mark), "positions of a whole sequence alone")
 
-        def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
-            body = function_body(forward)
-            anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
-            embeddings = None if anchor is None else embeddings_above(forward, body[:anchor])
-            if embeddings is None and {*TOKENS} <= {
-                *parameters(forward)
-            }:  # read above them: ids or embeddings, as given
-                embeddings = "inputs_embeds if input_ids is None else input_ids"
-            if POSITIONS not in parameters(forward) or anchor is None or embeddings is None:
-                closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
-                raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
-            code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
-            return insert_at(forward, anchor, code, self.mark)
-
-        return Rewritten(edit_function(block, "forward", insert), "position ids of this rank's slice")
+        editor = Editor(block, self.mark)
+        forward = editor.function("forward")
+        takes = parameter_names(forward)
+        anchor = next((i for i, node in enumerate(forward.body) if uses_name(node, POSITIONS)), None)
+        embeddings = None if anchor is None else embeddings_above(forward, forward.body[:anchor])
+        if embeddings is None and {*TOKENS} <= {*takes}:  # read above them: ids or embeddings, as given
+            embeddings = "inputs_embeds if input_ids is None else input_ids"
+        if POSITIONS not in takes or anchor is None or embeddings is None:
+            closest = next((code for node in forward.body if POSITIONS in (code := editor.code(node))), "")
+            raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
+        code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
+        editor.above(forward.body[anchor], code)
+        return Rewritten(editor.result, "position ids of this rank's slice")
 
 
 def _counts_itself(anatomy: Anatomy, info: ClassInfo) -> bool:

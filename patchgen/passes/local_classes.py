@@ -5,14 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy, Build
 from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, auto_class, calls
 from patchgen.anatomy.names import Names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import MarkStatements, code_of, transform
+from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
 
 
@@ -32,7 +29,6 @@ class LocalClasses(SitePass):
 
         class ExampleModel(ExamplePreTrainedModel):
             def __init__(self, config: ExampleConfig):
-                super().__init__(config)
       -         self.language_model = AutoModel.from_config(config.text_config)
       +         # patchgen: local_classes
       +         self.language_model = ExampleTextModel._from_config(config.text_config)
@@ -40,7 +36,6 @@ class LocalClasses(SitePass):
         Example("""a language model that the checkpoint's config chooses
         class ExampleModel(PreTrainedModel):
             def __init__(self, config: ExampleConfig):
-                super().__init__(config)
       -         self.language_model = AutoModel.from_config(config.any_config)
       +         # patchgen: local_classes
       +         self.language_model = ops.build_part(AutoModel, config.any_config, beside=__file__)
@@ -85,11 +80,18 @@ class LocalClasses(SitePass):
             if target is None:
                 raise Missed(f"one class of this file that is written for the config {build.config}", build.code)
             wanted[build.code] = target if target in anatomy.classes else PART
-        rewriter = _UseLocalClass(wanted, self.mark)
-        rewritten = transform(block, rewriter)
-        if rewriter.found != set(wanted):
-            raise Missed(" and ".join(sorted(set(wanted) - rewriter.found)), block.node)
-        return Rewritten(rewritten, f"builds {', '.join(wanted.values())}")
+        editor = Editor(block, self.mark)
+        found = [(call, code) for call in calls(block.node) if (code := ast.unparse(call)) in wanted]
+        if missing := set(wanted) - {code for _, code in found}:
+            raise Missed(" and ".join(sorted(missing)), block.node)
+        for call, code in found:
+            editor.mark(call)
+            if wanted[code] == PART:
+                editor.instead(call.func, "ops.build_part")
+                editor.add_arguments(call, editor.code(call.func.value), "beside=__file__")
+            else:
+                editor.instead(call.func, f"{wanted[code]}._from_config")
+        return Rewritten(editor.result, f"builds {', '.join(wanted.values())}")
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         return [
@@ -128,31 +130,3 @@ def _elsewhere(target: str | None) -> str:
     if target.endswith("Config") and target != "AutoConfig":
         return f"the model of {target}, which is not in this file"
     return "what the checkpoint's config says" if target == "AutoConfig" else f"{target}, which is not in this file"
-
-
-class _UseLocalClass(MarkStatements):
-    """Replaces `Auto.from_config(config...)` in statements, each marked with a comment."""
-
-    def __init__(self, wanted: dict[str, str], mark: str) -> None:
-        super().__init__(mark)
-        self._wanted = wanted
-        self.found: set[str] = set()
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        if not m.matches(original_node.func, m.Attribute(attr=m.OneOf(*map(m.Name, CONSTRUCTORS)))):
-            return updated_node
-        code = ast.unparse(ast.parse(code_of(original_node)))
-        target = self._wanted.get(code)
-        if target is None:
-            return updated_node
-        self.found.add(code)
-        self.changed = True
-        if target == PART:
-            given = ", ".join(
-                code_of(argument.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for argument in updated_node.args
-            )
-            return cst.parse_expression(
-                f"ops.build_part({code_of(updated_node.func.value)}, {given}, beside=__file__)"
-            )
-        func = cst.Attribute(value=cst.Name(target), attr=cst.Name("_from_config"))
-        return updated_node.with_changes(func=func)

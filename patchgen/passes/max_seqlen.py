@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ast
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
-from patchgen.rewrite import code_of, edit_function, marked
+from patchgen.rewrite import Editor
 from patchgen.source import Block
 
 HELPERS = ("get_max_seqlen", "get_vision_attention_seqlens")
@@ -51,20 +48,19 @@ class MaxSeqlen(SitePass):
             names = sorted(called_names(forward) & set(HELPERS))
             return Upstream(f"{' and '.join(names)} outside of loops, with the value that is handed in")
         kwargs = f", {forward.args.kwarg.arg}" if forward.args.kwarg else ""
-        changed: list[str] = []
-
-        def once(line: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
-            """`x = (b[1:] - b[:-1]).max()`, with or without `.item()`, becomes `x = ops.max_seqlen(b, kwargs)`."""
-            code = code_of(line.body[0].value).replace(" ", "").removesuffix(".item()")
-            bounds = [name for name in BOUNDS if code == f"({name}[1:]-{name}[:-1]).max()"]
-            changed.extend(bounds)
-            value = cst.parse_expression(f"ops.max_seqlen({bounds[0]}{kwargs})") if bounds else None
-            return marked(line.with_deep_changes(line.body[0], value=value), self.mark) if bounds else line
-
-        block = edit_function(block, "forward", lambda node: m.replace(node, _ASSIGNMENT, lambda one, _: once(one)))
-        if len(changed) != len(_longest(info)):
+        editor, found = Editor(block, self.mark), 0
+        for node in ast.walk(editor.function("forward")):
+            match node:
+                case ast.Assign([ast.Name()], value):
+                    code = ast.unparse(value).removesuffix(".item()")
+                    for name in BOUNDS:
+                        if code == f"({name}[1:] - {name}[:-1]).max()":
+                            editor.mark(node)
+                            editor.instead(value, f"ops.max_seqlen({name}{kwargs})")
+                            found += 1
+        if found != len(_longest(info)):
             raise Missed("max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()", _longest(info)[0])
-        return Rewritten(block, "once per forward")
+        return Rewritten(editor.result, "once per forward")
 
 
 def _longest(info: ClassInfo) -> list[str]:
@@ -77,6 +73,3 @@ def _longest(info: ClassInfo) -> list[str]:
         if isinstance(call.func, ast.Attribute) and call.func.attr == "max"
         if any(isinstance(node, ast.Name) and node.id in bounds for node in ast.walk(call.func.value))
     ]
-
-
-_ASSIGNMENT = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(m.Name())]), m.ZeroOrMore()])

@@ -24,7 +24,7 @@ from patchgen.anatomy.sequence_operations import (
     unwrapped,
 )
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import WrapCalls, insert_first, transform
+from patchgen.rewrite import Editor, insert_first, wrap_calls
 from patchgen.source import Block, Module
 
 NOT_CHOSEN = "neither documents nor ranks reach it; prove it before it trains packed or sequence-parallel"
@@ -44,7 +44,6 @@ class MixerSP(SitePass):
 
         class ExampleShortConv(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.conv = nn.Conv1d(config.size, config.size, config.width, groups=config.size)
 
             def forward(self, hidden_states):
@@ -93,9 +92,9 @@ class MixerSP(SitePass):
         for method in info.methods.values():
             if called & set(operations) & local_names(method):  # another function of that name
                 raise Missed("operations along the sequence by names that nothing else is bound to", method)
-        rewriter = WrapCalls(operations, self.mark)
-        rewritten = transform(block, rewriter)
-        if not rewriter.kinds or UNKNOWN in rewriter.kinds:  # on one rank upstream's own; a slice is refused
+        editor = Editor(block, self.mark)
+        kinds = wrap_calls(editor, block.node, operations)
+        if not kinds or UNKNOWN in kinds:  # on one rank upstream's own; a slice is refused
             refusing = insert_first(block, "forward", f'ops.refuse_slices("{info.name}")', self.mark)
             return Rewritten(refusing, "of no form that divides: refuses slices")
         own = depthwise_convolutions(anatomy, info)
@@ -103,16 +102,16 @@ class MixerSP(SitePass):
         functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
         steps = any(_steps(node) for function in functions for node in ast.walk(function))
         needed = [kind for kind, is_needed in ((CONVOLUTION, own), (DELTA_RULE, steps)) if is_needed]
-        if missing := [kind for kind in needed if kind not in rewriter.kinds]:
+        if missing := [kind for kind in needed if kind not in kinds]:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing)
             raise Missed(f"a call of {wanted}", [*besides * (CONVOLUTION in missing), info.methods["forward"]][0])
         bodies = [ast.Module(method.body, []) for method in info.methods.values()]
         named = [n for body in bodies for n in ast.walk(body) if isinstance(n, ast.Name) and n.id in operations]
-        if len(named) > len(rewriter.kinds) or besides:  # one that nothing hands the whole sequence
+        if len(named) > len(kinds) or besides:  # one that nothing hands the whole sequence
             raise Missed("every operation along the sequence in a call of its own name", [*besides, *named][-1])
         if (hidden := unwrapped(info, operations, anatomy)) is not None:
             raise Missed("operations along the sequence in calls of their own names alone", hidden)
-        return Rewritten(rewritten, " and ".join(dict.fromkeys(rewriter.kinds)))
+        return Rewritten(editor.result, " and ".join(dict.fromkeys(kinds)))
 
 
 _SIGNATURES = {

@@ -25,7 +25,6 @@ class PositionIdFunc(SitePass):
         Example("""what the method reads off the model goes with it
         class ExampleModel(ExamplePreTrainedModel):
             def __init__(self, config):
-                super().__init__(config)
                 self.merge = config.vision_config.spatial_merge_size
 
             def get_rope_index(self, input_ids, image_grid_thw=None):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-import libcst as cst
-
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, parameter_names
 from patchgen.anatomy.roles import PIXELS
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, edit_function, function_body, insert_at, uses_name
+from patchgen.rewrite import Editor, uses_name
 from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"
@@ -61,19 +59,18 @@ class PositionIds(SitePass):
         ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
-            body = function_body(forward)
-            anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
-            if anchor is None or not any(uses_name(node, BATCH) for node in body[:anchor]):
-                closest = code_of(body[-1 if anchor is None else anchor])
-                raise Missed(f"a statement that reads {POSITIONS}, below the one that makes {BATCH}", closest)
-            if not isinstance(forward.params.star_kwarg, cst.Param):
-                raise Missed("a forward that takes keyword arguments", code_of(forward.params))
-            stacked = f'{forward.params.star_kwarg.name.value}.pop("{STACKED}", None)'
-            code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS}, {BATCH}, {stacked})"
-            return insert_at(forward, anchor, code, self.mark)
-
-        return Rewritten(edit_function(block, "forward", insert), "(batch, 3, L) becomes (3, batch, L)")
+        editor = Editor(block, self.mark)
+        forward = editor.function("forward")
+        anchor = next((i for i, node in enumerate(forward.body) if uses_name(node, POSITIONS)), None)
+        if anchor is None or not any(uses_name(node, BATCH) for node in forward.body[:anchor]):
+            closest = editor.code(forward.body[-1 if anchor is None else anchor])
+            raise Missed(f"a statement that reads {POSITIONS}, below the one that makes {BATCH}", closest)
+        if forward.args.kwarg is None:
+            raise Missed("a forward that takes keyword arguments", forward.args)
+        stacked = f'{forward.args.kwarg.arg}.pop("{STACKED}", None)'
+        code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS}, {BATCH}, {stacked})"
+        editor.above(forward.body[anchor], code)
+        return Rewritten(editor.result, "(batch, 3, L) becomes (3, batch, L)")
 
 
 def _is_multimodal(info: ClassInfo) -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Sequence
 
-import libcst as cst
-
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, called_names, calls, parameter_names
 from patchgen.anatomy.router_losses import known_forms, other_uses, require_given, require_known, router_losses
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import WrapCalls, edit_body, edit_function, insert_before, statements
+from patchgen.rewrite import Editor, wrap_calls
 from patchgen.source import Block, Module
 
 TOKENS = ("input_ids", "inputs_embeds")  # of a head: one of them says how many rows there are
@@ -98,9 +96,11 @@ class RouterLoss(SitePass):
 
     def _take_means(self, block: Block, known: FunctionNode) -> Rewritten:
         factors = [node.id for node in ast.walk(known.body[-2].value.args[0]) if isinstance(node, ast.Name)]
-        means = statements(f"{', '.join(factors)} = ops.router_means({', '.join(factors)})", 1, comment=self.mark)
-        block = edit_body(block, known.name, lambda body: insert_before(body, len(body) - 2, means))
-        return Rewritten(block, "means over what counts")
+        editor = Editor(block, self.mark)
+        editor.above(
+            editor.function(known.name).body[-2], f"{', '.join(factors)} = ops.router_means({', '.join(factors)})"
+        )
+        return Rewritten(editor.result, "means over what counts")
 
     def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:
         if not set(TOKENS) <= set(parameter_names(method)):
@@ -108,7 +108,7 @@ class RouterLoss(SitePass):
         given = {"tokens": f"{TOKENS[0]} if {TOKENS[0]} is not None else {TOKENS[1]}"}
         if method.args.kwarg is not None:
             given["real_tokens"] = f'{method.args.kwarg.arg}.get("real_tokens")'
-        more = [cst.Arg(keyword=cst.Name(k), value=cst.parse_expression(v)) for k, v in given.items()]
-        wrapper = WrapCalls(dict.fromkeys(losses, "router_loss"), self.mark, more, depth=1)
-        block = edit_function(block, method.name, lambda function: function.visit(wrapper))
-        return Rewritten(block, "called for what counts")
+        more = ", ".join(f"{name}={value}" for name, value in given.items())
+        editor = Editor(block, self.mark)
+        wrap_calls(editor, editor.function(method.name), dict.fromkeys(losses, "router_loss"), more)
+        return Rewritten(editor.result, "called for what counts")

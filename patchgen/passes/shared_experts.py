@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import ast
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, parameter_names
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, loaded, own_attribute, parameter_names
 from patchgen.anatomy.roles import LINEAR
 from patchgen.anatomy.tokenwise import stored_names
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import (
-    code_of,
-    edit_function,
-    function_body,
-    insert_before,
-    replace_statement,
-    statements,
-    uses_name,
-    with_body,
-)
+from patchgen.rewrite import Editor, uses_name
 from patchgen.source import Block
 
 HANDLE = "shared_beside"
@@ -45,7 +33,6 @@ class SharedExperts(SitePass):
 
         class ExampleExperts(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.size, config.hidden_size))
                 self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.size))
 
@@ -58,13 +45,11 @@ class SharedExperts(SitePass):
 
         class ExampleMoE(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.experts = ExampleExperts(config)
                 self.shared_experts = ExampleMLP(config)
 
-            def forward(self, hidden_states):
+            def forward(self, hidden_states, weights, indices):
                 residuals = hidden_states
-                _, weights, indices = self.gate(hidden_states)
       +         # patchgen: shared_experts
       +         shared_beside = ops.beside_experts(self.shared_experts, residuals)
                 hidden_states = self.experts(hidden_states, indices, weights)
@@ -72,17 +57,11 @@ class SharedExperts(SitePass):
       +         return hidden_states + shared_beside()
 
 
-        class ExampleEarlyMoE(nn.Module):
-            def __init__(self, config):
-                super().__init__()
-                self.experts = ExampleExperts(config)
-                self.shared_experts = ExampleMLP(config)
-
-            def forward(self, hidden_states):
+        class ExampleEarlyMoE(ExampleMoE):
+            def forward(self, hidden_states, weights, indices):
       -         shared_output = self.shared_experts(hidden_states)
       +         # patchgen: shared_experts
       +         shared_beside = ops.beside_experts(self.shared_experts, hidden_states, at_once=True)
-                _, weights, indices = self.gate(hidden_states)
                 hidden_states = self.experts(hidden_states, indices, weights)
       +         shared_output = shared_beside()
                 return hidden_states + shared_output
@@ -96,32 +75,25 @@ class SharedExperts(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         (routed, *_), (shared, *_) = _routed_and_shared(anatomy, site.block)
 
-        def edit(forward: cst.FunctionDef) -> cst.FunctionDef:
-            found = _find(forward, routed, shared)
-            if isinstance(found, str):
-                raise LeftAlone(f"{site.name}: {found}; shared and routed experts run one after the other")
-            return with_body(forward, self._moved(function_body(forward), *found))
-
-        return Rewritten(edit_function(block, "forward", edit), f"self.{shared} beside self.{routed}")
-
-    def _moved(
-        self, body: list[cst.BaseStatement], routed: int, shared: int, call: cst.Call
-    ) -> list[cst.BaseStatement]:
-        before = shared < routed
-        given = (arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in call.args)
-        arguments = [code_of(call.func), *map(code_of, given)]
-        by_position = all(m.matches(arg, m.Arg(keyword=None, star="")) for arg in call.args)
-        if not by_position or (not before and not all(m.matches(arg.value, m.Name()) for arg in call.args)):
+        editor = Editor(block, self.mark)
+        found = _find(editor.function("forward"), routed, shared)
+        if isinstance(found, str):
+            raise LeftAlone(f"{site.name}: {found}; shared and routed experts run one after the other")
+        at_routed, at_shared, call = found
+        before = at_shared.lineno < at_routed.lineno
+        arguments = [editor.code(node) for node in (call.func, *call.args)]
+        by_position = not call.keywords and not any(isinstance(given, ast.Starred) for given in call.args)
+        if not by_position or (not before and not all(isinstance(given, ast.Name) for given in call.args)):
             # What the arguments compute stays where it was, and with it the order of sums in the backward.
-            arguments = [f"lambda: {code_of(call)}"]
-        arguments += ["at_once=True"] if before else []
-        handle = statements(f"{HANDLE} = ops.beside_experts({', '.join(arguments)})", 2, self.mark)
-        taken = body[shared].deep_replace(call, cst.parse_expression(f"{HANDLE}()"))
+            arguments = [f"lambda: {editor.code(call)}"]
+        handle = f"{HANDLE} = ops.beside_experts({', '.join([*arguments, *['at_once=True'] * before])})"
         if before:
-            body.insert(routed + 1, taken.with_changes(leading_lines=[]))
-            return [*body[:shared], *replace_statement(body[shared], handle), *body[shared + 1 :]]
-        body[shared] = taken
-        return insert_before(body, routed, handle)
+            editor.below(at_routed, editor.code(at_shared).replace(editor.code(call), f"{HANDLE}()"), marked=False)
+            editor.replace(at_shared, handle)
+        else:
+            editor.instead(call, f"{HANDLE}()")
+            editor.above(at_routed, handle)
+        return Rewritten(editor.result, f"self.{shared} beside self.{routed}")
 
 
 def _routed_and_shared(anatomy: Anatomy, name: str) -> tuple[list[str], list[str]]:
@@ -139,52 +111,46 @@ def _is_dense(anatomy: Anatomy, info: ClassInfo) -> bool:
     return not info.roles and len(linear) > 1 and forward is not None and len(parameter_names(forward)) == 1
 
 
-def _find(forward: cst.FunctionDef, routed: str, shared: str) -> tuple[int, int, cst.Call] | str:
-    """The positions of the two calls, routed experts first, and the shared one; in words, why they are not moved."""
-    body = function_body(forward)
-    places = {}
+def _find(forward: FunctionNode, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt, ast.Call] | str:
+    """The statements of the two calls, routed experts first, and the shared one; in words, why they are not moved."""
+    body, places = forward.body, {}
     for attribute in (routed, shared):
-        pattern = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name(attribute)))
-        found = [(i, call) for i, node in enumerate(body) for call in m.findall(node, pattern)]
+        found = [
+            (i, call) for i, node in enumerate(body) for call in calls(node) if own_attribute(call.func) == attribute
+        ]
         if not found:
-            raise Missed(f"a call of self.{attribute}(...) in forward", code_of(forward))
+            raise Missed(f"a call of self.{attribute}(...) in forward", forward)
         if len(found) > 1:
             return f"self.{attribute} is called {len(found)} times"
         places[attribute] = found[0]
     (at_routed, _), (at_shared, call) = places[routed], places[shared]
-    if not all(isinstance(body[at], cst.SimpleStatementLine) for at in (at_routed, at_shared)):
+    if any(hasattr(body[at], "body") for at in (at_routed, at_shared)):
         return "one of the two is called under a condition"
     if at_routed == at_shared:
         return "both are called in one statement"
     if uses_name(forward, HANDLE):
         return f"the name {HANDLE} is taken"
     first, last = sorted((at_shared, at_routed))
-    read = {name.value for name in m.findall(call, m.Name())}
+    read = set(loaded(call))
     if at_shared < at_routed:
         if not _is_reshaped(body[at_shared], call):
             return f"self.{shared} is computed with before self.{routed} is called"
-        result = _written(body[at_shared])
+        result = stored_names(body[at_shared])
         if any(uses_name(node, name) for node in body[first + 1 : last + 1] for name in result):
             return f"the result of self.{shared} is read before self.{routed} is called"
         # The call's own arguments are bound where it stands; what reshapes its result is read later.
-        read = {name.value for name in m.findall(body[at_shared], m.Name())} - read - result
+        read = set(loaded(body[at_shared])) - read - result
         first, last = first + 1, last + 1
-    if read & {name for node in body[first:last] for name in _written(node)}:
+    if read & {name for node in body[first:last] for name in stored_names(node)}:
         return f"what self.{shared} reads is written between it and self.{routed}"
-    return at_routed, at_shared, call
+    return body[at_routed], body[at_shared], call
 
 
-def _is_reshaped(statement: cst.SimpleStatementLine, call: cst.Call) -> bool:
+def _is_reshaped(statement: ast.stmt, call: ast.Call) -> bool:
     """`name = call`, or the call reshaped: nothing whose place in the order of operations matters."""
-    line = statement.body[0]
-    value = line.value if isinstance(line, cst.Assign) else None
-    while isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) and value is not call:
-        if value.func.attr.value not in RESHAPES:
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value is not call:
+        if value.func.attr not in RESHAPES:
             return False
         value = value.func.value
     return value is call
-
-
-def _written(statement: cst.BaseStatement) -> set[str]:
-    """The names that a statement assigns or may change in place, nested blocks included."""
-    return stored_names(ast.parse(code_of(statement)))

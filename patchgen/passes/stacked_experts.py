@@ -6,28 +6,15 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-
-import libcst as cst
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
 from patchgen.anatomy.classes import uses
-from patchgen.anatomy.expert_lists import BIAS, ExpertList, ExpertLoop, read_expert_list
+from patchgen.anatomy.expert_lists import BIAS, ExpertList, ExpertLoop, branch_of, read_expert_list, statement_at
 from patchgen.anatomy.experts import read_experts
 from patchgen.anatomy.initialisation import METHOD, LinearInit, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, site_of
-from patchgen.rewrite import (
-    append_method,
-    at_end,
-    edit_body,
-    edit_branch,
-    format_code,
-    insert_first,
-    replace_statement,
-    statements,
-    with_torch,
-)
+from patchgen.rewrite import Editor, append_method, at_end, format_code, insert_first, with_torch
 from patchgen.source import Block, Module
 from patchgen.templates import render
 
@@ -48,15 +35,10 @@ class StackedExperts(SitePass):
     role = Role.EXPERTS
     EXAMPLES = (
         Example('''a list of modules becomes two stacks, its loop one call
-        import torch
-        import torch.nn.functional as F
-        from torch import nn
-        from transformers.activations import ACT2FN
-
-
+      + import torch
+      + from torch import nn
         class ExampleMLP(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)
                 self.up_proj = nn.Linear(config.hidden, config.size, bias=False)
                 self.down_proj = nn.Linear(config.size, config.hidden, bias=False)
@@ -71,33 +53,17 @@ class StackedExperts(SitePass):
       +     """The experts of ExampleMoE as stacks: slice e of each is the ExampleMLP number e."""
       +
       +     def __init__(self, expert, num_experts):
-      +         super().__init__()
-      +         self.num_experts = num_experts
-      +         intermediate_size, hidden_size = expert.gate_proj.weight.shape
-      +         like = {"dtype": expert.gate_proj.weight.dtype, "device": expert.gate_proj.weight.device}
+      +         ...
       +         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size, **like))
       +         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, **like))
-      +         self.act_fn = expert.act_fn
+      +         ...
       +
       +     def forward(self, hidden_states, top_k_index, top_k_weights):
-      +         final_hidden_states = torch.zeros_like(hidden_states)
-      +         expert_mask = nn.functional.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)
-      +         for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():
-      +             expert_idx = expert_idx[0]
-      +             top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
-      +             current_state = hidden_states[token_idx]
-      +             gate_up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx])
-      +             gate, up = gate_up.chunk(2, dim=-1)
-      +             current_state = self.act_fn(gate) * up
-      +             current_state = nn.functional.linear(current_state, self.down_proj[expert_idx])
-      +             current_state = current_state * top_k_weights[token_idx, top_k_pos, None]
-      +             final_hidden_states.index_add_(0, token_idx, current_state.to(final_hidden_states.dtype))
-      +         return final_hidden_states
+      +         ...
       +
       +
         class ExampleMoE(nn.Module):
             def __init__(self, config):
-                super().__init__()
       -         self.experts = nn.ModuleList([ExampleMLP(config) for _ in range(config.num_experts)])
       +         # patchgen: stacked_experts
       +         self.experts = ExampleStackedExperts(ExampleMLP(config), num_experts=config.num_experts)
@@ -148,10 +114,15 @@ class StackedExperts(SitePass):
         name = _stacked_name(anatomy, info.name)
         told = {"name": name, "block": info.name, "experts": experts, "dtype": loops[0].inside, "mark": self.mark}
         stacked = Block(text="\n\n" + format_code(render("stacked_experts.jinja", **told).lstrip("\n")))
-        block = edit_body(block, experts.method, lambda body: self._build(body, experts, name))
+        editor = Editor(block, self.mark)
+        built = editor.function(experts.method).body
+        code = f"self.{experts.attribute} = {name}({experts.expert}, num_experts={experts.num_experts})"
+        editor.replace(statement_at(built, experts.place), code)
+        for branch in (branch_of(built, place) for place in experts.parts):
+            editor.replace(branch[0], PART, branch[-1])
         for loop in loops:
-            edit = partial(self._call, experts=experts, loop=loop)
-            block = edit_body(block, loop.method, partial(edit_branch, place=loop.place, edit=edit))
+            self._call(editor, experts.attribute, loop)
+        block = editor.result
         if uses(block.node, experts.attribute) != 1 + len(loops):  # built once, called once in each
             raise Missed(f"no use of self.{experts.attribute} but its loop", block.text)
         return Rewritten(block, f"{experts.expert_class} x {experts.num_experts} as {name}", before=(stacked,))
@@ -168,33 +139,16 @@ class StackedExperts(SitePass):
         module = self._with_conversion(module, anatomy, lists)
         return replace(outcome, module=with_torch(module), hits=(*outcome.hits, *hits), added=names)
 
-    def _build(self, body: list[cst.BaseStatement], experts: ExpertList, name: str) -> list[cst.BaseStatement]:
-        code = f"self.{experts.attribute} = {name}({experts.expert}, num_experts={experts.num_experts})"
-        depth = 2 + len(experts.place) // 2
-
-        def built(branch: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
-            at = experts.place[-1]
-            new = replace_statement(branch[at], statements(code, depth, self.mark))
-            return [*branch[:at], *new, *branch[at + 1 :]]
-
-        for place in experts.parts:
-            body = edit_branch(body, place, lambda _: statements(PART, depth, self.mark))
-        return edit_branch(body, experts.place, built)
-
-    def _call(self, method: list[cst.BaseStatement], experts: ExpertList, loop: ExpertLoop) -> list[cst.BaseStatement]:
-        routing = f"{loop.hidden_states}, {loop.top_k_index}, {loop.top_k_weights}"
+    def _call(self, editor: Editor, experts: str, loop: ExpertLoop) -> None:
+        """One call in the place of a loop, without what only the loop needed."""
+        body = branch_of(editor.function(loop.method).body, loop.place)
         cast = f".to({loop.dtype})" if loop.dtype else ""  # a kernel answers in the dtype of the hidden states
         given = f"{loop.accumulator} =" if loop.accumulator else "return"
-        code = f"{given} self.{experts.attribute}({routing}){cast}"
-        first, *rest = statements(code, 2 + len(loop.place) // 2, self.mark)
-        body: list[cst.BaseStatement] = []
-        for position, statement in enumerate(method):
-            if position == loop.place[-1]:
-                space = [cst.EmptyLine(indent=False)] if body else []
-                body += [first.with_changes(leading_lines=[*space, *first.leading_lines]), *rest]
-            elif position not in loop.superseded:
-                body.append(statement)
-        return body
+        code = f"{given} self.{experts}({loop.hidden_states}, {loop.top_k_index}, {loop.top_k_weights}){cast}"
+        place = loop.place[-1]
+        for position in {*loop.superseded, place}:
+            editor.drop(body[position])
+        editor.below(body[place], code, spaced=bool({*range(place)} - {*loop.superseded}))
 
     def _with_init(
         self, module: Module, anatomy: Anatomy, names: Sequence[str], lists: Sequence[ExpertList]

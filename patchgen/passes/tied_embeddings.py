@@ -5,13 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import dotted
+from patchgen.anatomy.classes import calls, dotted
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
-from patchgen.rewrite import edit_body, statements
+from patchgen.rewrite import Editor
 from patchgen.source import Block, Module, bound_names
 
 
@@ -47,17 +44,16 @@ class TiedEmbeddings(SitePass):
         if "__init__" not in anatomy.classes[site.block].methods:
             raise Missed("an __init__ to correct the config in", "")
 
-        def untie(body: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
-            after = next((i for i, node in enumerate(body, start=1) if m.findall(node, _SUPER)), None)
-            if after is None:
-                raise Missed("super().__init__(config)", anatomy.classes[site.block].methods["__init__"])
-            new = statements("self.config.tie_word_embeddings = False", depth=2, comment=self.mark)
-            return [*body[:after], *new, *body[after:]]
+        editor = Editor(block, self.mark)
+        init = editor.function("__init__")
+        after = next((node for node in init.body if any(ast.unparse(c.func) == _SUPER for c in calls(node))), None)
+        if after is None:
+            raise Missed("super().__init__(config)", init)
+        editor.below(after, "self.config.tie_word_embeddings = False")
+        return Rewritten(editor.result, "no output embeddings to tie")
 
-        return Rewritten(edit_body(block, "__init__", untie), "no output embeddings to tie")
 
-
-_SUPER = m.Call(func=m.Attribute(value=m.Call(func=m.Name("super")), attr=m.Name("__init__")))
+_SUPER = "super().__init__"
 
 
 def _output_projection(anatomy: Anatomy, name: str) -> str | None:

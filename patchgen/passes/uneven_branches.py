@@ -21,7 +21,6 @@ class UnevenBranches(SitePass):
         Example("""experts of one modality
         class ExampleMoeBlock(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.text_moe = ExampleSparseMoe(config)
                 self.vision_moe = ExampleSparseMoe(config)
 

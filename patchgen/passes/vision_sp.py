@@ -24,14 +24,11 @@ class VisionSP(TowerSlices):
       +         # patchgen: vision_sp
       +         if ops.attends_by_lengths(self.config):
                     return attention_interface(self, q, q, q, cu_seq_lens_q=cu_seqlens)[0]
-                else:
-                    parts = [attention_interface(self, x, x, x)[0] for x in q.split(cu_seqlens.diff().tolist(), dim=2)]
-                    return torch.cat(parts, dim=1)
+                return attention_interface(self, q, q, q)[0]
 
 
         class ExampleBlock(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.attn = ExampleAttention(config)
 
             def forward(self, hidden_states, cu_seqlens, position_embeddings):
@@ -40,7 +37,6 @@ class VisionSP(TowerSlices):
 
         class ExampleMerger(nn.Module):
             def __init__(self, config):
-                super().__init__()
                 self.size = config.hidden_size * config.spatial_merge_size**2
                 self.proj = nn.Linear(self.size, config.out_hidden_size)
 
@@ -50,7 +46,6 @@ class VisionSP(TowerSlices):
 
         class ExampleVision(PreTrainedModel):
             def __init__(self, config):
-                super().__init__(config)
                 self.spatial_merge_size = config.spatial_merge_size
                 self.patch_embed = ExamplePatchEmbed(config)
                 self.blocks = nn.ModuleList([ExampleBlock(config) for _ in range(config.depth)])

@@ -61,6 +61,7 @@ IMPORTS = {
     "ALL_ATTENTION_FUNCTIONS": "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS",
     "use_experts_implementation": "from transformers.integrations import use_experts_implementation",
     "GenerationMixin": "from transformers import GenerationMixin",
+    "CausalLMOutputWithPast": "from transformers.modeling_outputs import CausalLMOutputWithPast",
 }
 
 

@@ -185,7 +185,7 @@ def test_a_pass_runs_before_the_one_that_it_names(place):
         ),
         ('    purpose = "', '    aim = "', "does not say TraceAttention.purpose"),
         ("(SitePass):", ":", "holds no class that is a Pass"),
-        ("import libcst as cst", "import libcsts as cst", "cannot be imported: ModuleNotFoundError"),
+        ("from patchgen.source import", "from patchgen.sources import", "cannot be imported: ModuleNotFoundError"),
     ],
 )
 def test_a_file_that_holds_no_pass_says_why(place, old, new, message):
@@ -205,7 +205,7 @@ def test_a_pass_whose_file_is_gone_is_named(place):
 
 
 def test_the_way_out_of_a_miss_names_the_file_of_the_pass(place):
-    missing = PASS.replace("        def decorate(", '        raise Missed("another form")\n\n        def decorate(')
+    missing = PASS.replace("        editor = E", '        raise Missed("another form")\n        editor = E')
     with_pass(place, missing.replace("Example, R", "Example, Missed, R"))
     with pytest.raises(PassMismatch, match=r"update the pass \(/.*/passes/trace_attention.py\)"):
         pipeline.generate(upstream.load(MODEL))
