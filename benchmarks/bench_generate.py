@@ -83,7 +83,7 @@ def append(model: str, runs: int, wall: float, cpu: float) -> None:
         "wall_s": round(wall, 3),
         "cpu_s": round(cpu, 3),
         "cores": os.cpu_count(),
-        **{name: importlib.metadata.version(name) for name in ("patchgen", "transformers", "black")},
+        **{name: importlib.metadata.version(name) for name in ("patchgen", "transformers", "libcst", "black")},
     }
     is_new = not RESULTS.exists()
     with RESULTS.open("a", newline="") as file:

@@ -84,7 +84,7 @@ def wanted(count: int, seed: str, only: list[str]) -> Iterator[tuple]:
 
 @functools.cache
 def versions() -> str:
-    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "pytest")]
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "libcst", "pytest")]
     return ", ".join([f"python {platform.python_version()}", *packages])
 
 

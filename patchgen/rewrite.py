@@ -10,6 +10,8 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
+import libcst as cst
+
 from patchgen.anatomy.classes import FunctionNode, calls, parameter_names, reads_name, targets
 from patchgen.anatomy.names import local_names
 from patchgen.errors import Missed
@@ -17,7 +19,6 @@ from patchgen.source import Block, Module
 
 LINE_LENGTH = 119
 INDENT = "    "
-BRANCHES = ("body", "orelse", "finalbody")
 
 
 def format_code(code: str, depth: int = 0) -> str:
@@ -129,41 +130,6 @@ class Editor:
     def drop(self, statement: ast.stmt) -> None:
         """Takes a statement away, with the comments and blank lines above it."""
         self._change(self._starts[self._gap(statement) - 1], self._starts[statement.end_lineno], "")
-
-    def drop_elements(self, listed: ast.List | ast.Tuple, gone: Sequence[ast.expr]) -> None:
-        """Takes elements out of a list or tuple; what stands behind the last one stays."""
-        spans = [self._span(element) for element in listed.elts]
-        left = [i for i, element in enumerate(listed.elts) if element not in gone]
-        for i in (i for i in range(len(spans)) if i not in left):
-            is_behind = bool(left) and i > left[-1]  # else up to the next one
-            start = spans[i - 1][1] if is_behind else spans[i][0]
-            self._change(start, spans[i][1] if is_behind or i + 1 == len(spans) else spans[i + 1][0], "")
-        end = self._span(listed)[1]
-        if isinstance(listed, ast.Tuple) and len(left) == 1 and b"," not in self._bytes[spans[-1][1] : end]:
-            self._change(spans[-1][1], spans[-1][1], ",")
-
-    def drop_branch(self, node: ast.If) -> bool:
-        """Takes an `if` or `elif` away with what it runs; a branch with nothing but an `else` below it stays. Whether it went."""
-        (start, _), is_elif, rest = self._span(node), self._is_elif(node), node.orelse
-        if rest and self._is_elif(rest[0]):
-            self._change(start, self._span(rest[0])[0] + (0 if is_elif else len("el")), "")
-        elif is_elif and rest:
-            self._change(self._starts[self._gap(node) - 1], self._starts[self._gap(rest[0]) - 2], "")
-        elif rest:
-            return False
-        elif is_elif or len(self.siblings(node)) > 1:
-            self.drop(node)
-        else:
-            self.replace(node, "pass", marked=False)
-        return True
-
-    def siblings(self, node: ast.stmt) -> list[ast.stmt]:
-        """The statements among which one stands."""
-        parts = (getattr(holder, name, None) for holder in self._holders.values() for name in BRANCHES)
-        return next((part for part in parts if isinstance(part, list) and node in part), self.block.statements)
-
-    def _is_elif(self, node: ast.stmt) -> bool:
-        return isinstance(node, ast.If) and self._bytes[self._span(node)[0] :].startswith(b"elif")
 
     def at_start(self, function: FunctionNode, code: str) -> None:
         """Marked code at the top of a function, below its docstring."""
@@ -327,3 +293,8 @@ def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: s
         if not is_header:
             editor.replace(statement, inside.result.text)
     return [wanted[call.func.id] for call in found]
+
+
+def transform(block: Block, transformer: cst.CSTTransformer) -> Block:
+    """The block after a libcst transformer."""
+    return block.with_text(block.cst.visit(transformer).code)
