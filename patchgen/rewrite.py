@@ -246,36 +246,6 @@ class Editor:
         """Takes a statement away, with the comments and blank lines above it."""
         self._change(statement).instead = ()
 
-    def drop_elements(self, listed: ast.List | ast.Tuple, gone: Sequence[ast.expr]) -> None:
-        """Takes elements out of a list or tuple; the last one that is left ends as the last one did."""
-        places = [i for i, element in enumerate(listed.elts) if element not in gone]
-
-        def change(old: cst.List | cst.Tuple) -> cst.List | cst.Tuple:
-            left = [old.elements[i] for i in places]
-            if left and len(left) < len(old.elements):
-                alone = isinstance(old, cst.Tuple) and len(left) == 1  # `("A",)` keeps its comma
-                comma = cst.MaybeSentinel.DEFAULT if alone else old.elements[-1].comma
-                left[-1] = left[-1].with_changes(comma=comma)
-            return old.with_changes(elements=left)
-
-        self._edit(self._expression(listed), change)
-
-    def drop_branch(self, node: ast.If) -> bool:
-        """Takes an `if` or `elif` away with what it runs; a branch with nothing but an `else` below it stays. Whether it went."""
-        is_elif = self._bytes[self._span(node)[0] :].startswith(b"elif")
-        found = self._statement(node)
-        if isinstance(found.orelse, cst.If):
-            self._edit(found, lambda old: old.orelse.with_changes(leading_lines=old.leading_lines))
-        elif is_elif:
-            self._edit(found, lambda old: old.orelse or cst.RemoveFromParent())
-        elif found.orelse is not None:
-            return False
-        elif len(self.siblings(node)) > 1:
-            self.drop(node)
-        else:
-            self.replace(node, "pass", marked=False)
-        return True
-
     def siblings(self, node: ast.stmt) -> list[ast.stmt]:
         """The statements among which one stands."""
         parts = (getattr(holder, name, None) for holder in self._holders.values() for name in BRANCHES)
@@ -453,3 +423,8 @@ def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: s
         if not is_header:
             editor.replace(statement, inside.result.text)
     return [wanted[call.func.id] for call in found]
+
+
+def transform(block: Block, transformer: cst.CSTTransformer) -> Block:
+    """The block after a libcst transformer."""
+    return block.with_text(block.cst.visit(transformer).code)

@@ -77,6 +77,7 @@ class FusedOps(SitePass):
         Example("""a norm
         class ExampleRMSNorm(nn.Module):
             def __init__(self, hidden_size, eps=1e-6):
+                super().__init__()
                 self.weight = nn.Parameter(torch.ones(hidden_size))
                 self.eps = eps
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy
@@ -22,9 +21,8 @@ from patchgen.passes.base import Example, LeftAlone, Rewritten, Site, SitePass, 
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
 
-# `t * h * w // merge**2`, the features of an image, is what a collator hands in for a grid; without a merger merge is 1.
-PLAIN_SIZES = re.compile(r"(?P<grid>\w+)\.prod\((dim=)?-1\)( // (?P<merge>\w+|[\w.]+\.(spatial_)?merge_size \*\* 2))?")
-SIDES = re.compile(r"([\w.]*\bmerge_(kernel_)?size)\[0\] \* \1\[1\]")
+# What a config holds a merger's side by, for the collator too: `t * h * w // side**2` are the features of a grid.
+SIDES = ("merge_kernel_size", "spatial_merge_size", "merge_size")
 PREFIXED = "accepts_precomputed_kwargs"
 
 
@@ -72,7 +70,7 @@ class HostValues(SitePass):
             raise LeftAlone(
                 f"{site.name}: upstream's decorator hands it what belongs to {prefix}; it reads sizes itself"
             )
-        if other := _of_another_formula(anatomy, method):
+        if other := _of_another_formula(anatomy, site.block, method):
             raise LeftAlone(f"{site.name}: {other} is not the features of each grid, t * h * w // merge**2")
         if user := _of_several(anatomy, name):
             raise LeftAlone(f"{site.name}: {user} calls it for several media; it reads the sizes of each itself")
@@ -134,20 +132,49 @@ def _grids(methods: Sequence[FunctionNode], method: FunctionNode, taken: str) ->
     return {taken} & {*names} | {name for name, value in given if name and ast.unparse(value) == taken}
 
 
-def _of_another_formula(anatomy: Anatomy, method: FunctionNode) -> str:
+def _of_another_formula(anatomy: Anatomy, owner: str, method: FunctionNode) -> str:
     """Sizes that a method of a model that takes grids `[N, 3]` computes otherwise than a collator does."""
     known, changed = plain_assignments(method.body), stored(method)
     methods = [one for info in anatomy.classes.values() for one in info.methods.values()]
     grids = _grids(methods, method, taken := f"{FEATURES.match(method.name)[1]}_grid_thw")
     is_handed = any(taken in parameter_names(one) for one in methods)
     for statement in filter(_listed_name, method.body if is_handed else ()):
-        found = PLAIN_SIZES.fullmatch(source := ast.unparse(statement.value.func.value))
-        merge = (found and found["merge"]) or "1 ** 2"
-        sides = known.get(merge)  # of a local that holds the product of both
-        is_square = merge.endswith("** 2") or (sides and SIDES.fullmatch(ast.unparse(sides)))
-        if not found or not is_square or found["grid"] not in grids - {*changed} or changed.count(merge) > 1:
-            return source
+        count, merger = (sizes := statement.value.func.value), None
+        if isinstance(sizes, ast.BinOp) and isinstance(sizes.op, ast.FloorDiv):
+            count, merger = sizes.left, sizes.right
+        if (
+            isinstance(merger, ast.Name) and changed.count(merger.id) == 1
+        ):  # a local that holds the product of both sides
+            merger = known.get(merger.id)
+        match count:
+            case ast.Call(ast.Attribute(ast.Name(grid), "prod"), [last]) | ast.Call(
+                ast.Attribute(ast.Name(grid), "prod"), [], [ast.keyword("dim", last)]
+            ) if ast.unparse(last) == "-1" and grid in grids - {*changed}:
+                if (merger is None and count is sizes) or _side_of(anatomy, owner, merger) in SIDES:
+                    continue
+        return ast.unparse(sizes)
     return ""
+
+
+def _side_of(anatomy: Anatomy, owner: str, merger: ast.expr | None) -> str | None:
+    """What a config calls the side of a square, `side**2` or `sides[0] * sides[1]`."""
+    match merger:
+        case ast.BinOp(side, ast.Pow(), ast.Constant(2)):
+            return _in_config(anatomy, owner, side)
+        case ast.BinOp(ast.Subscript(side, ast.Constant(0)), ast.Mult(), ast.Subscript(other, ast.Constant(1))):
+            return _in_config(anatomy, owner, side) if ast.unparse(side) == ast.unparse(other) else None
+    return None
+
+
+def _in_config(anatomy: Anatomy, owner: str | None, value: ast.AST | None) -> str | None:
+    """The name by which a config holds a value: of `self.visual.merge`, what the tower's `__init__` reads for it."""
+    *held, name = dotted(value).split(".")
+    if not held or held[0] != "self" or held[1:2] == ["config"]:
+        return name if held else None
+    for attribute in held[1:]:
+        builds = [*anatomy.builds(owner), *anatomy.auto_builds(owner)] if owner in anatomy.classes else []
+        owner = next((anatomy.target_of(build) for build in builds if build.attribute == attribute), None)
+    return _in_config(anatomy, owner, anatomy.attribute(owner, name)) if owner in anatomy.classes else None
 
 
 def _listed(method: FunctionNode) -> list[str]:

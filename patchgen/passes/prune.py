@@ -6,11 +6,14 @@ import ast
 import difflib
 from collections.abc import Sequence
 
+import libcst as cst
+import libcst.matchers as m
+
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.graph import references
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
-from patchgen.rewrite import Editor
+from patchgen.rewrite import transform
 from patchgen.source import Block, Module
 
 
@@ -151,51 +154,65 @@ def _looks_up_by_string(node: ast.AST) -> bool:
 
 
 def without_mentions(block: Block, gone: set[str]) -> Block:
-    """Removes names that are gone from `__all__` and from isinstance checks, and the branches that such a check opens."""
-    while gone and any(name in block.text for name in gone):
-        editor = Editor(block)
-        for node in (node for statement in block.statements for node in ast.walk(statement)):
-            if _drop_mention(editor, node, gone):
-                break
-        else:
-            break
-        block = editor.result
-    return block
+    """Removes names that are gone from `__all__` and from isinstance checks."""
+    if not gone or not any(name in block.text for name in gone):
+        return block
+    return transform(block, _DropMentions(gone))
 
 
-def _drop_mention(editor: Editor, node: ast.AST, gone: set[str]) -> bool:
-    """Removes what a node, without those below it, says of names that are gone; whether there was anything."""
-    match node:
-        case ast.If(test) if _is_dead(test, gone):
-            return editor.drop_branch(node)
-        case ast.Call(ast.Name("isinstance")) if _is_dead(node, gone):
-            editor.instead(node, "False")
-            return True
-        case ast.Assign([ast.Name("__all__")], ast.List(elements) | ast.Tuple(elements)):
-            listed = node.value
-        case ast.AugAssign(ast.Name("__all__"), _, ast.List(elements) | ast.Tuple(elements)):
-            listed = node.value
-        case ast.Call(ast.Name("isinstance"), [_, ast.Tuple(elements) as listed]):
-            left = [editor.code(element) for element in elements if _named(element) not in gone]
-            if len(left) == 1 < len(elements):
-                editor.instead(listed, left[0])
-                return True
-        case _:
-            return False
-    found = [element for element in elements if _named(element) in gone]
-    editor.drop_elements(listed, found)
-    return bool(found)
+class _DropMentions(cst.CSTTransformer):
+    def __init__(self, gone: set[str]) -> None:
+        self._gone = gone
+
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
+        is_exports = m.matches(updated_node, m.Assign(targets=[m.AssignTarget(m.Name("__all__"))]))
+        return self._without_gone(updated_node) if is_exports else updated_node
+
+    def leave_AugAssign(self, original_node: cst.AugAssign, updated_node: cst.AugAssign) -> cst.AugAssign:
+        return self._without_gone(updated_node) if m.matches(updated_node.target, m.Name("__all__")) else updated_node
+
+    def _without_gone(self, node: cst.Assign | cst.AugAssign) -> cst.Assign | cst.AugAssign:
+        if not isinstance(node.value, cst.List | cst.Tuple):
+            return node
+        return node.with_changes(value=node.value.with_changes(elements=self._left(node.value)))
+
+    def _left(self, listed: cst.List | cst.Tuple) -> list[cst.BaseElement]:
+        """The elements that name nothing that is gone; the last one ends as the last one did."""
+        named = [(e, getattr(e.value, "evaluated_value", getattr(e.value, "value", None))) for e in listed.elements]
+        left = [element for element, name in named if name not in self._gone]
+        if left and len(left) < len(listed.elements):
+            alone = isinstance(listed, cst.Tuple) and len(left) == 1  # `("A",)` keeps its comma
+            left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT if alone else listed.elements[-1].comma)
+        return left
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
+        orelse = updated_node.orelse
+        if isinstance(orelse, cst.If) and m.matches(orelse, _DEAD):
+            updated_node = updated_node.with_changes(orelse=orelse.orelse)
+        if not m.matches(updated_node, _DEAD):
+            return updated_node
+        rest = updated_node.orelse
+        if rest is None:
+            return cst.RemoveFromParent()
+        if isinstance(rest, cst.If):
+            return rest.with_changes(leading_lines=updated_node.leading_lines)
+        return updated_node  # `if False: ... else: ...` keeps its else branch
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        """`isinstance(x, (A, Gone))` loses the element; `isinstance(x, Gone)` inside a larger test becomes False."""
+        if not m.matches(updated_node, m.Call(func=m.Name("isinstance"), args=[m.Arg(), m.Arg()])):
+            return updated_node
+        first, second = updated_node.args
+        kinds = second.value
+        if isinstance(kinds, cst.Tuple):
+            left = self._left(kinds)
+            if left:
+                alone = len(left) == 1 < len(kinds.elements)
+                value = left[0].value if alone else kinds.with_changes(elements=left)
+                return updated_node.with_changes(args=[first, second.with_changes(value=value)])
+        elif not (isinstance(kinds, cst.Name) and kinds.value in self._gone):
+            return updated_node
+        return cst.Name("False")
 
 
-def _is_dead(test: ast.expr, gone: set[str]) -> bool:
-    """`isinstance(x, Gone)`, or what became of one."""
-    match test:
-        case ast.Call(ast.Name("isinstance"), [_, ast.Tuple(kinds)]) if kinds:
-            return all(_named(kind) in gone for kind in kinds)
-        case ast.Call(ast.Name("isinstance"), [_, ast.Name(kind)]):
-            return kind in gone
-    return isinstance(test, ast.Constant) and test.value is False
-
-
-def _named(element: ast.expr) -> str | None:
-    return getattr(element, "id", getattr(element, "value", None))
+_DEAD = m.If(test=m.Name("False"))

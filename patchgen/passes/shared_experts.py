@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, loaded, own_attribute, parameter_names
+from patchgen.anatomy.classes import ClassInfo, calls, loaded, own_attribute, parameter_names
 from patchgen.anatomy.roles import LINEAR
 from patchgen.anatomy.tokenwise import stored_names
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
@@ -76,7 +76,7 @@ class SharedExperts(SitePass):
         (routed, *_), (shared, *_) = _routed_and_shared(anatomy, site.block)
 
         editor = Editor(block, self.mark)
-        found = _find(editor.function("forward"), routed, shared)
+        found = _find(editor, routed, shared)
         if isinstance(found, str):
             raise LeftAlone(f"{site.name}: {found}; shared and routed experts run one after the other")
         at_routed, at_shared, call = found
@@ -111,15 +111,16 @@ def _is_dense(anatomy: Anatomy, info: ClassInfo) -> bool:
     return not info.roles and len(linear) > 1 and forward is not None and len(parameter_names(forward)) == 1
 
 
-def _find(forward: FunctionNode, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt, ast.Call] | str:
+def _find(editor: Editor, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt, ast.Call] | str:
     """The statements of the two calls, routed experts first, and the shared one; in words, why they are not moved."""
-    body, places = forward.body, {}
+    forward, places = editor.function("forward"), {}
+    body = forward.body
     for attribute in (routed, shared):
         found = [
             (i, call) for i, node in enumerate(body) for call in calls(node) if own_attribute(call.func) == attribute
         ]
         if not found:
-            raise Missed(f"a call of self.{attribute}(...) in forward", forward)
+            raise Missed(f"a call of self.{attribute}(...) in forward", editor.code(forward))
         if len(found) > 1:
             return f"self.{attribute} is called {len(found)} times"
         places[attribute] = found[0]

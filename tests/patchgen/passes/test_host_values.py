@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import textwrap
 
 import pytest
 import torch
 from generation_cases import applied, load
 
+from patchgen import pipeline
 from patchgen.errors import PassMismatch
 from patchgen.passes.host_values import HostValues
 
@@ -41,11 +41,9 @@ def test_each_modality_is_split_by_its_own_sizes(model, handed):
 
 
 def test_upstreams_decorator_does_the_same_where_it_stands():
-    text = load("qwen3_vl").text
-    start = text.index("class Qwen3VLModel(")
-    outcome = applied(HostValues(), text[start : text.index("class Qwen3VLForConditionalGeneration(")])
-    assert ast.unparse(outcome.module.block("Qwen3VLModel").node).count("kwargs.pop('split_sizes', None)") == 1
-    assert "video_split_sizes" not in outcome.module.text
+    text = pipeline.generate(load("qwen3_vl")).text
+    assert text.count('kwargs.pop("split_sizes", None)') == 1
+    assert "video_split_sizes" not in text
 
 
 def test_sizes_that_share_their_line_are_missed():
@@ -88,3 +86,12 @@ def test_a_method_that_one_forward_calls_for_images_and_videos_is_left_alone():
     )
     outcome = applied(HostValues(), MODEL[: MODEL.index("    def get_video")] + forward)
     assert not outcome.hits and "ExampleModel.forward calls it for several media" in outcome.notes[0]
+
+
+@pytest.mark.parametrize(("read", "hits"), [("config.spatial_merge_size", 1), ("config.pool_size", 0)])
+def test_sizes_are_those_of_a_collator_by_what_the_config_calls_the_mergers_side(read: str, hits: int):
+    """Whatever the tower calls it; another number of the config under a merger's name is another formula."""
+    tower = f"class ExampleTower(nn.Module):\n    def __init__(self, config):\n        self.merge_size = {read}\n\n\n"
+    init = "    def __init__(self, config):\n        self.visual = ExampleTower(config)\n\n    def get_image"
+    merged = MODEL.replace("image_grid_thw.prod(-1)", "(image_grid_thw.prod(-1) // self.visual.merge_size**2)")
+    assert len(applied(HostValues(), tower + merged.replace("    def get_image", init, 1)).hits) == hits

@@ -7,7 +7,7 @@ from generation_cases import applied
 
 from patchgen.passes.shared_experts import SharedExperts
 
-MODULES = SharedExperts.EXAMPLES[0].before.partition("    def forward(self, hidden_states):\n")[0]
+MODULES = SharedExperts.EXAMPLES[0].before.partition("    def forward(self, hidden_states, weights, indices):\n")[0]
 LINEAR = """\
 class ExampleMLP(nn.Module):
     def __init__(self, config):

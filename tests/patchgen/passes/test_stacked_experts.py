@@ -139,13 +139,6 @@ def method_text(module: Module, block: str, method: str) -> str:
     return textwrap.dedent(text[text.index(f"    def {method}(") :])
 
 
-@pytest.mark.parametrize("example", StackedExperts.EXAMPLES, ids=lambda example: example.title)
-def test_example(example):
-    outcome = stack(example.before)
-    assert outcome.module.text == example.after
-    assert stack(outcome.module.text).module.text == example.after
-
-
 @pytest.mark.parametrize("form", LOOPS)
 def test_loop_becomes_one_call(form):
     outcome = stack(EXPERT + LOOPS[form] + ROUTE + MODEL)

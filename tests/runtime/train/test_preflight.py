@@ -198,7 +198,7 @@ def test_values_that_the_config_class_refuses_are_told_in_one_sentence(kind, tmp
 
 def test_a_machine_that_trains_needs_no_generator():
     code = (
-        "import sys; sys.modules['black'] = None\n"
+        "import sys; sys.modules['libcst'] = sys.modules['black'] = None\n"
         "from patchgen.runtime.train import preflight\n"
         "from patchgen.runtime.verify import source_closure\n"
         "print(source_closure.prover())"
