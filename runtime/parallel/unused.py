@@ -33,7 +33,9 @@ from patchgen.runtime.parallel import undivided
 from patchgen.runtime.parallel.collectives import all_reduce
 
 LEFT_OUT = "_patchgen_left_out"  # of a parameter: whether its gradient is zeros in place of none, in this step
-_STOOD_IN = "_patchgen_stood_in"  # of a parameter, or of what FSDP2 gathers of it: a tower without an input ran through it
+_STOOD_IN = (
+    "_patchgen_stood_in"  # of a parameter, or of what FSDP2 gathers of it: a tower without an input ran through it
+)
 _UNUSED, _ZEROS, _USED = range(3)
 _ORDER = "_patchgen_order_of_units"  # of a sharded model
 _KEPT = 10_000  # units of a step that are remembered by name
