@@ -33,6 +33,10 @@ from patchgen.runtime.parallel import undivided
 from patchgen.runtime.parallel.collectives import all_reduce
 
 LEFT_OUT = "_patchgen_left_out"  # of a parameter: whether its gradient is zeros in place of none, in this step
+_STOOD_IN = (
+    "_patchgen_stood_in"  # of a parameter, or of what FSDP2 gathers of it: a tower without an input ran through it
+)
+_UNUSED, _ZEROS, _USED = range(3)
 _ORDER = "_patchgen_order_of_units"  # of a sharded model
 _KEPT = 10_000  # units of a step that are remembered by name
 
@@ -101,6 +105,8 @@ class FilledGroup(FSDPParamGroup):
         widens = self.has_accumulated
         for param in self.fsdp_params:
             computed = param._unsharded_param
+            if vars(computed).pop(_STOOD_IN, False):
+                setattr(param.sharded_param, _STOOD_IN, True)
             if computed.grad is not None or param.unsharded_accumulated_grad is not None or param in self._left_early:
                 setattr(param.sharded_param, LEFT_OUT, False)
             elif computed.requires_grad:
@@ -157,21 +163,49 @@ def agree(model: nn.Module) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    used = [not getattr(parameter, LEFT_OUT, False) for parameter in trained]
     order = getattr(model, _ORDER, None) or Order()
     # Over the host where the process group reaches it: then nothing waits for a device.
     device = "cpu" if "cpu" in dist.get_backend_config() else "cuda"
-    mine = torch.tensor([order.digest, -order.digest, *used], device=device)
+    mine = torch.tensor([order.digest, -order.digest, *map(_use, trained)], device=device)
     operation = "agree on which parameters were used"
-    most, least, *by_any = all_reduce(mine, op=dist.ReduceOp.MAX, operation=operation).tolist()
+    most, least, *uses = all_reduce(mine, op=dist.ReduceOp.MAX, operation=operation).tolist()
     if most != -least:
         _refuse_to_part(order)
     order.names.clear()
-    for parameter, is_used in zip(trained, by_any, strict=True):
-        if not is_used:
-            parameter.grad = None
-        if hasattr(parameter, LEFT_OUT):
-            delattr(parameter, LEFT_OUT)
+    unused = [parameter for parameter, use in zip(trained, uses, strict=True) if use == _UNUSED]
+    zeros = [parameter for parameter, use in zip(trained, uses, strict=True) if use == _ZEROS]
+    for parameter in unused + _without_gradient(zeros):
+        parameter.grad = None
+
+
+def _use(parameter: nn.Parameter) -> int:
+    """What this rank knows of this step's use of a parameter; the next step is asked anew."""
+    left_out, stood_in = (vars(parameter).pop(name, False) for name in (LEFT_OUT, _STOOD_IN))
+    return _UNUSED if left_out else _ZEROS if stood_in else _USED
+
+
+def _without_gradient(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Those whose gradient is zero on all ranks: towers that no rank had an input for. Others were used otherwise, too."""
+    if not parameters:
+        return []
+    gradients = [undivided.local(p.grad) if p.grad is not None else None for p in parameters]
+    device = next((one.device for one in gradients if one is not None), torch.device("cpu"))
+    found = [one.count_nonzero() if one is not None else torch.zeros((), dtype=torch.long) for one in gradients]
+    counts = all_reduce(torch.stack([one.to(device) for one in found]), operation="look for gradients of towers")
+    return [parameter for parameter, count in zip(parameters, counts.tolist(), strict=True) if not count]
+
+
+def stands_in(value: Tensor) -> None:
+    """Notes the parameters that a value was computed from, which takes the place of what this rank does not have."""
+    pending, seen = [value.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            setattr(variable, _STOOD_IN, True)
+        pending += [following for following, _ in node.next_functions]
 
 
 def _refuse_to_part(order: Order) -> NoReturn:

@@ -7,7 +7,7 @@ import torch
 from transformers import LlavaConfig
 
 from patchgen.runtime import attention, minimal_media, ops, parallel
-from patchgen.runtime.parallel import media, sharding
+from patchgen.runtime.parallel import gradients, media, sharding
 from patchgen.runtime.verify import media_ranks
 from patchgen.runtime.verify.media_ranks import RankResult
 from patchgen.runtime.verify.yardstick import find, state_of, yardstick
@@ -32,6 +32,27 @@ def steps_agree(model: str, *, sp: int, num_steps: int) -> None:
     """Each batch index its own modality: in every step loss and gradients are those of one rank with the whole batch."""
     for row in media_ranks.mixed_steps(model, find(model).heads[0], sp=sp, num_steps=num_steps):
         assert not row.get("reason"), row
+
+
+def steps_without_images(model: str) -> list[tuple[set[str], set[str]]]:
+    """The parameters that an optimizer would be given gradients of, and those that have one upstream on one rank: after a step
+    of text on all ranks, and after one in which one rank has an image."""
+    known, state = yardstick(model, find(model).heads[0]), state_of(1)
+    generated = sharding.shard_model(known.generated(), state)
+    maker, found = known.builder, []
+    for image in (False, True):
+        samples = [maker.sample([3 + rank, 5]) for rank in range(2)]
+        if image:
+            samples[1] = media_ranks.one_modality_each(known, 1, 0)[0]
+        mine = dict(maker.case("mixed", [samples[state.batch_index]]).batch)
+        mine["position_ids"] = known.positions(mine)
+        _, expected = known.one_rank([dict(maker.case("mixed", [sample]).batch) for sample in samples])
+        media_ranks.on_ranks(generated, mine, state, pad=known.pad, fsdp=True, kernels=known.seams)
+        assert gradients.accept(generated, gradients.norm(generated.parameters()), on_nonfinite="stop")
+        own = {name for name, parameter in generated.named_parameters() if parameter.grad is not None}
+        found.append((own, {name for name, gradient in expected.items() if bool(gradient.any())}))
+        generated.zero_grad(set_to_none=True)
+    return found
 
 
 def agrees_with(model: str, name: str, *, sp: int, undivided: bool = False, recomputed: bool = False) -> None:

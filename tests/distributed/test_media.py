@@ -69,6 +69,13 @@ def test_a_projector_beside_the_towers_method_has_its_gradient_on_ranks_without_
     two_ranks.run(cases.steps_agree, "llama4", sp=1, num_steps=2, timeout=60)
 
 
+@pytest.mark.parametrize("model", ["llama4", "qwen3_vl"])
+def test_a_tower_that_no_rank_had_an_image_for_is_not_updated(model, two_ranks):
+    """It ran on every rank, and on one rank it would not have: no decay, no moments."""
+    for text, image in two_ranks.run(cases.steps_without_images, model, timeout=60):
+        assert text[0] == text[1] < image[0] == image[1]
+
+
 def test_wrong_inputs_are_refused(two_ranks):
     two_ranks.run(cases.features_that_are_not_the_tokens_are_refused)
     two_ranks.run(cases.masks_made_of_slices_are_refused)
