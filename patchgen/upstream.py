@@ -187,7 +187,7 @@ def open_release(version: str | None = None) -> Release:
         UpstreamNotFound: with the version and the places that were looked at.
     """
     present = installed_version()
-    wanted = version or present
+    wanted = present if version is None else version
     if wanted is None:
         raise UpstreamNotFound(
             "transformers is not installed here. Install it (`pip install transformers==5.23.0`), name a release with "

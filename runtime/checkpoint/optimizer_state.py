@@ -35,8 +35,8 @@ def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise CheckpointError(
-                    f"Group {place} of {type(optimizer).__name__} trains a tensor {list(parameter.shape)} that is no "
-                    "parameter of the model. Make the optimizer after the model was sharded."
+                    f"Group {place} of {type(optimizer).__name__} trains a tensor {list(parameter.shape)} that is "
+                    "not a parameter of the model. Make the optimizer after the model was sharded."
                 )
             found[names[id(parameter)]] = parameter
     return found

@@ -234,9 +234,9 @@ def entry(start, stop):
     ("header", "told"),
     [
         ([], "h.safetensors has a header that is not a JSON object"),
-        ({"a": {"dtype": "F32", "shape": [1]}}, "a in h.safetensors has no dtype, shape and data_offsets"),
-        ({"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}, "a in h.safetensors has no dtype"),
-        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "a in h.safetensors has no dtype"),
+        ({"a": {"dtype": "F32", "shape": [1]}}, "a in h.safetensors has no valid dtype, shape and data_offsets"),
+        ({"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}, "a in h.safetensors has no valid dtype"),
+        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "a in h.safetensors has no valid dtype"),
         ({"a": entry(0, 4), "b": entry(0, 4)}, "b in h.safetensors overlaps a"),
         ({"a": entry(0, 4), "b": entry(8, 12)}, "b in h.safetensors comes after 4 bytes that belong to no tensor"),
     ],

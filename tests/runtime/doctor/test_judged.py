@@ -91,7 +91,7 @@ LONG = "In Dresden, " + "behind the hill and " * 6 + "the river."
             "labels",
             r"rows.jsonl:1, rejected: the answer is empty: what is learned is '<\|im_end\|>'",
         ),
-        (lambda row: row | {"chosen": row["chosen"][:1]}, {}, "data", "chosen has no turn of the assistant"),
+        (lambda row: row | {"chosen": row["chosen"][:1]}, {}, "data", "chosen has no assistant turn"),
         (
             lambda row: row | {"chosen": [row["chosen"][0], {"role": "assistant", "content": LONG}]},
             {"max_length": 96, "on_long": "truncate"},
