@@ -264,7 +264,8 @@ def on_ranks(results: Sequence[media_ranks.RankResult], layout: str) -> str:
     """One phrase: the worst difference, or the first reason."""
     reason = next((one.reason for one in results if one.reason), "")
     if reason:
-        return f"no: {reason.strip().splitlines()[-1].partition(', ')[0]}"
+        told = reason.strip().splitlines()[-1].rpartition("Error: ")[2]
+        return f"no: {told.partition(', and ')[0]}"
     return f"{layout}: {max(max(one.loss, one.gradient) for one in results):.0e} in {len(results)} cases"
 
 
