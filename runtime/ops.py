@@ -62,6 +62,7 @@ from patchgen.runtime.sequence_ops import (
     selective_scan,
     sequence_position_ids,
     state_space_scan,
+    tokens_of_any_rank,
 )
 from patchgen.runtime.written_losses import aligned_cross_entropy, shifted_cross_entropy
 
@@ -112,6 +113,7 @@ __all__ = [
     "state_space_scan",
     "step_labels",
     "swiglu",
+    "tokens_of_any_rank",
     "tower_kwargs",
     "tower_rows",
 ]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from patchgen.runtime import parallel
 
 if TYPE_CHECKING:
@@ -110,6 +112,25 @@ def refuse_slices(mixer: str) -> None:
             f"{mixer} mixes tokens along the sequence in a form that is not divided, and this rank holds a slice of the "
             f"sequence (sp={state.sp}). Train this model with sp=1."
         )
+
+
+def tokens_of_any_rank(tokens: Tensor | None, hidden_states: Tensor) -> Tensor | None:
+    """The tokens that a branch is for, `(B, S)`, if any of them is; on several ranks if any of any rank is, none of this rank's
+    perhaps: then all ranks take it. Otherwise None. Waits for the device.
+
+    Args:
+        hidden_states: `(B, S, H)` of this rank.
+    """
+    found = tokens is not None and bool(tokens.any())
+    state = parallel.current()
+    if state is not None and state.config.world > 1:
+        from patchgen.runtime.parallel.collectives import all_reduce
+
+        own = hidden_states.new_tensor(found, dtype=torch.int32)
+        found = bool(all_reduce(own, operation="agree on a branch of tokens"))
+        if found and tokens is None:
+            tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int32)
+    return tokens if found else None
 
 
 def refuse_uneven_ranks(name: str, test: str) -> None:

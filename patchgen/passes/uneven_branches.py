@@ -1,13 +1,16 @@
-"""Modules that run only where this rank's tokens ask for them are refused on several ranks."""
+"""Modules that run only where this rank's tokens ask for them run on all ranks or on none, or are refused on several."""
 
 from __future__ import annotations
 
 import ast
 
+import libcst as cst
+import libcst.matchers as m
+
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import ClassInfo, calls, own_attribute
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, loaded, own_attribute, parameter_names
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
-from patchgen.rewrite import insert_first
+from patchgen.rewrite import code_of, insert_first, replace
 from patchgen.source import Block
 
 
@@ -15,7 +18,9 @@ class UnevenBranches(SitePass):
     """A rank whose tokens take the other branch would leave the rest waiting: for its tokens, and for its gradients."""
 
     name = "uneven_branches"
-    purpose = "A module that runs only where this rank's tokens ask for it is refused on several ranks."
+    purpose = (
+        "A module that runs where this rank's tokens ask for it runs where any rank's do, or is refused on several."
+    )
     expects = "any number of hits: one per class with such a branch"
     EXAMPLES = (
         Example("""experts of one modality
@@ -31,26 +36,68 @@ class UnevenBranches(SitePass):
                     hidden_states[is_vision] = self.vision_moe(hidden_states[is_vision])
                 return self.text_moe(hidden_states)
         """),
+        Example("""a test of nothing but which tokens there are, which ranks can agree on: no token is left out, or all are
+        class ExampleMoeBlock(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.text_moe = ExampleSparseMoe(config)
+                self.vision_moe = ExampleSparseMoe(config)
+
+            def forward(self, hidden_states, is_vision=None):
+      -         if is_vision is not None and is_vision.any():
+      +         # patchgen: uneven_branches
+      +         if (is_vision := ops.tokens_of_any_rank(is_vision, hidden_states)) is not None:
+                    out = torch.zeros_like(hidden_states)
+                    out[is_vision] = self.vision_moe(hidden_states[is_vision])
+                    out[~is_vision] = self.text_moe(hidden_states[~is_vision])
+                else:
+                    out = self.text_moe(hidden_states)
+                return out
+        """),
     )
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
-        return f"`{found}` decides what runs" if (found := _test_of_tokens(info)) else ""
+        return f"`{ast.unparse(found.test)}` decides what runs" if (found := _branch_of_tokens(info)) else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        test = _test_of_tokens(anatomy.classes[site.block])
-        code = f"ops.refuse_uneven_ranks({site.block!r}, {test!r})"
+        info = anatomy.classes[site.block]
+        branch = _branch_of_tokens(info)
+        if name := _agreed_on(info.methods["forward"], branch):
+            states = parameter_names(info.methods["forward"])[0]
+            test = cst.parse_expression(f"({name} := ops.tokens_of_any_rank({name}, {states})) is not None")
+            mark = cst.EmptyLine(comment=cst.Comment(f"# {self.mark}"))
+
+            def agree(node: cst.If) -> cst.If:
+                if code_of(node.test) != ast.unparse(branch.test):
+                    return node
+                return node.with_changes(test=test, leading_lines=[*node.leading_lines, mark])
+
+            return Rewritten(replace(block, m.If(), agree), "taken where any rank has such tokens")
+        code = f"ops.refuse_uneven_ranks({site.block!r}, {ast.unparse(_reads(branch)[0])!r})"
         return Rewritten(insert_first(block, "forward", code, self.mark), "refused on several ranks")
 
 
-def _test_of_tokens(info: ClassInfo) -> str:
-    """What a class reads of its tokens to decide which of its modules run, as source; empty if there is no such branch."""
+def _branch_of_tokens(info: ClassInfo) -> ast.If | None:
+    """The branch by which a class decides from its tokens which of its modules run."""
     forward = info.methods.get("forward")
     for node in ast.walk(forward) if forward is not None else ():
         if isinstance(node, ast.If):
-            read = [call for call in calls(node.test) if getattr(call.func, "attr", "") in ("any", "all")]
             body, other = (_modules(ast.Module(part, []), info) for part in (node.body, node.orelse))
-            if read and body ^ other:
-                return ast.unparse(read[0])
+            if _reads(node) and body ^ other:
+                return node
+    return None
+
+
+def _reads(branch: ast.If) -> list[ast.Call]:
+    return [call for call in calls(branch.test) if getattr(call.func, "attr", "") in ("any", "all")]
+
+
+def _agreed_on(forward: FunctionNode, branch: ast.If) -> str:
+    """The parameter that a test asks for nothing but whether any token is in it, and that is read in its branch alone."""
+    for name in parameter_names(forward):
+        if ast.unparse(branch.test) == f"{name} is not None and {name}.any()":
+            inside = sum(loaded(node).count(name) for node in (branch.test, *branch.body))
+            return name if inside == loaded(forward).count(name) else ""
     return ""
 
 
