@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ast
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, loaded, own_attribute, parameter_names
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, insert_first, replace
+from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block
 
 
@@ -64,15 +61,11 @@ class UnevenBranches(SitePass):
         branch = _branch_of_tokens(info)
         if name := _agreed_on(info.methods["forward"], branch):
             states = parameter_names(info.methods["forward"])[0]
-            test = cst.parse_expression(f"({name} := ops.tokens_of_any_rank({name}, {states})) is not None")
-            mark = cst.EmptyLine(comment=cst.Comment(f"# {self.mark}"))
-
-            def agree(node: cst.If) -> cst.If:
-                if code_of(node.test) != ast.unparse(branch.test):
-                    return node
-                return node.with_changes(test=test, leading_lines=[*node.leading_lines, mark])
-
-            return Rewritten(replace(block, m.If(), agree), "taken where any rank has such tokens")
+            editor = Editor(block, self.mark)
+            (found,) = (one for one in ast.walk(block.node) if isinstance(one, ast.If) and _same(one.test, branch.test))
+            editor.instead(found.test, f"({name} := ops.tokens_of_any_rank({name}, {states})) is not None")
+            editor.mark(found)
+            return Rewritten(editor.result, "taken where any rank has such tokens")
         code = f"ops.refuse_uneven_ranks({site.block!r}, {ast.unparse(_reads(branch)[0])!r})"
         return Rewritten(insert_first(block, "forward", code, self.mark), "refused on several ranks")
 
@@ -86,6 +79,10 @@ def _branch_of_tokens(info: ClassInfo) -> ast.If | None:
             if _reads(node) and body ^ other:
                 return node
     return None
+
+
+def _same(one: ast.AST, other: ast.AST) -> bool:
+    return ast.dump(one) == ast.dump(other)
 
 
 def _reads(branch: ast.If) -> list[ast.Call]:
