@@ -161,7 +161,7 @@ SEAM = "causal_lm_loss seam"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("wheels", type=Path)
     parser.add_argument("--output", type=Path, default=Path("outside_files.csv"))
     parser.add_argument("--only", nargs="*", help="names of files")
@@ -234,6 +234,7 @@ def measured(one: OutsideFile, wheels: Path) -> dict[str, str]:
         for name, text in generated.files.items():
             (place / name).write_text(text, encoding="utf-8")
         own = register(str(folder), root)
+        assert own is not None, "a folder was named"
         return row | proven(own.generated, has_experts=has_experts)
 
 

@@ -215,6 +215,7 @@ def _leave(module: nn.Module, args: object, output: Any) -> Any:
     return None
 
 
+CHECKPOINT = "_gradient_checkpointing_func"  # of what transformers' activation checkpointing was enabled for
 _CHECKPOINTED: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
 
@@ -223,9 +224,9 @@ def _carry_into_checkpoints(model: nn.Module) -> None:
     if model not in _CHECKPOINTED:
         _CHECKPOINTED[model] = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
     for one in _CHECKPOINTED[model]:
-        func = getattr(one, "_gradient_checkpointing_func", None)
+        func = getattr(one, CHECKPOINT, None)
         if func is not None and not isinstance(func, _InItsCalls) and not checkpointing.is_own(func):
-            one._gradient_checkpointing_func = _InItsCalls(func)
+            setattr(one, CHECKPOINT, _InItsCalls(func))
 
 
 @dataclass(frozen=True)

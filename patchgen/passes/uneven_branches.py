@@ -59,10 +59,13 @@ class UnevenBranches(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info = anatomy.classes[site.block]
         branch = _branch_of_tokens(info)
+        assert branch is not None, "`why` found it"
         if name := _agreed_on(info.methods["forward"], branch):
             states = parameter_names(info.methods["forward"])[0]
             editor = Editor(block, self.mark)
-            (found,) = (one for one in ast.walk(block.node) if isinstance(one, ast.If) and _same(one.test, branch.test))
+            found = next(
+                one for one in ast.walk(block.node) if isinstance(one, ast.If) and _same(one.test, branch.test)
+            )
             editor.instead(found.test, f"({name} := ops.tokens_of_any_rank({name}, {states})) is not None")
             editor.mark(found)
             return Rewritten(editor.result, "taken where any rank has such tokens")

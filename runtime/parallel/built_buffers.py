@@ -23,8 +23,9 @@ def built_buffers(model: nn.Module) -> dict[str, Tensor]:
     if not hasattr(model_class, "_from_config"):
         return {}
     config = copy.deepcopy(model.config)
+    attention = getattr(config, "_attn_implementation", None)
     with _parameters_without_memory():
-        built = model_class._from_config(config, attn_implementation=config._attn_implementation, dtype=model.dtype)
+        built = model_class._from_config(config, attn_implementation=attention, dtype=model.dtype)
     return {name: buffer for name, buffer in built.named_buffers() if not buffer.is_meta}
 
 
@@ -44,9 +45,9 @@ def _parameters_without_memory() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta
+    setattr(nn.Module, "register_parameter", on_meta)
     try:
         with _EmptyOnMeta(), torch.device("cpu"):
             yield
     finally:
-        nn.Module.register_parameter = register
+        setattr(nn.Module, "register_parameter", register)

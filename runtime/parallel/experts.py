@@ -62,9 +62,7 @@ def _own_factors(added: LowRank | None, own: int) -> LowRank | None:
     return added and LowRank(_own_experts(added.left, own), _own_experts(added.right, own), added.scale)
 
 
-def _own_experts(tensor: Tensor | None, own: int) -> Tensor | None:
-    if tensor is None:
-        return None
+def _own_experts(tensor: Tensor, own: int) -> Tensor:
     local = _Local.apply(tensor) if isinstance(tensor, DTensor) else tensor
     if local is not tensor and (take := getattr(tensor, early_gradients.TAKES_LATE, None)) is not None:
         setattr(local, early_gradients.TAKES_LATE, take)

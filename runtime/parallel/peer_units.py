@@ -188,7 +188,9 @@ class PeerGroup(FilledGroup):
         they send."""
         slot = self.slots[place]
         param = slot.param
-        gradient, param._unsharded_param.grad = param._get_grad_inner_tensor(param._unsharded_param.grad), None
+        computed = param._unsharded_param
+        assert computed.grad is not None, "asked by the caller"
+        gradient, computed.grad = param._get_grad_inner_tensor(computed.grad), None
         if self.reshard_after_backward and _num_holders(param) == self._holders[place]:
             param.free_unsharded_param()  # the sum takes its place
         self._left_early.add(param)

@@ -204,7 +204,10 @@ def _hand_over_gradient(param: FSDPParam) -> None:
 
 def _take_late(reference: weakref.ref[FSDPParam], gradient: Tensor) -> None:
     """A gradient that was computed when its layer had ended (`kernels/early_gradients.py`)."""
-    _add_gradient(reference(), gradient)
+    param = reference()
+    if param is None:
+        raise RuntimeError("A gradient came late, and its parameter is gone.")
+    _add_gradient(param, gradient)
 
 
 def _add_gradient(param: FSDPParam, new: Tensor) -> None:
