@@ -45,9 +45,9 @@ def _parameters_without_memory() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    setattr(nn.Module, "register_parameter", on_meta)
+    nn.Module.register_parameter = on_meta  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with _EmptyOnMeta(), torch.device("cpu"):
             yield
     finally:
-        setattr(nn.Module, "register_parameter", register)
+        nn.Module.register_parameter = register
