@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -216,13 +216,13 @@ def _leave(module: nn.Module, args: object, output: Any) -> Any:
 
 
 CHECKPOINT = "_gradient_checkpointing_func"  # of what transformers' activation checkpointing was enabled for
-_CHECKPOINTED: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+_CHECKPOINTED: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 
 
 def _carry_into_checkpoints(model: nn.Module) -> None:
     """Lets what transformers' activation checkpointing computes again find the calls that its first run was in."""
     if model not in _CHECKPOINTED:
-        _CHECKPOINTED[model] = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
+        _CHECKPOINTED[model] = WeakSet(one for one in model.modules() if hasattr(one, "gradient_checkpointing"))
     for one in _CHECKPOINTED[model]:
         func = getattr(one, CHECKPOINT, None)
         if func is not None and not isinstance(func, _InItsCalls) and not checkpointing.is_own(func):

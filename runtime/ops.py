@@ -161,6 +161,8 @@ def fused_moe(
         is_interleaved: gate and up alternate (`gate0, up0, gate1, ...`) where they are otherwise one after the other.
         post_expert_norm: applied to each expert's output before the routing weight.
     """
+    if (top_k_index is None) is not (top_k_weights is None):
+        raise ValueError("fused_moe takes top_k_index and top_k_weights, or neither: one of them is None.")
     if top_k_index is None or top_k_weights is None:
         top_k_index, top_k_weights = _equal_shares(hidden_states, num_experts, activation)
     implementation: Callable[..., Tensor]

@@ -121,16 +121,19 @@ def tokens_of_any_rank(tokens: Tensor | None, hidden_states: Tensor) -> Tensor |
     Args:
         hidden_states: `(B, S, H)` of this rank.
     """
-    found = tokens is not None and bool(tokens.any())
     state = parallel.current()
-    if state is not None and state.config.world > 1:
-        from patchgen.runtime.parallel.collectives import all_reduce
+    if state is None or state.config.world == 1:
+        return tokens if tokens is not None and bool(tokens.any()) else None
+    from patchgen.runtime.parallel import checkpointing
+    from patchgen.runtime.parallel.collectives import all_reduce
 
-        own = hidden_states.new_tensor(found, dtype=torch.int32)
-        found = bool(all_reduce(own, operation="agree on a branch of tokens"))
-        if found and tokens is None:
-            tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int32)
-    return tokens if found else None
+    def agree() -> bool:
+        own = hidden_states.new_tensor(tokens is not None and bool(tokens.any()), dtype=torch.int32)
+        return bool(all_reduce(own, operation="agree on a branch of tokens"))
+
+    if not checkpointing.remember(agree):
+        return None
+    return hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.bool) if tokens is None else tokens
 
 
 def refuse_uneven_ranks(name: str, test: str) -> None:

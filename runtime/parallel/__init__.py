@@ -26,7 +26,7 @@ from patchgen.runtime.parallel.live import Running
 if TYPE_CHECKING:
     from patchgen.runtime.parallel.state import ParallelState
 
-__all__ = ["ParallelConfig", "activate", "current", "mesh_text", "running", "slicing", "using"]
+__all__ = ["ParallelConfig", "activate", "alone", "current", "mesh_text", "running", "slicing", "using"]
 
 _ACTIVE: ParallelState | None = None
 _ALONE = Running()
@@ -40,6 +40,11 @@ def current() -> ParallelState | None:
 def running() -> Running:
     """What goes on under the state of this process, or without one."""
     return _ALONE if _ACTIVE is None else _ACTIVE.running
+
+
+def alone() -> Running:
+    """What goes on without a parallel state, or went on when one became live."""
+    return _ALONE
 
 
 def slicing() -> ParallelState | None:

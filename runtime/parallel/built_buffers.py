@@ -24,7 +24,7 @@ def built_buffers(model: nn.Module) -> dict[str, Tensor]:
         return {}
     config = copy.deepcopy(model.config)
     attention = getattr(config, "_attn_implementation", None)
-    with _parameters_without_memory():
+    with _parameters_without_memory(), torch.random.fork_rng(devices=[]):  # a constructor may draw
         built = model_class._from_config(config, attn_implementation=attention, dtype=model.dtype)
     return {name: buffer for name, buffer in built.named_buffers() if not buffer.is_meta}
 

@@ -133,7 +133,7 @@ def _multiplied_by_optimizer(optimizer: Optimizer | None, factor: Tensor) -> set
 
 
 def accept(model: nn.Module, total: Tensor, *, on_nonfinite: str) -> bool:
-    """Whether the step may be taken. Reads the norm: one host sync per step, the same answer on every rank.
+    """Whether the step may be taken. Every rank must call it. Reads the norm: one host sync per step, the same answer on all.
 
     Parameters that no rank computed with have no gradient then (`unused.py`).
 

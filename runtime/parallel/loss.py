@@ -63,7 +63,7 @@ _ALONE = Step()
 
 def current_step() -> Step:
     """The step of which losses are shares now."""
-    return parallel.running().step or _ALONE
+    return parallel.running().step or parallel.alone().step or _ALONE  # one may begin before its state is live
 
 
 @contextlib.contextmanager

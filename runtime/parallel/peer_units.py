@@ -208,6 +208,8 @@ class PeerGroup(FilledGroup):
     def finalize_backward(self) -> None:
         super().finalize_backward()
         if self.keeps_copies:
+            self._left_early.clear()
+            self._whole.clear()
             if self._arriving is not None:  # gathered ahead for a backward that did not come
                 (event,), self._arriving = self._arriving, None
                 self.shards.wait(event)

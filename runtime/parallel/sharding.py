@@ -409,10 +409,11 @@ def compute_buffers(model: nn.Module) -> None:
 
 
 def _unlikely(buffer: Tensor) -> Tensor:
-    """Values that no initialiser gives a buffer: NaN, or 0 and 1 in turn."""
-    if buffer.is_floating_point():
-        return torch.full_like(buffer, float("nan"))
-    return (torch.arange(buffer.numel(), device=buffer.device) % 2).view(buffer.shape).to(buffer.dtype)
+    """Values that no initialiser gives a buffer: NaN, the largest number; of truth values True and False in turn."""
+    if buffer.dtype == torch.bool:
+        return (torch.arange(buffer.numel(), device=buffer.device) % 2 == 0).view(buffer.shape)
+    marker = float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).max
+    return torch.full_like(buffer, marker)
 
 
 def _unset(buffers: Sequence[tuple[nn.Module, str]]) -> list[str]:

@@ -72,9 +72,11 @@ def _same_statistics(model: nn.Module) -> Iterator[None]:
     own = [(norm, dict(norm.named_buffers(recurse=False))) for norm in model.modules() if isinstance(norm, _BatchNorm)]
     for norm, buffers in own:
         norm._buffers.update({name: value.clone() for name, value in buffers.items()})
-    yield
-    for norm, buffers in own:
-        norm._buffers.update(buffers)
+    try:
+        yield
+    finally:
+        for norm, buffers in own:
+            norm._buffers.update(buffers)
 
 
 def _require_everywhere(inputs: object, features: Callable[..., Any], like: Tensor, state: ParallelState) -> None:

@@ -61,12 +61,16 @@ class FilledGroup(FSDPParamGroup):
     """Among all units."""
     _runs = 0  # forwards whose backward has not ended
     _took_part = False
+    has_accumulated = False
+    """Whether a micro-batch before ran this unit and its gradients were not summed: the same on ranks that lack some."""
     _left_early: Collection[FSDPParam] = ()
 
     def unshard(self, async_op: bool = False) -> None:
         before = self._all_gather_result
         super().unshard(async_op)
-        if self._all_gather_result is not None and self._all_gather_result is not before:
+        # Without gradients a replica may run as often as it likes: nothing of it is summed.
+        counts = torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+        if counts and self._all_gather_result is not None and self._all_gather_result is not before:
             self.order.note(self.number, "gather", self._module_fqn or "the root")
 
     def pre_backward(self, *arguments: Any) -> None:
@@ -84,10 +88,13 @@ class FilledGroup(FSDPParamGroup):
             # A parameter that only some runs use would be summed earlier on some ranks than on others.
             self.reduce_grads = False
             super().post_backward(*unused)
-            self.reduce_grads = True
+            self.reduce_grads = self.has_accumulated = True
             return
         if self.reduce_grads:
             self.fill_up()
+            self.has_accumulated = False
+        else:
+            self.has_accumulated |= self._took_part
         super().post_backward(*unused)
 
     def ends(self) -> bool:
@@ -114,11 +121,6 @@ class FilledGroup(FSDPParamGroup):
                 computed.grad = torch.zeros_like(computed)
             if widens and param.unsharded_accumulated_grad is None:
                 param.to_accumulated_grad_if_needed()
-
-    @property
-    def has_accumulated(self) -> bool:
-        """Whether micro-batches before left gradients that were not summed yet."""
-        return any(param.unsharded_accumulated_grad is not None for param in self.fsdp_params)
 
     def finalize_backward(self) -> None:
         if self._took_part and self.reduce_grads and self._runs > 0:  # of a run that no gradient went through
@@ -171,6 +173,7 @@ def agree(model: nn.Module) -> None:
     most, least, *uses = all_reduce(mine, op=dist.ReduceOp.MAX, operation=operation).tolist()
     if most != -least:
         _refuse_to_part(order)
+    order.digest = 0
     order.names.clear()
     unused = [parameter for parameter, use in zip(trained, uses, strict=True) if use == _UNUSED]
     zeros = [parameter for parameter, use in zip(trained, uses, strict=True) if use == _ZEROS]
@@ -212,11 +215,9 @@ def _refuse_to_part(order: Order) -> NoReturn:
     """Every rank must call it."""
     names: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(names, list(order.names))
-    place, told = next(
-        (place, told)
-        for place, told in enumerate(itertools.zip_longest(*names, fillvalue="nothing more"))
-        if len(set(told)) > 1
-    )
+    columns = enumerate(itertools.zip_longest(*names, fillvalue="nothing more"))
+    forgotten = -1, [f"one before the last {_KEPT}"] * len(names)
+    place, told = next(((place, told) for place, told in columns if len(set(told)) > 1), forgotten)
     what = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(told))
     raise RuntimeError(
         f"The ranks ran different modules in this step, and each was given what another sent for another module. The first "

@@ -99,7 +99,10 @@ def test_text_alone_gives_every_parameter_of_every_tower_a_zero_gradient(model_n
             dummy = train_step(model, text_of(widest))
     assert dummy_runs.items() <= runs.items()  # each gathers weights
     assert not of_towers(plain)
-    assert set(of_towers(dummy)) == set(of_towers(real))
+    # A projector beside the tower's method is of the root's unit, which fills up what a rank lacks (`unused.py`).
+    lacking = set(of_towers(real)) - set(of_towers(dummy))
+    assert set(of_towers(dummy)) <= set(of_towers(real))
+    assert all(name.startswith("multi_modal_projector.") for name in lacking)
     assert all(not gradient.any() for gradient in of_towers(dummy).values())
     assert plain.outputs.keys() == dummy.outputs.keys() and plain.outputs
     assert all(torch.equal(dummy.outputs[name], output) for name, output in plain.outputs.items())
