@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
-from patchgen.runtime import model_calls, parallel, seams
+from patchgen.runtime import parallel, seams
 from patchgen.runtime.written_losses import aligned_cross_entropy, kept_labels, shifted_cross_entropy
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def causal_lm_loss(
     if loss_function is ForMaskedLMLoss:  # transformers' own, whose labels are not shifted
         loss_function, upcast = aligned_cross_entropy, True
     state, read_losses, needs_logits = parallel.current(), None, not training
-    kwargs = {**step_labels(model_calls.kept()), **kwargs}
+    kwargs = {**_kept_labels(), **kwargs}
     is_served = seams.selected()["causal_lm_loss"] != seams.EAGER
     if is_served or state is not None or loss_function is aligned_cross_entropy:
         labels = _labels_as_written(loss_function, labels, kwargs)
@@ -139,8 +139,20 @@ def step_labels(given: Mapping[str, object]) -> dict[str, object]:
         `shift_labels` and `num_items_in_batch` of them while a parallel state is live. Without one nothing: alone the
         loss is upstream's.
     """
-    names = model_calls.OF_A_STEP if parallel.current() is not None else ()
-    return {name: given[name] for name in names if name in given}
+    if parallel.current() is None:
+        return {}
+    from patchgen.runtime import model_calls  # loads kernels
+
+    return {name: given[name] for name in model_calls.OF_A_STEP if name in given}
+
+
+def _kept_labels() -> dict[str, object]:
+    """The same of what the model was called with and its forward takes no argument for."""
+    if parallel.current() is None:
+        return {}
+    from patchgen.runtime import model_calls
+
+    return step_labels(model_calls.kept())
 
 
 def router_loss(
