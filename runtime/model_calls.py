@@ -64,7 +64,7 @@ class _Running(threading.local):
 
 
 _RUNNING = _Running()
-_SEEN = threading.Event()  # whether a call of this process had packed rows
+_SEEN = threading.Event()  # whether the last model that mixed tokens had packed rows
 _NOTED = "patchgen_notes_calls"
 _SEPARATES = "patchgen_separates_documents"
 
@@ -120,7 +120,9 @@ def bounds_of_call() -> Tensor | None:
         RuntimeError: in a backward, by a checkpoint of a third kind, once packed rows were seen: nothing tells whether
             these are.
     """
-    if not _RUNNING.calls and _SEEN.is_set() and torch._C._current_graph_task_id() != -1:
+    if not _RUNNING.calls and torch._C._current_graph_task_id() == -1:
+        _SEEN.clear()  # a model whose calls nobody notes: no row of it is packed
+    if not _RUNNING.calls and _SEEN.is_set():
         raise RuntimeError(
             "A layer is computed again in the backward, outside the call of its model, so nothing says where the documents "
             "of its packed rows end. To fix: checkpoint by model.gradient_checkpointing_enable() or by patchgen's own "
