@@ -128,7 +128,8 @@ class Editor:
         except cst.CSTValidationError as error:
             node = next((node for node in changes if not _is_valid(tree, {node: changes[node]})), tree)
             holders = [one for one in places(self.block.text).statements.values() if node in (one, *below(one))]
-            raise Missed(f"code that takes a change: {error}", min(map(code_of, holders or [node]), key=len)) from error
+            found = min(map(code_of, holders or [node]), key=len)
+            raise Missed(f"code that takes a change: {error}", found) from error
 
     def _require_apart(self, changed: Mapping[cst.CSTNode, Sequence[Callable]]) -> None:
         """Raises ValueError where one change would take another one away."""
