@@ -13,18 +13,16 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import libcst as cst
-from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
 
 from patchgen.anatomy.classes import FunctionNode, calls, parameter_names, reads_name, targets
 from patchgen.anatomy.names import local_names
 from patchgen.errors import Missed
+from patchgen.places import Statement, around, below, code_of, parenthesised, places
 from patchgen.source import Block, Module
 
 LINE_LENGTH = 119
 INDENT = "    "
 BRANCHES = ("body", "orelse", "finalbody")
-
-Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
 
 def format_code(code: str, depth: int = 0) -> str:
@@ -71,7 +69,8 @@ class _Change:
         lead = list(statement.leading_lines) if self.instead is None or self.with_lead else []
         if self.instead is not None and kept:
             lead += kept[0].leading_lines
-        if self.mark is not None:
+        comments = [line.comment.value for line in lead if line.comment]
+        if self.mark is not None and not (self.instead is not None and f"# {self.mark}" in comments):
             lead.append(cst.EmptyLine(comment=cst.Comment(f"# {self.mark}")))
         above = list(self.above)
         if above:  # a blank line stays above both
@@ -96,42 +95,6 @@ class _Apply(cst.CSTTransformer):
         return updated_node
 
 
-@dataclass(frozen=True)
-class _Places:
-    """The nodes of a block's libcst tree by the bytes that they span, as `ast` tells them."""
-
-    tree: cst.Module
-    statements: dict[int, Statement]  # alone on their lines, by where they begin
-    imports: dict[int, cst.ImportFrom]
-    expressions: dict[tuple[int, int], cst.BaseExpression]
-
-
-@functools.lru_cache(maxsize=64)
-def _places(text: str) -> _Places:
-    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-    found = _Places(wrapper.module, {}, {}, {})
-    for node, span in wrapper.resolve(ByteSpanPositionProvider).items():
-        start, end = span.start, span.start + span.length
-        match node:
-            case cst.SimpleStatementLine(body=[_]) | cst.BaseCompoundStatement():
-                found.statements[start] = node
-            case cst.ImportFrom():
-                found.imports[start] = node
-            case cst.Tuple(lpar=[*_, left], rpar=[right, *_]) | cst.GeneratorExp(lpar=[*_, left], rpar=[right, *_]):
-                found.expressions[start - _size(left), end + _size(right)] = node
-            case cst.BaseExpression():
-                found.expressions[start, end] = node
-    return found
-
-
-def _size(node: cst.CSTNode) -> int:
-    return len(_code_of(node).encode())
-
-
-def _code_of(node: cst.CSTNode) -> str:
-    return cst.Module(body=[]).code_for_node(node)
-
-
 class Editor:
     """Changes of one block by the nodes of its syntax tree (`block.node` and what is below it).
 
@@ -146,6 +109,7 @@ class Editor:
         self._starts = [0, *itertools.accumulate(len(line) + 1 for line in self._lines)]
         self._changes: dict[Statement, _Change] = {}
         self._edits: dict[cst.CSTNode, list[Callable]] = {}
+        self._lost: set[cst.CSTNode] = set()  # expressions and bodies that other code takes the place of
 
     @property
     def result(self) -> Block:
@@ -153,13 +117,29 @@ class Editor:
 
         Raises:
             ValueError: code was changed that another change takes away.
+            Missed: the code does not take a change, as `if(a):` no expression without parentheses.
         """
         changes = {node: [*self._edits.get(node, ()), change.apply] for node, change in self._changes.items()}
+        changes = self._edits | changes
+        self._require_apart(changes)
+        tree = places(self.block.text).tree
+        try:
+            return self.block.with_text(tree.visit(_Apply(changes)).code)
+        except cst.CSTValidationError as error:
+            node = next((node for node in changes if not _is_valid(tree, {node: changes[node]})), tree)
+            holders = [one for one in places(self.block.text).statements.values() if node in (one, *below(one))]
+            found = min(map(code_of, holders or [node]), key=len)
+            raise Missed(f"code that takes a change: {error}", found) from error
+
+    def _require_apart(self, changed: Mapping[cst.CSTNode, Sequence[Callable]]) -> None:
+        """Raises ValueError where one change would take another one away."""
         gone = [node for node, change in self._changes.items() if change.instead is not None]
-        for node in (inner for outer in gone for inner in _below(outer)):
-            if node in changes or node in self._edits:
-                raise ValueError(f"two changes of one place: {_code_of(node)}")
-        return self.block.with_text(_places(self.block.text).tree.visit(_Apply(self._edits | changes)).code)
+        twice = [node for node in gone if node in self._edits]
+        twice += [node for node in gone if not self._changes[node].instead and self._changes[node].mark is not None]
+        twice += [node for node in self._lost if len(self._edits.get(node, ())) > 1]
+        inside = (inner for outer in (*gone, *self._lost) for inner in below(outer))
+        if node := next((node for node in (*twice, *inside) if node in twice or node in changed), None):
+            raise ValueError(f"two changes of one place: {code_of(node)}")
 
     def function(self, name: str) -> FunctionNode:
         """The method of that name, or the function itself; of several definitions the last one, which is what Python keeps."""
@@ -173,7 +153,9 @@ class Editor:
             whole: with the comments and blank lines above a statement.
             instead: a node below this one, and what stands in its place.
         """
-        (start, end), first = self._span(node), node.lineno
+        (start, end), first = self._span(node), _first_line(node)
+        if first < node.lineno:  # its decorators belong to it
+            start = self._starts[first - 1] + node.col_offset
         if whole:
             first = self._gap(node)
             start = self._starts[first - 1]
@@ -194,23 +176,31 @@ class Editor:
             lead, end = (old.lpar, old.rpar) if not isinstance(old, cst.Tuple) else (old.lpar[:-1], old.rpar[1:])
             return new.with_changes(lpar=[*lead, *new.lpar], rpar=[*new.rpar, *end])
 
+        self._lost.add(self._expression(node))
         self._edit(self._expression(node), change)
 
     def around(self, node: ast.expr, before: str, after: str = "") -> None:
         """Code in front of and behind an expression."""
-        self._edit(self._expression(node), lambda old: cst.parse_expression(f"{before}{_code_of(old)}{after}"))
+        self._edit(self._expression(node), functools.partial(around, before, after))
 
     def from_module(self, node: ast.ImportFrom, module: str) -> None:
         """Imports the names of a statement from the module of that absolute name."""
         name = cst.parse_expression(module)
-        found = _places(self.block.text).imports[self._span(node)[0]]
+        found = places(self.block.text).imports[self._span(node)[0]]
         space = cst.SimpleWhitespace(" ")
         self._edit(found, lambda old: old.with_changes(module=name, relative=[], whitespace_after_from=space))
 
     def add_arguments(self, call: ast.Call, first: str, last: str = "") -> None:
         """Arguments in front of those that a call has, and behind them."""
         before, after = cst.parse_expression(f"f({first})").args, cst.parse_expression(f"f({last})").args
-        self._edit(self._expression(call), lambda old: old.with_changes(args=[*before, *old.args, *after]))
+
+        def change(old: cst.Call) -> cst.Call:
+            args = list(old.args)
+            if len(args) == 1 and isinstance(args[0].value, cst.GeneratorExp) and not args[0].value.lpar:
+                args = [args[0].with_changes(value=parenthesised(args[0].value))]
+            return old.with_changes(args=[*before, *args, *after])
+
+        self._edit(self._expression(call), change)
 
     def set_bases(self, bases: Sequence[str]) -> None:
         """Gives the class other bases."""
@@ -225,7 +215,7 @@ class Editor:
     def mark(self, *nodes: ast.AST) -> None:
         """The comment of the pass above the statements that hold these nodes."""
         for node in nodes:
-            self._change(self.statement_of(node)).mark = self._mark
+            self._changes.setdefault(self._statement(self.statement_of(node)), _Change()).mark = self._mark
 
     def above(self, statement: ast.stmt, code: str, *, at_top: bool = False) -> None:
         """Marked code above a statement, which keeps its comments; a blank line above it stays above both.
@@ -244,11 +234,11 @@ class Editor:
 
     def drop(self, statement: ast.stmt) -> None:
         """Takes a statement away, with the comments and blank lines above it."""
-        self._change(statement).instead = ()
+        self._take(statement, ())
 
     def siblings(self, node: ast.stmt) -> list[ast.stmt]:
         """The statements among which one stands."""
-        parts = (getattr(holder, name, None) for holder in self._holders.values() for name in BRANCHES)
+        parts = (getattr(holder, name, None) for holder in self._holders for name in BRANCHES)
         return next((part for part in parts if isinstance(part, list) and node in part), self.block.statements)
 
     def at_start(self, function: FunctionNode, code: str) -> None:
@@ -268,8 +258,14 @@ class Editor:
         self._replace(first, _parsed(code), last)
         self._change(first).with_lead = False
 
+    def _take(self, statement: ast.stmt, code: Sequence[Statement]) -> None:
+        change = self._change(statement)
+        if change.instead is not None:
+            raise ValueError(f"two changes of one place: {self.code(statement)}")
+        change.instead = code
+
     def _replace(self, first: ast.stmt, code: Sequence[Statement], last: ast.stmt | None) -> None:
-        self._change(first).instead = code
+        self._take(first, code)
         if last is not None and last is not first:
             siblings = self.siblings(first)
             for statement in siblings[siblings.index(first) + 1 : siblings.index(last) + 1]:
@@ -283,6 +279,7 @@ class Editor:
 
     def fill(self, code: str) -> None:
         """Members in the place of the class's own."""
+        self._lost.add(self._statement(self.block.node).body)
         self._edit_members(lambda _: _parsed(code))
 
     def _edit_members(self, change: Callable[[Sequence[Statement]], Sequence[Statement]]) -> None:
@@ -302,6 +299,10 @@ class Editor:
         nodes = [node for statement in self.block.statements for node in ast.walk(statement)]  # outer ones first
         return {inner: node for node in nodes if isinstance(node, ast.stmt) for inner in ast.walk(node)}
 
+    @functools.cached_property
+    def _in_strings(self) -> set[int]:
+        return {line for statement in self.block.statements for line in _inside_strings(statement)}
+
     def _span(self, node: ast.AST) -> tuple[int, int]:
         start, end = self._starts[node.lineno - 1], self._starts[node.end_lineno - 1]
         return start + node.col_offset, end + node.end_col_offset
@@ -309,24 +310,31 @@ class Editor:
     def _gap(self, statement: ast.stmt) -> int:
         """The first of the comments and blank lines above a statement; what stands deeper belongs to the one above."""
         self._statement(statement)
-        line = min(node.lineno for node in (statement, *getattr(statement, "decorator_list", ())))
+        line = _first_line(statement)
         while line > 1 and (above := self._lines[line - 2]).strip()[:1] in (b"", b"#"):
+            if line - 1 in self._in_strings:
+                break
             if above.strip() and len(above) - len(above.lstrip()) > statement.col_offset:
                 break
             line -= 1
         return line
 
     def _expression(self, node: ast.expr) -> cst.BaseExpression:
-        return _places(self.block.text).expressions[self._span(node)]
+        found = places(self.block.text).expressions.get(self._span(node))
+        if found is None:
+            raise Missed("an expression that stands by itself in libcst's tree", node)
+        return found
 
     def _statement(self, statement: ast.stmt) -> Statement:
-        found = _places(self.block.text).statements.get(self._span(statement)[0])
+        found = places(self.block.text).statements.get(self._span(statement)[0])
         if found is None:
             raise Missed("a statement on lines of its own", statement)
         return found
 
     def _change(self, statement: ast.stmt) -> _Change:
-        return self._changes.setdefault(self._statement(statement), _Change())
+        if (found := self._statement(statement)) in places(self.block.text).elifs:
+            raise Missed("a statement that others can stand beside, no `elif`", statement)
+        return self._changes.setdefault(found, _Change())
 
     def _edit(self, node: cst.CSTNode, change: Callable) -> None:
         self._edits.setdefault(node, []).append(change)
@@ -335,8 +343,17 @@ class Editor:
         return _formatted(code, beside.col_offset // len(INDENT), self._mark if marked else None)
 
 
-def _below(node: cst.CSTNode) -> list[cst.CSTNode]:
-    return [inner for child in node.children for inner in (child, *_below(child))]
+def _is_valid(tree: cst.Module, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> bool:
+    try:
+        tree.visit(_Apply(changes))
+    except cst.CSTValidationError:
+        return False
+    return True
+
+
+def _first_line(node: ast.AST) -> int:
+    """The line on which a node begins, with its decorators."""
+    return min(one.lineno for one in (node, *getattr(node, "decorator_list", ())))
 
 
 def indented(code: str, indent: int) -> str:

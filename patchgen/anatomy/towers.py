@@ -186,8 +186,12 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.Function
 
 
 def _lists(body: list[ast.stmt]) -> set[str]:
-    """The names that statements set to an empty list."""
-    return {name for s in body if ast.unparse(getattr(s, "value", None) or s) == "[]" for name in stored(s)}
+    """The names that statements set to an empty list, and that they do not touch otherwise: it is still empty below."""
+    code = ast.Module(body, [])
+    touched = [*stored(code), *loaded(code)]
+    made = (s for s in body if isinstance(s, ast.Assign | ast.AnnAssign) and s.value and ast.unparse(s.value) == "[]")
+    names = {name for s in made if len(stored(s)) == 1 for name in stored(s)}  # `a = b = []` is one list
+    return {name for name in names if touched.count(name) == 1}
 
 
 def is_divided(anatomy: Anatomy, info: ClassInfo) -> bool:

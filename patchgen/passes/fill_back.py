@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, base_name, calls, dotted, own_attribute
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, arguments, base_name, calls, dotted, own_attribute
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import own_methods
 from patchgen.anatomy.towers import towers_held_whole
@@ -80,14 +81,23 @@ class FillBack(SitePass):
             editor.around(call.args[1], f"{OWN}(", f", {editor.code(call.args[0])})")
         for method in methods.values():
             _let_slices_pass(editor, method)
-        for statement in methods["__init__"].body if whole else ():
-            name = own_attribute(statement.targets[0]) if isinstance(statement, ast.Assign) else None
-            if name in whole:
-                editor.below(statement, f"ops.mark_replicated(self.{name})")
+        _mark_replicated(editor, methods.get("__init__"), whole)
         for statement in ast.walk(methods["forward"]):  # positions that upstream computes from the whole sequence
             if isinstance(statement, ast.If) and ast.unparse(statement.test) == f"{POSITIONS} is None":
                 editor.above(statement.body[0], f'ops.require_whole_sequence("{POSITIONS}")')
         return Rewritten(editor.result, f"{len(scatters)} kinds of features{held}")
+
+
+def _mark_replicated(editor: Editor, init: FunctionNode | None, whole: Sequence[str]) -> None:
+    """Marks towers that every rank computes whole, wherever `__init__` builds them; Missed if one is built elsewhere."""
+    marked = set()
+    for node in ast.walk(init) if init is not None else ():
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):  # `self.tower = None`
+            for name in filter(whole.__contains__, map(own_attribute, node.targets)):
+                editor.below(node, f"ops.mark_replicated(self.{name})")
+                marked.add(name)
+    if missing := set(whole) - marked:
+        raise Missed(f"`self.{min(missing)} = ...` in the __init__ of the model", init or "")
 
 
 def language_parts(anatomy: Anatomy, info: ClassInfo) -> set[str]:
@@ -156,9 +166,11 @@ def _let_slices_pass(editor: Editor, method: FunctionNode) -> None:
     """Checks of placeholders against features, which a slice of the tokens does not pass, are made of whole sequences."""
     for node in ast.walk(method):
         match node:
-            case ast.Call(ast.Name("torch_compilable_check"), [test, *_]) if _counts(editor, method, test):
-                editor.around(test, "ops.is_sliced() or ")
-                editor.mark(node)
+            case ast.Call(ast.Name("torch_compilable_check")):
+                test = arguments(node, ["cond"]).get("cond")
+                if test is not None and _counts(editor, method, test):
+                    editor.around(test, "ops.is_sliced() or ")
+                    editor.mark(node)
             case ast.If(test, body) if any(isinstance(n, ast.Raise) for s in body for n in ast.walk(s)):
                 if _counts(editor, method, test):
                     editor.around(test, "not ops.is_sliced() and (", ")")

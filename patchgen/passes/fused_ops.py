@@ -165,8 +165,11 @@ def _product(body: Sequence[ast.stmt]) -> ast.BinOp | None:
     """The first `self.<act>(self.<gate>(x)) * self.<up>(x)` of a body, in what it runs at last."""
     for statement in body:
         if isinstance(statement, ast.If):
-            if (found := _product(statement.orelse)) is not None:
+            other = statement.orelse
+            is_elif = bool(other) and isinstance(other[0], ast.If) and other[0].col_offset == statement.col_offset
+            if not is_elif and (found := _product(other)) is not None:
                 return found
+        if hasattr(statement, "body"):  # runs sometimes, often, or later
             continue
         for node in ast.walk(statement):
             match node:

@@ -169,8 +169,11 @@ def _side_of(anatomy: Anatomy, owner: str, merger: ast.expr | None) -> str | Non
 def _in_config(anatomy: Anatomy, owner: str | None, value: ast.AST | None) -> str | None:
     """The name by which a config holds a value: of `self.visual.merge`, what the tower's `__init__` reads for it."""
     *held, name = dotted(value).split(".")
-    if not held or held[0] != "self" or held[1:2] == ["config"]:
-        return name if held else None
+    if held[:1] != ["self"]:  # a config that the class is built with, or a local of any meaning
+        init = anatomy.method(owner, "__init__") if held and owner in anatomy.classes else None
+        return name if init is not None and held[0] in parameter_names(init[1]) else None
+    if held[1:2] == ["config"]:
+        return name
     for attribute in held[1:]:
         builds = [*anatomy.builds(owner), *anatomy.auto_builds(owner)] if owner in anatomy.classes else []
         owner = next((anatomy.target_of(build) for build in builds if build.attribute == attribute), None)

@@ -5,10 +5,21 @@ from __future__ import annotations
 import ast
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, loaded, own_attribute, parameter_names
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    FunctionNode,
+    base_name,
+    calls,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored,
+)
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block
+
+FORMS = {"bool", "reshape", "view", "flatten", "unsqueeze", "expand", "expand_as"}
 
 
 class UnevenBranches(SitePass):
@@ -54,53 +65,112 @@ class UnevenBranches(SitePass):
     )
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
-        return f"`{ast.unparse(found.test)}` decides what runs" if (found := _branch_of_tokens(info)) else ""
+        found = _branches_of_tokens(info.methods.get("forward"), info)
+        return f"`{ast.unparse(found[0].test)}` decides what runs" if found else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        info = anatomy.classes[site.block]
-        branch = _branch_of_tokens(info)
-        assert branch is not None, "`why` found it"
-        if name := _agreed_on(info.methods["forward"], branch):
-            states = parameter_names(info.methods["forward"])[0]
-            editor = Editor(block, self.mark)
-            found = next(
-                one for one in ast.walk(block.node) if isinstance(one, ast.If) and _same(one.test, branch.test)
-            )
-            editor.instead(found.test, f"({name} := ops.tokens_of_any_rank({name}, {states})) is not None")
-            editor.mark(found)
+        info, editor = anatomy.classes[site.block], Editor(block, self.mark)
+        forward = editor.function("forward")  # the block's: other functions may have the same test
+        branch, *others = _branches_of_tokens(forward, info)
+        agreed = _agreed_on(forward, branch) if not others else None
+        if agreed is not None and (states := _states(forward, branch, agreed, info)):
+            editor.instead(branch.test, f"({agreed} := ops.tokens_of_any_rank({agreed}, {states})) is not None")
+            editor.mark(branch)
             return Rewritten(editor.result, "taken where any rank has such tokens")
         code = f"ops.refuse_uneven_ranks({site.block!r}, {ast.unparse(_reads(branch)[0])!r})"
         return Rewritten(insert_first(block, "forward", code, self.mark), "refused on several ranks")
 
 
-def _branch_of_tokens(info: ClassInfo) -> ast.If | None:
-    """The branch by which a class decides from its tokens which of its modules run."""
-    forward = info.methods.get("forward")
-    for node in ast.walk(forward) if forward is not None else ():
-        if isinstance(node, ast.If):
-            body, other = (_modules(ast.Module(part, []), info) for part in (node.body, node.orelse))
-            if _reads(node) and body ^ other:
-                return node
-    return None
-
-
-def _same(one: ast.AST, other: ast.AST) -> bool:
-    return ast.dump(one) == ast.dump(other)
+def _branches_of_tokens(forward: FunctionNode | None, info: ClassInfo) -> list[ast.If]:
+    """The branches by which a class decides from its tokens which of its modules run."""
+    branches = [node for node in ast.walk(forward) if isinstance(node, ast.If)] if forward is not None else []
+    return [node for node in branches if _reads(node) and _modules(node.body, info) ^ _modules(node.orelse, info)]
 
 
 def _reads(branch: ast.If) -> list[ast.Call]:
     return [call for call in calls(branch.test) if getattr(call.func, "attr", "") in ("any", "all")]
 
 
-def _agreed_on(forward: FunctionNode, branch: ast.If) -> str:
-    """The parameter that a test asks for nothing but whether any token is in it, and that is read in its branch alone."""
+def _agreed_on(forward: FunctionNode, branch: ast.If) -> str | None:
+    """The parameter that a test asks for nothing but whether any token is in it, and that is read in its branch alone.
+
+    All ranks must come by the test: it stands in no other branch, and nothing returns above it.
+    """
+    above = forward.body[: forward.body.index(branch)] if branch in forward.body else [ast.Return()]
+    if any(isinstance(node, ast.Return) for statement in above for node in ast.walk(statement)):
+        return None
     for name in parameter_names(forward):
         if ast.unparse(branch.test) == f"{name} is not None and {name}.any()":
             inside = sum(loaded(node).count(name) for node in (branch.test, *branch.body))
-            return name if inside == loaded(forward).count(name) else ""
+            return name if inside == loaded(forward).count(name) else None
+    return None
+
+
+def _states(forward: FunctionNode, branch: ast.If, name: str, info: ClassInfo) -> str | None:
+    """The parameter whose rows a branch divides among its modules, `x[m]` and `x[~m]`, and whose rows the other branch hands
+    whole to those of `~m`: then a branch without tokens of `m` computes what the other one does. None if it does more."""
+    masks, rest, states = _masks(branch.body, name), [], set()
+    assigned = {id(node.value): node for node in branch.body if isinstance(node, ast.Assign)}
+    for call in _own_calls(branch.body):
+        statement, part = assigned.get(id(call)), _part(call.args[0] if call.args else None, masks)
+        if statement is None or part is None or len(call.args) != 1 or call.keywords:
+            return None
+        places = [one for to in statement.targets for one in (to.elts if isinstance(to, ast.Tuple) else [to])]
+        parts = [_part(to, masks) for to in places]
+        if not all(to is not None and to[1] == part[1] for to in parts):
+            return None
+        states.add(part[0])
+        rest += [ast.unparse(call.func)] * part[1]
+    others, whole = _own_calls(branch.orelse), "".join(states)
+    if len(states) != 1 or any(ast.unparse(call) != f"{ast.unparse(call.func)}({whole})" for call in others):
+        return None
+    if sorted(rest) != sorted(ast.unparse(call.func) for call in others):
+        return None
+    above = ast.Module([*forward.body[: forward.body.index(branch)], *branch.body], [])
+    is_handed = whole in parameter_names(forward) and whole not in stored(above)
+    return whole if is_handed else None
+
+
+def _masks(body: list[ast.stmt], name: str) -> set[str]:
+    """The names of a mask of tokens: its own, and those that are set to it in another form."""
+    masks, made = {name}, []
+    for statement in body:
+        match statement:
+            case ast.Assign([ast.Name(to)], value) if _reformed(value) in masks:
+                masks.add(to)
+                made.append(to)
+    changed = stored(ast.Module(body, []))
+    return {mask for mask in masks if changed.count(mask) == made.count(mask)}
+
+
+def _reformed(value: ast.expr) -> str:
+    """`m` of `m.bool()`, `m[..., None].expand(...)` and other forms of the same truth values."""
+    match value:
+        case ast.Name(name):
+            return name
+        case ast.Call(ast.Attribute(inner, attr)) if attr in FORMS:
+            return _reformed(inner)
+        case ast.Subscript(inner, index):
+            parts = index.elts if isinstance(index, ast.Tuple) else [index]
+            return _reformed(inner) if all(ast.unparse(part) in ("...", "None", ":") for part in parts) else ""
     return ""
 
 
-def _modules(code: ast.AST, info: ClassInfo) -> set[str]:
-    """The attributes that `__init__` builds and code calls."""
-    return {name for call in calls(code) if (name := own_attribute(call.func)) in info.attributes}
+def _part(node: ast.expr | None, masks: set[str]) -> tuple[str, bool] | None:
+    """`x` of `x[m]` and of `x[~m]`, and whether it is the latter."""
+    match node:
+        case ast.Subscript(ast.Name(name), ast.Name(mask)) if mask in masks:
+            return name, False
+        case ast.Subscript(ast.Name(name), ast.UnaryOp(ast.Invert(), ast.Name(mask))) if mask in masks:
+            return name, True
+    return None
+
+
+def _own_calls(body: list[ast.stmt]) -> list[ast.Call]:
+    """The calls of what the class holds, its methods too: those may run modules."""
+    return [call for statement in body for call in calls(statement) if base_name(call.func) == "self"]
+
+
+def _modules(body: list[ast.stmt], info: ClassInfo) -> set[str]:
+    """The attributes that `__init__` builds and statements call."""
+    return {name for s in body for call in calls(s) if (name := own_attribute(call.func)) in info.attributes}

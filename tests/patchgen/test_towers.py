@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from generation_cases import applied
 
 from patchgen import pipeline, source, upstream
 from patchgen.anatomy import Role, study
+from patchgen.anatomy import towers as towers_module
 from patchgen.anatomy.towers import chunked_convolution, layer_loop
 from patchgen.errors import LeftAlone
 from patchgen.passes.fill_back import FillBack, language_parts, towers_held_whole
@@ -144,3 +146,16 @@ def test_experts_beside_a_change_in_place_are_left_alone():
     outcome = pipeline.generate(changed("deepseek_v3", (call, call + "        residuals.mul_(2)\n")))
     step = next(step for step in outcome.steps if step.name == "shared_experts")
     assert not step.outcome.hits and "is written between" in " ".join(step.outcome.notes)
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("a = []\nb = c", {"a"}),
+        ("a = []\na.append(1)", set()),
+        ("a = []\nif c:\n    a = d", set()),
+        ("a = b = []", set()),
+    ],
+)
+def test_a_list_is_empty_only_where_nothing_else_touches_it(code, names):
+    assert towers_module._lists(ast.parse(code).body) == names

@@ -1,0 +1,33 @@
+"""Towers are marked wherever they are built, and checks pass slices however they are called."""
+
+from __future__ import annotations
+
+import pytest
+from generation_cases import applied
+
+from patchgen.errors import PassMismatch
+from patchgen.passes.fill_back import FillBack
+
+BEFORE = FillBack.EXAMPLES[0].before
+TOWER = "self.vision_tower = AutoModel.from_config(config.vision_config)"
+
+
+def test_a_tower_that_is_built_in_a_branch_is_marked_there():
+    branch = f"if config.vision_config is not None:\n            {TOWER}\n        else:\n            self.vision_tower = None"
+    written = applied(FillBack(), BEFORE.replace(TOWER, branch)).module.text
+    assert written.count("            ops.mark_replicated(self.vision_tower)\n        else:") == 1
+    assert written.count("mark_replicated") == 1
+
+
+def test_a_tower_that_is_built_otherwise_is_missed():
+    with pytest.raises(PassMismatch, match="self.vision_tower"):
+        applied(FillBack(), BEFORE.replace(TOWER, TOWER.replace(" =", ": nn.Module =")))
+
+
+def test_a_check_by_keyword_lets_slices_pass():
+    text = BEFORE.replace("torch_compilable_check(mask", "torch_compilable_check(cond=mask").replace(
+        "'no match'", "msg='no match'"
+    )
+    assert text.count("msg=") == 1
+    written = applied(FillBack(), text).module.text
+    assert "cond=ops.is_sliced() or mask.sum() == image_features.shape[0], msg='no match'" in written
