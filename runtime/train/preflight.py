@@ -150,6 +150,10 @@ def _head(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     config = models.read_config(recipe.model)
     try:
         return models.find_head_and_config(config, architecture.register(recipe.model))
+    except ImportError as error:  # of a package that upstream's own code wants
+        reason = f"upstream's own class fails: {type(error).__name__}: {error}"
+        words = verdict.Verdict(verdict.GENERATED, verdict.one_line(reason)).words
+        raise RecipeError(f"model.source = '{recipe.model.source}': {words}") from error
     except (registry.UnknownModelError, ReleaseMismatch) as error:
         kind = config.model_type
         if isinstance(error, ReleaseMismatch | UnknownPartError):
