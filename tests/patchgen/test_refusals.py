@@ -25,6 +25,7 @@ ROWS = [
     for row in json.loads((support_matrix.docs() / "coverage.json").read_text(encoding="utf-8"))["rows"]
     if row["status"] != "proven"
 ]
+MEDIA = {"kind": "multimodal", "sources": [{"path": "builtin:vision"}]}
 QUICK = {row["status"]: f"{row['family']}-{row['model_type']}" for row in ROWS if row["family"] == "text"}
 HEADS = [row for row in head_sweep.read(support_matrix.docs() / head_sweep.FILE).values() if row["status"] != "proven"]
 
@@ -47,7 +48,7 @@ def test_what_is_not_proven_is_refused_in_one_sentence(row, tmp_path, monkeypatc
     monkeypatch.setattr(registry, "find_head", functools.partial(registry.find_head, directory=root))
     recipe = {
         "model": {"source": row["model_type"]},
-        "data": {"kind": "text" if row["family"] == "text" else "multimodal", "tokens_per_batch": 64},
+        "data": {"tokens_per_batch": 64} | ({} if row["family"] == "text" else MEDIA),
         "train": {"steps": 1},
     }
     with pytest.raises(RecipeError) as refusal:
