@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import libcst as cst
-from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
+from libcst._nodes.internal import CodegenState
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 # What needs parentheses of its own beside an operator, and what has none only where the place gives them.
@@ -24,13 +26,86 @@ class Places:
     elifs: set[cst.If] = field(default_factory=set)  # those of them that nothing can be put beside
     imports: dict[int, cst.ImportFrom] = field(default_factory=dict)
     expressions: dict[tuple[int, int], cst.BaseExpression] = field(default_factory=dict)
+    parents: dict[cst.CSTNode, cst.CSTNode | None] = field(default_factory=dict)
+
+    def holders(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """All that holds a node of the tree, the innermost first."""
+        while (node := self.parents.get(node)) is not None:
+            yield node
+
+
+@dataclass(frozen=True)
+class Part:
+    """Lines of a block that are read and changed by themselves: a member of the class, or what stands above them.
+
+    Attributes:
+        start: where they begin in the block's bytes.
+        before, after: what makes a module of them, `class _:` and a last member.
+    """
+
+    start: int
+    text: str
+    before: str = ""
+    after: str = ""
+
+    @property
+    def places(self) -> Places:
+        return places(self.before + self.text + self.after)
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """Where bytes of the block stand in that module."""
+        shift = len(self.before) - self.start
+        return start + shift, end + shift
+
+    def visited(self, transformer: cst.CSTTransformer) -> str:
+        code = self.places.tree.visit(transformer).code
+        if not code.startswith(self.before) or not code.endswith(self.after):
+            raise ValueError(f"a change beside the class or member that it was made for: {code}")
+        return code[len(self.before) : len(code) - len(self.after)]
+
+
+class _Spans(CodegenState):
+    """Where each node begins and ends in bytes, and what holds it, told by libcst as it writes the code.
+
+    What `libcst.metadata.ByteSpanPositionProvider` gives, without its visit of every node.
+    """
+
+    def __init__(self, module: cst.Module) -> None:
+        super().__init__(default_indent=module.default_indent, default_newline=module.default_newline)
+        self.spans: dict[cst.CSTNode, tuple[int, int]] = {}
+        self.parents: dict[cst.CSTNode, cst.CSTNode | None] = {}
+        self._position = 0
+        self._open: list[tuple[cst.CSTNode, int]] = []
+
+    def add_indent_tokens(self) -> None:
+        super().add_indent_tokens()
+        self._position += sum(map(len, self.indent_tokens))
+
+    def add_token(self, value: str) -> None:
+        self.tokens.append(value)
+        self._position += len(value) if value.isascii() else len(value.encode())
+
+    def before_codegen(self, node: cst.CSTNode) -> None:
+        self.parents[node] = self._open[-1][0] if self._open else None
+        self._open.append((node, self._position))
+
+    def after_codegen(self, node: cst.CSTNode) -> None:
+        start = self._open.pop()[1]
+        self.spans.setdefault(node, (start, self._position))
+
+    @contextlib.contextmanager
+    def record_syntactic_position(self, node, *, start_node=None, end_node=None) -> Iterator[None]:
+        start = self._position
+        yield
+        start = self.spans[start_node][0] if start_node is not None else start
+        self.spans[node] = start, self.spans[end_node][1] if end_node is not None else self._position
 
 
 @functools.lru_cache(maxsize=64)
 def places(text: str) -> Places:
-    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-    found = Places(wrapper.module)
-    spans = {node: (at.start, at.start + at.length) for node, at in wrapper.resolve(ByteSpanPositionProvider).items()}
+    tree = cst.parse_module(text)
+    tree._codegen(told := _Spans(tree))
+    found, spans = Places(tree, parents=told.parents), told.spans
     for node, (start, end) in spans.items():
         match node:
             case cst.SimpleStatementLine(body=[_]) | cst.BaseCompoundStatement():

@@ -14,10 +14,10 @@ from itertools import takewhile
 
 import libcst as cst
 
-from patchgen.anatomy.classes import FunctionNode, calls, parameter_names, reads_name, targets
+from patchgen.anatomy.classes import FunctionNode, calls, parameter_names, reads_name, targets, walk
 from patchgen.anatomy.names import local_names
 from patchgen.errors import Missed
-from patchgen.places import Statement, around, below, code_of, parenthesised, places
+from patchgen.places import PLACE, Part, Places, Statement, around, code_of, parenthesised
 from patchgen.source import Block, Module
 
 LINE_LENGTH = 119
@@ -84,10 +84,14 @@ class _Change:
 
 
 class _Apply(cst.CSTTransformer):
-    """Changes nodes by what is to happen to each, the inner ones first."""
+    """Changes nodes by what is to happen to each, the inner ones first; visits what holds them, and no other."""
 
-    def __init__(self, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> None:
+    def __init__(self, changes: Mapping[cst.CSTNode, Sequence[Callable]], found: Places) -> None:
         self._changes = changes
+        self._visited = {*changes, *(holder for node in changes for holder in found.holders(node))}
+
+    def on_visit(self, node):
+        return node in self._visited
 
     def on_leave(self, original_node, updated_node):
         for change in self._changes.get(original_node, ()):
@@ -109,7 +113,9 @@ class Editor:
         self._starts = [0, *itertools.accumulate(len(line) + 1 for line in self._lines)]
         self._changes: dict[Statement, _Change] = {}
         self._edits: dict[cst.CSTNode, list[Callable]] = {}
-        self._lost: set[cst.CSTNode] = set()  # expressions and bodies that other code takes the place of
+        self._lost: set[cst.CSTNode] = set()  # expressions that other code takes the place of
+        self._members: str | None = None  # of the class, in the place of its own
+        self._appended: list[str] = []  # members below them
 
     @property
     def result(self) -> Block:
@@ -122,24 +128,28 @@ class Editor:
         changes = {node: [*self._edits.get(node, ()), change.apply] for node, change in self._changes.items()}
         changes = self._edits | changes
         self._require_apart(changes)
-        tree = places(self.block.text).tree
-        try:
-            return self.block.with_text(tree.visit(_Apply(changes)).code)
-        except cst.CSTValidationError as error:
-            node = next((node for node in changes if not _is_valid(tree, {node: changes[node]})), tree)
-            holders = [one for one in places(self.block.text).statements.values() if node in (one, *below(one))]
-            found = min(map(code_of, holders or [node]), key=len)
-            raise Missed(f"code that takes a change: {error}", found) from error
+        parts = [_visited(part, changes) if changes else part.text for part in self._parts]
+        if (self._members is not None or self._appended) and len(parts) == 1:  # `class A(B): ...`
+            start = self._span(self.block.node.body[0])[0]
+            parts = [f"{self._bytes[:start].decode().rstrip()}\n", f"{INDENT}{self._bytes[start:].decode()}"]
+        if self._members is not None:
+            parts[1:] = [indented(self._members, len(INDENT))]
+        return self.block.with_text("".join([*parts, *self._appended]))
 
     def _require_apart(self, changed: Mapping[cst.CSTNode, Sequence[Callable]]) -> None:
         """Raises ValueError where one change would take another one away."""
-        gone = [node for node, change in self._changes.items() if change.instead is not None]
+        gone = {node for node, change in self._changes.items() if change.instead is not None}
         twice = [node for node in gone if node in self._edits]
         twice += [node for node in gone if not self._changes[node].instead and self._changes[node].mark is not None]
         twice += [node for node in self._lost if len(self._edits.get(node, ())) > 1]
-        inside = (inner for outer in (*gone, *self._lost) for inner in below(outer))
-        if node := next((node for node in (*twice, *inside) if node in twice or node in changed), None):
-            raise ValueError(f"two changes of one place: {code_of(node)}")
+        for i, part in enumerate(self._parts if changed else ()):
+            inside = [node for node in changed if node in part.places.parents]
+            is_filled = i > 0 and self._members is not None
+            twice += [
+                node for node in inside if is_filled or not (gone | self._lost).isdisjoint(part.places.holders(node))
+            ]
+        if twice:
+            raise ValueError(f"two changes of one place: {code_of(twice[0])}")
 
     def function(self, name: str) -> FunctionNode:
         """The method of that name, or the function itself; of several definitions the last one, which is what Python keeps."""
@@ -157,6 +167,7 @@ class Editor:
         if first < node.lineno:  # its decorators belong to it
             start = self._starts[first - 1] + node.col_offset
         if whole:
+            self._statement(node)
             first = self._gap(node)
             start = self._starts[first - 1]
         end = self._starts[node.end_lineno] if isinstance(node, ast.stmt) else end
@@ -186,7 +197,8 @@ class Editor:
     def from_module(self, node: ast.ImportFrom, module: str) -> None:
         """Imports the names of a statement from the module of that absolute name."""
         name = cst.parse_expression(module)
-        found = places(self.block.text).imports[self._span(node)[0]]
+        part = self._part_of(node)
+        found = part.places.imports[part.span(*self._span(node))[0]]
         space = cst.SimpleWhitespace(" ")
         self._edit(found, lambda old: old.with_changes(module=name, relative=[], whitespace_after_from=space))
 
@@ -273,22 +285,13 @@ class Editor:
 
     def append(self, code: str) -> None:
         """A marked method at the end of the class."""
-        first, *others = _formatted(code, 1, self._mark)
-        first = first.with_changes(leading_lines=[cst.EmptyLine(indent=False), *first.leading_lines])
-        self._edit_members(lambda members: [*members, first, *others])
+        self._appended.append(
+            "\n" + indented(format_code(f"# {self._mark}\n{code}" if self._mark else code, 1), len(INDENT))
+        )
 
     def fill(self, code: str) -> None:
         """Members in the place of the class's own."""
-        self._lost.add(self._statement(self.block.node).body)
-        self._edit_members(lambda _: _parsed(code))
-
-    def _edit_members(self, change: Callable[[Sequence[Statement]], Sequence[Statement]]) -> None:
-        def edit(old: cst.ClassDef) -> cst.ClassDef:
-            is_line = isinstance(old.body, cst.SimpleStatementSuite)  # `class A(B): ...`
-            body = cst.IndentedBlock([cst.SimpleStatementLine(old.body.body)]) if is_line else old.body
-            return old.with_changes(body=body.with_changes(body=change(body.body)))
-
-        self._edit(self._statement(self.block.node), edit)
+        self._members = code
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The innermost statement that holds a node."""
@@ -296,8 +299,11 @@ class Editor:
 
     @functools.cached_property
     def _holders(self) -> dict[ast.AST, ast.stmt]:
-        nodes = [node for statement in self.block.statements for node in ast.walk(statement)]  # outer ones first
-        return {inner: node for node in nodes if isinstance(node, ast.stmt) for inner in ast.walk(node)}
+        found: dict[ast.AST, ast.stmt] = {statement: statement for statement in self.block.statements}
+        for node in (node for statement in self.block.statements for node in walk(statement)):  # outer ones first
+            for inner in ast.iter_child_nodes(node):
+                found[inner] = inner if isinstance(inner, ast.stmt) else found[node]
+        return found
 
     @functools.cached_property
     def _in_strings(self) -> set[int]:
@@ -309,7 +315,6 @@ class Editor:
 
     def _gap(self, statement: ast.stmt) -> int:
         """The first of the comments and blank lines above a statement; what stands deeper belongs to the one above."""
-        self._statement(statement)
         line = _first_line(statement)
         while line > 1 and (above := self._lines[line - 2]).strip()[:1] in (b"", b"#"):
             if line - 1 in self._in_strings:
@@ -319,20 +324,44 @@ class Editor:
             line -= 1
         return line
 
+    @functools.cached_property
+    def _parts(self) -> list[Part]:
+        """The block, or what stands above the members of the class, and each member: libcst reads what is changed alone."""
+        members = self.block.node.body if isinstance(self.block.node, ast.ClassDef) else []
+        if (
+            not members or self._lines[members[0].lineno - 1][: members[0].col_offset].strip()
+        ):  # on the line of the class
+            return [Part(0, self.block.text)]
+        starts, end = [0], 0
+        for member in members:
+            if (line := self._gap(member)) > end:
+                starts.append(self._starts[line - 1])
+            end = member.end_lineno
+        texts = [self._bytes[start:end].decode() for start, end in itertools.pairwise([*starts, None])]
+        last = f"{' ' * members[0].col_offset}{PLACE}\n"
+        parts = zip(starts, texts, ["", *["class _:\n"] * len(members)], strict=False)
+        return [Part(start, text, before, last) for start, text, before in parts]
+
+    def _part_of(self, node: ast.AST) -> Part:
+        start = self._span(node)[0]
+        return next(part for part in reversed(self._parts) if part.start <= start)
+
     def _expression(self, node: ast.expr) -> cst.BaseExpression:
-        found = places(self.block.text).expressions.get(self._span(node))
+        part = self._part_of(node)
+        found = part.places.expressions.get(part.span(*self._span(node)))
         if found is None:
             raise Missed("an expression that stands by itself in libcst's tree", node)
         return found
 
     def _statement(self, statement: ast.stmt) -> Statement:
-        found = places(self.block.text).statements.get(self._span(statement)[0])
+        part = self._part_of(statement)
+        found = part.places.statements.get(part.span(*self._span(statement))[0])
         if found is None:
             raise Missed("a statement on lines of its own", statement)
         return found
 
     def _change(self, statement: ast.stmt) -> _Change:
-        if (found := self._statement(statement)) in places(self.block.text).elifs:
+        if (found := self._statement(statement)) in self._part_of(statement).places.elifs:
             raise Missed("a statement that others can stand beside, no `elif`", statement)
         return self._changes.setdefault(found, _Change())
 
@@ -343,9 +372,27 @@ class Editor:
         return _formatted(code, beside.col_offset // len(INDENT), self._mark if marked else None)
 
 
-def _is_valid(tree: cst.Module, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> bool:
+def _visited(part: Part, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> str:
+    """The text of a part of a block with the changes of its nodes.
+
+    Raises:
+        Missed: as `Editor.result`.
+    """
+    found = part.places
+    own = {node: change for node, change in changes.items() if node in found.parents}
+    if not own:
+        return part.text
     try:
-        tree.visit(_Apply(changes))
+        return part.visited(_Apply(own, found))
+    except cst.CSTValidationError as error:
+        node = next((node for node in own if not _is_valid(part, {node: own[node]})), found.tree)
+        holders = [one for one in (node, *found.holders(node)) if one in found.statements.values()]
+        raise Missed(f"code that takes a change: {error}", code_of(next(iter(holders), node))) from error
+
+
+def _is_valid(part: Part, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> bool:
+    try:
+        part.visited(_Apply(changes, part.places))
     except cst.CSTValidationError:
         return False
     return True

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -155,17 +155,22 @@ class Release:
                 return self.modeling_files[candidate]
         # A type with a configuration of its own and another model's classes, or a file that is not named like its folder.
         classes = [self.auto_map(mapping).get(model) for mapping in (*HEAD_MAPPINGS, WHOLE_MODELS)]
-        paths = dict.fromkeys((*self.modeling_files.values(), *self.all_modeling_files))
-        return next(self._defining({name for name in classes if name}, paths), None)
+        defining = {path for name in classes if name for path in self._defining.get(name, ())}
+        paths = (*self.modeling_files.values(), *self.all_modeling_files)
+        return next((path for path in paths if path in defining), None)
 
     def defines(self, class_name: str, besides: str) -> bool:
         """Whether a modeling file other than `besides` (its path in the release) defines a class of that name."""
-        others = (path for path in self.all_modeling_files if not besides.endswith(path))
-        return next(self._defining({class_name}, others), None) is not None
+        return any(not besides.endswith(path) for path in self._defining.get(class_name, ()))
 
-    def _defining(self, classes: Collection[str], paths: Iterable[str]) -> Iterator[str]:
-        """Those of the paths whose files define one of the classes."""
-        return (path for path in paths if any(f"\nclass {name}(" in (self.read(path) or "") for name in classes))
+    @functools.cached_property
+    def _defining(self) -> dict[str, list[str]]:
+        """Class -> the modeling files that define it."""
+        found: dict[str, list[str]] = {}
+        for path in self.all_modeling_files:
+            for name in re.findall(r"\nclass (\w+)\(", self.read(path) or ""):
+                found.setdefault(name, []).append(path)
+        return found
 
     def known_models(self) -> list[str]:
         return sorted({*self.modeling_files, *self.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")})

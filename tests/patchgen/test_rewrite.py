@@ -174,3 +174,68 @@ def test_siblings_stand_in_handlers_and_cases_as_well():
     assert len(one.siblings(found(one, ast.ExceptHandler).body[1])) == 2
     one = editor("match a:\n    case 1:\n        b\n        c\n")
     assert len(one.siblings(found(one, ast.match_case).body[0])) == 2
+
+
+ONE_LINE = "class A(B): x = 1\n"
+
+
+def test_a_class_on_one_line_takes_members():
+    appended, filled = editor(ONE_LINE), editor(ONE_LINE)
+    appended.append("y = 2")
+    filled.fill("y = 2\n")
+    assert appended.result.text == "class A(B):\n    x = 1\n\n    # test\n    y = 2\n"
+    assert filled.result.text == "class A(B):\n    y = 2\n"
+
+
+MEMBERS = """
+# above
+@wrap
+class A(B):
+    # first
+    x = 1; y = 2
+
+    # of f
+    def f(self):
+        return 1
+        # still of f
+
+    # of g
+    @property
+    def g(self):
+        '''of
+    # several lines'''
+        return 2
+    # the end
+"""
+
+
+def test_members_keep_their_bytes_beside_those_that_change():
+    one = editor(MEMBERS)
+    one.instead(found(one, ast.Return, 0).value, "10")
+    one.set_bases(["C"])
+    one.append("z = 3")
+    expected = MEMBERS.replace("return 1", "return 10").replace("A(B)", "A(C)") + "\n    # test\n    z = 3\n"
+    assert one.result.text == expected
+
+
+@pytest.mark.parametrize("name", ["f", "g"])
+def test_a_member_goes_with_the_comments_above_it_alone(name):
+    one = editor(MEMBERS)
+    one.drop(one.function(name))
+    kept = [line for line in MEMBERS.splitlines() if "# still" not in line or name != "f"]
+    start = kept.index(f"    # of {name}")
+    end = kept.index("    # of g" if name == "f" else "    # the end")
+    assert one.result.text.split() == " ".join([*kept[:start], *kept[end:]]).split()
+
+
+def test_a_member_on_a_line_with_others_is_missed():
+    one = editor(MEMBERS)
+    with pytest.raises(Missed, match="lines of its own"):
+        one.drop(one.block.node.body[0])
+
+
+def test_code_beside_a_class_is_refused():
+    one = editor(MEMBERS)
+    one.below(one.block.node, "after = 1")
+    with pytest.raises(ValueError, match="beside the class"):
+        _ = one.result
