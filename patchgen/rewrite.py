@@ -9,15 +9,14 @@ import ast
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
 
 import libcst as cst
 
 from patchgen.anatomy.classes import FunctionNode, calls, parameter_names, reads_name, targets, walk
 from patchgen.anatomy.names import local_names
+from patchgen.changes import Change, visited
 from patchgen.errors import Missed
-from patchgen.places import PLACE, Part, Places, Statement, around, code_of, parenthesised
+from patchgen.places import PLACE, Part, Statement, around, code_of, parenthesised
 from patchgen.source import Block, Module
 
 LINE_LENGTH = 119
@@ -48,57 +47,6 @@ def _parsed(code: str) -> tuple[Statement, ...]:
     )
 
 
-@dataclass
-class _Change:
-    """What happens to one statement: code around it, other code in its place (none at all: it goes), the comment of the pass.
-
-    Attributes:
-        instead: the code in its place; None keeps the statement.
-        with_lead: whether the comments and blank lines above it stay where it does not.
-    """
-
-    above: list[Statement] = field(default_factory=list)
-    below: list[Statement] = field(default_factory=list)
-    top: list[Statement] = field(default_factory=list)  # above its comments
-    instead: Sequence[Statement] | None = None
-    with_lead: bool = True
-    mark: str | None = None
-
-    def apply(self, statement: Statement) -> cst.BaseStatement | cst.FlattenSentinel | cst.RemovalSentinel:
-        kept = [statement] if self.instead is None else list(self.instead)
-        lead = list(statement.leading_lines) if self.instead is None or self.with_lead else []
-        if self.instead is not None and kept:
-            lead += kept[0].leading_lines
-        comments = [line.comment.value for line in lead if line.comment]
-        if self.mark is not None and not (self.instead is not None and f"# {self.mark}" in comments):
-            lead.append(cst.EmptyLine(comment=cst.Comment(f"# {self.mark}")))
-        above = list(self.above)
-        if above:  # a blank line stays above both
-            blank = list(takewhile(lambda line: line.comment is None, lead))
-            above[0] = above[0].with_changes(leading_lines=[*blank, *above[0].leading_lines])
-            lead = lead[len(blank) :]
-        if kept:
-            kept[0] = kept[0].with_changes(leading_lines=lead)
-        nodes = [*self.top, *above, *kept, *self.below]
-        return nodes[0] if len(nodes) == 1 else cst.FlattenSentinel(nodes) if nodes else cst.RemoveFromParent()
-
-
-class _Apply(cst.CSTTransformer):
-    """Changes nodes by what is to happen to each, the inner ones first; visits what holds them, and no other."""
-
-    def __init__(self, changes: Mapping[cst.CSTNode, Sequence[Callable]], found: Places) -> None:
-        self._changes = changes
-        self._visited = {*changes, *(holder for node in changes for holder in found.holders(node))}
-
-    def on_visit(self, node):
-        return node in self._visited
-
-    def on_leave(self, original_node, updated_node):
-        for change in self._changes.get(original_node, ()):
-            updated_node = change(updated_node)
-        return updated_node
-
-
 class Editor:
     """Changes of one block by the nodes of its syntax tree (`block.node` and what is below it).
 
@@ -111,7 +59,7 @@ class Editor:
         self._bytes = block.text.encode()
         self._lines = self._bytes.split(b"\n")
         self._starts = [0, *itertools.accumulate(len(line) + 1 for line in self._lines)]
-        self._changes: dict[Statement, _Change] = {}
+        self._changes: dict[Statement, Change] = {}
         self._edits: dict[cst.CSTNode, list[Callable]] = {}
         self._lost: set[cst.CSTNode] = set()  # expressions that other code takes the place of
         self._members: str | None = None  # of the class, in the place of its own
@@ -128,7 +76,7 @@ class Editor:
         changes = {node: [*self._edits.get(node, ()), change.apply] for node, change in self._changes.items()}
         changes = self._edits | changes
         self._require_apart(changes)
-        parts = [_visited(part, changes) if changes else part.text for part in self._parts]
+        parts = [visited(part, changes) if changes else part.text for part in self._parts]
         if (self._members is not None or self._appended) and len(parts) == 1:  # `class A(B): ...`
             start = self._span(self.block.node.body[0])[0]
             parts = [f"{self._bytes[:start].decode().rstrip()}\n", f"{INDENT}{self._bytes[start:].decode()}"]
@@ -227,7 +175,7 @@ class Editor:
     def mark(self, *nodes: ast.AST) -> None:
         """The comment of the pass above the statements that hold these nodes."""
         for node in nodes:
-            self._changes.setdefault(self._statement(self.statement_of(node)), _Change()).mark = self._mark
+            self._changes.setdefault(self._statement(self.statement_of(node)), Change()).mark = self._mark
 
     def above(self, statement: ast.stmt, code: str, *, at_top: bool = False) -> None:
         """Marked code above a statement, which keeps its comments; a blank line above it stays above both.
@@ -360,42 +308,16 @@ class Editor:
             raise Missed("a statement on lines of its own", statement)
         return found
 
-    def _change(self, statement: ast.stmt) -> _Change:
+    def _change(self, statement: ast.stmt) -> Change:
         if (found := self._statement(statement)) in self._part_of(statement).places.elifs:
             raise Missed("a statement that others can stand beside, no `elif`", statement)
-        return self._changes.setdefault(found, _Change())
+        return self._changes.setdefault(found, Change())
 
     def _edit(self, node: cst.CSTNode, change: Callable) -> None:
         self._edits.setdefault(node, []).append(change)
 
     def _formatted(self, code: str, beside: ast.stmt, *, marked: bool = True) -> tuple[Statement, ...]:
         return _formatted(code, beside.col_offset // len(INDENT), self._mark if marked else None)
-
-
-def _visited(part: Part, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> str:
-    """The text of a part of a block with the changes of its nodes.
-
-    Raises:
-        Missed: as `Editor.result`.
-    """
-    found = part.places
-    own = {node: change for node, change in changes.items() if node in found.parents}
-    if not own:
-        return part.text
-    try:
-        return part.visited(_Apply(own, found))
-    except cst.CSTValidationError as error:
-        node = next((node for node in own if not _is_valid(part, {node: own[node]})), found.tree)
-        holders = [one for one in (node, *found.holders(node)) if one in found.statements.values()]
-        raise Missed(f"code that takes a change: {error}", code_of(next(iter(holders), node))) from error
-
-
-def _is_valid(part: Part, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> bool:
-    try:
-        part.visited(_Apply(changes, part.places))
-    except cst.CSTValidationError:
-        return False
-    return True
 
 
 def _first_line(node: ast.AST) -> int:

@@ -1,0 +1,89 @@
+"""What happens to the nodes of a part of a block, and the part's text after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import libcst as cst
+
+from patchgen.errors import Missed
+from patchgen.places import Part, Places, Statement, code_of
+
+
+@dataclass
+class Change:
+    """What happens to one statement: code around it, other code in its place (none at all: it goes), the comment of the pass.
+
+    Attributes:
+        instead: the code in its place; None keeps the statement.
+        with_lead: whether the comments and blank lines above it stay where it does not.
+    """
+
+    above: list[Statement] = field(default_factory=list)
+    below: list[Statement] = field(default_factory=list)
+    top: list[Statement] = field(default_factory=list)  # above its comments
+    instead: Sequence[Statement] | None = None
+    with_lead: bool = True
+    mark: str | None = None
+
+    def apply(self, statement: Statement) -> cst.BaseStatement | cst.FlattenSentinel | cst.RemovalSentinel:
+        kept = [statement] if self.instead is None else list(self.instead)
+        lead = list(statement.leading_lines) if self.instead is None or self.with_lead else []
+        if self.instead is not None and kept:
+            lead += kept[0].leading_lines
+        comments = [line.comment.value for line in lead if line.comment]
+        if self.mark is not None and not (self.instead is not None and f"# {self.mark}" in comments):
+            lead.append(cst.EmptyLine(comment=cst.Comment(f"# {self.mark}")))
+        above = list(self.above)
+        if above:  # a blank line stays above both
+            blank = list(takewhile(lambda line: line.comment is None, lead))
+            above[0] = above[0].with_changes(leading_lines=[*blank, *above[0].leading_lines])
+            lead = lead[len(blank) :]
+        if kept:
+            kept[0] = kept[0].with_changes(leading_lines=lead)
+        nodes = [*self.top, *above, *kept, *self.below]
+        return nodes[0] if len(nodes) == 1 else cst.FlattenSentinel(nodes) if nodes else cst.RemoveFromParent()
+
+
+class _Apply(cst.CSTTransformer):
+    """Changes nodes by what is to happen to each, the inner ones first; visits what holds them, and no other."""
+
+    def __init__(self, changes: Mapping[cst.CSTNode, Sequence[Callable]], found: Places) -> None:
+        self._changes = changes
+        self._visited = {*changes, *(holder for node in changes for holder in found.holders(node))}
+
+    def on_visit(self, node):
+        return node in self._visited
+
+    def on_leave(self, original_node, updated_node):
+        for change in self._changes.get(original_node, ()):
+            updated_node = change(updated_node)
+        return updated_node
+
+
+def visited(part: Part, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> str:
+    """The text of a part of a block with the changes of its nodes.
+
+    Raises:
+        Missed: as `Editor.result`.
+    """
+    found = part.places
+    own = {node: change for node, change in changes.items() if node in found.parents}
+    if not own:
+        return part.text
+    try:
+        return part.visited(_Apply(own, found))
+    except cst.CSTValidationError as error:
+        node = next((node for node in own if not _is_valid(part, {node: own[node]})), found.tree)
+        holders = [one for one in (node, *found.holders(node)) if one in found.statements.values()]
+        raise Missed(f"code that takes a change: {error}", code_of(next(iter(holders), node))) from error
+
+
+def _is_valid(part: Part, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> bool:
+    try:
+        part.visited(_Apply(changes, part.places))
+    except cst.CSTValidationError:
+        return False
+    return True
