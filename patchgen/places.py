@@ -34,7 +34,7 @@ class Places:
             yield node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """Lines of a block that are read and changed by themselves: a member of the class, or what stands above them.
 
@@ -48,7 +48,7 @@ class Part:
     before: str = ""
     after: str = ""
 
-    @property
+    @functools.cached_property
     def places(self) -> Places:
         return places(self.before + self.text + self.after)
 
@@ -101,7 +101,6 @@ class _Spans(CodegenState):
         self.spans[node] = start, self.spans[end_node][1] if end_node is not None else self._position
 
 
-@functools.lru_cache(maxsize=64)
 def places(text: str) -> Places:
     tree = cst.parse_module(text)
     tree._codegen(told := _Spans(tree))

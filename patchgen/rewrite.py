@@ -16,7 +16,7 @@ from patchgen.anatomy.classes import FunctionNode, calls, parameter_names, reads
 from patchgen.anatomy.names import local_names
 from patchgen.changes import Change, visited
 from patchgen.errors import Missed
-from patchgen.places import PLACE, Part, Statement, around, code_of, parenthesised
+from patchgen.places import PLACE, Part, Places, Statement, around, code_of, parenthesised
 from patchgen.source import Block, Module
 
 LINE_LENGTH = 119
@@ -59,6 +59,7 @@ class Editor:
         self._bytes = block.text.encode()
         self._lines = self._bytes.split(b"\n")
         self._starts = [0, *itertools.accumulate(len(line) + 1 for line in self._lines)]
+        self._read: dict[cst.CSTNode, Part] = {}  # what was found, and where
         self._changes: dict[Statement, Change] = {}
         self._edits: dict[cst.CSTNode, list[Callable]] = {}
         self._lost: set[cst.CSTNode] = set()  # expressions that other code takes the place of
@@ -76,7 +77,8 @@ class Editor:
         changes = {node: [*self._edits.get(node, ()), change.apply] for node, change in self._changes.items()}
         changes = self._edits | changes
         self._require_apart(changes)
-        parts = [visited(part, changes) if changes else part.text for part in self._parts]
+        changed = {part: {n: change for n, change in changes.items() if self._read[n] is part} for part in self._parts}
+        parts = [visited(part, own) if own else part.text for part, own in changed.items()]
         if (self._members is not None or self._appended) and len(parts) == 1:  # `class A(B): ...`
             start = self._span(self.block.node.body[0])[0]
             parts = [f"{self._bytes[:start].decode().rstrip()}\n", f"{INDENT}{self._bytes[start:].decode()}"]
@@ -90,12 +92,10 @@ class Editor:
         twice = [node for node in gone if node in self._edits]
         twice += [node for node in gone if not self._changes[node].instead and self._changes[node].mark is not None]
         twice += [node for node in self._lost if len(self._edits.get(node, ())) > 1]
-        for i, part in enumerate(self._parts if changed else ()):
-            inside = [node for node in changed if node in part.places.parents]
-            is_filled = i > 0 and self._members is not None
-            twice += [
-                node for node in inside if is_filled or not (gone | self._lost).isdisjoint(part.places.holders(node))
-            ]
+        lost = gone | self._lost
+        twice += [node for node in changed if not lost.isdisjoint(self._read[node].places.holders(node))]
+        if self._members is not None:
+            twice += [node for node in changed if self._read[node].start > 0]
         if twice:
             raise ValueError(f"two changes of one place: {code_of(twice[0])}")
 
@@ -145,8 +145,7 @@ class Editor:
     def from_module(self, node: ast.ImportFrom, module: str) -> None:
         """Imports the names of a statement from the module of that absolute name."""
         name = cst.parse_expression(module)
-        part = self._part_of(node)
-        found = part.places.imports[part.span(*self._span(node))[0]]
+        found = self._find(node, lambda places, start, _: places.imports.get(start), "an import")
         space = cst.SimpleWhitespace(" ")
         self._edit(found, lambda old: old.with_changes(module=name, relative=[], whitespace_after_from=space))
 
@@ -290,26 +289,25 @@ class Editor:
         parts = zip(starts, texts, ["", *["class _:\n"] * len(members)], strict=False)
         return [Part(start, text, before, last) for start, text, before in parts]
 
-    def _part_of(self, node: ast.AST) -> Part:
-        start = self._span(node)[0]
-        return next(part for part in reversed(self._parts) if part.start <= start)
+    def _find(self, node: ast.AST, kind: Callable[[Places, int, int], cst.CSTNode | None], what: str) -> cst.CSTNode:
+        start, end = self._span(node)
+        part = next(part for part in reversed(self._parts) if part.start <= start)
+        if (found := kind(part.places, *part.span(start, end))) is None:
+            raise Missed(what, node)
+        self._read[found] = part
+        return found
 
     def _expression(self, node: ast.expr) -> cst.BaseExpression:
-        part = self._part_of(node)
-        found = part.places.expressions.get(part.span(*self._span(node)))
-        if found is None:
-            raise Missed("an expression that stands by itself in libcst's tree", node)
-        return found
+        what = "an expression that stands by itself in libcst's tree"
+        return self._find(node, lambda places, start, end: places.expressions.get((start, end)), what)
 
     def _statement(self, statement: ast.stmt) -> Statement:
-        part = self._part_of(statement)
-        found = part.places.statements.get(part.span(*self._span(statement))[0])
-        if found is None:
-            raise Missed("a statement on lines of its own", statement)
-        return found
+        return self._find(
+            statement, lambda places, start, _: places.statements.get(start), "a statement on lines of its own"
+        )
 
     def _change(self, statement: ast.stmt) -> Change:
-        if (found := self._statement(statement)) in self._part_of(statement).places.elifs:
+        if (found := self._statement(statement)) in self._read[found].places.elifs:
             raise Missed("a statement that others can stand beside, no `elif`", statement)
         return self._changes.setdefault(found, Change())
 

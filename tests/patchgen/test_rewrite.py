@@ -239,3 +239,9 @@ def test_code_beside_a_class_is_refused():
     one.below(one.block.node, "after = 1")
     with pytest.raises(ValueError, match="beside the class"):
         _ = one.result
+
+
+def test_of_two_equal_members_one_changes():
+    one = editor("class A:\n    x = f(1)\n    x = f(1)\n")
+    one.instead(found(one, ast.Call, 1).args[0], "2")
+    assert one.result.text == "class A:\n    x = f(1)\n    x = f(2)\n"
