@@ -373,7 +373,7 @@ def late_gradients(mode: str) -> list[int]:
         expected = run()
         early_gradients.put_off = put_off
         waiting.clear()
-        early_gradients._late.append(lambda: pytest.fail("left by a backward that failed"))
+        early_gradients._late.append((0, lambda: pytest.fail("left by a backward that failed")))
         once = len(added)
         expert_peers._Exchange.spread = lambda *args: waiting.append(len(early_gradients._late)) or spread(*args)
         found = run()
