@@ -128,7 +128,7 @@ MUTANTS ?= mutants.jsonl
 
 mutate: $(VENV)/.setup-test  ## hold the generator to 5,000 changed upstream sources, into docs/mutations.md (hours; goes on where it stopped)
 	@$(PATCHGEN) mutate $(MUTATED) --count 300 --ranks --jobs 2 --records $(MUTANTS) $(ARGS)
-	@$(PATCHGEN) mutate $(MUTATED_LONG) --count 60 --ranks --jobs 2 --records $(MUTANTS) --output docs/mutations.json $(ARGS)
+	@$(PATCHGEN) mutate $(MUTATED_LONG) --count 60 --ranks --jobs 2 --records $(MUTANTS) --output records/mutations.json $(ARGS)
 
 mutate-generator: $(VENV)/.setup-test  ## change the generator's own modules and ask the tests (an hour)
 	@PYTHONPATH=. $(BIN)/python benchmarks/mutate_generator.py $(ARGS)

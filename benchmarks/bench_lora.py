@@ -29,10 +29,10 @@ from torch._C._distributed_c10d import HashStore
 
 from patchgen.kernels.fused_moe import fused_moe
 from patchgen.kernels.moe.adapters import ExpertAdapters, LowRank
-from patchgen.runtime import attention, registry, seams
-from patchgen.runtime.parallel import ParallelConfig
+from patchgen.runtime import attention, parallel, registry, seams
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, loss, sharding
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops, lora
+from patchgen.runtime.train import flops, lora, optimizers
 from patchgen.runtime.train.recipe import LoraConfig
 
 RESULTS = Path(__file__).with_name("results_lora.csv")
@@ -133,9 +133,9 @@ def build(case: str, mode: str, rank: int, state: ParallelState, setting: common
             attn_implementation=setting.attention,
             dtype=torch.float32 if parameters is None else torch.bfloat16,
         ).train()
-    common.checkpointing.apply(model, mode)
-    sharding_options = common.sharding.ShardingOptions(**options)
-    common.sharding.shard_model(model, state, options=sharding_options)
+    checkpointing.apply(model, mode)
+    sharding_options = sharding.ShardingOptions(**options)
+    sharding.shard_model(model, state, options=sharding_options)
     common.fill(model, setting.device)
     if parameters is not None:
         config = LoraConfig(rank=rank, alpha=2.0 * rank, target_parameters=parameters)
@@ -144,11 +144,11 @@ def build(case: str, mode: str, rank: int, state: ParallelState, setting: common
 
 
 def step(model: nn.Module, optimizer, inputs: dict, state: ParallelState, items: Tensor) -> Tensor:
-    with common.parallel.using(state), common.loss.step(items):
+    with parallel.using(state), loss.step(items):
         share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
         share.backward()
     lora.reduce_gradients(model)
-    common.gradients.clip(model, 1.0, optimizer=optimizer)
+    gradients.clip(model, 1.0, optimizer=optimizer)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return share.detach()
@@ -160,11 +160,11 @@ def measure(case: str, tokens: int, arguments: argparse.Namespace, state: Parall
     if setting.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     model = build(case, mode, arguments.rank, state, setting)
-    groups = common.sharding.optimizer_groups(model)
+    groups = sharding.optimizer_groups(model)
     trained = [parameter for group in groups for parameter in group["params"]]
-    optimizer = common.optimizers.adamw_for(trained[0])(groups, lr=LEARNING_RATE.get(case, 1e-3))
+    optimizer = optimizers.adamw_for(trained[0])(groups, lr=LEARNING_RATE.get(case, 1e-3))
     batch, _ = common.inputs_of(tokens, state, setting, 0)
-    items = common.loss.count_items([batch], setting.device)
+    items = loss.count_items([batch], setting.device)
     first = step(model, optimizer, batch, state, items)
     for _ in range(1, setting.warm_up):
         step(model, optimizer, batch, state, items)

@@ -24,6 +24,7 @@ from typing import Any
 import bench_train
 import torch
 import torch.distributed as dist
+import train_steps
 from bench_train import LAYOUTS, MODEL, Setting
 from torch._C._autograd import DeviceType
 
@@ -145,7 +146,9 @@ def main() -> None:
                 optimizer = bench_train.optimizer_of(layout, model, setting)
                 for group in optimizer.param_groups:
                     group["lr"] = arguments.lr
-                step: Any = bench_train.replayed_step(model, setting, state) if replays else bench_train.our_step
+                step: Any = (
+                    train_steps.replayed_step(model, setting.device, state) if replays else train_steps.our_step
+                )
                 batches = [bench_train.inputs_of(tokens, state, setting, i, on_host=replays)[0] for i in range(2)]
                 items = [loss.count_items([inputs], "cuda") for inputs in batches]
                 items = [int(one) for one in items] if replays else items
@@ -171,7 +174,7 @@ def main() -> None:
                         print("  s/step " + " ".join(f"{one:.4f}" for one in seconds))
                         print("  losses and norms " + " ".join(f"{a:.5f}/{b:.4f}" for a, b in found))
                         print("\n".join(lines), flush=True)
-                optimizer, step = None, bench_train.our_step  # lets go of a captured graph
+                optimizer, step = None, train_steps.our_step  # lets go of a captured graph
             model = None
             gc.unfreeze()
             gc.collect()

@@ -26,7 +26,7 @@ import datetime
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,15 +42,14 @@ from packed_rows import packed_row
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from train_cases import CASE, THEIRS, TITAN, WHO, compare, describe, has_mode
+from train_cases import CASE, LAYOUTS, THEIRS, TITAN, WHO, compare, describe, has_mode
+from train_steps import our_step, replayed_step, their_step
 
-from patchgen.runtime import attention, parallel, registry, seams
-from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, loss, peer_memory, sharding
+from patchgen.runtime import attention, registry, seams
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, loss, peer_memory, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import flops, objects, optimizers
-from patchgen.runtime.train.captured import CapturedStep
 
 Model = nn.Module | peer_torchtitan.Peer
 RESULTS = Path(__file__).with_name("results_train.csv")
@@ -68,28 +67,6 @@ COLUMNS: tuple[str, ...] = (
     "s/step",
 )
 COLUMNS += ("tokens/s/GPU", "TFLOP/s", "MFU %", "peak GiB", "ratio")
-LAYOUTS: dict[str, dict] = {
-    "FSDP": {},
-    "FSDP, kept gathered": {"reshard_after_forward": False},
-    "FSDP, collectives": {"shard_exchange": "collectives"},
-    "FSDP, graph": {"cuda_graph": True},
-    THEIRS: {},
-    TITAN: {},
-    "torchtitan, EP2": {"ep": 2},
-    "torchtitan, EP4": {"ep": 4},
-    "EP2": {"ep": 2},
-    "EP4": {"ep": 4},
-    "EP8": {"ep": 8},
-    "EP2, peer memory": {"ep": 2, "expert_exchange": "peer_memory"},
-    "EP2, peer memory, graph": {"ep": 2, "expert_exchange": "peer_memory", "cuda_graph": True},
-    "EP4, peer memory": {"ep": 4, "expert_exchange": "peer_memory"},
-    "EP4, peer memory, graph": {"ep": 4, "expert_exchange": "peer_memory", "cuda_graph": True},
-    "SP2": {"sp": 2},
-    "EP2 x SP2": {"ep": 2, "sp": 2},
-    "EP4 x SP2": {"ep": 4, "sp": 2},
-    "EP2 x SP2, peer memory": {"ep": 2, "sp": 2, "expert_exchange": "peer_memory"},
-    "EP4 x SP2, peer memory": {"ep": 4, "sp": 2, "expert_exchange": "peer_memory"},
-}
 MODEL = {"vocab_size": 151_936, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}
 MODEL |= {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 MODEL |= {"norm_topk_prob": True, "use_cache": False, "max_position_embeddings": 40_960, "tie_word_embeddings": False}
@@ -216,48 +193,6 @@ def inputs_of(
 # -------------------------------------------------------------------------------------------------- a step
 
 
-def our_step(model: nn.Module, optimizer, inputs: dict, state: ParallelState, items: Tensor) -> tuple[Tensor, Tensor]:
-    with parallel.using(state), loss.step(items):
-        share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
-        share.backward()
-    norm = gradients.clip(model, 1.0, optimizer=optimizer)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return share.detach(), norm
-
-
-def replayed_step(model: nn.Module, setting: Setting, state: ParallelState) -> Callable:
-    """`our_step` with its forward and backward as one CUDA graph, as `train.cuda_graph` has it."""
-
-    def compute(inputs: Mapping[str, Any], items: Tensor, tokens: Tensor) -> Tensor:
-        with parallel.using(state), loss.step(items, num_tokens=tokens):
-            share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
-            share.backward()
-        return share.detach()
-
-    captured = CapturedStep(model, state, torch.device(setting.device, torch.cuda.current_device()), compute)
-
-    def step(model: nn.Module, optimizer, inputs: dict, state: ParallelState, items: int) -> tuple[Tensor, Tensor]:
-        share = captured(inputs, items, inputs["input_ids"].numel() * state.config.num_batches)
-        norm = gradients.clip(model, 1.0, optimizer=optimizer)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return share, norm
-
-    return step
-
-
-def their_step(
-    model: nn.Module, optimizer, inputs: dict, state: ParallelState, items: Tensor
-) -> tuple[Tensor, Tensor]:
-    share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
-    (share * dist.get_world_size()).backward()  # FSDP2 averages gradients over the ranks
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return share.detach(), norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
 def step_of(name: str, model: Model) -> Callable:
     if isinstance(model, peer_torchtitan.Peer):
         return model.step
@@ -269,7 +204,7 @@ def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
     step = step_of(name, model)
     replays = LAYOUTS[name].get("cuda_graph", False)
     if replays and isinstance(model, nn.Module):
-        step = replayed_step(model, setting, state)
+        step = replayed_step(model, setting.device, state)
     batches = [inputs_of(tokens, state, setting, index, on_host=replays) for index in range(2)]
     items = [loss.count_items([inputs], setting.device) for inputs, _ in batches]
     if replays:

@@ -11,6 +11,28 @@ CASE = ("layers", "who", "layout", "ckpt", "tokens/GPU")  # of a row: what was m
 THEIRS = "transformers"
 TITAN = "torchtitan"
 WHO = {THEIRS: THEIRS, TITAN: TITAN, "torchtitan, EP2": TITAN, "torchtitan, EP4": TITAN}  # whose layout; else ours
+LAYOUTS: dict[str, dict] = {
+    "FSDP": {},
+    "FSDP, kept gathered": {"reshard_after_forward": False},
+    "FSDP, collectives": {"shard_exchange": "collectives"},
+    "FSDP, graph": {"cuda_graph": True},
+    THEIRS: {},
+    TITAN: {},
+    "torchtitan, EP2": {"ep": 2},
+    "torchtitan, EP4": {"ep": 4},
+    "EP2": {"ep": 2},
+    "EP4": {"ep": 4},
+    "EP8": {"ep": 8},
+    "EP2, peer memory": {"ep": 2, "expert_exchange": "peer_memory"},
+    "EP2, peer memory, graph": {"ep": 2, "expert_exchange": "peer_memory", "cuda_graph": True},
+    "EP4, peer memory": {"ep": 4, "expert_exchange": "peer_memory"},
+    "EP4, peer memory, graph": {"ep": 4, "expert_exchange": "peer_memory", "cuda_graph": True},
+    "SP2": {"sp": 2},
+    "EP2 x SP2": {"ep": 2, "sp": 2},
+    "EP4 x SP2": {"ep": 4, "sp": 2},
+    "EP2 x SP2, peer memory": {"ep": 2, "sp": 2, "expert_exchange": "peer_memory"},
+    "EP4 x SP2, peer memory": {"ep": 4, "sp": 2, "expert_exchange": "peer_memory"},
+}
 
 
 def describe(layers: int, name: str, mode: str, tokens: int) -> dict:

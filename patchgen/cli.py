@@ -239,13 +239,15 @@ def sweep(
     jobs: Annotated[int, Option(help="processes at once")] = 2,
     transformers: Transformers = None,
     only: Annotated[list[str] | None, Option(help="just these model types")] = None,
-    output: Annotated[Path | None, Option(help="the folder of the record, instead of docs/")] = None,
+    output: Annotated[
+        Path | None, Option(help="the folder of the record and its page, instead of records/ and docs/")
+    ] = None,
     fresh: Annotated[bool, Option("--fresh", help="do again what an earlier run has done")] = False,
     sp: Annotated[int, Option(help="compare on ranks that share a sequence, instead of proving")] = 1,
     ep: Annotated[int, Option(help="compare on ranks that share the experts, instead of proving")] = 1,
     world: Annotated[int, Option(help="gloo ranks of --sp and --ep")] = 2,
 ) -> None:
-    """Generate and prove every model type of a family, into docs/coverage.md and docs/coverage.json. Resumable.
+    """Generate and prove every model type of a family, into docs/coverage.md and records/coverage.json. Resumable.
 
     Example: patchgen sweep --family moe --jobs 2
     """

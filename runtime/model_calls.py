@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from patchgen.runtime import mask_functions, parallel
 from patchgen.runtime.document_rows import LEFT, DocumentRows, Separated
 from patchgen.runtime.parallel import batch, checkpointing, collectives
+from patchgen.runtime.parallel.checkpointing import CHECKPOINT
 from patchgen.runtime.tensor_cache import TensorCache
 
 BOUNDS, POSITIONS, MASK = "cu_seq_lens_q", "position_ids", "attention_mask"
@@ -217,7 +218,6 @@ def _leave(module: nn.Module, args: object, output: Any) -> Any:
     return None
 
 
-CHECKPOINT = "_gradient_checkpointing_func"  # of what transformers' activation checkpointing was enabled for
 _CHECKPOINTED: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-_LARGEST: int | None = None
+_limits: list[int] = []  # of the blocks that run now, the innermost last
 
 
 @contextlib.contextmanager
@@ -19,16 +19,15 @@ def largest_chunk(tokens: int) -> Iterator[None]:
     Raises:
         ValueError: fewer than one.
     """
-    global _LARGEST
     if tokens < 1:
         raise ValueError(f"A chunk holds at least 1 token, not {tokens}.")
-    before, _LARGEST = _LARGEST, tokens
+    _limits.append(tokens)
     try:
         yield
     finally:
-        _LARGEST = before
+        _limits.pop()
 
 
 def limited(tokens: int) -> int:
     """A number of tokens per chunk, within the limit that holds now."""
-    return tokens if _LARGEST is None else min(tokens, _LARGEST)
+    return min((tokens, *_limits[-1:]))

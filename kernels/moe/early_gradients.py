@@ -38,22 +38,28 @@ def hand_over(tokens: Tensor, weights: Tensor) -> None:
 TAKES_LATE = "_patchgen_takes_late"
 """An attribute of a weight: called with its gradient, whenever that is computed; until the end of the backward at the latest."""
 
-_late: list[Callable[[], None]] = []  # not of a thread: what ends a backward runs in another one
+_late: list[tuple[int, Callable[[], None]]] = []  # with their backward; not of a thread: its end runs in another one
 
 
 def put_off(weight: Tensor, compute: Callable[[], Tensor]) -> bool:
     """Leaves the gradient of `weight` to `compute_late`, if it is taken then."""
     take = getattr(weight, TAKES_LATE, None)
     if take is not None:
-        _late.append(lambda: take(compute()))
+        _late.append((torch._C._current_graph_task_id(), lambda: take(compute())))
     return take is not None
 
 
 @torch.no_grad()
 def compute_late() -> None:
-    """Computes what was put off, in the order of the current stream."""
-    while _late:
-        _late.pop(0)()
+    """Computes what was put off in this backward, and in those inside it, in the order of the current stream.
+
+    A backward that failed had a smaller number: what it left is not computed in another one.
+    """
+    present = torch._C._current_graph_task_id()
+    due = [compute for backward, compute in _late if backward >= present]
+    _late[:] = [one for one in _late if one[0] < present]
+    for compute in due:
+        compute()
 
 
 def forget_late() -> None:

@@ -1,4 +1,4 @@
-"""One model type, generated and proven: what decides a row of docs/coverage.json."""
+"""One model type, generated and proven: what decides a row of records/coverage.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sweep --family heads: the heads that are not language models, one row per class in docs/heads.json and docs/heads.md."""
+"""sweep --family heads: the heads that are not language models, one row per class in records/heads.json and docs/heads.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from patchgen.commands.console import console
 from patchgen.commands.examination import CAUSAL_MAP, FAILED, GENERATED, IMPLEMENTATIONS, PROVEN, phrase, quiet
 from patchgen.errors import ConfigError
 from patchgen.runtime.verify import records, source_keys
-from patchgen.runtime.verify.committed_models import docs
+from patchgen.runtime.verify.committed_models import page_of, records_folder
 from patchgen.templates import render
 
 FAMILY, FILE = "heads", "heads.json"
@@ -60,7 +60,7 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
             f"--only {unknown[0]}: {release.origin} has no head of these kinds for it: {', '.join(MAPS)}."
         )
     wanted = {kind: known[kind] for kind in only or known}
-    path = (output or docs()) / FILE
+    path = (output or records_folder()) / FILE
     rows = {} if fresh else read(path)
     old = set(stale(path, release, wanted)) if rows else {*wanted}
     context = multiprocessing.get_context("spawn")
@@ -80,7 +80,7 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
     write(path, rows)
     asked = [rows[kind, name] for kind, heads in wanted.items() for name in heads]
     proven = [row for row in asked if row["status"] == PROVEN]
-    console.print(f"{counts(asked)}; written: {path} and {path.with_suffix('.md').name}", soft_wrap=True)
+    console.print(f"{counts(asked)}; written: {path} and {page_of(path)}", soft_wrap=True)
     return 0 if (len(proven) == len(asked) if only else proven) else 1
 
 
@@ -121,7 +121,9 @@ def write(path: Path, rows: Mapping[tuple[str, str], dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [rows[place] for place in sorted(rows)]
     record = json.dumps({"key": records.present_key(), "rows": ordered}, indent=1) + "\n"
-    provenance.write_whole({path: record, path.with_suffix(".md"): page(ordered)})
+    page_path = page_of(path)
+    page_path.parent.mkdir(parents=True, exist_ok=True)
+    provenance.write_whole({path: record, page_path: page(ordered)})
 
 
 def page(rows: list[dict]) -> str:

@@ -1,4 +1,4 @@
-"""sweep: generate and prove every model type of a family, one row each in docs/coverage.md and docs/coverage.json."""
+"""sweep: generate and prove every model type of a family, one row each in docs/coverage.md and records/coverage.json."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from patchgen.commands.examination import (
 )
 from patchgen.errors import ConfigError
 from patchgen.runtime.verify import records, source_keys
+from patchgen.runtime.verify.committed_models import page_of
 
 VISION, AUDIO, OMNI = "vision", "audio", "omni"
 MEDIA = (VISION, AUDIO, OMNI)
@@ -98,7 +99,7 @@ def _summary(asked: list[dict], path: Path, *, is_asked_by_name: bool) -> int:
     moe = sum(one["status"] == PROVEN and one["moe"] for one in asked)
     others = ", ".join(f"{counts[status]} {status}" for status in statuses[1:])
     console.print(f"{counts[PROVEN]} proven ({moe} MoE), {others}")
-    console.print(f"written: {path} and {path.with_suffix('.md').name}", soft_wrap=True)
+    console.print(f"written: {path} and {page_of(path)}", soft_wrap=True)
     unpacked = [one for one in asked if one["status"] == PROVEN and one.get("inputs_without_rule")]
     for one in unpacked:
         names = ", ".join(one["inputs_without_rule"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from patchgen.mutation.draw import NAMES
 from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG
 from patchgen.runtime.verify import source_keys
+from patchgen.runtime.verify.committed_models import page_of
 from patchgen.templates import render
 
 
@@ -51,10 +52,10 @@ def _verdicts(rows: Iterable[Mapping]) -> dict[str, int]:
 
 
 def write(summary: Mapping, path: Path) -> None:
-    """Writes the record of a round with the date and the releases, and its page beside it."""
+    """Writes the record of a round with the date and the releases, and its page."""
     made = {"date": datetime.date.today().isoformat(), "versions": source_keys.versions()}
     path.write_text(json.dumps({**made, **summary}, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(page({**made, **summary}), encoding="utf-8")
+    page_of(path).write_text(page({**made, **summary}), encoding="utf-8")
 
 
 def page(record: Mapping) -> str:

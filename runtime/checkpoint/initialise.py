@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from patchgen.runtime.checkpoint.placement import local_tensor, part_of_rank
-from patchgen.runtime.parallel.sharding import initialiser_of
+from patchgen.runtime.parallel.buffers import initialiser_of
 
 
 @torch.no_grad()

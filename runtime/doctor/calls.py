@@ -17,6 +17,7 @@ from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.selfcheck import HALF_PRECISION, TOLERANCE
 from patchgen.runtime.train.feed import to_device
 from patchgen.runtime.verify.seam_proof import all_eager
+from patchgen.runtime.verify.training_inputs import without_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -128,11 +129,6 @@ def logits(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) 
     inputs = without_labels(handed(row, next(model.parameters()).device))
     with selected(chosen), evaluated(model):
         return model(**inputs, use_cache=False).logits[0].float().cpu()
-
-
-def without_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs for which a model gives logits."""
-    return {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:

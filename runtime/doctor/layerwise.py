@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from patchgen.runtime.doctor.finding import told_size
-from patchgen.runtime.parallel import sharding
+from patchgen.runtime.parallel import buffers, sharding
 
 Change = tuple[Tensor, Callable[[], Tensor]]
 """A tensor of a model, and what computes other values of it from the model as it is."""
@@ -180,7 +180,7 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
-    sharding.compute_buffers(model)
+    buffers.compute_buffers(model)
 
 
 def _replaced(model: nn.Module, device: torch.device) -> dict[int, nn.Parameter]:

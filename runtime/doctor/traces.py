@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.verify.conditioning import ROUNDING
+from patchgen.runtime.verify.training_inputs import without_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +63,7 @@ def record(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequence[st
 def record_as(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str], chosen: Mapping[str, str]) -> Trace:
     """What a generated model computes with these kernels and the attention that it has."""
     with calls.selected(chosen):
-        return record_plain(model, calls.without_labels(inputs), paths)
+        return record_plain(model, without_labels(inputs), paths)
 
 
 @torch.no_grad()

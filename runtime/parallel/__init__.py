@@ -21,47 +21,47 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from patchgen.runtime.parallel.config import ParallelConfig, mesh_text
-from patchgen.runtime.parallel.live import Running
+from patchgen.runtime.parallel.live import Process
 
 if TYPE_CHECKING:
+    from patchgen.runtime.parallel.live import Running
     from patchgen.runtime.parallel.state import ParallelState
 
 __all__ = ["ParallelConfig", "activate", "alone", "current", "mesh_text", "running", "slicing", "using"]
 
-_ACTIVE: ParallelState | None = None
-_ALONE = Running()
+_PROCESS = Process()
 
 
 def current() -> ParallelState | None:
     """The parallel state of this process; None: one process, every parallel meaning is the identity."""
-    return _ACTIVE
+    return _PROCESS.state
 
 
 def running() -> Running:
     """What goes on under the state of this process, or without one."""
-    return _ALONE if _ACTIVE is None else _ACTIVE.running
+    return _PROCESS.alone if _PROCESS.state is None else _PROCESS.state.running
 
 
 def alone() -> Running:
     """What goes on without a parallel state, or went on when one became live."""
-    return _ALONE
+    return _PROCESS.alone
 
 
 def slicing() -> ParallelState | None:
     """The parallel state where this process holds a slice of the sequence, else None."""
-    return _ACTIVE if _ACTIVE is not None and _ACTIVE.sp > 1 else None
+    state = _PROCESS.state
+    return state if state is not None and state.sp > 1 else None
 
 
 def activate(state: ParallelState | None) -> None:
     """Makes `state` the one that generated code, attention and losses obey from here on."""
-    global _ACTIVE
-    _ACTIVE = state
+    _PROCESS.state = state
 
 
 @contextlib.contextmanager
 def using(state: ParallelState | None) -> Iterator[ParallelState | None]:
     """As `activate`, undone at the end of the block."""
-    before = _ACTIVE
+    before = _PROCESS.state
     activate(state)
     try:
         yield state

@@ -27,6 +27,7 @@ from patchgen.runtime import parallel, seams
 
 T = TypeVar("T")
 MODES = ("full", "selective", "offload", "none")
+CHECKPOINT = "_gradient_checkpointing_func"  # of what transformers' activation checkpointing was enabled for
 
 # Outermost first: the value stores of the checkpointed regions that run now; a store under replay hands values out.
 _STORES: list[tuple[list, bool]] = []
@@ -164,6 +165,11 @@ def is_own(function: Callable) -> bool:
     """Whether `apply` made it: it remembers what its first run found, or computes nothing again."""
     made = function.keywords.get("context_fn") if isinstance(function, partial) else None
     return function is _in_host_memory or getattr(made, "func", None) is contexts
+
+
+def recomputes(function: Callable) -> bool:
+    """Whether what it checkpoints is computed again."""
+    return function is not _in_host_memory
 
 
 def hide_hooks(module: nn.Module) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from patchgen.runtime.parallel.loss import Step
     from patchgen.runtime.parallel.overlap import Beside
     from patchgen.runtime.parallel.router_loss import Group
+    from patchgen.runtime.parallel.state import ParallelState
 
 
 @dataclass
@@ -36,3 +37,16 @@ class Running:
     announced: list[weakref.ref[Beside]] = field(default_factory=list)
     dropped: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     inside_whole: int = 0
+
+
+@dataclass
+class Process:
+    """What this process obeys.
+
+    Attributes:
+        state: the parallel state that is live; None: there is none.
+        alone: what goes on without one.
+    """
+
+    state: ParallelState | None = None
+    alone: Running = field(default_factory=Running)

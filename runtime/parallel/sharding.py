@@ -15,7 +15,7 @@ import inspect
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from patchgen.runtime.parallel import checkpointing, exchange_reduce, peer_memory, peer_units, undivided, unused
-from patchgen.runtime.parallel.built_buffers import built_buffers
+from patchgen.runtime.parallel.buffers import compute_buffers
 from patchgen.runtime.parallel.loss import not_shared
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -371,78 +371,6 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]
     compute_buffers(model)
-
-
-@torch.no_grad()
-def compute_buffers(model: nn.Module) -> None:
-    """Gives buffers that no checkpoint holds their values, by upstream's initialisation of their module, else its constructor.
-
-    Raises:
-        ValueError: neither the module nor one around it computes them.
-    """
-    pending: dict[str, list[tuple[nn.Module, str]]] = {}
-    for path, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
-            if module._buffers.get(name) is not None:
-                pending.setdefault(path, []).append((module, name))
-    for buffers in pending.values():
-        for module, name in buffers:
-            buffer = module.get_buffer(name)
-            buffer.copy_(_unlikely(buffer))  # to see what is left as it was
-    for path in list(pending):
-        _run_initialiser(model, path)
-    for path, buffers in pending.items():
-        around = path
-        while around and _unset(buffers):
-            around = around.rpartition(".")[0]
-            _run_initialiser(model, around)
-    untouched = [f"{path}.{name}" for path, buffers in pending.items() for name in _unset(buffers)]
-    built = built_buffers(model) if untouched else {}
-    for name in untouched:
-        if name in built:
-            model.get_buffer(name).copy_(built[name])
-    if lost := [name for name in untouched if name not in built]:
-        raise ValueError(
-            f"{type(model).__name__} does not initialise its buffers {lost[:6]}, which no checkpoint holds. Build "
-            "it on the CPU instead of the meta device."
-        )
-
-
-def _unlikely(buffer: Tensor) -> Tensor:
-    """Values that no initialiser gives a buffer: NaN, the largest number; of truth values True and False in turn."""
-    if buffer.dtype == torch.bool:
-        return (torch.arange(buffer.numel(), device=buffer.device) % 2 == 0).view(buffer.shape)
-    marker = float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).max
-    return torch.full_like(buffer, marker)
-
-
-def _unset(buffers: Sequence[tuple[nn.Module, str]]) -> list[str]:
-    values = {name: module.get_buffer(name) for module, name in buffers}
-    return [name for name, one in values.items() if bool(one.isnan().any()) or torch.equal(one, _unlikely(one))]
-
-
-def _run_initialiser(model: nn.Module, path: str) -> None:
-    """Initialises one module. What upstream writes into its parameters goes nowhere: they come from a checkpoint."""
-    module = model.get_submodule(path)
-    parameters = dict(module._parameters)
-    try:
-        for name, parameter in parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, device="meta"))
-        initialiser_of(model, path)(module)
-    finally:
-        module._parameters.update(parameters)
-
-
-def initialiser_of(model: nn.Module, path: str) -> Callable[[nn.Module], None]:
-    """What initialises the module at `path`: `_init_weights` of the innermost transformers model around it."""
-    owner: Any = model
-    module = model
-    for name in path.split(".") if path else ():
-        module = getattr(module, name)
-        if hasattr(module, "_init_weights"):
-            owner = module
-    return owner._init_weights
 
 
 @torch.no_grad()

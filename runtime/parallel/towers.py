@@ -14,8 +14,9 @@ The pass stands where the real one would stand, so that towers run in the same o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from patchgen.runtime import minimal_media
-from patchgen.runtime.parallel import collectives, unused
+from patchgen.runtime.parallel import checkpointing, collectives, unused
+from patchgen.runtime.parallel.checkpointing import CHECKPOINT
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.tensor_cache import longest
 
@@ -68,8 +70,38 @@ def absent_tower(
 
 @contextlib.contextmanager
 def _same_statistics(model: nn.Module) -> Iterator[None]:
-    """Within the block batch norms count on copies of their statistics: what they see there is no image of the run."""
-    own = [(norm, dict(norm.named_buffers(recurse=False))) for norm in model.modules() if isinstance(norm, _BatchNorm)]
+    """Within the block batch norms count on copies of their statistics: what they see there is no image of the run.
+
+    What a checkpointed layer of the block computes again in the backward is none either.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    layers = {module: getattr(module, CHECKPOINT, None) for module in model.modules()} if norms else {}
+    layers = {layer: function for layer, function in layers.items() if function and checkpointing.recomputes(function)}
+    for layer, function in layers.items():
+        setattr(layer, CHECKPOINT, partial(_checkpoint_on_copies, norms, function))
+    try:
+        with _copied_statistics(norms):
+            yield
+    finally:
+        for layer, function in layers.items():
+            setattr(layer, CHECKPOINT, function)
+
+
+def _checkpoint_on_copies(
+    norms: Sequence[_BatchNorm], function: Callable, layer: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """`function(layer, ...)`, each run of the layer on copies of the statistics."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _copied_statistics(norms):
+            return layer(*args, **kwargs)
+
+    return function(run, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _copied_statistics(norms: Sequence[_BatchNorm]) -> Iterator[None]:
+    own = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
     for norm, buffers in own:
         norm._buffers.update({name: value.clone() for name, value in buffers.items()})
     try:

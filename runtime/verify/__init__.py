@@ -24,6 +24,6 @@
 | `report.py` | the table and `verify.json` |
 | `source_closure.py` | what code a proof depends on, as a hash |
 | `source_keys.py` | what a recorded result depends on: these hashes, the generator's, and releases |
-| `records.py` | the rows of docs/coverage.json, and whether what is recorded still holds |
+| `records.py` | the rows of records/coverage.json, and whether what is recorded still holds |
 | `committed_models.py` | a committed model, and what is recorded of proofs beside it |
 """

@@ -71,3 +71,14 @@ def named(models: list[str], *, every: bool) -> list[str]:
 def docs() -> Path:
     """The folder of the documentation, which is beside that of the generated models."""
     return provenance.generated_root().resolve().parent / "docs"
+
+
+def records_folder() -> Path:
+    """The folder of what sweeps and rounds of mutants recorded, which is beside that of the generated models."""
+    return docs().with_name("records")
+
+
+def page_of(record: Path) -> Path:
+    """The page written from a record: in the documentation for one of `records/`, else beside it."""
+    folder = docs() if record.parent.resolve() == records_folder() else record.parent
+    return folder / f"{record.stem}.md"

@@ -18,7 +18,19 @@ PAGE = (ROOT / "docs" / "own_repository.md").read_text(encoding="utf-8")
 EDIT, PASS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "add_model.md").read_text(), flags=re.DOTALL)
 COMMANDS = re.findall(r"^    patchgen (.*)$", PAGE, flags=re.MULTILINE)
 BUILD = "import sys, setuptools.build_meta as b; print(b.build_wheel(sys.argv[1]))"
-LEFT_OUT = ("build", "dist", "*.egg-info", "__pycache__", ".*", "tests", "runs", "reports", "docs", "benchmarks")
+LEFT_OUT = (
+    "build",
+    "dist",
+    "*.egg-info",
+    "__pycache__",
+    ".*",
+    "tests",
+    "runs",
+    "reports",
+    "docs",
+    "records",
+    "benchmarks",
+)
 
 
 def block(language: str, holding: str) -> str:

@@ -32,9 +32,10 @@ def copy_of(model: str, place: Path) -> Path:
 
 
 def checkout() -> dict[str, str]:
-    """A hash of every file that a proof might write: the committed models and the documentation."""
+    """A hash of every file that a proof might write: the committed models, the records and the documentation."""
     root = provenance.generated_root().resolve()
-    files = [path for folder in (root, root.parent / "docs") for path in folder.rglob("*.*") if path.is_file()]
+    beside = (root.parent / "docs", root.parent / "records")
+    files = [path for folder in (root, *beside) for path in folder.rglob("*.*") if path.is_file()]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.suffix != ".pyc"}
 
 

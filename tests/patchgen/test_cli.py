@@ -393,7 +393,7 @@ def test_a_sweep_writes_beside_the_package_wherever_it_is_called(models: Path, m
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     assert invoke("sweep", "--only", "doge").exit_code == 1
-    assert (models.parent / "docs" / "coverage.json").is_file() and not list(elsewhere.iterdir())
+    assert (models.parent / "records" / "coverage.json").is_file() and not list(elsewhere.iterdir())
 
 
 def test_what_is_no_command_is_no_attribute():

@@ -14,20 +14,22 @@ from pathlib import Path
 import pytest
 import transformers
 
-from patchgen.commands import examination, head_sweep, support_matrix
+from patchgen.commands import examination, head_sweep
 from patchgen.runtime import registry
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import RecipeError, from_dict
-from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify import records, verdict
 
 ROWS = [
-    row
-    for row in json.loads((support_matrix.docs() / "coverage.json").read_text(encoding="utf-8"))["rows"]
-    if row["status"] != "proven"
+    row for row in json.loads(records.path_in(None).read_text(encoding="utf-8"))["rows"] if row["status"] != "proven"
 ]
 MEDIA = {"kind": "multimodal", "sources": [{"path": "builtin:vision"}]}
 QUICK = {row["status"]: f"{row['family']}-{row['model_type']}" for row in ROWS if row["family"] == "text"}
-HEADS = [row for row in head_sweep.read(support_matrix.docs() / head_sweep.FILE).values() if row["status"] != "proven"]
+HEADS = [
+    row
+    for row in head_sweep.read(records.path_in(None).with_name(head_sweep.FILE)).values()
+    if row["status"] != "proven"
+]
 
 
 def name_of(row: dict) -> str:

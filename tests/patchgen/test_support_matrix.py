@@ -25,7 +25,7 @@ def test_the_counts_of_the_readme_are_those_of_the_record():
 
 def test_the_page_of_coverage_is_what_the_records_say():
     docs = support_matrix.docs()
-    record = json.loads((docs / "coverage.json").read_text(encoding="utf-8"))
+    record = json.loads(records.path_in(None).read_text(encoding="utf-8"))
     expected = records.page(record["key"], record["rows"])
     assert (docs / "coverage.md").read_text(encoding="utf-8") == expected, "write it again: patchgen sweep"
 
@@ -43,6 +43,7 @@ def test_to_verify_one_model_writes_no_page_about_others(ranks, tmp_path, monkey
     root, docs = tmp_path / "generated_models", tmp_path / "docs"
     shutil.copytree(provenance.generated_root() / "llama", root / "llama")
     shutil.copytree(support_matrix.docs(), docs)
+    shutil.copytree(records.path_in(None).parent, tmp_path / "records")
     monkeypatch.setattr(provenance, "generated_root", lambda: root)
     monkeypatch.setattr(records, "proof_holds", lambda *which: True)
     before = {path.name: path.read_bytes() for path in docs.iterdir() if path.is_file()}

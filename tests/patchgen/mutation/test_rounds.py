@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from patchgen import provenance
 from patchgen.mutation import rounds, table
 from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG
+from patchgen.runtime.verify.committed_models import page_of, records_folder
 
 ROW = {
     "model": "one",
@@ -64,9 +64,9 @@ def test_the_table_counts_what_the_rows_say():
 
 
 def test_the_committed_page_is_that_of_the_committed_record():
-    path = provenance.generated_root().resolve().parent / "docs" / "mutations.json"
+    path = records_folder() / "mutations.json"
     record = json.loads(path.read_text())
-    assert path.with_suffix(".md").read_text() == table.page(record)
+    assert page_of(path).read_text() == table.page(record)
     assert record["wrong"] == [] and record["verdicts"].get(WRONG, 0) == 0
     kept = record["keeping_meaning"]
     assert kept.get(REFUSED, 0) <= 0.2 * sum(kept.values())

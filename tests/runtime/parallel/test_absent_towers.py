@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from rounding import require_rounding
 from torch import nn
 from transformers import CLIPVisionConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from patchgen.runtime import minimal_media, parallel, registry
-from patchgen.runtime.parallel import ParallelConfig, towers
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, towers
 from patchgen.runtime.parallel.live import Running
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import Case
@@ -149,24 +150,37 @@ def test_one_pass_with_router_logits(model_name: str) -> None:
     require_rounding(joint, apart, what="last_hidden_state")
 
 
-def test_a_minimal_image_leaves_the_statistics_of_a_batch_norm() -> None:
-    """They are saved with the model, and are of images that are there."""
+class NormLayer(GradientCheckpointingLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("mode", checkpointing.MODES)
+def test_a_minimal_image_leaves_the_statistics_of_a_batch_norm(mode: str) -> None:
+    """They are saved with the model, and are of images that are there: a layer that the backward computes again sees none."""
 
     class WithBatchNorm(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm = nn.BatchNorm2d(3)
+            self.layer = NormLayer()
             self.config = CLIPVisionConfig(image_size=8, patch_size=4)
 
         def get_image_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
-            return self.norm(pixel_values + 1.0)
+            return self.layer(pixel_values * self.layer.norm.weight.sum())
 
     model = WithBatchNorm()
+    checkpointing.apply(model, mode)
+    function = getattr(model.layer, checkpointing.CHECKPOINT, None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = TwoBatches(ParallelConfig.for_world(2))
     embeds = towers.absent_tower(torch.ones(1, 2, 3), None, model.get_image_features, state)
     embeds.sum().backward()
-    assert model.norm.weight.grad is not None
+    assert model.layer.norm.weight.grad is not None
+    assert getattr(model.layer, checkpointing.CHECKPOINT, None) is function
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

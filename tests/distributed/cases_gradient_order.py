@@ -1,0 +1,138 @@
+"""When gradients of experts that read each other's memory leave, and when they are computed; see test_expert_parallel.py."""
+
+from __future__ import annotations
+
+import cases_captured
+import pytest
+import torch
+import torch.distributed as dist
+from cases_experts import SLOTS, create_peers, routing
+from torch import Tensor
+
+from patchgen.kernels.fused_moe import fused_moe as one_process
+from patchgen.kernels.moe import early_gradients
+from patchgen.runtime import parallel
+from patchgen.runtime.parallel import checkpointing, expert_peers, experts, loss, undivided
+
+
+class _HandsOver(torch.autograd.Function):
+    """Experts that are a doubling; their backward hands gradients over, as the Triton experts' does."""
+
+    @staticmethod
+    def forward(ctx, rows, weights):
+        return rows * weights.sum(1, keepdim=True) * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rows, weights = gradient * 2, gradient.sum(1, keepdim=True).expand(-1, SLOTS).contiguous()
+        early_gradients.hand_over(rows, weights)
+        return rows, weights
+
+
+def gradients_leave_once(final: bool) -> int:
+    """How often gradients of tokens start on their way; they are what travels without the hand-over.
+
+    Args:
+        final: what is handed over is the whole gradient; else half of it, for the tokens are used once more.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    state = create_peers(world)
+    hidden, index, weights = routing("uneven", rank, 2 * world)
+    started: list[int] = []
+    start = expert_peers._Exchange.start_gradients
+
+    def run(hands_over: bool) -> list[Tensor]:
+        leaves = [hidden.clone().requires_grad_(), weights.clone().requires_grad_()]
+
+        def compute(rows: Tensor, _index: Tensor, slots: Tensor) -> Tensor:
+            out = _HandsOver.apply(rows, slots)
+            return out if final else out + _HandsOver.apply(rows, slots)
+
+        if not hands_over:
+            early_gradients.hand_over, kept = lambda *_: None, early_gradients.hand_over
+        try:
+            expert_peers.over_peers(
+                state, leaves[0], index, leaves[1], compute, num_experts=2 * world
+            ).sum().backward()
+        finally:
+            if not hands_over:
+                early_gradients.hand_over = kept
+        return [leaf.grad for leaf in leaves]
+
+    expected = run(hands_over=False)
+    expert_peers._Exchange.start_gradients = lambda *args: started.append(1) or start(*args)
+    try:
+        found = run(hands_over=True)
+    finally:
+        expert_peers._Exchange.start_gradients = start
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    return len(started)
+
+
+class _PutsOff(torch.autograd.Function):
+    """Experts whose backward does what the Triton experts' does: it hands over what is awaited, then puts off what may wait."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, gate_up, down, compute):
+        ctx.down = down
+        ctx.leaves = [one.detach().requires_grad_() for one in (rows, weights, gate_up, down)]
+        with torch.enable_grad():
+            ctx.out = compute(*ctx.leaves)
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rows, weights, gate_up, down = torch.autograd.grad(ctx.out, ctx.leaves, gradient)
+        if early_gradients.is_awaited():
+            early_gradients.hand_over(rows, weights)
+            if early_gradients.put_off(ctx.down, lambda: down):
+                return rows, weights, gate_up, None, None
+        return rows, weights, gate_up, down, None
+
+
+def late_gradients(mode: str) -> list[int]:
+    """How many gradients were still to come when each layer's exchange, and then the backward, ended.
+
+    Every gradient after two micro-batches has the bits that it has where none is put off.
+    """
+    state = create_peers(dist.get_world_size())
+    inputs = [cases_captured.row(seed + state.batch_index, (20, 28), state) for seed in (0, 10)]
+    waiting: list[int] = []
+    put_off, spread, kernel = early_gradients.put_off, expert_peers._Exchange.spread, experts.experts_kernel
+    add, added = undivided._add_gradient, []
+
+    def puts_off(rows, index, weights, gate_up, down, **options):
+        def compute(x, w, *projections):
+            return one_process(x, index, w, *projections, **options, backend="reference")
+
+        return _PutsOff.apply(rows, weights, gate_up, down, compute)
+
+    def run() -> dict[str, Tensor]:
+        model = cases_captured.model_of(state)
+        checkpointing.apply(model, mode)
+        for rows in inputs:
+            items, tokens = loss.count_items(inputs, "cpu"), loss.count_tokens(inputs, "cpu")
+            with parallel.using(state), loss.step(items, 2, num_tokens=tokens):
+                model(**rows, num_items_in_batch=items, use_cache=False).loss.backward()
+                waiting.append(len(early_gradients._late))
+        return {name: undivided.local(parameter.grad) for name, parameter in model.named_parameters()}
+
+    try:
+        experts.experts_kernel = lambda: puts_off
+        undivided._add_gradient = lambda *args: added.append(1) or add(*args)
+        early_gradients.put_off = lambda *_: False
+        expected = run()
+        early_gradients.put_off = put_off
+        waiting.clear()
+        early_gradients._late.append((0, lambda: pytest.fail("left by a backward that failed")))
+        once = len(added)
+        expert_peers._Exchange.spread = lambda *args: waiting.append(len(early_gradients._late)) or spread(*args)
+        found = run()
+    finally:
+        early_gradients.put_off, expert_peers._Exchange.spread, experts.experts_kernel = put_off, spread, kernel
+        undivided._add_gradient = add
+    assert len(added) == 2 * once > 0, "and nothing else is added to those that come late"
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=0, msg=name)
+    return waiting
