@@ -17,16 +17,7 @@ settings.load_profile("patchgen")
 # Triton looks once, when it is imported; torch, which could tell whether there is a GPU, is not needed by every test.
 if not Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    from triton.runtime import interpreter
-
-    _upstream_patch = interpreter._patch_lang_tensor
-
-    def _patch(tensor: type, scope: object) -> None:
-        """Triton 3.6 turns one-element arrays into loop bounds with `int(array)`, which NumPy 2.4 refuses."""
-        _upstream_patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = _patch
+    import interpreter_loops  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

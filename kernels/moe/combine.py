@@ -54,6 +54,15 @@ def _combine(
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    total = sum_of_slots(rows, weights, padded_of_slot, token, column, H, TOP_K, BLOCK_H)
+    tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=column < H)
+
+
+@triton.jit
+def sum_of_slots(
+    rows, weights, padded_of_slot, token, column, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """Some columns of a token's sum, in fp32."""
     inside = column < H
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     for k in tl.static_range(TOP_K):
@@ -63,7 +72,7 @@ def _combine(
             weight = tl.load(weights + token * TOP_K + k).to(tl.float32)
             value *= tl.where(row >= 0, weight, 0.0)
         total += value
-    tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=inside)
+    return total
 
 
 def router_gradient(

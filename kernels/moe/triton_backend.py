@@ -31,6 +31,7 @@ from patchgen.kernels.moe.pad_rows import pad_rows
 from patchgen.kernels.moe.plan import BLOCK_M, Plan, make_plan, max_tiles
 from patchgen.kernels.moe.schedule import copy_repays
 from patchgen.kernels.moe.triton_adapters import factors_of
+from patchgen.kernels.peers import pushed_sums
 from patchgen.kernels.unsupported import UnsupportedOptionError
 
 _MAX_EXPERTS = 2**14
@@ -158,6 +159,9 @@ def _moe_forward(
     layout = (is_transposed, is_interleaved)
     kept, gated = gate_up(hidden_states, gate_up_proj, gate_up_bias, plan, top_k, activation, *layout, max_rows, keep)
     rows = grouped_gemm(gated, down_proj, down_bias, plan, k_is_last=not is_transposed, is_padded=False)
+    if (places := pushed_sums.take()) is not None:  # nothing reads these sums here
+        pushed_sums.push(places, rows, top_k_weights, plan.padded_of_slot, top_k)
+        return torch.empty_like(hidden_states), kept, *plan
     return combine(rows, top_k_weights, plan, top_k), kept, *plan
 
 

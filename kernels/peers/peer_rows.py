@@ -166,17 +166,18 @@ def _rank_of(token, starts, RANKS: tl.constexpr):
 
 
 def read_tokens(
-    published: Published, tokens: Tokens, index: Tensor, num_experts: int, hidden_size: int, dtype: torch.dtype
+    published: Published, tokens: Tokens, index: Tensor | None, num_experts: int, hidden_size: int, dtype: torch.dtype
 ) -> Tensor:
     """`[N, H]`: all ranks' tokens; those without a slot here hold anything.
 
     Args:
         published: each rank's `[T, H]` in `dtype`, at its beginning.
-        index: `[N, K]` as `read_routing` returns it, `num_experts` in a slot that is left out.
+        index: `[N, K]` as `read_routing` returns it, `num_experts` in a slot that is left out; None: every token is read.
     """
-    rows = torch.empty(tokens.total, hidden_size, dtype=dtype, device=index.device)
+    rows = torch.empty(tokens.total, hidden_size, dtype=dtype, device=published.addresses.device)
     if not rows.is_cuda:
-        wanted = (index < num_experts).any(dim=1)
+        every = torch.ones(tokens.total, dtype=torch.bool)
+        wanted = every if index is None else (index < num_experts).any(dim=1)
         for rank, (first, last) in enumerate(tokens.bounds):
             own = wanted[first:last]
             rows[first:last][own] = published.read(rank, 0, (last - first, hidden_size), dtype)[own]
@@ -185,10 +186,13 @@ def read_tokens(
     return rows
 
 
-def launch_read_tokens(published: Published, tokens: Tokens, index: Tensor, num_experts: int, rows: Tensor) -> None:
+def launch_read_tokens(
+    published: Published, tokens: Tokens, index: Tensor | None, num_experts: int, rows: Tensor
+) -> None:
     """The kernel of `read_tokens`, into its result."""
     if rows.numel():
         block = _columns(rows.shape[1])
+        top_k = 1 if index is None else index.shape[1]
         _read_tokens[(rows.shape[0], triton.cdiv(rows.shape[1], block))](
             published.addresses,
             tokens.starts,
@@ -196,11 +200,11 @@ def launch_read_tokens(published: Published, tokens: Tokens, index: Tensor, num_
             rows,
             num_experts,
             H=rows.shape[1],
-            TOP_K=index.shape[1],
-            BLOCK_K=triton.next_power_of_2(index.shape[1]),
+            TOP_K=top_k,
+            BLOCK_K=triton.next_power_of_2(top_k),
             BLOCK_H=block,
             RANKS=published.num_ranks,
-            ALIGNMENT=_alignment(rows),
+            ALIGNMENT=alignment(rows),
             num_warps=_warps(block),
         )
 
@@ -220,9 +224,11 @@ def _read_tokens(
     ALIGNMENT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    expert = tl.load(index + token * TOP_K + k, mask=k < TOP_K, other=num_experts)
-    if tl.min(expert, 0) < num_experts:
+    wanted = True
+    if index is not None:
+        k = tl.arange(0, BLOCK_K)
+        wanted = tl.min(tl.load(index + token * TOP_K + k, mask=k < TOP_K, other=num_experts), 0) < num_experts
+    if wanted:
         item: tl.constexpr = rows.dtype.element_ty
         size: tl.constexpr = item.primitive_bitwidth // 8
         rank = _rank_of(token, starts, RANKS)
@@ -273,7 +279,7 @@ def launch_sum_rows(
             BLOCK_K=triton.next_power_of_2(index.shape[1]),
             BLOCK_H=block,
             RANKS=published.num_ranks,
-            ALIGNMENT=_alignment(out),
+            ALIGNMENT=alignment(out),
             num_warps=_warps(block),
         )
 
@@ -383,7 +389,7 @@ def _warps(block: int) -> int:
     return max(1, block // 512)
 
 
-def _alignment(rows: Tensor) -> int:
+def alignment(rows: Tensor) -> int:
     """The elements of a row that one load takes: rows begin at multiples of 16 bytes if their length is one."""
     size = rows.element_size()
     return _ALIGNMENT if rows.shape[1] * size % _ALIGNMENT == 0 else size

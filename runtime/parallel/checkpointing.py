@@ -46,6 +46,11 @@ def remember(compute: Callable[[], T]) -> T:
     return values[-1]
 
 
+def is_active() -> bool:
+    """Whether a checkpointed region runs, for the first time or again."""
+    return bool(_STORES)
+
+
 def is_replay() -> bool:
     """Whether a checkpointed region runs again now: what it counts was counted."""
     return bool(_STORES) and _STORES[-1][1]

@@ -1,10 +1,11 @@
 """The exchange of experts' tokens inside a host: ranks read each other's tokens, each at most once.
 
     publish   every rank writes its tokens, the experts they go to and their weights, once
-    read      every rank reads the tokens that have a slot for its experts: a bound is all tokens of all ranks, no count
+    read      every rank reads the tokens that have a slot for its experts: a bound is all tokens of all ranks, no count;
+              all of them, while routers compute, where the module around the experts hands on what it gets (`send_ahead`)
     experts   one fused_moe over the tokens of all ranks, the slots of other ranks' experts left out: what it returns for a
               token is the sum over the experts here
-    publish   every rank writes these sums
+    publish   every rank writes these sums; the Triton experts write them to the ranks of their tokens (`pushed_sums.py`)
     read      every rank reads those of its own tokens and adds them up, in fp32, in the order of the ranks
 
 The backward is the same the other way: gradients of outputs are published and read by the ranks that computed for the
@@ -21,16 +22,19 @@ host never asks how many there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
 from patchgen.kernels.moe import early_gradients
-from patchgen.kernels.peers import peer_rows
+from patchgen.kernels.peers import peer_rows, pushed_sums
 from patchgen.kernels.peers.peer_rows import Tokens
+from patchgen.kernels.peers.pushed_sums import Places
+from patchgen.runtime import parallel
 from patchgen.runtime.parallel import checkpointing, overlap
 from patchgen.runtime.parallel.peer_memory import PeerBuffers, aligned
 from patchgen.runtime.parallel.state import ParallelState
@@ -49,20 +53,100 @@ def over_peers(
     compute: Compute,
     *,
     num_experts: int,
+    pushes: bool = False,
 ) -> Tensor:
     """`[T, H]`: the experts of all ranks over `hidden_states [T, H]`, `top_k_index` and `top_k_weights [T, K]`.
 
     Args:
         compute: this rank's experts over the tokens of all ranks, called once per round.
         num_experts: of the model.
+        pushes: that `compute` may write its sums to the ranks of their tokens (`kernels/peers/pushed_sums.py`) and nobody
+            reads what it returns.
     """
     if state.peers is None:
         raise ValueError("The ranks of this state share no memory: `over_rows` exchanges their tokens.")
-    exchange = _Exchange.agree(state.peers, hidden_states, top_k_index, top_k_weights, num_experts)
+    ahead, state.running.sent_ahead = state.running.sent_ahead, None
+    if ahead is not None and not state.peers.all_say(ahead.are(hidden_states)):
+        setattr(ahead.module, _SENDS_AHEAD, False)
+        ahead = None
+    exchange = _Exchange.agree(state.peers, hidden_states, top_k_index, top_k_weights, num_experts, ahead)
     rows, weights = _Send.apply(hidden_states, top_k_weights, top_k_index, exchange)
     overlap.compute_announced()
     rows, weights = _Arrive.apply(rows, weights, exchange)
-    return _Return.apply(_in_rounds(compute, rows, exchange, weights), top_k_index, exchange)
+    # What a checkpointed layer keeps or computes again is whole.
+    places = exchange.places() if pushes and exchange.num_rounds == 1 and not checkpointing.is_active() else None
+    with pushed_sums.offered(places):
+        sums = _in_rounds(compute, rows, exchange, weights)
+    return _Return.apply(sums, top_k_index, exchange, places)
+
+
+@dataclass
+class SentAhead:
+    """Tokens that are on their way before anybody knows their experts, all of them to every rank.
+
+    Attributes:
+        source: what they were read from, and its version then.
+        rows: `[N, H]` of all ranks, to be waited for.
+    """
+
+    module: nn.Module
+    source: Tensor
+    version: int
+    tokens: Tokens
+    rows: Tensor
+
+    def are(self, hidden_states: Tensor) -> bool:
+        """Whether these are the tokens, unchanged."""
+        width = self.source.shape[-1]
+        return (
+            hidden_states.untyped_storage()._cdata == self.source.untyped_storage()._cdata
+            and self.source._version == self.version
+            and hidden_states.dtype == self.source.dtype
+            and hidden_states.shape == (self.source.numel() // width, width)
+            and hidden_states.is_contiguous()
+        )
+
+
+_SENDS_AHEAD = "_patchgen_sends_tokens_ahead"  # of a module: False where it turned out that its tokens are others
+
+
+def send_ahead(model: nn.Module, experts: Sequence[nn.Module]) -> None:
+    """Lets the modules around experts send what they get while they compute who gets it: routers take as long as the way.
+
+    Where what reaches the experts turns out to be something else, it is sent then, as without this.
+    """
+    inside = set(experts)
+    for module in model.modules():
+        if not inside.isdisjoint(module.children()):
+            module.register_forward_pre_hook(_send_input_ahead, with_kwargs=True)
+
+
+def _send_input_ahead(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    if torch.compiler.is_compiling():
+        return
+    state = parallel.current()
+    if state is None or state.peers is None or checkpointing.is_replay() or _is_backward():
+        return
+    if state.running.sent_ahead is not None:  # nobody asked for them
+        setattr(state.running.sent_ahead.module, _SENDS_AHEAD, False)
+        state.running.sent_ahead = None
+    source = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+    if source is None or source.ndim < 2 or source.is_inference() or not getattr(module, _SENDS_AHEAD, True):
+        return
+    with _disable_current_modes(), torch.no_grad():  # unseen by selective checkpointing, which counts operations
+        tokens = source.detach().reshape(-1, source.shape[-1])
+        peers = state.peers
+        counts = peers.agree(tokens.shape[0])
+        peers.reserve(max(counts.counts) * tokens.shape[1] * tokens.element_size())
+        with peers.beside():
+            published = peers.publish([(0, tokens)])
+            rows = peer_rows.read_tokens(published, counts, None, 0, tokens.shape[1], tokens.dtype)
+    state.running.sent_ahead = SentAhead(module, source, source._version, counts, rows)
+
+
+def _is_backward() -> bool:
+    """Whether a backward runs, that computes a layer again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _in_rounds(compute: Compute, rows: Tensor, exchange: _Exchange, weights: Tensor) -> Tensor:
@@ -105,21 +189,28 @@ class _Exchange:
     index: Tensor | None = None
     slots: Tensor | None = None
     travelling: tuple[Tensor, ...] = field(default=())
+    ahead: SentAhead | None = None
 
     @classmethod
     def agree(
-        cls, peers: PeerBuffers, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int
+        cls,
+        peers: PeerBuffers,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        num_experts: int,
+        ahead: SentAhead | None = None,
     ) -> _Exchange:
         """With the token counts of all ranks, and buffers that are large enough for every step of it."""
-        tokens = checkpointing.remember(lambda: peers.agree(hidden_states.shape[0]))
+        tokens = checkpointing.remember(lambda: ahead.tokens if ahead else peers.agree(hidden_states.shape[0]))
         top_k, hidden_size = top_k_index.shape[1], hidden_states.shape[1]
         row, slot = hidden_size * hidden_states.element_size(), top_k * top_k_weights.element_size()
         most = max(tokens.counts)
         index_offset = aligned(most * row)
         weights_offset = index_offset + aligned(most * top_k * torch.int32.itemsize)
         returned = aligned(tokens.total * row) + tokens.total * slot
-        peers.reserve(max(weights_offset + most * slot, returned))
-        return cls(peers, tokens, num_experts, top_k, index_offset, weights_offset)
+        peers.reserve(max(weights_offset + most * slot, returned, most * peers.num_ranks * row))
+        return cls(peers, tokens, num_experts, top_k, index_offset, weights_offset, ahead=ahead)
 
     @staticmethod
     def known(index: Tensor | None) -> Tensor:
@@ -144,8 +235,8 @@ class _Exchange:
     def send(self, tokens: Tensor, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`(tokens [N, H], weights [N, K], index [N, K])`, on their way; to be waited for."""
         with self.peers.beside():
-            parts = [(0, tokens), (self.index_offset, index.to(torch.int32)), (self.weights_offset, weights)]
-            published = self.peers.publish(parts)
+            parts = [(self.index_offset, index.to(torch.int32)), (self.weights_offset, weights)]
+            published = self.peers.publish(parts if self.ahead else [(0, tokens), *parts])
             local, all_weights = peer_rows.read_routing(
                 published,
                 self.tokens,
@@ -156,9 +247,11 @@ class _Exchange:
                 first_expert=self.peers.rank * self.own_experts,
                 num_experts=self.own_experts,
             )
-            rows = peer_rows.read_tokens(
-                published, self.tokens, local, self.own_experts, tokens.shape[1], tokens.dtype
-            )
+            if self.ahead:
+                rows, self.ahead = self.ahead.rows, None
+            else:
+                what = local, self.own_experts, tokens.shape[1], tokens.dtype
+                rows = peer_rows.read_tokens(published, self.tokens, *what)
         return rows, all_weights, local
 
     def spread(self, gradient: Tensor) -> Tensor:
@@ -172,11 +265,19 @@ class _Exchange:
         self.peers.wait()
         return rows
 
-    def gather_sums(self, sums: Tensor, index: Tensor) -> Tensor:
-        """`[T, H]`: the sums `[N, H]` of all ranks for the tokens of this one, added up."""
+    def places(self) -> Places:
+        """Where the ranks' sums for each other's tokens may go, once what was sent has arrived."""
+        return Places(self.peers.turn(), self.tokens, self.peers.rank)
+
+    def gather_sums(self, sums: Tensor, index: Tensor, places: Places | None = None) -> Tensor:
+        """`[T, H]`: the sums `[N, H]` of all ranks for the tokens of this one, added up; of `places` where they are there."""
+        pushed = places is not None and places.are_filled
         with self.peers.beside():
-            published = self.peers.publish([(0, sums)])
-            out = peer_rows.sum_rows(published, self.tokens, self.peers.rank, index, self.own_experts, sums)
+            published = self.peers.publish([] if pushed else [(0, sums)], places.published if places else None)
+            if places is not None and pushed:
+                out = pushed_sums.add_up(places, index, self.own_experts, sums)
+            else:
+                out = peer_rows.sum_rows(published, self.tokens, self.peers.rank, index, self.own_experts, sums)
         self.peers.wait()
         return out
 
@@ -241,15 +342,15 @@ class _Arrive(torch.autograd.Function):
 
 class _Return(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sums, index, exchange):
+    def forward(ctx, sums, index, exchange, places):
         ctx.exchange = exchange
-        if torch._C._current_graph_task_id() == -1:  # in no backward that computes a layer again
+        if not _is_backward():
             early_gradients.forget_late()
-        return exchange.gather_sums(sums, index)
+        return exchange.gather_sums(sums, index, places)
 
     @staticmethod
     def backward(ctx, gradient):
         spread = ctx.exchange.spread(gradient.contiguous())
         if ctx.exchange.num_rounds == 1:  # else gradients are sums over rounds
             early_gradients.await_gradients(ctx.exchange.start_gradients)
-        return spread, None, None
+        return spread, None, None, None

@@ -16,13 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from patchgen.kernels.moe import early_gradients
 from patchgen.kernels.moe.adapters import ExpertAdapters, LowRank
-from patchgen.runtime.experts_interface import experts_kernel
+from patchgen.runtime import seams
+from patchgen.runtime.experts_interface import SEAM, experts_kernel
 from patchgen.runtime.parallel.expert_peers import over_peers
 from patchgen.runtime.parallel.expert_rows import dropped_rows, over_rows
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.uncompiled import uncompiled
 
 __all__ = ["dropped_rows", "fused_moe"]
+_OWN_TRITON = ("auto", "triton")  # implementations that hand on what the Triton experts return, as it is
 
 
 @uncompiled
@@ -54,8 +56,11 @@ def fused_moe(
         more = {} if max_rows is None else {"max_rows": max_rows}
         return compute(rows, index, weights, gate_up_e, down_e, **biases, **more)
 
-    exchange = over_rows if state.peers is None else over_peers
-    return exchange(state, hidden_states, top_k_index, top_k_weights, experts, num_experts=num_experts)
+    arguments = state, hidden_states, top_k_index, top_k_weights, experts
+    if state.peers is None:
+        return over_rows(*arguments, num_experts=num_experts)
+    pushes = seams.selected()[SEAM] in _OWN_TRITON
+    return over_peers(*arguments, num_experts=num_experts, pushes=pushes)
 
 
 def _own_factors(added: LowRank | None, own: int) -> LowRank | None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from patchgen.runtime.parallel.expert_peers import SentAhead
     from patchgen.runtime.parallel.loss import Step
     from patchgen.runtime.parallel.overlap import Beside
     from patchgen.runtime.parallel.router_loss import Group
@@ -28,6 +29,7 @@ class Running:
         router_group: the tokens whose router loss is computed now (`router_loss.py`).
         announced: what may be computed beside the next exchange of tokens (`overlap.py`). Weak: the MoE block that announced
             a computation holds it, and one that an error left behind is gone with its frame.
+        sent_ahead: tokens on their way to ranks whose experts are not known yet (`expert_peers.py`).
         dropped: rows that `expert_capacity` left out, by device (`expert_rows.py`).
         inside_whole: how many modules run now, one in another, that hold whole inputs (`media.py`).
     """
@@ -35,6 +37,7 @@ class Running:
     step: Step | None = None
     router_group: Group | None = None
     announced: list[weakref.ref[Beside]] = field(default_factory=list)
+    sent_ahead: SentAhead | None = None
     dropped: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     inside_whole: int = 0
 

@@ -185,6 +185,11 @@ class PeerBuffers:
         with watch.operation("tell the other ranks of the host how many tokens there are"):
             return self._starts(*self._numbers.exchange(count))
 
+    def all_say(self, yes: bool) -> bool:
+        """Whether every rank says so. The hosts tell each other; no device is waited for."""
+        with watch.operation("agree with the other ranks of the host on how tokens travel"):
+            return all(self._numbers.exchange(int(yes)))
+
     def _count(self, *counts: int) -> Tokens:
         starts = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
         if self.device.type == "cuda":  # from pinned memory: a copy from other memory would wait for the device
@@ -206,17 +211,24 @@ class PeerBuffers:
             self._turns = [self._memory.published(turn * size, size) for turn in range(2)]
         self.num_bytes = size
 
-    def publish(self, parts: Sequence[tuple[int, Tensor]]) -> Published:
+    def turn(self) -> Published:
+        """The ranks' next buffers. Who has waited for the last exchange may write into any of them; `publish` ends that."""
+        self._turns.reverse()
+        return self._turns[0]
+
+    def publish(self, parts: Sequence[tuple[int, Tensor]], turned: Published | None = None) -> Published:
         """Writes tensors at byte offsets of this rank's next buffer; returns all ranks' when they are written.
 
         On a GPU in the order of the current stream.
+
+        Args:
+            turned: those of `turn`, if that was called for this exchange.
         """
-        self._turns.reverse()
-        published = self._turns[0]
-        for offset, tensor in parts:
-            published.read(self.rank, offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
         if self._memory is None:
             raise RuntimeError("Nothing is published before memory is reserved for it: call `reserve` first.")
+        published = self.turn() if turned is None else turned
+        for offset, tensor in parts:
+            published.read(self.rank, offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
         self._memory.barrier()
         return published
 

@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from patchgen.runtime.parallel import checkpointing, exchange_reduce, peer_memory, peer_units, undivided, unused
+from patchgen.runtime.parallel import (
+    checkpointing,
+    exchange_reduce,
+    expert_peers,
+    peer_memory,
+    peer_units,
+    undivided,
+    unused,
+)
 from patchgen.runtime.parallel.buffers import compute_buffers
 from patchgen.runtime.parallel.loss import not_shared
 from patchgen.runtime.parallel.state import ParallelState
@@ -99,6 +107,8 @@ def shard_model(
     # routing weights for example.
     as_is = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
     experts = divide_experts(model, paths, state) if state.ep > 1 else []
+    if state.peers is not None:
+        expert_peers.send_ahead(model, experts)
     for module in shared_by_experts(experts):
         unit(module, reshard_after_forward=False, mp_policy=as_is)
         checkpointing.hide_hooks(module)

@@ -14,7 +14,7 @@ from rounding import require_rounding
 from torch import Tensor
 
 from patchgen.kernels.fused_moe import fused_moe as one_process
-from patchgen.kernels.peers import peer_rows
+from patchgen.kernels.peers import peer_rows, pushed_sums
 from patchgen.runtime import ops, parallel, seams
 from patchgen.runtime.parallel import (
     ParallelConfig,
@@ -184,6 +184,8 @@ def unread_rows_are_no_numbers():
 
     def read(published, tokens, index, num_experts, *shape):
         rows = original(published, tokens, index, num_experts, *shape)
+        if index is None:
+            return rows
         return rows.masked_fill_((index >= num_experts).all(dim=1, keepdim=True), torch.nan)
 
     peer_rows.read_tokens = read
@@ -198,6 +200,64 @@ def create_peers(world: int, **options: object) -> ParallelState:
     return ParallelState.create(
         ParallelConfig.for_world(world, ep=world), "cpu", expert_exchange="peer_memory", **options
     )
+
+
+class _Block(torch.nn.Module):
+    """A router and experts, as an MoE block has them; `changes`: what the experts get is not what the block gets."""
+
+    def __init__(self, own: dict[str, Tensor], num_experts: int, changes: bool) -> None:
+        super().__init__()
+        self.experts = torch.nn.ParameterDict({name: tensor.clone() for name, tensor in own.items()})
+        self.num_experts, self.changes = num_experts, changes
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        tokens = x.view(-1, HIDDEN)
+        if self.changes:
+            tokens = tokens * 1.0
+        out = ops.fused_moe(tokens, index, weights, **self.experts, num_experts=self.num_experts, activation=silu)
+        return out.view_as(x)
+
+
+def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str) -> tuple[int, int]:
+    """Two steps with tokens sent ahead and sums pushed, to the bit as without; how often either was done."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    own = {name: tensor.chunk(world)[rank] for name, tensor in _tensors(2 * world, biased=False).items()}
+    hidden, index, weights = routing(kind, rank, 2 * world)
+    if backend == "triton":
+        import interpreter_loops  # noqa: F401  a rank loads no conftest
+    sent, pushed = [], []
+    read, push = peer_rows.read_tokens, pushed_sums.push
+
+    def run(is_ahead: bool) -> list[Tensor]:
+        state, block, found = create_peers(world), _Block(own, 2 * world, changes), []
+        if is_ahead:
+            expert_peers.send_ahead(block, [block.experts])
+        for _ in range(2):
+            leaves = [hidden[None].clone().requires_grad_(), weights.clone().requires_grad_()]
+            with parallel.using(state), seams.using(fused_moe=backend), unread_rows_are_no_numbers():
+                if mode == "none":
+                    out = block(leaves[0], index, leaves[1])
+                else:
+                    context = partial(checkpointing.contexts, mode)
+                    out = torch.utils.checkpoint.checkpoint(
+                        block, leaves[0], index, leaves[1], use_reentrant=False, context_fn=context
+                    )
+                out.square().sum().backward()
+            found += [out.detach(), *(leaf.grad for leaf in (*leaves, *block.experts.values()))]
+        return [one.clone() for one in found]
+
+    expected_push, pushed_sums.offered = pushed_sums.offered, lambda _: contextlib.nullcontext()
+    try:
+        expected = run(False)
+        pushed_sums.offered = expected_push
+        peer_rows.read_tokens = lambda *args: sent.append(args[2] is None) or read(*args)
+        pushed_sums.push = lambda *args: pushed.append(1) or push(*args)
+        found = run(True)
+    finally:
+        peer_rows.read_tokens, pushed_sums.push, pushed_sums.offered = read, push, expected_push
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    return sum(sent), len(pushed)
 
 
 def buffers_grow_with_the_tokens_of_any_rank() -> list[int]:

@@ -47,6 +47,23 @@ def test_gradients_that_nobody_waits_for_come_beside_the_next_exchange(mode, two
     assert two_ranks.run(cases_gradient_order.late_gradients, mode) == [[0, 1, 0] * 2] * 2
 
 
+@pytest.mark.parametrize("kind", ["uneven", "no tokens on rank 1", "slots left out"])
+def test_tokens_sent_before_their_experts_are_known_and_sums_pushed_change_no_bit(kind, two_ranks):
+    """Two steps: both times sent ahead, and pushed by the Triton experts."""
+    found = two_ranks.run(cases.tokens_sent_ahead, kind, "triton", changes=False, mode="none")
+    assert found == [(2, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "times"), [(True, "none", 1), (False, "full", 2), (False, "selective", 2)]
+)
+def test_tokens_are_sent_ahead_once_where_they_turn_out_to_be_others_or_are_computed_again(
+    changes, mode, times, two_ranks
+):
+    found = two_ranks.run(cases.tokens_sent_ahead, "uneven", "torch", changes=changes, mode=mode)
+    assert found == [(times, 0)] * 2
+
+
 def test_buffers_grow_with_the_tokens_of_any_rank(two_ranks):
     (small, large, same), other = two_ranks.run(cases.buffers_grow_with_the_tokens_of_any_rank)
     assert 0 < small < large == same
