@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.data.problems import DataError
+from patchgen.runtime.parallel import gloo_groups
 from patchgen.runtime.parallel.collectives import object_of
 from patchgen.runtime.train import architecture
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
@@ -222,6 +223,7 @@ def process_group():
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented there, not exported by type
         alone = {"store": store, "rank": 0, "world_size": 1}
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+    gloo_groups.use_one_worker()
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **alone)
     try:
         yield device

@@ -8,7 +8,7 @@
     router_loss.py   the loss of routers                   gradients.py    norm, clipping, non-finite reports
     checkpointing.py activation checkpointing              undivided.py    units that one rank holds alone
     watch.py         collectives that stall                exchange_reduce.py  sums of gradients that travel in bf16
-    report.py        what serves what, bytes per rank
+    report.py        what serves what, bytes per rank      gloo_groups.py   gloo's groups, one worker thread each
 
 Generated code reaches the active state through `patchgen.runtime.ops`. This module is light: it imports no torch until
 a state is activated.

@@ -109,8 +109,10 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
     import torch.distributed as dist
 
     from patchgen.runtime import seams
+    from patchgen.runtime.parallel import gloo_groups
 
     torch.set_num_threads(1)
+    gloo_groups.use_one_worker()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world),  # pyright: ignore[reportPrivateImportUsage]  # documented there

@@ -456,3 +456,8 @@ def a_computation_that_an_error_left_behind_is_forgotten() -> None:
             failing(hidden)
         ops.fused_moe(hidden, index, weights, **own, num_experts=2 * world, activation=silu)
     assert computed == []
+
+
+def workers_of_the_group() -> int:
+    """How many threads of this rank run the collectives of all ranks."""
+    return dist.group.WORLD._get_backend(torch.device("cpu")).options._threads

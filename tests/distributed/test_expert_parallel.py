@@ -82,3 +82,7 @@ def test_shared_experts_run_beside_the_exchange(at_once, exchange, two_ranks):
 
 def test_a_computation_that_an_error_left_behind_is_forgotten(two_ranks):
     two_ranks.run(cases.a_computation_that_an_error_left_behind_is_forgotten)
+
+
+def test_one_worker_of_a_rank_runs_the_collectives_of_a_group(two_ranks):
+    assert two_ranks.run(cases.workers_of_the_group) == [1, 1]  # torch's two free one string twice: `gloo_groups.py`

@@ -1,0 +1,45 @@
+"""Groups of gloo have one worker: two write one string of torch's at once, and a rank dies of it."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from patchgen.runtime import launch
+from patchgen.runtime.parallel import gloo_groups
+
+
+def _options(group: dist.ProcessGroup):
+    return group._get_backend(torch.device("cpu")).options
+
+
+def test_the_groups_of_a_run_have_one_worker(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with launch.process_group():
+        own = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=7))
+        found = [_options(group) for group in (dist.group.WORLD, own)]
+        assert [options._threads for options in found] == [1, 1]
+        assert [options._timeout for options in found] == [launch.COLLECTIVE_TIMEOUT, datetime.timedelta(seconds=7)]
+        total = torch.ones(3)
+        dist.all_reduce(total, group=own)
+        assert total.tolist() == [1.0] * 3
+
+
+def test_groups_are_made_from_options_and_timeouts_as_torch_makes_them(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    gloo_groups.use_one_worker()
+    of_torch = dist.ProcessGroupGloo.__init__
+    gloo_groups.use_one_worker()
+    assert dist.ProcessGroupGloo.__init__ is of_torch  # once
+    timeout = datetime.timedelta(seconds=5)
+    by_place, by_name = (
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout),
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timeout),
+    )
+    for group in (by_place, by_name):
+        assert (group.options._threads, group.options._timeout, len(group.options._devices)) == (1, timeout, 1)
+    given = gloo_groups._options(dist.ProcessGroupGloo, timeout)
+    given._threads = 3
+    assert dist.ProcessGroupGloo(dist.HashStore(), 0, 1, given).options._threads == 3
