@@ -89,6 +89,7 @@ class Anatomy:
         from patchgen.anatomy.roles import assign_class_roles
 
         node = copy.deepcopy(module.block(name).node)
+        assert isinstance(node, ast.ClassDef)
         for child in walk(node):
             if hasattr(child, "lineno"):
                 vars(child)["lineno"] = 0
@@ -98,8 +99,9 @@ class Anatomy:
         self.classes[name].roles |= known
         assign_class_roles(self, self.classes[name])
         for info in self.classes.values():
-            if module.has(info.name) and reads_name(module.block(info.name).node, name):
-                changed = describe(module.block(info.name).node, set(self.classes), self.names.resolve)
+            now = module.block(info.name).node if module.has(info.name) else None
+            if isinstance(now, ast.ClassDef) and reads_name(now, name):
+                changed = describe(now, set(self.classes), self.names.resolve)
                 info.attributes, info.builds = changed.attributes, changed.builds
 
     def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:

@@ -195,17 +195,18 @@ def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode) ->
     rest = [f"vocab_size={own.vocab_size}"]
     rest += [f"attention_mask={own.mask}"] if own.mask else []
     rest += ["upcast=True"] if own.upcast else []
-    if own.form == ALIGNED and _reads(_module(*above), own.labels):
+    if own.form == ALIGNED and _reads(above, own.labels):
         rest.append(f"shift_labels={own.labels}")  # the decoder's inputs are made of them: they are its targets
         return _LossCall(f"ops.{own.form}_cross_entropy", "", own.loss, own.logits, own.labels, rest, own.bound)
     rest += [f"**ops.step_labels({kwargs})"] if kwargs else []
     return _LossCall(f"ops.{own.form}_cross_entropy", own.form, own.loss, own.logits, own.labels, rest, own.bound)
 
 
-def _reads(code: ast.Module, name: str) -> bool:
-    """Whether code reads a name, and does not only ask whether it is None."""
-    asked = [n for n in walk(code) if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Is | ast.IsNot)]
-    return loaded(code).count(name) > sum(loaded(node).count(name) for node in asked)
+def _reads(body: Sequence[ast.stmt], name: str) -> bool:
+    """Whether statements read a name, and do not only ask whether it is None."""
+    compared = [node for part in body for node in walk(part) if isinstance(node, ast.Compare)]
+    asked = [node for node in compared if isinstance(node.ops[0], ast.Is | ast.IsNot)]
+    return loaded(*body).count(name) > loaded(*asked).count(name)
 
 
 def _made_elsewhere(value: ast.expr, above: Sequence[ast.stmt]) -> tuple[str, ast.expr] | None:
@@ -299,7 +300,7 @@ def kwargs_of(forward: FunctionNode) -> str:
         Missed: what the loss reads of them is changed.
     """
     kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
-    for node in walk(_module(*forward.body)):
+    for node in (node for part in forward.body for node in walk(part)):
         is_changed = isinstance(node, ast.stmt) and not hasattr(node, "body") and kwargs in stored_names(node)
         if is_changed or (isinstance(node, ast.Call) and dotted(node.func) == f"{kwargs}.pop"):
             words = [getattr(part, name, None) for part in walk(node) for name in ("value", "arg")]
@@ -420,9 +421,8 @@ def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner
     if shared:
         found = "\n".join(map(editor.code, region.inside))
         raise Missed(f"logits made without a new value of {', '.join(sorted(shared))}", found)
-    body = ast.parse("\n".join([region.from_parameter, *map(editor.code, region.inside)])).body
     is_name = region.hidden_states == region.parameter
-    foreign = region.besides | set(loaded(_module(*region.inside)))
+    foreign = region.besides | set(loaded(*region.inside))
     foreign -= {region.logits, "self"} | written | (_configs(others) - given)
     foreign &= outer - {region.parameter} if is_name else outer | {region.parameter}
     if foreign:
