@@ -19,10 +19,8 @@ from patchgen.anatomy.classes import (
     called_names,
     calls,
     dotted,
-    loaded,
     own_attribute,
     parameter_names,
-    stored,
     walk,
 )
 from patchgen.anatomy.names import local_names
@@ -62,7 +60,6 @@ HAND_WRITTEN = "hand-written softmax(q k) v"  # attention that no setting of the
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # transformers'
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 TORCH_ATTENTION |= {"flex_attention", "MultiheadAttention"}
-PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 CONV1D = ("torch.nn.functional.conv1d", "torch.conv1d")
 DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
 
@@ -95,7 +92,7 @@ def assign_class_roles(anatomy: Anatomy, info: ClassInfo) -> None:
     """Fills in the roles that follow from the class by itself."""
     inherited = anatomy.method(info.name, "forward")
     if inherited is not None:
-        _assign(info, _FORWARD_DETECTORS, anatomy, info, inherited[1])
+        _assign(info, _FORWARD_DETECTORS, info, inherited[1])
     if "forward" in info.methods:
         _assign(info, _OWN_FORWARD_DETECTORS, anatomy, info, info.methods["forward"])
     _assign(info, _DETECTORS, info)
@@ -108,7 +105,7 @@ def _assign(info: ClassInfo, detectors: dict[str, Callable[..., str | None]], *o
             info.roles[role] = reason
 
 
-def _norm(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
+def _norm(info: ClassInfo, forward: FunctionNode) -> str | None:
     """A mean of `x.pow(2)`, `x**2`, `x.square()` or `x * x`, and `rsqrt`, `sqrt` or a power of -0.5, however written."""
     nodes = [node for method in info.methods.values() for node in walk(method)]
     called = {name for method in info.methods.values() for name in called_names(method)}
@@ -124,84 +121,26 @@ def _norm(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | Non
     return "forward divides by the root of a mean of squares"
 
 
-def _rotary(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
+def _rotary(info: ClassInfo, forward: FunctionNode) -> str | None:
     names = called_names(forward)
     if not ({"cos", "sin"} <= names or "polar" in names):
         return None
     if len(taken := parameter_names(forward)) == 1 and "time" in taken[0]:  # of a time, not of positions
         return None
-    held = _buffers(anatomy, info)
-    read = [n for n in walk(info.node) if _is_read(n, held)]
-    return "forward turns inverse frequencies into cos and sin" if read else None
-
-
-def _buffers(anatomy: Anatomy, info: ClassInfo) -> set[str]:
-    """The attributes that a class, or one that it inherits from, holds tensors in that are not learned."""
-    found: set[str] = set()
-    for one in anatomy.lineage(info.name):
-        found |= {name for name, call in one.built.items() if anatomy.is_a(call, "torch.nn.Buffer")}
-        for call in calls(one.node):
-            if own_attribute(call.func) == "register_buffer" and call.args:
-                found.add(str(getattr(call.args[0], "value", "")))
-    return found
-
-
-def _is_read(node: ast.AST, held: set[str]) -> bool:
-    """Whether an expression reads one of these attributes of self, or one of a name that is computed."""
-    if isinstance(node, ast.Call) and dotted(node.func) == "getattr":
-        return bool(held) and ast.unparse(node.args[0]) == "self"
-    return own_attribute(node) in held and isinstance(getattr(node, "ctx", None), ast.Load)
+    uses_frequencies = any(isinstance(n, ast.Attribute) and "inv_freq" in n.attr for n in walk(info.node))
+    return "forward turns inverse frequencies into cos and sin" if uses_frequencies else None
 
 
 def _attention(anatomy: Anatomy, info: ClassInfo) -> str | None:
     if any(reads_interface(anatomy, method) for method in info.methods.values()):
         return "calls transformers' attention interface"
     forward = info.methods.get("forward", ast.Module([], []))
+    names = called_names(forward)
     if own := {dotted(node).rpartition(".")[2] for node in attention_of_torch(anatomy, forward)}:
         return f"calls torch's {min(own)} itself"
-    return HAND_WRITTEN if _weighs_by_softmax(anatomy, info.name, forward) else None
-
-
-def _weighs_by_softmax(anatomy: Anatomy, owner: str, forward: ast.AST) -> bool:
-    """Whether a product of matrices is made of the softmax of another one above it: softmax(q k) v."""
-    products: set[str] = set()
-    weights: set[str] = set()
-
-    def made_of(code: ast.AST, names: set[str], is_such: Callable[[ast.AST], bool]) -> bool:
-        return any(is_such(node) for node in walk(code)) or bool(names & {*loaded(code)})
-
-    def is_product(node: ast.AST) -> bool:
-        return _is_product(node) or any(map(_is_product, walk(_run_by(anatomy, owner, node))))
-
-    def is_weights(node: ast.AST) -> bool:
-        is_softmax = isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] == "softmax"
-        return is_softmax and made_of(node, products, is_product)
-
-    simple = [node for node in walk(forward) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
-    for statement in sorted(simple, key=lambda node: node.lineno):
-        parts = [part for node in walk(statement) if _is_product(node) for part in ast.iter_child_nodes(node)]
-        if any(made_of(part, weights, is_weights) for part in parts):
-            return True
-        for names, is_such in ((weights, is_weights), (products, is_product)):
-            made = made_of(statement, names, is_such)
-            names.difference_update(stored(statement))
-            names.update(stored(statement) if made else ())
-    return False
-
-
-def _run_by(anatomy: Anatomy, owner: str, node: ast.AST) -> ast.AST:
-    """The method, or the forward of the module of this file, that `self.<attribute>(...)` runs; nothing for other code."""
-    attribute = own_attribute(node.func) if isinstance(node, ast.Call) else None
-    built = [build.target for build in anatomy.builds(owner) if attribute and build.attribute == attribute]
-    found = anatomy.method(owner, attribute or "") or (anatomy.method(built[0] or "", "forward") if built else None)
-    return found[1] if found is not None else ast.Pass()
-
-
-def _is_product(node: ast.AST) -> bool:
-    """Whether an expression multiplies matrices."""
-    if isinstance(node, ast.Call):
-        return dotted(node.func).rpartition(".")[2] in PRODUCTS
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
+    projections = ("q", "k", "v", "Wqkv", "c_attn", "query", "key", "value")
+    multiplies = "softmax" in names and names & {"matmul", "bmm", "baddbmm", "einsum"}
+    return HAND_WRITTEN if multiplies and any(name.startswith(projections) for name in info.attributes) else None
 
 
 def _mlp(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
