@@ -19,6 +19,7 @@ from patchgen.anatomy.classes import (
     parameter_names,
     stored,
     targets,
+    walk,
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
@@ -154,19 +155,19 @@ class _Walk:
             return
         values = self._assigned(owner, attribute)
         # `config.act` beside `TABLE[config.act]`: a function that a caller put there
-        keys = {ast.unparse(n.slice) for value, _ in values for n in ast.walk(value) if isinstance(n, ast.Subscript)}
+        keys = {ast.unparse(n.slice) for value, _ in values for n in walk(value) if isinstance(n, ast.Subscript)}
         for value, where in values:
             if ast.unparse(value) not in keys and not self._is_known(value, owner, where):
                 self.unread.setdefault(f"{owner}.{attribute}", f"{UNREAD}: {ast.unparse(value)}")
 
-    def _is_known(self, value: ast.expr, owner: str, where: ast.AST, open_names: frozenset[str] = frozenset()) -> bool:
+    def _is_known(self, value: ast.AST, owner: str, where: ast.AST, open_names: frozenset[str] = frozenset()) -> bool:
         """Whether names tell what is called where the value is; `open_names` are being asked: `act = wrap(act)`."""
-        if own_attribute(value) is not None:
-            self.called(owner, value.attr)
-        if own_attribute(value) is not None or isinstance(value, ast.Constant | ast.Lambda):
+        if attribute := own_attribute(value):
+            self.called(owner, attribute)
+        if attribute or isinstance(value, ast.Constant | ast.Lambda):
             return True
         if isinstance(value, ast.Name) and value.id in _local(where):
-            if bound := [n.value for n in ast.walk(where) if isinstance(n, ast.Assign) and value.id in stored(n)]:
+            if bound := [n.value for n in walk(where) if isinstance(n, ast.Assign) and value.id in stored(n)]:
                 inside = open_names | {value.id}
                 return value.id in open_names or all(self._is_known(part, owner, where, inside) for part in bound)
             handed = self.anatomy.handed(owner, value)  # stands in another class
@@ -258,8 +259,8 @@ class _Code(ast.NodeVisitor):
         if meaning == "builtins.vars":
             self.visit(ast.Attribute(node.args[0], "__dict__", ast.Load()))
         for called in map(self._got, self._bound(node.func)):
-            if own_attribute(called) is not None:
-                self._walk.called(self._owner, called.attr)
+            if attribute := own_attribute(called):
+                self._walk.called(self._owner, attribute)
             elif isinstance(called, ast.Call) and self._resolved(called.func) == "builtins.getattr":
                 self._walk.unread[f"{self._owner}.getattr".strip(".")] = f"{UNREAD}: {ast.unparse(called)}"
         return self.generic_visit(node)
@@ -267,7 +268,9 @@ class _Code(ast.NodeVisitor):
     def _got(self, node: ast.AST) -> ast.AST:
         """`owner.name` for `getattr(owner, "name")`; other code, and a name that is computed, as it is."""
         match node:
-            case ast.Call(called, [owner, ast.Constant(name), *_]) if self._resolved(called) == "builtins.getattr":
+            case ast.Call(called, [owner, ast.Constant(str(name)), *_]) if (
+                self._resolved(called) == "builtins.getattr"
+            ):
                 return ast.Attribute(owner, name, ast.Load())
         return node
 
@@ -277,7 +280,7 @@ class _Code(ast.NodeVisitor):
             node = node.value
         yield node
         if isinstance(node, ast.Name) and node.id in self._local:
-            for bind in ast.walk(self._where):
+            for bind in walk(self._where):
                 if isinstance(bind, ast.Assign | ast.For | ast.comprehension):
                     made = bind.value if isinstance(bind, ast.Assign) else bind.iter
                     if any(node.id in stored(part) for part in ast.iter_child_nodes(bind) if part is not made):
@@ -301,9 +304,9 @@ class _Code(ast.NodeVisitor):
             self._walk.name(node.id)
 
 
-def _local(where: ast.AST) -> set[str]:
+def _local(where: ast.AST) -> frozenset[str]:
     """The names that a function binds around the code in it; none outside of functions."""
-    return local_names(where) if isinstance(where, FunctionNode) else set()
+    return local_names(where) if isinstance(where, FunctionNode) else frozenset()
 
 
 def _stores(info: ClassInfo) -> dict[str, list[tuple[ast.expr, ast.AST]]]:
@@ -311,12 +314,12 @@ def _stores(info: ClassInfo) -> dict[str, list[tuple[ast.expr, ast.AST]]]:
     found: dict[str, list[tuple[ast.expr, ast.AST]]] = {}
     for where in info.node.body:
         is_function = isinstance(where, FunctionNode)
-        for node in ast.walk(where) if not is_function or not is_setter(where) else ():
+        for node in walk(where) if not is_function or not is_setter(where) else ():
             if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
-                parts = [part for target in targets(node) for part in ast.walk(target)]
+                parts = [part for target in targets(node) for part in walk(target)]
                 stores = [part for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)]
                 held = [part.value if isinstance(part, ast.Subscript) else part for part in stores]
-                for name in {own_attribute(part) if is_function else getattr(part, "id", "") for part in held}:
+                for name in {(own_attribute(part) if is_function else getattr(part, "id", "")) or "" for part in held}:
                     found.setdefault(name, []).append((node.value, where))
     return found
 
@@ -337,7 +340,7 @@ def _is_library(meaning: str) -> bool:
     return package in ("torch", "numpy", "transformers") or package in sys.stdlib_module_names
 
 
-def _reason(name: str, anatomy: Anatomy, towers: Container[str], reached: Container[str]) -> str:
+def _reason(name: str, anatomy: Anatomy, towers: Container[str], reached: Container[str | None]) -> str:
     info = anatomy.classes.get(name)
     for role, reason in ROLES.items():
         if info is not None and role in info.roles:

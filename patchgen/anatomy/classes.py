@@ -59,7 +59,7 @@ def describe(node: ast.ClassDef, local_classes: Container[str], resolve: Resolve
             info.annotations[statement.target.id] = ast.unparse(statement.annotation).strip("\"'")
     init = info.methods.get("__init__")
     if init is not None:
-        for statement in ast.walk(init):
+        for statement in walk(init):
             for attribute, value in _self_assignments(statement):
                 info.attributes.setdefault(attribute, value)
         for method in (init, *(info.methods[name] for name in setup_calls(info))):
@@ -87,10 +87,9 @@ def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
     """What a class constructs through Auto classes, in any of its methods."""
     found = []
     for method in info.methods.values():
-        aliases = plain_assignments(ast.walk(method))
+        aliases = plain_assignments(walk(method))
         for call, attribute, in_list in _constructions(method, resolve):
-            is_construction = isinstance(call.func, ast.Attribute) and call.func.attr in CONSTRUCTORS
-            auto = auto_class(resolve(call.func.value)) if is_construction else ""
+            auto = auto_class(resolve(_constructed(call)))
             if not auto:
                 continue
             config = arguments(call, ("config",)).get("config")
@@ -133,15 +132,23 @@ def base_name(node: ast.AST | None) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=16384)
 def walk(node: ast.AST) -> tuple[ast.AST, ...]:
-    """What `ast.walk` gives, computed once: the same code is read many times, and what is changed is a copy."""
-    return tuple(ast.walk(node))
+    """What `ast.walk` gives, in its order, computed once: the same code is read many times, and what is changed is a copy."""
+    found = [node]
+    for one in found:  # it grows meanwhile
+        for name in one._fields:
+            value = getattr(one, name, None)
+            if isinstance(value, list):
+                found += [child for child in value if isinstance(child, ast.AST)]
+            elif isinstance(value, ast.AST):
+                found.append(value)
+    return tuple(found)
 
 
-def calls(node: ast.AST) -> Iterator[ast.Call]:
-    """Every call inside a node."""
-    return (child for child in walk(node) if isinstance(child, ast.Call))
+def calls(*code: ast.AST) -> Iterator[ast.Call]:
+    """Every call inside code."""
+    return (node for part in code for node in walk(part) if isinstance(node, ast.Call))
 
 
 def called_names(node: ast.AST) -> set[str]:
@@ -167,14 +174,16 @@ def uses(node: ast.AST, attribute: str) -> int:
     return sum(own_attribute(child) == attribute for child in walk(node))
 
 
-def stored(node: ast.AST) -> list[str]:
+def stored(*code: ast.AST) -> list[str]:
     """The names that code binds or deletes."""
-    return [n.id for n in walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store | ast.Del)]
+    nodes = (node for part in code for node in walk(part))
+    return [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store | ast.Del)]
 
 
-def loaded(node: ast.AST) -> list[str]:
+def loaded(*code: ast.AST) -> list[str]:
     """The names that code reads."""
-    return [n.id for n in walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+    nodes = (node for part in code for node in walk(part))
+    return [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
 
 
 def reads_name(node: ast.AST, name: str) -> bool:
@@ -183,8 +192,8 @@ def reads_name(node: ast.AST, name: str) -> bool:
 
 def plain_assignments(nodes: Iterable[ast.AST]) -> dict[str, ast.expr]:
     """Name -> value, of the assignments `name = value` among the nodes; the last of several."""
-    assigned = (node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name))
-    return {node.targets[0].id: node.value for node in assigned}
+    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+    return {target.id: node.value for node in assigned if isinstance(target := node.targets[0], ast.Name)}
 
 
 def inlined(node: ast.expr, values: Mapping[str, ast.expr]) -> ast.expr:
@@ -237,13 +246,21 @@ def _self_assignments(statement: ast.AST) -> Iterator[tuple[str, ast.expr]]:
                 yield attribute, statement.value
 
 
+def _constructed(call: ast.Call) -> ast.expr:
+    """The class of `X(...)` and of `X.from_config(...)`."""
+    match call.func:
+        case ast.Attribute(owner, name) if name in CONSTRUCTORS:
+            return owner
+    return call.func
+
+
 def _constructions(method: FunctionNode, resolve: Resolve) -> Iterator[tuple[ast.Call, str | None, bool]]:
     """Every call of a method with the attribute that its statement sets, and whether it stands in a list of modules."""
     seen: set[ast.Call] = set()
-    statements = [node for node in ast.walk(method) if isinstance(node, ast.stmt) and getattr(node, "value", None)]
-    for statement in statements:
+    valued = [(node, getattr(node, "value", None)) for node in walk(method) if isinstance(node, ast.stmt)]
+    for statement, value in valued:
         attribute = next((name for name, _ in _self_assignments(statement)), None)
-        found = list(calls(statement.value))
+        found = list(calls(value)) if value is not None else []
         in_list = any(resolve(call.func) in LISTS for call in found)
         yield from ((call, attribute, in_list) for call in found)
         seen.update(found)
@@ -252,7 +269,6 @@ def _constructions(method: FunctionNode, resolve: Resolve) -> Iterator[tuple[ast
 
 def _builds(owner: str, init: FunctionNode, local_classes: Container[str], resolve: Resolve) -> Iterator[Build]:
     for call, attribute, in_list in _constructions(init, resolve):
-        is_constructor = isinstance(call.func, ast.Attribute) and call.func.attr in CONSTRUCTORS
-        target = resolve(call.func.value if is_constructor else call.func) or ""
+        target = resolve(_constructed(call)) or ""
         if target[:1] == "." and target[1:] in local_classes:
             yield Build(owner, attribute, target[1:], in_list=in_list)

@@ -17,7 +17,6 @@ from patchgen.anatomy.classes import (
     auto_builds,
     calls,
     describe,
-    dotted,
     is_setter,
     loaded,
     own_attribute,
@@ -90,17 +89,19 @@ class Anatomy:
         from patchgen.anatomy.roles import assign_class_roles
 
         node = copy.deepcopy(module.block(name).node)
-        for child in ast.walk(node):
+        assert isinstance(node, ast.ClassDef)
+        for child in walk(node):
             if hasattr(child, "lineno"):
-                child.lineno = 0
+                vars(child)["lineno"] = 0
         self.names = Names([statement for block in module for statement in block.statements], self.upstream.base_of)
         known = self.classes[name].roles if name in self.classes else {}  # a pass may have written it anew
         self.classes[name] = describe(node, {*self.classes, name}, self.names.resolve)
         self.classes[name].roles |= known
         assign_class_roles(self, self.classes[name])
         for info in self.classes.values():
-            if module.has(info.name) and reads_name(module.block(info.name).node, name):
-                changed = describe(module.block(info.name).node, set(self.classes), self.names.resolve)
+            now = module.block(info.name).node if module.has(info.name) else None
+            if isinstance(now, ast.ClassDef) and reads_name(now, name):
+                changed = describe(now, set(self.classes), self.names.resolve)
                 info.attributes, info.builds = changed.attributes, changed.builds
 
     def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:
@@ -145,7 +146,7 @@ class Anatomy:
         found: list[ast.expr | ast.stmt] = []
         for info, given in self._given(owner, base.id):
             if isinstance(given, ast.Name) and stored(info.methods["__init__"]).count(given.id) == 1:
-                given = plain_assignments(ast.walk(info.methods["__init__"])).get(given.id, given)
+                given = plain_assignments(walk(info.methods["__init__"])).get(given.id, given)
             if isinstance(value, ast.Attribute) and isinstance(given, ast.Call):
                 found += self.held((self.names.resolve(given.func) or "").removeprefix("."), value.attr)
             elif isinstance(value, ast.Name) and given is not None:
@@ -167,16 +168,14 @@ class Anatomy:
         methods = [method for info in self.classes.values() for method in info.methods.values()]
         top = [one for found in self.names.statements.values() for one in found if not isinstance(one, ast.ClassDef)]
         code = [node for node in (*methods, *top) if not (isinstance(node, FunctionNode) and is_setter(node))]
-        parts = [child for node in code for child in ast.walk(node)]
-        stores = {
-            a.attr
-            for a in parts
-            if isinstance(a, ast.Attribute) and isinstance(a.ctx, ast.Store) and not own_attribute(a)
-        }
-        set_by = [
-            c.args[1] for c in parts if isinstance(c, ast.Call) and dotted(c.func) == "setattr" and len(c.args) > 2
-        ]
-        stores |= {name.value for name in set_by if isinstance(name, ast.Constant)}
+        parts = [child for node in code for child in walk(node)]
+        stores: set[str] = set()
+        for part in parts:
+            match part:
+                case ast.Attribute(_, name, ast.Store()) if not own_attribute(part):
+                    stores.add(name)
+                case ast.Call(ast.Name("setattr"), [_, ast.Constant(str(name)), _]):
+                    stores.add(name)
         bodies = [statement for info in self.classes.values() for statement in info.node.body]
         return frozenset(stores.union(*(bound_names(node) for node in bodies if isinstance(node, ast.Assign))))
 
@@ -221,7 +220,8 @@ class Anatomy:
         ]
         if len(written_for) == 1:
             return written_for[0]
-        if chosen is not None and self.upstream.release.defines(chosen, besides=self.upstream.path):
+        release = self.upstream.release
+        if chosen is not None and release is not None and release.defines(chosen, besides=self.upstream.path):
             return chosen
         if sub_config.config_class == "AutoConfig":
             return None if chosen is not None else "AutoConfig"
@@ -350,7 +350,7 @@ def references(node: ast.AST) -> frozenset[str]:
         if isinstance(annotation, ast.Constant):
             found |= _names_in_string(annotation.value)
         if isinstance(child, ast.Subscript):
-            quoted = [node.value for node in ast.walk(child.slice) if isinstance(node, ast.Constant)]
+            quoted = [node.value for node in walk(child.slice) if isinstance(node, ast.Constant)]
             found |= {value for value in quoted if isinstance(value, str) and value.isidentifier()}
     return frozenset(found)
 

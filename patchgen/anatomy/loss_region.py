@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from patchgen.anatomy.classes import (
     FunctionNode,
@@ -20,6 +21,7 @@ from patchgen.anatomy.classes import (
     own_attribute,
     parameter_names,
     stored,
+    walk,
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.loss_terms import LossTerms, is_number
@@ -72,7 +74,7 @@ class LossRegion:
         return " or ".join(ast.unparse(node.test) for node in self.further)
 
 
-def is_loss_call(node: ast.AST) -> bool:
+def is_loss_call(node: ast.AST) -> TypeGuard[ast.Call]:
     """Whether code calls the loss that transformers has for the class."""
     return isinstance(node, ast.Call) and own_attribute(node.func) == "loss_function"
 
@@ -81,7 +83,7 @@ def _makes(node: ast.stmt, logits: str, later: Sequence[ast.stmt]) -> bool:
     """Whether a statement computes the logits: it reads or writes them, or something that only such ones read."""
     if uses_name(node, logits):
         return True
-    made = [t.id for n in ast.walk(node) if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
+    made = [t.id for n in walk(node) if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
     return any(uses_name(other, name) and uses_name(other, logits) for other in later for name in made)
 
 
@@ -94,13 +96,14 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
     body, code = forward.body, editor.code
     end, call = _find_loss(editor, forward, owner, anatomy)
     logits, labels, loss, rest = call.logits, call.labels, call.loss, call.arguments
-    start = next((i for i, node in enumerate(body[:end]) if _made_value(node, logits) is not None), None)
-    if start is None:
+    values = ((i, node, _made_value(node, logits)) for i, node in enumerate(body[:end]))
+    start, first, projected = next((found for found in values if found[2] is not None), (end, body[end], None))
+    if projected is None:
         raise Missed(f"an assignment of `{logits}` above the loss", code(body[end]))
-    first, projected = body[start], _made_value(body[start], logits)
-    module, hidden = _projection(projected) or _made_elsewhere(projected, body[:start]) or (None, None)
-    if module is None:
+    found = _projection(projected) or _made_elsewhere(projected, body[:start])
+    if found is None:
         raise Missed(f"`{logits} = self.<projection>(hidden states)`", code(first))
+    module, hidden = found
     read, source = set(loaded(hidden)) - {"self"}, code(hidden)
     if isinstance(first, ast.If) and len(read) == 1:  # both branches read it, if not in the same words
         (source,) = read
@@ -139,7 +142,7 @@ class _LossCall:
     labels: str
     arguments: list[str]
     bound: frozenset[str] = frozenset()
-    further: tuple[ast.stmt, ...] = ()
+    further: tuple[ast.If, ...] = ()
 
 
 def _find_loss(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anatomy) -> tuple[int, _LossCall]:
@@ -148,12 +151,12 @@ def _find_loss(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anato
     for place, node in enumerate(body):
         if not isinstance(node, ast.If):
             continue
-        line = next((line for line in node.body if _assigned_call(line)), None)
-        if line is not None:
-            logits, labels, rest = _loss_arguments(editor, line.value, forward)
-            loss, (first, *further) = line.targets[0].id, node.body
-            alone = first is line and all(_is_switched(one, owner, anatomy) for one in further)
-            call = _LossCall("self.loss_function", "", loss, logits, labels, rest, further=tuple(further))
+        made = next(filter(None, map(_assigned_call, node.body)), None)
+        if made is not None:
+            logits, labels, rest = _loss_arguments(editor, made[1], forward)
+            further = [one for one in node.body[1:] if _is_switched(one, owner, anatomy)]
+            alone = _assigned_call(node.body[0]) == made and len(further) == len(node.body) - 1
+            call = _LossCall("self.loss_function", "", made[0], logits, labels, rest, further=tuple(further))
         elif own := read_own_loss(node.body, anatomy, local):
             call, alone = _own_call(own, body[:place], forward), True
         else:
@@ -161,18 +164,21 @@ def _find_loss(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anato
         if ast.unparse(node.test) != f"{call.labels} is not None" or not alone or node.orelse:
             raise Missed(f"`if {call.labels} is not None:` with the loss alone in it", editor.code(node))
         return place, call
-    made = sorted((n for n in ast.walk(forward) if isinstance(n, ast.Assign)), key=lambda node: -node.lineno)
-    lines = [editor.code(node) for node in made if ast.unparse(node.value) != "None"]
+    assigned = sorted((n for n in walk(forward) if isinstance(n, ast.Assign)), key=lambda node: -node.lineno)
+    lines = [editor.code(node) for node in assigned if ast.unparse(node.value) != "None"]
     closest = next((line for line in lines if re.match(r"\w*loss\b.*=", line)), editor.code(body[-1]))
     raise Missed("`loss = self.loss_function(...)` under `if labels is not None:`", closest)
 
 
-def _assigned_call(node: ast.stmt) -> bool:
-    """`loss = self.loss_function(...)`"""
-    return isinstance(node, ast.Assign) and is_loss_call(node.value) and isinstance(node.targets[0], ast.Name)
+def _assigned_call(node: ast.stmt) -> tuple[str, ast.Call] | None:
+    """The name and the call of `loss = self.loss_function(...)`."""
+    match node:
+        case ast.Assign([ast.Name(name), *_], value) if is_loss_call(value):
+            return name, value
+    return None
 
 
-def _is_switched(node: ast.stmt, owner: str, anatomy: Anatomy) -> bool:
+def _is_switched(node: ast.stmt, owner: str, anatomy: Anatomy) -> TypeGuard[ast.If]:
     """`if self.coefficient > 0:` of a number of the config, below the loss: what it adds may read all logits."""
     match node:
         case ast.If(ast.Compare(left, [ast.Gt()], [ast.Constant(0)]), _, []):
@@ -189,27 +195,27 @@ def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode) ->
     rest = [f"vocab_size={own.vocab_size}"]
     rest += [f"attention_mask={own.mask}"] if own.mask else []
     rest += ["upcast=True"] if own.upcast else []
-    if own.form == ALIGNED and _reads(_module(*above), own.labels):
+    if own.form == ALIGNED and _reads(above, own.labels):
         rest.append(f"shift_labels={own.labels}")  # the decoder's inputs are made of them: they are its targets
         return _LossCall(f"ops.{own.form}_cross_entropy", "", own.loss, own.logits, own.labels, rest, own.bound)
     rest += [f"**ops.step_labels({kwargs})"] if kwargs else []
     return _LossCall(f"ops.{own.form}_cross_entropy", own.form, own.loss, own.logits, own.labels, rest, own.bound)
 
 
-def _reads(code: ast.Module, name: str) -> bool:
-    """Whether code reads a name, and does not only ask whether it is None."""
-    asked = [n for n in ast.walk(code) if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Is | ast.IsNot)]
-    return loaded(code).count(name) > sum(loaded(node).count(name) for node in asked)
+def _reads(body: Sequence[ast.stmt], name: str) -> bool:
+    """Whether statements read a name, and do not only ask whether it is None."""
+    compared = [node for part in body for node in walk(part) if isinstance(node, ast.Compare)]
+    asked = [node for node in compared if isinstance(node.ops[0], ast.Is | ast.IsNot)]
+    return loaded(*body).count(name) > loaded(*asked).count(name)
 
 
 def _made_elsewhere(value: ast.expr, above: Sequence[ast.stmt]) -> tuple[str, ast.expr] | None:
     """The logits as a model of its own has them in its result: `outputs[0]`, `outputs.logits`."""
     match value:
         case ast.Subscript(ast.Name(name), ast.Constant(0)) | ast.Attribute(ast.Name(name), "logits"):
-            made = [node for node in above if name in stored_names(node)]
-            is_result = len(made) == 1 and isinstance(made[0], ast.Assign) and isinstance(made[0].value, ast.Call)
-            if is_result and own_attribute(made[0].value.func):
-                return "ops.given_logits", value
+            match [node for node in above if name in stored_names(node)]:
+                case [ast.Assign(_, ast.Call(function))] if own_attribute(function):
+                    return "ops.given_logits", value
     return None
 
 
@@ -235,11 +241,11 @@ def check_own_losses(owner: str, anatomy: Anatomy) -> None:
             is_library = meaning.startswith(LIBRARIES) and not meaning.startswith(OTHERS)
             if not (meaning if node in members else is_library):
                 raise Missed("a forward that nothing is put around but what transformers has for that", node)
-        for node in ast.walk(info.node):
+        for node in walk(info.node):
             name = getattr(node, "name", None) or own_attribute(node) or getattr(node, "id", "")
             is_hook = isinstance(node, ast.Attribute) and node.attr in HOOKS
             if is_hook or (name in OWN_LOSSES and not isinstance(getattr(node, "ctx", None), ast.Load)):
-                closest = f"{info.name}, line {node.lineno}: {ast.unparse(node)}"
+                closest = f"{info.name}, line {getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
                 raise Missed("the loss that transformers has for the class", closest)
 
 
@@ -294,10 +300,10 @@ def kwargs_of(forward: FunctionNode) -> str:
         Missed: what the loss reads of them is changed.
     """
     kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
-    for node in ast.walk(_module(*forward.body)):
+    for node in (node for part in forward.body for node in walk(part)):
         is_changed = isinstance(node, ast.stmt) and not hasattr(node, "body") and kwargs in stored_names(node)
         if is_changed or (isinstance(node, ast.Call) and dotted(node.func) == f"{kwargs}.pop"):
-            words = [getattr(part, name, None) for part in ast.walk(node) for name in ("value", "arg")]
+            words = [getattr(part, name, None) for part in walk(node) for name in ("value", "arg")]
             keys = {word for word in words if isinstance(word, str)}
             if not keys or keys & set(LOSS_PARAMETERS) or kwargs in stored(node):
                 raise Missed(f"{kwargs} handed on to the loss as the caller gave them", node)
@@ -307,11 +313,10 @@ def kwargs_of(forward: FunctionNode) -> str:
 def _bound(forward: FunctionNode) -> set[str]:
     """The names to which a forward gives new values; `x = x.to(...)` gives none."""
     bound: set[str] = set()
-    for node in ast.walk(_module(*forward.body)):
-        value = getattr(node, "value", None) if isinstance(node, ast.Assign) else None
-        is_moved = isinstance(value, ast.Call) and dotted(value.func) == f"{ast.unparse(node.targets[0])}.to"
-        if is_moved or not isinstance(node, ast.stmt):
-            continue
+    for node in (node for part in forward.body for node in walk(part) if isinstance(node, ast.stmt)):
+        match node:
+            case ast.Assign([target, *_], ast.Call(function)) if dotted(function) == f"{ast.unparse(target)}.to":
+                continue
         inside = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
         bound |= set().union(*map(stored_names, inside if hasattr(node, "body") else [node]))
     return bound
@@ -353,19 +358,19 @@ def _only_forwards_logits(node: ast.AST, logits: str, below: ast.Module, is_resu
     That is an argument of the output class, or an element of a tuple, which is returned: at once, or by a name that
     only return statements read.
     """
-    longer = [n for n in ast.walk(below) if isinstance(n, ast.Assign) and isinstance(n.value, ast.BinOp)]
-    longer = [n for n in longer if ast.unparse(n.targets[0]) == ast.unparse(n.value.right)]  # `output = (x,) + output`
-    returned = [*longer, *(n for n in ast.walk(below) if isinstance(n, ast.Return))]
+    sums = [(n, n.value.right) for n in walk(below) if isinstance(n, ast.Assign) and isinstance(n.value, ast.BinOp)]
+    longer = [n for n, last in sums if ast.unparse(n.targets[0]) == ast.unparse(last)]  # `output = (x,) + output`
+    returned = [*longer, *(n for n in walk(below) if isinstance(n, ast.Return))]
     read_else = Counter(loaded(below)) - Counter(name for statement in returned for name in loaded(statement))
     parts: list[ast.expr] = []
-    for statement in ast.walk(node):
+    for statement in walk(node):
         match statement:
             case ast.Return(value):
                 parts += _parts(value, is_result)
             case ast.Assign([ast.Name(name)], value) if name not in read_else:
                 parts += _parts(value, is_result)
     handed = [part for part in parts if isinstance(part, ast.Name) and part.id == logits]
-    return len(handed) == sum(isinstance(n, ast.Name) and n.id == logits for n in ast.walk(node))
+    return len(handed) == sum(isinstance(n, ast.Name) and n.id == logits for n in walk(node))
 
 
 def _parts(value: ast.expr | None, is_result: Callable[[ast.AST], bool]) -> Sequence[ast.expr]:
@@ -381,7 +386,7 @@ def _parts(value: ast.expr | None, is_result: Callable[[ast.AST], bool]) -> Sequ
 
 
 def _has_return(node: ast.stmt) -> bool:
-    return any(isinstance(child, ast.Return) for child in ast.walk(node))
+    return any(isinstance(child, ast.Return) for child in walk(node))
 
 
 def _module(*nodes: ast.stmt) -> ast.Module:
@@ -410,15 +415,14 @@ def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner
             what = "statements that make the logits, and nothing else, between the head and the loss"
             raise Missed(what, editor.code(node))
     others = _module(*(node for node in forward.body if node not in closure.body))
-    given = {arg.arg for arg in ast.walk(forward.args) if isinstance(arg, ast.arg)}
+    given = {arg.arg for arg in walk(forward.args) if isinstance(arg, ast.arg)}
     outer = set(loaded(others)) | stored_names(others) | given
     shared = written & (outer | {"self", region.parameter})
     if shared:
         found = "\n".join(map(editor.code, region.inside))
         raise Missed(f"logits made without a new value of {', '.join(sorted(shared))}", found)
-    body = ast.parse("\n".join([region.from_parameter, *map(editor.code, region.inside)])).body
     is_name = region.hidden_states == region.parameter
-    foreign = region.besides | set(loaded(_module(*region.inside)))
+    foreign = region.besides | set(loaded(*region.inside))
     foreign -= {region.logits, "self"} | written | (_configs(others) - given)
     foreign &= outer - {region.parameter} if is_name else outer | {region.parameter}
     if foreign:

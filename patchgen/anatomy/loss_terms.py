@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
@@ -22,6 +22,7 @@ from patchgen.anatomy.classes import (
     parameter_names,
     stored,
     targets,
+    walk,
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
@@ -53,13 +54,14 @@ class LossTerms:
     def __init__(
         self, forward: FunctionNode, below: Sequence[ast.stmt], loss: str, labels: str, owner: str, anatomy: Anatomy
     ) -> None:
-        self.lost: ast.stmt | None = None
+        self.lost: ast.AST | None = None
         self._owner, self._anatomy, self._scope = owner, anatomy, local_names(forward)
         self._labels, self._flags = labels, _flags(forward)
-        above = ast.Module([forward.args, *forward.body[: len(forward.body) - len(below)]], [])
-        unset = [n for n in ast.walk(above) if isinstance(n, ast.Assign) and ast.unparse(n.value) == "None"]
-        count = Counter(stored(above)) - Counter(name for node in unset for name in stored(node))
-        held = {arg.arg for arg in ast.walk(above) if isinstance(arg, ast.arg)}.union(count)
+        above = [forward.args, *forward.body[: len(forward.body) - len(below)]]
+        nodes = [node for part in above for node in walk(part)]
+        unset = [n for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.value) == "None"]
+        count = Counter(stored(*above)) - Counter(stored(*unset))
+        held = {arg.arg for arg in nodes if isinstance(arg, ast.arg)}.union(count)
         self._kinds = dict.fromkeys(held, OTHER) | {loss: LOSS}
         self._found: list[ast.AST] = []
         conditions = [one for node in below for one in self._read(node, None)]
@@ -71,32 +73,33 @@ class LossTerms:
         `around` is the outermost condition or loop that need not be the same on every rank.
         """
         inside = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt | ast.ExceptHandler)]
-        own = ast.Module([n for n in ast.iter_child_nodes(node) if n not in inside], [])
+        own = [n for n in ast.iter_child_nodes(node) if n not in inside]
+        is_made_of_it = any(map(self._is_made_of_it, own))
         value = getattr(node, "value", None)
         name = ast.unparse(targets(node)[0]) if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) else ""
         kind = self._kind(value) if value is not None else OTHER
         is_plain = name.isidentifier() or isinstance(node, ast.Return)
         if not (is_plain and kind != OTHER) and not (isinstance(node, ast.If) and self._is_same(node.test)):
-            for one in {n for n in loaded(own) if self._kinds.get(n) in (SHARE, RESULT)}:  # may be changed in place
+            for one in {n for n in loaded(*own) if self._kinds.get(n) in (SHARE, RESULT)}:  # may be changed in place
                 self.lost = (self.lost or node) if self._kinds[one] == RESULT else self.lost
                 self._kinds[one] = OTHER
             around = around or (node if inside else None)
-        for one in (one for one in stored(own) if one != name):
+        for one in (one for one in stored(*own) if one != name):
             self.lost = (self.lost or node) if self._kinds.get(one) in (LOSS, RESULT) else self.lost
             self._kinds[one] = OTHER
         if isinstance(node, ast.AugAssign):
             before = self._kinds.get(name)
             is_sum = isinstance(node.op, ast.Add | ast.Sub) and before == LOSS
-            is_scaled = isinstance(node.op, ast.Mult | ast.Div) and self._is_number(value)
-            strange = list(self._terms(value)) if is_sum else [] if is_scaled else [node]
-            self._found += strange if before == LOSS or self._is_made_of_it(own) else ()
+            is_scaled = isinstance(node.op, ast.Mult | ast.Div) and self._is_number(node.value)
+            strange = list(self._terms(node.value)) if is_sum else [] if is_scaled else [node]
+            self._found += strange if before == LOSS or is_made_of_it else ()
             self.lost = (self.lost or node) if before == RESULT else self.lost
             self._kinds[name] = before if before == LOSS or (before == SHARE and is_scaled and not around) else OTHER
         elif isinstance(node, ast.Return):
             self.lost = self.lost if kind == RESULT else self.lost or node
         elif name.isidentifier():
-            self._assigned(node, name, kind, around)
-        if not inside and not isinstance(node, ast.AugAssign) and self._is_made_of_it(own):
+            self._assigned(node, name, value, kind, around)
+        if not inside and not isinstance(node, ast.AugAssign) and is_made_of_it:
             self._found += self._strange(node, value, kind)
         if around is not None and (isinstance(node, ast.Return) or self._kinds.get(name) == LOSS):
             yield around
@@ -110,9 +113,9 @@ class LossTerms:
             for term in self._terms(part) if part is not None else (node,):
                 yield node if self._is_made_of_it(term) else term
 
-    def _assigned(self, node: ast.stmt, name: str, kind: str, around: ast.AST | None) -> None:
+    def _assigned(self, node: ast.AST, name: str, value: ast.expr | None, kind: str, around: ast.AST | None) -> None:
         before = self._kinds.get(name, NONE)
-        if kind == OTHER and self._is_made_of_it(node.value):
+        if kind == OTHER and value is not None and self._is_made_of_it(value):
             kind = LOSS
         elif kind == SHARE and around is not None:
             kind = OTHER
@@ -170,8 +173,9 @@ class LossTerms:
                 body, orelse = self._handed(left), self._handed(right)
                 names = [self._labels, *(name for name, kind in self._kinds.items() if kind == LOSS)]
                 asked = {f"{name} is not None" for name in names}
-                is_known = body is not None and (orelse is not None or ast.unparse(test) in asked)
-                return [*body, *(orelse or ())] if is_known else None
+                if body is None or (orelse is None and ast.unparse(test) not in asked):
+                    return None
+                return [*body, *(orelse or ())]
             case ast.BinOp(left, ast.Add()):
                 return self._handed(left)
             case ast.Tuple([first, *_]):
@@ -214,15 +218,15 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
     infos = [anatomy.classes[name] for name in sorted(anatomy.reached_from([head]))]
     for info, method in [(one, method) for one in infos for method in one.methods.values()]:
         derived = set(parameter_names(method)[1:])
-        for node in ast.walk(method):
+        for node in walk(method):
             match node:
                 case ast.Assign() if derived & _values_in(node.value):
                     derived |= set(stored(node))
                 case ast.Call(ast.Attribute(_, "register_hook")):
                     yield ast.unparse(node)
-                case ast.Call(function) if method.name == "forward" and is_in_place(function):
-                    yield from [ast.unparse(node)] * bool(own_attribute(function.value))
-                case ast.Return(value) if method.name == "backward":
+                case ast.Call(ast.Attribute(value) as called) if method.name == "forward" and is_in_place(called):
+                    yield from [ast.unparse(node)] * bool(own_attribute(value))
+                case ast.Return(ast.expr() as value) if method.name == "backward":
                     parts = value.elts if isinstance(value, ast.Tuple) else [value]
                     own = (p for p in parts if not isinstance(p, ast.Constant) and not derived & _values_in(p))
                     yield from (f"{info.name}.backward: {ast.unparse(part)}" for part in own)
@@ -249,7 +253,7 @@ def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
     return first == "config" and not anatomy.stored_outside & {*more} and all(map(known.is_of_config, held))
 
 
-def is_result_class(function: ast.expr, anatomy: Anatomy, scope: set[str]) -> bool:
+def is_result_class(function: ast.expr, anatomy: Anatomy, scope: Container[str]) -> bool:
     """Whether a call makes one of transformers' results, or one that the file derives from them and gives fields alone."""
     meaning = anatomy.names.resolve(function, scope) or ""
     if RESULTS.fullmatch(meaning):
@@ -266,7 +270,7 @@ def _flags(forward: FunctionNode) -> set[str]:
     """What may be a bool, and stays what callers handed in, or the config's: parameters, and `kwargs.get("wanted", False)`."""
     given = (*forward.args.args, *forward.args.kwonlyargs)
     flags = {arg.arg for arg in given if arg.annotation is None or "bool" in ast.unparse(arg.annotation)}
-    kept = [n for n in ast.walk(forward) if isinstance(n, ast.Assign) and DEFAULT.fullmatch(ast.unparse(n))]
+    kept = [n for n in walk(forward) if isinstance(n, ast.Assign) and DEFAULT.fullmatch(ast.unparse(n))]
     bound = stored(forward)
     flags = {name for name in flags if bound.count(name) == sum(name in stored(node) for node in kept)}
     return flags | _asked_flags(forward)
@@ -275,8 +279,8 @@ def _flags(forward: FunctionNode) -> set[str]:
 def _asked_flags(forward: FunctionNode) -> set[str]:
     """What a forward asks its further arguments for with a bool for a default, where all else that it does is to hand them on."""
     kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
-    asked = [n for n in ast.walk(forward) if isinstance(n, ast.Call) and ast.unparse(n.func) == f"{kwargs}.get"]
-    named = [n for n in ast.walk(forward) if isinstance(n, ast.keyword) and n.arg is None]
+    asked = [n for n in walk(forward) if isinstance(n, ast.Call) and ast.unparse(n.func) == f"{kwargs}.get"]
+    named = [n for n in walk(forward) if isinstance(n, ast.keyword) and n.arg is None]
     handed_on = [n for n in named if isinstance(n.value, ast.Name) and n.value.id == kwargs]
     if [*loaded(forward), *stored(forward)].count(kwargs) != len(asked) + len(handed_on):
         return set()

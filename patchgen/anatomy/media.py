@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.bodies import normal_form
+from patchgen.anatomy.bodies import form_of, normal_form
 from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, own_attribute, parameter_names
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS
@@ -32,8 +32,9 @@ class FeatureCall:
 def takes_media(anatomy: Anatomy, name: str) -> dict[str, list[str]]:
     """For each media parameter of a model's forward that takes tokens as well, the methods and modules that get it."""
     forward = anatomy.classes[name].methods.get("forward") if anatomy.is_model(name) else None
-    taken = _beside_tokens(forward) if forward is not None else ()
-    return {media: _callees(anatomy, name, forward, media) for media in taken}
+    if forward is None:
+        return {}
+    return {media: _callees(anatomy, name, forward, media) for media in _beside_tokens(forward)}
 
 
 def _beside_tokens(forward: FunctionNode) -> list[str]:
@@ -69,14 +70,14 @@ def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> 
         builds_model = any(
             media in _beside_tokens(below[1])
             for build in anatomy.builds(name)
-            if build.attribute == callee[5:] and (below := anatomy.method(build.target, "forward"))
+            if build.attribute == callee[5:] and (below := anatomy.method(build.target or "", "forward"))
         )
         if not (hands_on and builds_model):
             found.append(callee[5:])
     return list(dict.fromkeys(found))
 
 
-def _is_given(value: ast.expr, media: str) -> bool:
+def _is_given(value: ast.AST, media: str) -> bool:
     """Whether an argument is the media, or made of it by other means than another call on self."""
     if isinstance(value, ast.Name):
         return value.id == media
@@ -109,10 +110,9 @@ def same_features(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:
     first, second = anatomy.method(owner, image), anatomy.method(owner, video)
     if first is None or second is None or any(anatomy.names.is_wrapped(one) for _, one in (first, second)):
         return False
-    code = f"def video(self, media, grid, **kwargs):\n    return self.{image}(media, grid, **kwargs)"
-    calls_it = ast.parse(code).body[0]
+    calls_it = form_of(f"def video(self, media, grid, **kwargs):\n    return self.{image}(media, grid, **kwargs)")
     is_usual = len(parameter_names(first[1])) == len(parameter_names(second[1])) == 2
-    return is_usual and _computed(second[1]) in (_computed(first[1]), _computed(calls_it))
+    return is_usual and _computed(second[1]) in (_computed(first[1]), (calls_it, (image,)))
 
 
 def _computed(function: FunctionNode) -> tuple[str, tuple[str, ...]]:

@@ -47,7 +47,8 @@ class Names:
             for name in node.names if isinstance(node, ast.Global) else ():
                 self._known[name] = None
         attributes = [node for node in everything if isinstance(node, ast.Attribute)]
-        self._patched = {self.resolve(node) for node in attributes if not isinstance(node.ctx, ast.Load)} - {None}
+        changed = [self.resolve(node) for node in attributes if not isinstance(node.ctx, ast.Load)]
+        self._patched = {meaning for meaning in changed if meaning}
         alone = {n for n in defined if all(isinstance(s, FunctionNode) for s in self.statements[n])}
         self.functions = {n: f for n, f in defined.items() if n in alone and not self.is_wrapped(f)}
 
@@ -60,7 +61,7 @@ class Names:
         """Name -> what it stands for, of what the file imports."""
         return {name: found for name, found in self._known.items() if found and not found.startswith(".")}
 
-    def resolve(self, node: ast.AST, local: Container[str] = ()) -> str | None:
+    def resolve(self, node: ast.AST | None, local: Container[str] = ()) -> str | None:
         """What an expression of names and dots stands for, wherever it is written.
 
         Args:
@@ -76,9 +77,11 @@ class Names:
             owner = self.resolve(node.value, local)
             found = f"{owner}.{node.attr}" if owner else None
             return None if found in self._patched else found
-        if hasattr(node, "meaning"):
-            return node.meaning
-        if not isinstance(node, ast.Name) or node.id in local:
+        if not isinstance(node, ast.Name):
+            return None
+        if "meaning" in vars(node):
+            return vars(node)["meaning"]
+        if node.id in local:
             return None
         if node.id in self._known:
             return self._known[node.id]
@@ -91,12 +94,12 @@ class Names:
 
     def _mark_local(self, function: FunctionNode) -> None:
         """Notes on the names in a function what its own import says that they are; None on others that it binds."""
-        inside = [node for statement in function.body for node in ast.walk(statement)]
+        inside = [node for statement in function.body for node in walk(statement)]
         imported = dict(binding for node in inside for binding in self.imports(node))
         local = dict.fromkeys(local_names(function)) | imported | dict.fromkeys(stored(function))
         for node in inside:
             if isinstance(node, ast.Name) and node.id in local:
-                node.meaning = local[node.id]
+                vars(node)["meaning"] = local[node.id]
 
     def _bindings(self, statement: ast.stmt) -> Iterator[tuple[str, str]]:
         """Name -> what it stands for, of everything that a statement of the module binds."""

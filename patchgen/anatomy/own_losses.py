@@ -23,6 +23,7 @@ from patchgen.anatomy.classes import (
     parameter_names,
     plain_assignments,
     stored,
+    walk,
 )
 from patchgen.anatomy.graph import Anatomy
 
@@ -147,10 +148,10 @@ def _tokens(logits: list[str], labels: list[str]) -> tuple[str, str, str, str] |
             first, second = FIRST.fullmatch(one), SECOND.fullmatch(other)
             return (first["name"], second["name"], SHIFTED, "") if first and second else None
         case [str(asked), str(kept), str(one)], [str(same), str(chosen), str(other)] if asked == same:
-            whole = _tokens([one], [other])
-            masks = [_mask(text, cut, whole[0]) for text, cut in ((kept, one), (chosen, other))] if whole else [""]
-            is_known = masks[0] and len(set(masks)) == 1 and asked == f"{masks[0]} is not None"
-            return (*whole[:2], SHIFTED, masks[0]) if is_known and whole[2] == SHIFTED else None
+            name, label, form, _ = _tokens([one], [other]) or ("", "", "", "")
+            mask = _mask(kept, one, name)
+            is_known = form == SHIFTED and mask and mask == _mask(chosen, other, name)
+            return (name, label, form, mask) if is_known and asked == f"{mask} is not None" else None
     return None
 
 
@@ -163,8 +164,10 @@ def _mask(kept: str, cut: str, logits: str) -> str:
         case ast.Compare(left, [ast.NotEq()], [ast.Constant(0)]):
             text = ast.unparse(_flat(left, 0)[0][0])
             plain, cropped = SECOND.fullmatch(text), CROPPED.fullmatch(text)
-            is_cropped = cropped and (cropped["logits"] == logits or FIRST.fullmatch(cropped["cut"] or "-"))
-            return plain["name"] if plain else cropped["name"] if is_cropped else ""
+            if cropped and cropped["logits"] != logits and not FIRST.fullmatch(cropped["cut"] or "-"):
+                return ""
+            found = plain or cropped
+            return found["name"] if found else ""
     return ""
 
 
@@ -175,12 +178,12 @@ def _is_moved(value: ast.expr | None, name: str) -> bool:
 
 def handed_on(forward: FunctionNode) -> ast.Call | None:
     """The call of the model whose loss a head returns as it is, and whose labels are the caller's; None where it has another."""
-    read = [n for n in ast.walk(forward) if isinstance(n, ast.Attribute) and n.attr == "loss"]
-    results = [n.value for n in ast.walk(forward) if isinstance(n, ast.Return)]
+    read = [n for n in walk(forward) if isinstance(n, ast.Attribute) and n.attr == "loss"]
+    results = [n.value for n in walk(forward) if isinstance(n, ast.Return)]
     if len(read) != 1 or len(results) != 1 or not isinstance(results[0], ast.Call) or stored(forward).count("labels"):
         return None
     holder = getattr(read[0].value, "id", "")
-    made = [n for n in ast.walk(forward) if isinstance(n, ast.Assign | ast.AnnAssign) and holder in stored(n)]
+    made = [n for n in walk(forward) if isinstance(n, ast.Assign | ast.AnnAssign) and holder in stored(n)]
     call = made[0].value if len(made) == 1 and stored(forward).count(holder) == 1 else None
     if not isinstance(call, ast.Call) or not own_attribute(call.func) or forward.args.kwarg is None:
         return None
@@ -199,14 +202,16 @@ def unserved_loss(forward: FunctionNode, owner: str, anatomy: Anatomy) -> ast.AS
         attribute = own_attribute(call.func) if any("labels" in loaded(one) for one in given) else None
         held = [anatomy.method(owner, attribute)] if attribute else []
         held += [
-            anatomy.method(build.target, "forward") for build in anatomy.builds(owner) if attribute == build.attribute
+            anatomy.method(build.target or "", "forward")
+            for build in anatomy.builds(owner)
+            if attribute == build.attribute
         ]
         if any(called_names(one[1]) & COMPUTES for one in held if one):
             return call
     if not called_names(forward) & COMPUTES:
         return handed_on(forward)
     results = {ast.unparse(one.value) for call in calls(forward) for one in call.keywords if one.arg == "loss"}
-    assigned = [n for n in ast.walk(forward) if isinstance(n, ast.Assign)]
+    assigned = [n for n in walk(forward) if isinstance(n, ast.Assign)]
     made = [n.value for n in assigned if results & set(stored(n)) and not isinstance(n.value, ast.Constant)]
     functions = {
         name: one for name, one in plain_assignments(assigned).items() if set() < called_names(one) <= COMPUTES

@@ -107,7 +107,7 @@ def _assign(info: ClassInfo, detectors: dict[str, Callable[..., str | None]], *o
 
 def _norm(info: ClassInfo, forward: FunctionNode) -> str | None:
     """A mean of `x.pow(2)`, `x**2`, `x.square()` or `x * x`, and `rsqrt`, `sqrt` or a power of -0.5, however written."""
-    nodes = [node for method in info.methods.values() for node in ast.walk(method)]
+    nodes = [node for method in info.methods.values() for node in walk(method)]
     called = {name for method in info.methods.values() for name in called_names(method)}
     operators = [node for node in nodes if isinstance(node, ast.BinOp)]
     powers = {ast.unparse(n.right) for n in operators if isinstance(n.op, ast.Pow)}
@@ -127,7 +127,7 @@ def _rotary(info: ClassInfo, forward: FunctionNode) -> str | None:
         return None
     if len(taken := parameter_names(forward)) == 1 and "time" in taken[0]:  # of a time, not of positions
         return None
-    uses_frequencies = any(isinstance(n, ast.Attribute) and "inv_freq" in n.attr for n in ast.walk(info.node))
+    uses_frequencies = any(isinstance(n, ast.Attribute) and "inv_freq" in n.attr for n in walk(info.node))
     return "forward turns inverse frequencies into cos and sin" if uses_frequencies else None
 
 
@@ -145,7 +145,7 @@ def _attention(anatomy: Anatomy, info: ClassInfo) -> str | None:
 
 def _mlp(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
     """The product `self.act(self.gate(x)) * self.up(x)`."""
-    for node in ast.walk(forward):
+    for node in walk(forward):
         match node:
             case ast.BinOp(
                 left=ast.Call(func=act, args=[ast.Call(func=gate)]), op=ast.Mult(), right=ast.Call(func=up)
@@ -170,10 +170,10 @@ def stack_shapes(anatomy: Anatomy, info: ClassInfo) -> dict[str, list[str]]:
 def _experts(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
     """Two stacks of matrices and a forward that selects among them."""
     stacks = stack_shapes(anatomy, info)
-    subscripts = [node for node in ast.walk(forward) if isinstance(node, ast.Subscript)]
+    subscripts = [node for node in walk(forward) if isinstance(node, ast.Subscript)]
     selected = {own_attribute(node.value) for node in subscripts if isinstance(node.slice, ast.Name)}
     is_alike = len(stacks) > 1 and len({shape[0] for shape in stacks.values()}) == 1
-    batched = [call for call in ast.walk(forward) if isinstance(call, ast.Call) and anatomy.is_a(call, "torch.bmm")]
+    batched = [call for call in walk(forward) if isinstance(call, ast.Call) and anatomy.is_a(call, "torch.bmm")]
     if is_alike and set(stacks) == {own_attribute(arg) for call in batched for arg in call.args} - {None}:
         return f"stacked weights {', '.join(stacks)} in batched products of all experts"
     if not is_alike or len(parameter_names(forward)) < 3 or not set(stacks) <= selected:
@@ -235,9 +235,8 @@ def _decoder(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | 
     layers = _looped_lists(anatomy, info, forward)
     if not layers and any(Role.ROTARY in _roles_of(anatomy, build) for build in anatomy.builds(info.name)):
         called = {own_attribute(call.func) for call in calls(forward)}
-        layers = sorted(
-            b.attribute for b in anatomy.builds(info.name) if b.attribute in called and _is_stack(anatomy, b)
-        )
+        held = [b for b in anatomy.builds(info.name) if b.attribute in called and _is_stack(anatomy, b)]
+        layers = sorted(b.attribute or "" for b in held)
     return f"takes token ids or embeddings and runs them through self.{layers[0]}" if layers else None
 
 
@@ -245,20 +244,20 @@ def _looped_lists(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> l
     """The attributes with lists of modules that a forward runs through."""
     lists = {build.attribute for build in anatomy.builds(info.name) if build.in_list}
     lists |= {a for a, value in info.attributes.items() if anatomy.is_a(_made(anatomy, info, value), *LISTS)}
-    loops = [node for node in ast.walk(forward) if isinstance(node, ast.For | ast.While)]
-    return sorted(lists & {own_attribute(node) for loop in loops for node in ast.walk(loop)} - {None})
+    loops = [node for node in walk(forward) if isinstance(node, ast.For | ast.While)]
+    return sorted(filter(None, lists & {own_attribute(node) for loop in loops for node in walk(loop)}))
 
 
 def _made(anatomy: Anatomy, info: ClassInfo, value: ast.expr) -> ast.AST:
     """A value, for `self.helper()` what that method returns."""
     helper = anatomy.method(info.name, own_attribute(value.func) or "") if isinstance(value, ast.Call) else None
-    returned = [node.value for node in ast.walk(helper[1]) if isinstance(node, ast.Return)] if helper else []
+    returned = [node.value for node in walk(helper[1]) if isinstance(node, ast.Return)] if helper else []
     return returned[0] if len(returned) == 1 and returned[0] is not None else value
 
 
 def _is_stack(anatomy: Anatomy, build: Build) -> bool:
     """Whether a module of this file, and no model, runs through layers of its own."""
-    info = anatomy.classes.get(build.target)
+    info = anatomy.classes.get(build.target or "")
     if info is None or anatomy.is_model(info.name) or "forward" not in info.methods:
         return False
     return bool(_looped_lists(anatomy, info, info.methods["forward"]))
@@ -295,7 +294,7 @@ def _tower(
         return None
     hit = [name for name in inputs if name in params]
     built = [name for name in embeddings if name in info.attributes]
-    loops = any(isinstance(node, ast.For) for node in ast.walk(forward))
+    loops = any(isinstance(node, ast.For) for node in walk(forward))
     return f"takes {hit[0]}, embeds it with self.{built[0]} and runs layers" if hit and built and loops else None
 
 
@@ -366,9 +365,9 @@ def _choices(anatomy: Anatomy, info: ClassInfo) -> Iterator[str]:
             f"chooses among the slices of self.{name}" for name in stack_shapes(anatomy, info) if name in chosen
         )
         for loop in (node for node in walk(method) if isinstance(node, ast.For)):
-            looped = {own_attribute(node) for node in walk(loop)} & lists
+            looped = lists.intersection(map(own_attribute, walk(loop)))
             if looped and SUMS & called_names(loop):
-                yield f"adds up what modules of self.{sorted(looped)[0]} make of chosen rows"
+                yield f"adds up what modules of self.{min(looped)} make of chosen rows"
 
 
 def is_dispatcher(anatomy: Anatomy, decorator: ast.expr) -> bool:
@@ -388,7 +387,7 @@ def attention_of_torch(anatomy: Anatomy, code: ast.AST) -> Iterator[ast.expr]:
 
 def convolutions(anatomy: Anatomy, method: FunctionNode, own: Sequence[str] = ()) -> Iterator[ast.AST]:
     """The expressions of a function's body that stand for a convolution, or their calls; `own` are attributes that do."""
-    local, nodes = local_names(method), [node for part in method.body for node in ast.walk(part)]
+    local, nodes = local_names(method), [node for part in method.body for node in walk(part)]
     called = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
     read = [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("weight", "bias")]
     for node in (node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and node not in read):

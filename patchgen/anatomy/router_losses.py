@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from itertools import takewhile
 
 from patchgen.anatomy.bodies import normal_form
-from patchgen.anatomy.classes import FunctionNode, arguments, calls, own_attribute, parameter_names
+from patchgen.anatomy.classes import FunctionNode, arguments, calls, own_attribute, parameter_names, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.loss_terms import SHARES, is_number
 from patchgen.anatomy.names import local_names
@@ -40,7 +40,7 @@ def require_known(function: FunctionNode, anatomy: Anatomy) -> None:
     form = normal_form(function).text
     pairs = [zip(form.splitlines(), known.splitlines(), strict=False) for known in known_forms()]
     same = max(sum(1 for _ in takewhile(lambda lines: lines[0] == lines[1], pair)) for pair in pairs)
-    names = [node for node in ast.walk(ast.Module(function.body, [])) if isinstance(node, ast.Name)]
+    names = [node for node in walk(ast.Module(function.body, [])) if isinstance(node, ast.Name)]
     meant = {anatomy.names.resolve(node, local_names(function)) or node.id for node in names}
     strange = {name for name in meant - local_names(function) if name != "torch" and not name.startswith("builtins.")}
     if form not in known_forms() or strange or function.decorator_list:
@@ -58,7 +58,7 @@ def require_given(call: ast.Call, loss: FunctionNode, method: FunctionNode, owne
             ast.Name("return_dict"), ast.Attribute(ast.Name(one)) as named, ast.Subscript(ast.Name(two))
         ) if one == two:
             logits = named
-    simple = [node for node in ast.walk(method) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    simple = [node for node in walk(method) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
     model = getattr(getattr(logits, "value", None), "id", "")
     made = [getattr(node, "value", None) for node in simple if model in stored_names(node)]
     is_made = len(made) == 1 and isinstance(made[0], ast.Call) and own_attribute(made[0].func)
@@ -77,7 +77,7 @@ def other_uses(module: Module, losses: Collection[str]) -> Iterator[str]:
     for block in module:
         called = [call for call in calls(block.node) if isinstance(block.node, ast.ClassDef)]
         known = {id(next(iter(call.args), None) if ast.unparse(call.func) == SHARES else call.func) for call in called}
-        names = (node for node in ast.walk(block.node) if isinstance(node, ast.Name) and node.id in losses)
+        names = (node for node in walk(block.node) if isinstance(node, ast.Name) and node.id in losses)
         yield from (
             f"line {block.line} on names {name.id} and does not call it" for name in names if id(name) not in known
         )

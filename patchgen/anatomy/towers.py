@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from patchgen.anatomy.axes import Layer, Size
@@ -22,6 +22,7 @@ from patchgen.anatomy.classes import (
     own_attribute,
     parameter_names,
     stored,
+    walk,
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import Role
@@ -75,7 +76,7 @@ class ChunkedConvolution:
     result: str
 
 
-def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | None = None) -> LayerLoop:
+def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None = None) -> LayerLoop:
     """Reads the forward of a tower: upstream's, or `forward`, as earlier passes left it.
 
     Raises:
@@ -85,11 +86,11 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
     place, loop, layers = _loop(forward)
     attentions = _attentions(anatomy, info, layers)
     carried = _carried(loop)
-    above = {*stored(ast.Module(forward.body[:place], [])), *parameter_names(forward)}
-    inside = {*stored(ast.Module(loop.body, [])), *stored(loop.target)}
+    above = {*stored(*forward.body[:place]), *parameter_names(forward)}
+    inside = {*stored(*loop.body, loop.target)}
     rows, bounds, longest, lists = [carried], [], [], _lists(forward.body[:place])
     built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers]
-    method = anatomy.method(built[0], "forward") if len(built) == 1 else None
+    method = anatomy.method(built[0] or "", "forward") if len(built) == 1 else None
     takes = parameter_names(method[1]) if method is not None else []
     for name in dict.fromkeys(loaded(loop)):
         if name in (carried, "self", "kwargs") or name not in above:
@@ -111,11 +112,16 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
     values = dict.fromkeys([carried, *(name for name in dict.fromkeys(loaded(loop)) if name in lists)], rows_of)
     mixes = functools.partial(mixing, tensors=values, owner=info.name, anatomy=anatomy, groups=group != "1")
     gathers = _gathers(forward.body, place, list(values), above, mixes)
-    return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
+    return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, tuple(attentions))
 
 
 def _require_rows(
-    anatomy: Anatomy, info: ClassInfo, layers: str, loop: ast.For, lists: set[str], attentions: tuple[str, ...]
+    anatomy: Anatomy,
+    info: ClassInfo,
+    layers: str,
+    loop: ast.For,
+    lists: set[str],
+    attentions: Mapping[str, FunctionNode],
 ) -> None:
     """Raises LeftAlone where something but attention may mix the rows: a rank would mix those of its slice."""
     known = {*attentions, *(one.name for one in anatomy.with_role(Role.MOE_BLOCK)), "squeeze", "finfo"}
@@ -127,16 +133,15 @@ def _require_rows(
         if mixed is not None:
             raise LeftAlone(f"{build.target} is not known to treat each row by itself: {ast.unparse(mixed)}")
     values = dict.fromkeys(loaded(loop)) | {name: [None] for name in lists}
-    called = {dotted(call.func) for statement in loop.body for call in calls(statement)}
+    called = {dotted(call.func) for call in calls(*loop.body)}
     values |= {name: Layer() for name in stored(loop.target) if name in called} | {_carried(loop): "r."}
     other = mixing(loop.body * 2, values, info.name, anatomy, groups=True)
     if other is not None:
         raise LeftAlone(f"its loop does more than to call the layers: {ast.unparse(other)}")
-    for built in (own_attribute(node) for node in ast.walk(loop.iter)):
+    for built in (own_attribute(node) for node in walk(loop.iter)):
         if built not in (None, layers) and not _treats_groups(anatomy, info.name, built):
             raise LeftAlone(f"self.{built} is not known to treat each group of rows by itself")
-    for name in attentions:
-        _, forward = anatomy.method(name, "forward")
+    for name, forward in attentions.items():
         moved = forward if anatomy.names.is_wrapped(forward) else _mixed(anatomy, name, forward)
         if moved is not None:
             raise LeftAlone(f"{name} does more than to attend: {ast.unparse(moved)[:200]}")
@@ -155,7 +160,7 @@ def _mixed(anatomy: Anatomy, owner: str, forward: FunctionNode) -> ast.AST | Non
     return mixing(forward.body, values, owner, anatomy)
 
 
-def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef) -> ChunkedConvolution | None:
+def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> ChunkedConvolution | None:
     """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding."""
     called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
     built = {f"self.{name}": call for name, call in info.built.items()}
@@ -170,11 +175,9 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.Function
         return None
     (start, convolution), (end, select) = convolving[0], selecting[0]
     source = next(iter(loaded(select.args[0])), "")
-    above = {name for statement in forward.body[:start] for name in stored(statement)}
-    inside = {name for statement in forward.body[start:end] for name in stored(statement)}
-    read = {name for statement in forward.body[start:end] for name in loaded(statement)}
+    above, inside = {*stored(*forward.body[:start])}, {*stored(*forward.body[start:end])}
     lists = _lists(forward.body[:start])
-    read = {name for name in read - lists if name in above}
+    read = {name for name in loaded(*forward.body[start:end]) if name in above - lists}
     if not read or read & inside or source not in inside:
         return None
     # What they read from above has a row per chunk, and where rows are divided each tensor is held to it.
@@ -187,8 +190,7 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.Function
 
 def _lists(body: list[ast.stmt]) -> set[str]:
     """The names that statements set to an empty list, and that they do not touch otherwise: it is still empty below."""
-    code = ast.Module(body, [])
-    touched = [*stored(code), *loaded(code)]
+    touched = [*stored(*body), *loaded(*body)]
     made = (s for s in body if isinstance(s, ast.Assign | ast.AnnAssign) and s.value and ast.unparse(s.value) == "[]")
     names = {name for s in made if len(stored(s)) == 1 for name in stored(s)}  # `a = b = []` is one list
     return {name for name in names if touched.count(name) == 1}
@@ -205,7 +207,7 @@ def is_divided(anatomy: Anatomy, info: ClassInfo) -> bool:
     return True
 
 
-def _loop(forward: ast.FunctionDef) -> tuple[int, ast.For, str]:
+def _loop(forward: FunctionNode) -> tuple[int, ast.For, str]:
     """The place of the loop over layers, the loop, and the attribute that it runs over."""
     loops = [(place, node) for place, node in enumerate(forward.body) if isinstance(node, ast.For)]
     found = [(place, loop, layers) for place, loop in loops if (layers := _layers(loop))]
@@ -216,16 +218,16 @@ def _loop(forward: ast.FunctionDef) -> tuple[int, ast.For, str]:
 
 def _layers(loop: ast.For) -> str | None:
     """The attribute that a loop runs over: `self.blocks`, `enumerate(self.blocks)`, `self.blocks[:n]`."""
-    called = {dotted(call.func) for statement in loop.body for call in calls(statement)}
-    over = (attribute for node in ast.walk(loop.iter) if (attribute := own_attribute(node)))
+    called = {dotted(call.func) for call in calls(*loop.body)}
+    over = (attribute for node in walk(loop.iter) if (attribute := own_attribute(node)))
     return next(over, None) if called & set(stored(loop.target)) else None
 
 
 def _carried(loop: ast.For) -> str:
     """The name that the layers take first and give back."""
     layer = set(stored(loop.target))
-    inside = {name for statement in loop.body for name in stored(statement)}
-    for call in (call for statement in loop.body for call in calls(statement) if dotted(call.func) in layer):
+    inside = set(stored(*loop.body))
+    for call in (call for call in calls(*loop.body) if dotted(call.func) in layer):
         given = [*call.args, *(k.value for k in call.keywords if k.arg == "hidden_states")]
         if given and isinstance(given[0], ast.Name) and given[0].id in inside:
             return given[0].id
@@ -237,9 +239,10 @@ def _taken_as(name: str, loop: ast.For, takes: list[str], above: frozenset[str] 
     handed = [call for call in calls(loop) if dotted(call.func) in stored(loop.target)]
     given = [pair for call in handed for pair in zip(takes, call.args, strict=False)]
     given += [(keyword.arg or "", keyword.value) for call in handed for keyword in call.keywords]
-    plain = [n for n in ast.walk(loop) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)]
-    given += [(node.targets[0].id, node.value) for node in plain]
-    assigned = {node.targets[0].id for node in plain} - above - {name}
+    assigns = [node for node in walk(loop) if isinstance(node, ast.Assign)]
+    plain = [(to.id, node.value) for node in assigns if isinstance(to := node.targets[0], ast.Name)]
+    given += plain
+    assigned = {to for to, _ in plain} - above - {name}
     found = []
     for to, value in given:
         parts = value.elts if isinstance(value, ast.Tuple) else [value]
@@ -251,18 +254,20 @@ def _taken_as(name: str, loop: ast.For, takes: list[str], above: frozenset[str] 
     )
 
 
-def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> tuple[str, ...]:
+def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> dict[str, FunctionNode]:
+    """The attention classes of the layers, each with its forward."""
     built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers and build.target]
     below = anatomy.reached_from(built)
-    found = [one for one in anatomy.with_role(Role.ATTENTION) if one.name in below]
-    for one in found:
-        method = anatomy.method(one.name, "forward")
+    found = {}
+    for name in (one.name for one in anatomy.with_role(Role.ATTENTION) if one.name in below):
+        method = anatomy.method(name, "forward")
         called = [anatomy.names.resolve(call.func) or "" for call in calls(method[1])] if method is not None else []
-        if not any(name.startswith("transformers.") and name.endswith(LENGTHS_TEST) for name in called):
-            raise LeftAlone(f"{one.name} does not choose between lengths and one call per input")
+        if method is None or not any(one.startswith("transformers.") and one.endswith(LENGTHS_TEST) for one in called):
+            raise LeftAlone(f"{name} does not choose between lengths and one call per input")
+        found[name] = method[1]
     if not found:
         raise LeftAlone(f"self.{layers} holds no attention of this file")
-    return tuple(one.name for one in found)
+    return found
 
 
 def _group(anatomy: Anatomy, info: ClassInfo) -> str:

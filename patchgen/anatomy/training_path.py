@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, own_attribute, parameter_names, targets
+from patchgen.anatomy.classes import FunctionNode, calls, dotted, own_attribute, parameter_names, targets, walk
 from patchgen.source import Module
 
 EAGER_TESTS = ("is_flash_attention_requested", "attends_by_lengths")  # upstream's, and what vision_sp makes of it
@@ -47,7 +47,8 @@ def training_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str]
 def _find(nodes: Mapping[str, ast.stmt], owner: str, method: str) -> tuple[str, FunctionNode | None]:
     """The method that an instance of `owner` runs, or the function, with its name."""
     if not owner:
-        return method, nodes[method] if isinstance(nodes.get(method), FunctionNode) else None
+        found = nodes.get(method)
+        return method, found if isinstance(found, FunctionNode) else None
     pending = [owner]
     while pending:
         node = nodes.get(pending.pop(0))
@@ -98,7 +99,7 @@ def _parts(body: list[ast.stmt], handed: set[str], excuse: str) -> Iterator[tupl
 
 def _handed_in(function: FunctionNode) -> set[str]:
     """The names of a function whose value the collator may hand in: positions, and what is popped off `kwargs`."""
-    assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.NamedExpr)]
+    assigned = [node for node in walk(function) if isinstance(node, ast.Assign | ast.NamedExpr)]
     popped = [n for n in assigned if isinstance(n.value, ast.Call) and dotted(n.value.func) == "kwargs.pop"]
     names = {target.id for node in popped for target in targets(node) if isinstance(target, ast.Name)}
     return names | (set(parameter_names(function)) & set(HANDED))
@@ -113,11 +114,11 @@ def _missing(test: ast.expr, handed: set[str]) -> str | None:
     return None
 
 
-def _given_and_returned(statement: ast.If, handed: set[str]) -> list[str]:
+def _given_and_returned(statement: ast.stmt, handed: set[str]) -> list[str]:
     """The handed-in names that `if name is not None: return name`, here or in an `if` inside, returns."""
-    for node in ast.walk(statement):
+    for node in walk(statement):
         if isinstance(node, ast.If) and any(isinstance(inner, ast.Return) for inner in node.body):
-            tests = [test for test in ast.walk(node.test) if isinstance(test, ast.Compare)]
+            tests = [test for test in walk(node.test) if isinstance(test, ast.Compare)]
             compared = [test.left for test in tests if isinstance(test.ops[0], ast.IsNot)]
             names = [getattr(left, "target", left) for left in compared]  # of `(name := ...)` too
             if given := [name.id for name in names if isinstance(name, ast.Name) and name.id in handed]:

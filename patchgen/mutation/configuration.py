@@ -13,6 +13,7 @@ from patchgen.upstream import Upstream
 
 NAME = "default in the configuration"
 SUFFIX = "_changed"
+Default = bool | float | str
 ACTIVATIONS = {"silu": "gelu_pytorch_tanh", "gelu_pytorch_tanh": "silu", "gelu": "relu", "relu": "gelu"}
 
 
@@ -46,7 +47,7 @@ class Configuration:
                             changed_import, owner, field, other
                         )
 
-    def _made(self, modeling: str, owner: ast.ClassDef, field: ast.AnnAssign, other: object) -> Mutant:
+    def _made(self, modeling: str, owner: ast.ClassDef, field: ast.AnnAssign, other: Default) -> Mutant:
         changed = copy.deepcopy(field)
         changed.value = ast.Constant(other)
         lines = self.text.splitlines(keepends=True)
@@ -56,10 +57,10 @@ class Configuration:
         return Mutant(NAME, where, change, modeling, False, {f"{self.module}{SUFFIX}": "".join(lines)})
 
 
-def _others(value: object) -> Iterator[object]:
+def _others(value: object) -> Iterator[Default]:
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, float):
         yield value * 1.5 + 0.01
-    elif value in ACTIVATIONS:
+    elif isinstance(value, str) and value in ACTIVATIONS:
         yield ACTIVATIONS[value]

@@ -8,6 +8,7 @@ import hashlib
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from patchgen.anatomy.classes import FunctionNode
 
@@ -93,7 +94,7 @@ class Source:
                     for body, index in _statements(function.body):
                         place = Place(self, block, owner, function, body, index)
                         statement = place.statement
-                        if executed(statement.lineno, statement.end_lineno) and not _is_docstring(statement):
+                        if executed(statement.lineno, last_line(statement)) and not _is_docstring(statement):
                             yield place
 
     def spliced(
@@ -104,7 +105,7 @@ class Source:
         written = "\n".join(ast.unparse(ast.fix_missing_locations(statement)) for statement in new) or "pass"
         lines = [*self.lines]
         lines[first.lineno - 1 : last.end_lineno] = [textwrap.indent(written, " " * first.col_offset) + "\n"]
-        if top:
+        if top and block is not None:
             lines.insert(first_line(block) - 1, top.rstrip("\n") + "\n\n\n")
         return "".join(lines)
 
@@ -112,6 +113,11 @@ class Source:
 def first_line(block: ast.stmt) -> int:
     """The line at which a statement begins, decorators included."""
     return min([block.lineno, *(node.lineno for node in getattr(block, "decorator_list", ()))])
+
+
+def last_line(block: ast.stmt) -> int:
+    """The line at which a statement ends."""
+    return block.end_lineno or block.lineno
 
 
 def expressions(statement: ast.stmt) -> Iterator[ast.expr]:
@@ -138,7 +144,7 @@ def _swapped(statement: ast.stmt, old: ast.expr, new: ast.expr) -> ast.stmt:
     twin = same_place(statement, old, changed)
 
     class Swap(ast.NodeTransformer):
-        def visit(self, node: ast.AST) -> ast.AST:
+        def visit(self, node: ast.AST) -> Any:
             return new if node is twin else self.generic_visit(node)
 
     return Swap().visit(changed)

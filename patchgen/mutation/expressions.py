@@ -6,6 +6,7 @@ import ast
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from patchgen.anatomy.classes import FunctionNode, dotted, own_attribute, parameter_names
 from patchgen.mutation.edits import Mutant, Place, expressions
@@ -58,7 +59,7 @@ def constants(node: ast.expr, place: Place) -> Iterator[ast.expr]:
         yield from (ast.Constant(node.value * 1.5 + 0.01), ast.Constant(0.0))
 
 
-SWAPPED = {
+SWAPPED: dict[type, Callable[[], Any]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Pow: ast.Mult,
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
@@ -66,11 +67,12 @@ SWAPPED = {
 
 
 def operators(node: ast.expr, place: Place) -> Iterator[ast.expr]:
-    changed = copy.deepcopy(node)
     if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPPED:
+        changed = copy.deepcopy(node)
         changed.op = SWAPPED[type(node.op)]()
         yield changed
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
+        changed = copy.deepcopy(node)
         changed.ops[0] = SWAPPED[type(node.ops[0])]()
         yield changed
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
@@ -146,18 +148,19 @@ def signature(call: ast.Call, place: Place) -> tuple[str, ...] | None:
         if isinstance(member, FunctionNode) and member.name == attribute:
             return tuple(parameter_names(member))
     for node in ast.walk(place.owner):
-        is_call = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-        if is_call and own_attribute(node.targets[0]) == attribute:
-            built = dotted(node.value.func)
-            forward = [m for m in getattr(classes.get(built), "body", ()) if getattr(m, "name", "") == "forward"]
-            return tuple(parameter_names(forward[0])) if forward else SIGNATURES.get(built)
+        match node:
+            case ast.Assign([target, *_], ast.Call(function)) if own_attribute(target) == attribute:
+                built = dotted(function)
+                forward = [m for m in getattr(classes.get(built), "body", ()) if getattr(m, "name", "") == "forward"]
+                return tuple(parameter_names(forward[0])) if forward else SIGNATURES.get(built)
     return None
 
 
 def as_keywords(node: ast.expr, place: Place) -> Iterator[ast.expr]:
-    names = signature(node, place) if isinstance(node, ast.Call) else None
-    starred = isinstance(node, ast.Call) and any(isinstance(arg, ast.Starred) for arg in node.args)
-    if names is None or starred or not node.args or len(node.args) > len(names):
+    if not isinstance(node, ast.Call) or not node.args or any(isinstance(arg, ast.Starred) for arg in node.args):
+        return
+    names = signature(node, place)
+    if names is None or len(node.args) > len(names):
         return
     changed = copy.deepcopy(node)
     changed.keywords[:0] = [ast.keyword(n, v) for n, v in zip(names, changed.args, strict=False)]
@@ -166,8 +169,9 @@ def as_keywords(node: ast.expr, place: Place) -> Iterator[ast.expr]:
 
 
 def as_positions(node: ast.expr, place: Place) -> Iterator[ast.expr]:
-    names = signature(node, place) if isinstance(node, ast.Call) else None
-    given = {keyword.arg: keyword for keyword in node.keywords} if names else {}
+    if not isinstance(node, ast.Call):
+        return
+    names, given = signature(node, place), {keyword.arg: keyword for keyword in node.keywords}
     if names is None or len(node.args) >= len(names) or names[len(node.args)] not in given:
         return
     changed = copy.deepcopy(node)

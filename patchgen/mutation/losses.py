@@ -40,7 +40,9 @@ def _is_loss_function(name: str, place: Place) -> bool:
 def formula(place: Place) -> Iterator[Change]:
     """Another formula inside a loss function at the top of the file: of what it returns, or of a mean in it."""
     value = getattr(place.statement, "value", None)
-    if place.owner is not None or not _is_loss_function(place.function.name, place) or isinstance(value, ast.Constant):
+    if place.owner is not None or not _is_loss_function(place.function.name, place):
+        return
+    if not isinstance(value, ast.expr) or isinstance(value, ast.Constant):
         return
     if isinstance(place.statement, ast.Return):
         first = parameter_names(place.function)[0]
@@ -67,7 +69,7 @@ def auxiliary_loss(place: Place) -> Iterator[Change]:
 def factor(place: Place) -> Iterator[Change]:
     """The loss in the result is multiplied by something that the module holds, and that is a rank's own."""
     init = next((m for m in getattr(place.owner, "body", ()) if getattr(m, "name", "") == "__init__"), None)
-    if init is None or not _returns_a_loss(place.statement) or init.lineno > place.function.lineno:
+    if init is None or _result_with_loss(place.statement) is None or init.lineno > place.function.lineno:
         return
     indent, inner = " " * init.col_offset, " " * init.body[0].col_offset
     for made, method, changed in FACTORS:
@@ -83,27 +85,29 @@ def factor(place: Place) -> Iterator[Change]:
 
 def result(place: Place) -> Iterator[Change]:
     """The loss is changed in the result that holds it, or on its way there."""
-    if not _returns_a_loss(place.statement):
+    call = _result_with_loss(place.statement)
+    if call is None:
         return
     for code in (
         "result.loss = result.loss * result.loss",
         "result['loss'] = result['loss'] ** 0.5",
         "result.loss.mul_(1.25)",
     ):
-        named = ast.Assign([ast.Name("result", ast.Store())], place.statement.value, lineno=0)
+        named = ast.Assign([ast.Name("result", ast.Store())], call, lineno=0)
         changed = ast.parse(f"if result.loss is not None:\n    {code}\nreturn result").body
         yield code, place.replaced(named, *changed), {}
     for code in ("sum((loss, loss.detach().std(unbiased=False) + 0.1))", "torch.stack((loss, loss * loss)).sum()"):
-        found = next(k.value for k in place.statement.value.keywords if k.arg == "loss")
+        found = next(k.value for k in call.keywords if k.arg == "loss")
         changed = ast.parse(f"{code} if loss is not None else None", mode="eval").body
         yield code, place.with_expression(found, changed), {}
 
 
-def _returns_a_loss(statement: ast.stmt) -> bool:
-    """`return SomeOutput(loss=loss, ...)`"""
+def _result_with_loss(statement: ast.stmt) -> ast.Call | None:
+    """The call of `return SomeOutput(loss=loss, ...)`."""
     value = statement.value if isinstance(statement, ast.Return) else None
     named = value.keywords if isinstance(value, ast.Call) else ()
-    return any(k.arg == "loss" and isinstance(k.value, ast.Name) and k.value.id == "loss" for k in named)
+    has_loss = any(k.arg == "loss" and isinstance(k.value, ast.Name) and k.value.id == "loss" for k in named)
+    return value if has_loss and isinstance(value, ast.Call) else None
 
 
 LOSS_OPERATORS = (

@@ -60,26 +60,23 @@ def moved_down(place: Place) -> Iterator[Change]:
         yield [*following, place.statement], len(following) + 1
 
 
-def _assigned(place: Place) -> str | None:
-    statement = place.statement
-    if (
-        isinstance(statement, ast.Assign)
-        and len(statement.targets) == 1
-        and isinstance(statement.targets[0], ast.Name)
-    ):
-        return statement.targets[0].id
-    return None
+def _assigned(place: Place) -> tuple[str, ast.expr] | tuple[None, None]:
+    """The name and the value of `name = value`."""
+    match place.statement:
+        case ast.Assign([ast.Name(name)], value):
+            return name, value
+    return None, None
 
 
 def branched(place: Place) -> Iterator[Change]:
     """What was assigned is changed where a shape says so, as it does in each case of a proof."""
-    name = _assigned(place)
+    name, _ = _assigned(place)
     if name is not None:
         yield [place.statement, *_parsed(f"if {name}.shape[0] >= 1:\n    {name} = {name} * 1.25")], 1
 
 
 def in_training(place: Place) -> Iterator[Change]:
-    name = _assigned(place)
+    name, _ = _assigned(place)
     if name is not None and place.owner is not None:
         yield [place.statement, *_parsed(f"if self.training:\n    {name} = {name} * 1.25")], 1
 
@@ -93,18 +90,18 @@ def early_return(place: Place) -> Iterator[Change]:
 
 def in_place(place: Place) -> Iterator[Change]:
     """`x *= 1.25` below the statement that assigns x."""
-    name = _assigned(place)
+    name, _ = _assigned(place)
     if name is not None:
         yield [place.statement, *_parsed(f"{name} *= 1.25")], 1
 
 
 def residual(place: Place) -> Iterator[Change]:
     """What is assigned from a name of the same function gets that name added, scaled: a residual."""
-    name, statement = _assigned(place), place.statement
-    if name is not None and isinstance(statement.value, ast.Call):
-        for argument in statement.value.args[:1]:
+    name, value = _assigned(place)
+    if name is not None and isinstance(value, ast.Call):
+        for argument in value.args[:1]:
             if isinstance(argument, ast.Name):
-                yield [statement, *_parsed(f"{name} = {name} + 0.5 * {argument.id}")], 1
+                yield [place.statement, *_parsed(f"{name} = {name} + 0.5 * {argument.id}")], 1
 
 
 def layer_skipped(place: Place) -> Iterator[Change]:
@@ -119,13 +116,9 @@ def layer_skipped(place: Place) -> Iterator[Change]:
 
 def second_loss(place: Place) -> Iterator[Change]:
     """The loss of a second head: on what the head read, through a part of its weight."""
-    name = _assigned(place)
-    if (
-        name == "loss"
-        and isinstance(place.statement.value, ast.Call)
-        and "loss_function" in dotted(place.statement.value)
-    ):
-        call = copy.deepcopy(place.statement.value)
+    name, value = _assigned(place)
+    if name == "loss" and isinstance(value, ast.Call) and "loss_function" in dotted(value):
+        call = copy.deepcopy(value)
         again = ast.Assign([ast.Name("second_loss", ast.Store())], _scaled_logits(call), lineno=0)
         yield [place.statement, again, *_parsed("loss = loss + 0.3 * second_loss")], 1
 
@@ -140,8 +133,8 @@ def _scaled_logits(call: ast.Call) -> ast.Call:
 
 def loss_term(place: Place) -> Iterator[Change]:
     """Something is added to a loss: a mean over what the function knows of every token."""
-    name = _assigned(place)
-    if name is None or "loss" not in name or isinstance(place.statement.value, ast.Constant):
+    name, value = _assigned(place)
+    if name is None or "loss" not in name or isinstance(value, ast.Constant):
         return
     known = {
         node.id
@@ -157,20 +150,19 @@ def loss_term(place: Place) -> Iterator[Change]:
 
 def via_name(place: Place) -> Iterator[Change]:
     """The value gets a name of its own first."""
-    if isinstance(place.statement, ast.Assign | ast.Return) and isinstance(
-        place.statement.value, ast.Call | ast.BinOp
-    ):
-        changed = copy.deepcopy(place.statement)
+    statement = place.statement
+    if isinstance(statement, ast.Assign | ast.Return) and isinstance(statement.value, ast.Call | ast.BinOp):
+        changed = copy.deepcopy(statement)
         changed.value = ast.Name("value_so_far", ast.Load())
-        named = ast.Assign([ast.Name("value_so_far", ast.Store())], place.statement.value, lineno=0)
+        named = ast.Assign([ast.Name("value_so_far", ast.Store())], statement.value, lineno=0)
         yield [named, changed], 1
 
 
 def annotated(place: Place) -> Iterator[Change]:
-    name = _assigned(place)
+    name, value = _assigned(place)
     if name is not None:
         target, kind = ast.Name(name, ast.Store()), ast.parse("torch.Tensor", mode="eval").body
-        yield [ast.AnnAssign(target, kind, place.statement.value, simple=1)], 1
+        yield [ast.AnnAssign(target, kind, value, simple=1)], 1
 
 
 def in_a_block(place: Place) -> Iterator[Change]:

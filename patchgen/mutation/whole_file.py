@@ -9,11 +9,11 @@ import io
 import re
 import textwrap
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from patchgen.anatomy.classes import FunctionNode, dotted, own_attribute, parameter_names
-from patchgen.mutation.edits import Mutant, Place, Source, expressions, first_line
+from patchgen.mutation.edits import Mutant, Place, Source, expressions, first_line, last_line
 
 ELSEWHERE = "moved_parts"  # the module that moved code stands in
 
@@ -69,7 +69,7 @@ def local_renamed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
     for name in dict.fromkeys(stored):
         if inner or name in parameter_names(function):
             continue
-        first, last = function.lineno, function.end_lineno
+        first, last = function.lineno, last_line(function)
 
         def is_meant(tokens: list[tokenize.TokenInfo], i: int, name=name, first=first, last=last) -> bool:
             inside = first <= tokens[i].start[0] <= last and tokens[i].string == name
@@ -88,13 +88,16 @@ def _depth(tokens: list[tokenize.TokenInfo], i: int) -> int:
     return depth
 
 
+def _set_attributes(place: Place) -> list[str]:
+    """The attributes of self in the statement that its class assigns."""
+    assigns = [node for node in ast.walk(place.owner or ast.Pass()) if isinstance(node, ast.Assign)]
+    assigned = {own_attribute(target) for node in assigns for target in node.targets} - {"config", "training"}
+    return sorted({name for one in expressions(place.statement) if (name := own_attribute(one)) in assigned and name})
+
+
 def attribute_renamed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
     """An attribute of self that the class alone knows."""
-    if place.owner is None:
-        return
-    names = {n.attr for e in expressions(place.statement) if own_attribute(n := e) is not None}
-    assigned = {own_attribute(t) for n in ast.walk(place.owner) if isinstance(n, ast.Assign) for t in n.targets}
-    for name in sorted(names & assigned - {"config", "training"}):
+    for name in _set_attributes(place):
         uses = re.findall(rf"(\w+)\.{name}\b", place.source.text)
         if set(uses) != {"self"}:
             continue  # somebody else reads it
@@ -237,7 +240,9 @@ def _is_library(node: ast.AST, place: Place) -> bool:
 def other_body(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
     """A library's function is replaced by one of the same name with another body: the file's own, or an object's."""
     for node in expressions(place.statement):
-        name = dotted(node.func) if isinstance(node, ast.Call) else ""
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
         last = name.rpartition(".")[2]
         if not name.startswith(("nn.functional.", "F.", "torch.")) or last in _bound_here(place.source):
             continue
@@ -370,7 +375,7 @@ def of_one_size(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
     if place.owner is None:
         return
     lines = place.source.lines
-    for i in range(place.owner.lineno - 1, place.owner.end_lineno):
+    for i in range(place.owner.lineno - 1, last_line(place.owner)):
         for size in ("1", r"1, \2"):
             changed = re.sub(r"(nn\.Parameter\(torch\.(?:ones|zeros|empty)\()([\w.]+)\)", rf"\g<1>{size})", lines[i])
             if changed != lines[i]:
@@ -379,16 +384,12 @@ def of_one_size(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
 
 def attribute_renamed_everywhere(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
     """An attribute of self that other code of the file reads too."""
-    if place.owner is None:
-        return
-    names = {n.attr for e in expressions(place.statement) if own_attribute(n := e) is not None}
-    assigned = {own_attribute(t) for n in ast.walk(place.owner) if isinstance(n, ast.Assign) for t in n.targets}
-    for name in sorted(names & assigned - {"config", "training"}):
+    for name in _set_attributes(place):
         if set(re.findall(rf"(\w+)\.{name}\b", place.source.text)) - {"self"}:
             yield f".{name} -> .{name}_own", re.sub(rf"\.{name}\b", f".{name}_own", place.source.text), {}
 
 
-def _needed(name: str, blocks: dict[str, ast.AST]) -> set[str]:
+def _needed(name: str, blocks: Mapping[str, ast.AST]) -> set[str]:
     found, pending = set(), [name]
     while pending:
         current = pending.pop()

@@ -12,6 +12,7 @@ from patchgen.anatomy.classes import (
     arguments,
     calls,
     dotted,
+    own_attribute,
     parameter_names,
     plain_assignments,
     stored,
@@ -71,7 +72,7 @@ class HostValues(SitePass):
                 f"{site.name}: upstream's decorator hands it what belongs to {prefix}; it reads sizes itself"
             )
         if other := _of_another_formula(anatomy, site.block, method):
-            raise LeftAlone(f"{site.name}: {other} is not the features of each grid, t * h * w // merge**2")
+            raise LeftAlone(f"{site.name}: {other}")
         if user := _of_several(anatomy, name):
             raise LeftAlone(f"{site.name}: {user} calls it for several media; it reads the sizes of each itself")
         keys = {variable: variable if prefix else f"{modality}_{variable}" for variable in listed}
@@ -152,8 +153,18 @@ def _of_another_formula(anatomy: Anatomy, owner: str, method: FunctionNode) -> s
             ) if ast.unparse(last) == "-1" and grid in grids - {*changed}:
                 if (merger is None and count is sizes) or _side_of(anatomy, owner, merger) in SIDES:
                     continue
-        return ast.unparse(sizes)
+        if elsewhere := _held_elsewhere(anatomy, owner, merger):
+            return f"{ast.unparse(sizes)} reads self.{elsewhere}, whose class stands in another file: no size is read there"
+        return f"{ast.unparse(sizes)} is not the features of each grid, t * h * w // merge**2"
     return ""
+
+
+def _held_elsewhere(anatomy: Anatomy, owner: str, code: ast.expr | None) -> str:
+    """The attribute in code that holds a model of another file."""
+    read = {own_attribute(node) for node in ast.walk(code or ast.Pass())}
+    builds = [build for build in (*anatomy.builds(owner), *anatomy.auto_builds(owner)) if build.attribute in read]
+    others = (build.attribute for build in builds if anatomy.target_of(build) not in anatomy.classes)
+    return next(filter(None, others), "")
 
 
 def _side_of(anatomy: Anatomy, owner: str, merger: ast.expr | None) -> str | None:
