@@ -133,7 +133,7 @@ def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | Non
             found |= {anatomy.target_of(b) for i in lineage for b in i.auto_builds if b.attribute == attribute}
             held = [value for owner in owners or () for value in anatomy.held(owner, attribute)]
             is_known = owners is not None and (found or (held and all(isinstance(one, ast.Call) for one in held)))
-            return found - {None} if is_known else None
+            return {one for one in found if one} if is_known else None
     return None
 
 
@@ -141,7 +141,7 @@ def _read_batched(anatomy: Anatomy, owner: str, result: Term | None, counts: Seq
     """Products of all experts at once: `x.view(E, -1, H)`, `bmm`, the gate, `bmm`, `.view(-1, H)`."""
     sizes = [("experts",), *(("size", ("self", name), 0) for name in _stacks(anatomy, owner))]
     match result:
-        case ("together", ("linear", *_) as output, width):
+        case ("together", output, width) if output[0] == "linear":
             pass
         case _:
             raise Missed(

@@ -75,8 +75,10 @@ def _rule(method: FunctionNode, branch: ast.If) -> LinearInit:
 
 
 def _is_about_linear(anatomy: Anatomy, test: ast.expr) -> bool:
-    asks = isinstance(test, ast.Call) and anatomy.names.resolve(test.func) == "builtins.isinstance"
-    return asks and len(test.args) == 2 and any(anatomy.names.resolve(n) == LINEAR for n in ast.walk(test.args[1]))
+    match test:
+        case ast.Call(function, [_, kinds]) if anatomy.names.resolve(function) == "builtins.isinstance":
+            return any(anatomy.names.resolve(kind) == LINEAR for kind in ast.walk(kinds))
+    return False
 
 
 def _asks_super(method: FunctionNode) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from patchgen.anatomy.classes import dotted, stored
+from patchgen.anatomy.classes import dotted, stored, walk
 from patchgen.anatomy.graph import Anatomy
 
 CASTS = frozenset({"float", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone", "detach"})
@@ -60,7 +60,9 @@ def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, seen: froze
     args = init[1].args
     annotations = {arg.arg: ast.unparse(arg.annotation) for arg in args.args if arg.annotation is not None}
     defaults = dict(zip([arg.arg for arg in args.args[::-1]], args.defaults[::-1], strict=False))
-    known = [node.value for node in ast.walk(init[1]) if isinstance(node, ast.Assign) and name.id in stored(node)]
+    known: list[ast.AST] = [
+        node.value for node in walk(init[1]) if isinstance(node, ast.Assign) and name.id in stored(node)
+    ]
     if annotations.get(name.id) not in ("float", "int", "bool"):
         known += anatomy.handed(owner, name) or [defaults[n] for n in defaults if n == name.id]
         known = known or [name.ctx]  # nothing tells

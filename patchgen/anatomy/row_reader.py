@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 
 from patchgen.anatomy import axes, known
 from patchgen.anatomy.axes import (
@@ -53,7 +53,7 @@ class RowReader:
         self,
         anatomy: Anatomy,
         owner: str,
-        local: set[str],
+        local: Container[str],
         values: dict[str, Value],
         seen: frozenset = frozenset(),
         *,
@@ -115,22 +115,20 @@ class RowReader:
                     self.values.get(name), list
                 ):
                     self._set(name, (Pieces if self._in_pieces else list)([self.value(part)]))
-                case ast.Expr(ast.Call(function) as call) if is_in_place(function):
-                    self._store(function.value, self.value(call), statement)
+                case ast.Expr(ast.Call(ast.Attribute(changed) as function) as call) if is_in_place(function):
+                    self._store(changed, self.value(call), statement)
                 case _:
                     raise Mixed(statement)
 
     def _assign(self, statement: ast.Assign | ast.AnnAssign) -> None:
         source = statement.value
-        if isinstance(source, ast.Call) and self._is_upstream(source.func, INTERFACE):
-            self._attends |= set(stored(statement))
-        elif source is not None:
-            if (
-                isinstance(source, ast.Call)
-                and dotted(source.func).endswith(".split")
-                and self._is_matrix(source.func.value)
-            ):
+        match source:
+            case ast.Call(function) if self._is_upstream(function, INTERFACE):
+                self._attends |= set(stored(statement))
+                return
+            case ast.Call(ast.Attribute(matrix, "split")) if self._is_matrix(matrix):
                 self._slices |= set(stored(statement))
+        if source is not None:
             for target in targets(statement):
                 self._store(target, self.value(source), statement)
 
@@ -152,11 +150,11 @@ class RowReader:
 
     def _is_column(self, target: ast.expr) -> bool:
         """Whether it is `x[:, :, fixed]`, of all rows."""
-        *rows, last = getattr(getattr(target, "slice", None), "elts", [None])
-        if not rows or not is_tensor(found := self.value(target.value)):
-            return False
-        self._plain(last)
-        return bool(axes.indexed(found, ast.Subscript(target.value, ast.Tuple([*rows, ast.Slice()]))))
+        match target:
+            case ast.Subscript(owner, ast.Tuple([_, *_, last] as parts)) if is_tensor(found := self.value(owner)):
+                self._plain(last)
+                return bool(axes.indexed(found, ast.Subscript(owner, ast.Tuple([*parts[:-1], ast.Slice()]))))
+        return False
 
     def _set(self, name: str, value: Value) -> None:
         self.values[name] = value
@@ -169,10 +167,10 @@ class RowReader:
             if isinstance(statement, ast.With | ast.While):
                 self._inference(statement.body)
                 continue
-            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
-                target, call = statement.targets[0], statement.value
-                same = isinstance(call, ast.Call) and call.args and ast.unparse(call.args[0]) == ast.unparse(target)
-                if same and not any(self._mentions(arg) for arg in call.args[1:]):
+            match statement:
+                case ast.Assign([ast.Subscript() as part, *_], ast.Call(_, [same, *others])) if ast.unparse(
+                    same
+                ) == ast.unparse(part) and not any(map(self._mentions, others)):
                     continue  # upstream itself divides the tokens here
             if self._mentions(statement):
                 raise Mixed(statement)
@@ -180,7 +178,7 @@ class RowReader:
     def _listed(self, source: ast.expr) -> list[ast.expr]:
         """What stands in the list of modules that an attribute or property holds; nothing for any other expression."""
         match self._anatomy.held(self._owner, own_attribute(source) or ""):
-            case [ast.FunctionDef(body=[*_, ast.Return(held)], decorator_list=[kind])] if (
+            case [ast.FunctionDef(body=[*_, ast.Return(held)], decorator_list=[kind])] if held and (
                 self._resolve(kind) == "builtins.property"
             ):
                 return self._listed(held)
@@ -194,7 +192,7 @@ class RowReader:
     def _mentions(self, node: ast.AST) -> bool:
         return any(has_rows(self.values.get(name)) for name in loaded(node))
 
-    def _resolve(self, node: ast.expr) -> str:
+    def _resolve(self, node: ast.AST) -> str:
         return self._anatomy.names.resolve(node, self._local) or ""
 
     def _is_upstream(self, node: ast.expr, name: str) -> bool:
@@ -288,7 +286,7 @@ class RowReader:
                 return axes.indexed(found, node)
         raise Mixed(node)
 
-    def _plain(self, node: ast.AST) -> None:
+    def _plain(self, node: ast.expr) -> None:
         """Raises `Mixed` if a part of an index, or a keyword's value, has to do with rows."""
         parts = node.elts if isinstance(node, ast.Tuple) else [node]
         for part in parts:
@@ -300,9 +298,9 @@ class RowReader:
         resolved, function = self._resolve(call.func), call.func
         library, _, name = resolved.rpartition(".")
         named = {keyword.arg: keyword.value for keyword in call.keywords}
-        if resolved == CHUNKED and own_attribute(call.args[0]):
+        if resolved == CHUNKED and (own := own_attribute(call.args[0])):
             inner = ast.Call(call.args[0], [arg for arg in call.args[1:] if has_rows(self.value(arg))], [])
-            return self.own(own_attribute(call.args[0]), inner)
+            return self.own(own, inner)
         if resolved in ("builtins.isinstance", "torch.is_tensor"):
             return None
         if isinstance(function, ast.Name) and function.id in self._attends:
@@ -355,20 +353,21 @@ class RowReader:
             return Size("~")
         if name in self._known:
             return Result(next((v for v in map(self.value, args) if isinstance(v, str)), "*."))
-        if known.is_pointwise(name, args, named) and not (name == "layer_norm" and found[-1] == "r"):
+        if known.is_pointwise(name, args, named) and not (name == "layer_norm" and axes.last(found) == "r"):
             return joined([self.value(arg) for arg in (*args, *named.values())], call)
         if name == "cat":
             return axes.put_together(found, axes.along(name, args, named), call)
         if name in ("view", "reshape"):
             sizes = self.value(args[1]) if len(args) == 2 else None
-            sources = list(map(ast.unparse, args[1:])) if not isinstance(sizes, tuple) else [""] * len(sizes)
+            each = sizes if isinstance(sizes, tuple) else [self.value(size) for size in args[1:]]
+            sources = list(map(ast.unparse, args[1:])) if each is not sizes else [""] * len(each)
             is_merged = self._groups and isinstance(found, str) and found[:1] == "r" and sources[:1] == ["-1"]
             if is_merged and not any(has_rows(self.value(size)) for size in args[2:]):
                 return "r".ljust(len(sources), ".")
-            return axes.reshaped(found, list(zip(sources, sizes or map(self.value, args[1:]), strict=True)), call)
+            return axes.reshaped(found, list(zip(sources, each, strict=True)), call)
         if not isinstance(found, str) or any(has_rows(self.value(arg)) for arg in others):
             raise Mixed(call)
-        if name in known.PRODUCTS and found[-1] == "." and all(map(self._is_matrix, others[:1])):
+        if name in known.PRODUCTS and axes.last(found) == "." and all(map(self._is_matrix, others[:1])):
             return found
         return axes.moved(name, found, args, named, call)
 
@@ -425,7 +424,7 @@ class RowReader:
                     self._result(part, call)
                 return same
             sizes = known.has_sizes(value.args[:1], {k.arg: k.value for k in value.keywords})
-            is_row = name in known.ROW_MODULES and not self._fixed and not sizes and (same or ".")[-1] == "."
+            is_row = name in known.ROW_MODULES and not self._fixed and not sizes and axes.last(same) == "."
             if resolved in GETTERS or (library == "torch.nn" and (name in known.ACTIVATIONS or is_row)):
                 return same
             if name in self._known:
