@@ -24,10 +24,6 @@ class Mixed(Exception):
         self.node, self.reason = node, reason or node
 
 
-class Unread(Exception):
-    """What an attribute holds is nothing known."""
-
-
 class Size(str):
     """`r`, the number of rows; `1`; `~`, what is made of the number of rows or of their lengths."""
 

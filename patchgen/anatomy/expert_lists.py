@@ -7,7 +7,7 @@ adds up weighted outputs token by token, or hands each expert its rows of all `[
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from patchgen.anatomy.classes import (
@@ -98,7 +98,12 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
     if len(lists) != 1:
         raise Missed("one list of experts in the class", f"lists {sorted(lists)}")
     attribute = lists.pop()
-    found = [(m, place) for m in info.methods.values() for place in _assignments(m.body, attribute)]
+
+    def sets(statement: ast.stmt) -> bool:
+        stores = (n for n in walk(statement) if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load))
+        return any(own_attribute(target) == attribute for target in stores)
+
+    found = [(m, place) for m in info.methods.values() for place in _places(m.body, sets)]
     built = {place: _comprehension(anatomy, attribute, statement_at(m.body, place)) for m, place in found}
     whole = [place for place, (call, _) in built.items() if isinstance(call, ast.Call)]
     methods = {m.name: m for m, _ in found}
@@ -140,20 +145,14 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
     )
 
 
-def _assignments(body: Sequence[ast.stmt], attribute: str) -> Iterator[Place]:
-    """The places of the assignments to `self.<attribute>`, in branches of an `if` too."""
+def _places(body: Sequence[ast.stmt], is_wanted: Callable[[ast.stmt], bool]) -> Iterator[Place]:
+    """The places of such statements, in branches of an `if` too."""
     for position, statement in enumerate(body):
-        if isinstance(statement, ast.Assign) and own_attribute(statement.targets[0]) == attribute:
-            yield (position,)
-        elif isinstance(statement, ast.If):
+        if isinstance(statement, ast.If):
             for branch, inside in enumerate((statement.body, statement.orelse)):
-                yield from ((position, branch, *place) for place in _assignments(inside, attribute))
-        elif any(own_attribute(target) == attribute for target in _stores(statement)):
-            raise Missed(f"self.{attribute} = nn.ModuleList(...)", statement)
-
-
-def _stores(statement: ast.stmt) -> Iterator[ast.Attribute]:
-    return (n for n in walk(statement) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+                yield from ((position, branch, *place) for place in _places(inside, is_wanted))
+        elif is_wanted(statement):
+            yield (position,)
 
 
 def statement_at(body: Sequence[ast.stmt], place: Place) -> ast.stmt:
@@ -228,7 +227,7 @@ def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
 def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: FunctionNode) -> ExpertLoop:
     """The one loop of a method over the list of experts."""
     attribute = experts.attribute
-    places = list(_loops(method.body, attribute))
+    places = list(_places(method.body, lambda one: isinstance(one, ast.For) and bool(uses(one, attribute))))
     if len(places) != 1:
         where = f"{info.name}.{method.name}"
         raise Missed(f"one loop over self.{attribute} in {where}, outside of any condition but if and else", method)
@@ -278,16 +277,6 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
     masks = {i: terms for i, terms in made.items() if terms and all(term[0] in MASKS for term in terms.values())}
     gone = _superseded(body, {place[-1], born}, masks, _below(method.body, place))
     return ExpertLoop(method.name, place, accumulator, x, index, routing, dtype, inside, (*gone, born))
-
-
-def _loops(body: Sequence[ast.stmt], attribute: str) -> Iterator[Place]:
-    """The places of the loops that run `self.<attribute>`, in branches of an `if` too."""
-    for position, statement in enumerate(body):
-        if isinstance(statement, ast.For) and uses(statement, attribute):
-            yield (position,)
-        elif isinstance(statement, ast.If):
-            for branch, inside in enumerate((statement.body, statement.orelse)):
-                yield from ((position, branch, *place) for place in _loops(inside, attribute))
 
 
 def _run_above(

@@ -272,8 +272,10 @@ class Interpreter:
                 term = ("all of", self.value(inner))
             case ast.List([]):
                 term = ("list",)
-            case ast.IfExp(ast.Call(ast.Name("len"), [ast.Name()]), made, ast.Call(ast.Attribute(_, "new_empty"))):
-                term = self.value(made)  # without any output there is no token
+            case ast.IfExp(ast.Call(function, [made]), whole, ast.Call(ast.Attribute(_, "new_empty"))) if (
+                self._resolve(function) == "builtins.len" and self.value(made)[0] == "outputs"
+            ):
+                term = self.value(whole)  # without any output there is no token
             case _:
                 reader = getattr(self, f"_{type(node).__name__.lower()}", None)
                 term = reader(node) if reader is not None else None

@@ -12,7 +12,6 @@ from patchgen.anatomy.axes import (
     Pieces,
     Result,
     Size,
-    Unread,
     Value,
     any_of,
     either,
@@ -372,22 +371,10 @@ class RowReader:
         return axes.moved(name, found, args, named, call)
 
     def _is_matrix(self, factor: ast.AST) -> bool:
-        """Whether what rows are multiplied by has two axes, so that the last one stays: a module's weight, or a parameter of
-        two sizes. A vector would leave the rows last."""
         match factor:
-            case ast.Attribute(ast.Name("self"), attribute):
-                bases = [base for info in self._anatomy.lineage(self._owner) for base in info.node.bases]
-                if attribute == "weight" and any(self._resolve(base) == "torch.nn.Linear" for base in bases):
-                    return True
-                made = [call for value in self._anatomy.held(self._owner, attribute) for call in calls(value)]
-                return any(len(call.args) == 2 and "torch." in (self._resolve(call.func) or "") for call in made)
-            case ast.Attribute(_, "weight"):
-                return True
             case ast.Subscript(ast.Name(name), ast.Name() | ast.Constant()):
                 return name in self._slices
-            case ast.Attribute(inner, "T" | "mT") | ast.Call(ast.Attribute(inner, "t" | "transpose" | "to")):
-                return self._is_matrix(inner)
-        return False
+        return known.is_matrix(self._anatomy, self._owner, factor)
 
     def own(self, attribute: str, call: ast.Call) -> Value:
         """A call of a method, or of the module or function that an attribute holds."""
@@ -395,13 +382,9 @@ class RowReader:
 
     def _one_of(self, held: Sequence[ast.expr | ast.stmt], call: ast.Call) -> Value:
         """A call of a method, module or function that is one of these."""
-        if held:
-            try:
-                return any_of([self._result(value, call) for value in held], call)
-            except Unread:
-                pass
-        meaning = " or ".join(map(ast.unparse, held)) or "not said in the class"
-        raise Mixed(call, f"{ast.unparse(call.func)}, which is {meaning}"[:400])
+        if not held:
+            raise Mixed(call, f"{ast.unparse(call.func)}, which is not said in the class")
+        return any_of([self._result(value, call) for value in held], call)
 
     def _result(self, value: ast.expr | ast.stmt, call: ast.Call) -> Value:
         """What calling the value, or the method, makes of rows."""
@@ -439,7 +422,7 @@ class RowReader:
             return self._inside("", self._anatomy.names.functions[name], call)
         elif library in known.LIBRARIES and name in known.POINTWISE:
             return same
-        raise Unread
+        raise Mixed(call, f"{ast.unparse(call.func)}, which is {ast.unparse(value)}"[:400])
 
     def _inside(self, owner: str, function: FunctionNode, call: ast.Call) -> Value:
         """What a function or method of the file makes of what a call hands it. `owner` is the class of its self."""
