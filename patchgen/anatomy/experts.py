@@ -9,12 +9,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import (
-    calls,
-    own_attribute,
-    parameter_names,
-    walk,
-)
+from patchgen.anatomy.classes import calls, own_attribute, parameter_names, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.initialisation import METHOD
 from patchgen.anatomy.interpreter import Interpreter, Term

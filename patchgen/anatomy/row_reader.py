@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from patchgen.anatomy import axes, known
-from patchgen.anatomy.axes import (
-    Layer,
-    Mixed,
-    Pieces,
-    Result,
-    Size,
-    Value,
-    any_of,
-    either,
-    has_rows,
-    is_tensor,
-    joined,
-)
+from patchgen.anatomy.axes import Layer, Mixed, Pieces, Result, Size, Value, has_rows, is_tensor, joined
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
@@ -87,7 +75,7 @@ class RowReader:
                     self._memo.clear()
                     self.run(statement.orelse)
                     names = {*after, *self.values}
-                    self.values = {n: either(after.get(n), self.values.get(n), statement) for n in names}
+                    self.values = {n: axes.either(after.get(n), self.values.get(n), statement) for n in names}
                     self._memo.clear()
                 case ast.For(ast.Name(name), source, body, []) if modules := self._listed(source):
                     self._set(name, None)
@@ -103,7 +91,7 @@ class RowReader:
                         self.run(statement.body)
                     self._in_pieces = False
                 case ast.Return(value):
-                    self.returned = either(self.returned, value and self.value(value), statement)
+                    self.returned = axes.either(self.returned, value and self.value(value), statement)
                 case ast.Assign() | ast.AnnAssign():
                     self._assign(statement)
                 case ast.AugAssign(target, _, value):
@@ -185,8 +173,9 @@ class RowReader:
                 return made.elts if isinstance(made, ast.List) else [made.elt]
         return []
 
-    def _is_size(self, node: ast.expr) -> bool:
-        return isinstance(self.value(node), Size)
+    def _are_sizes(self, nodes: Iterable[ast.expr]) -> bool:
+        """Whether all are numbers of rows, or have nothing to do with rows."""
+        return all(isinstance(self.value(node), Size | None) for node in nodes)
 
     def _mentions(self, node: ast.AST) -> bool:
         return any(has_rows(self.values.get(name)) for name in loaded(node))
@@ -238,12 +227,11 @@ class RowReader:
             case ast.IfExp(test, left, right):
                 if has_rows(self.value(test)):
                     raise Mixed(test)
-                return either(self.value(left), self.value(right), node)
-            case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare():
+                return axes.either(self.value(left), self.value(right), node)
+            case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare() | ast.Dict():
                 parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-                return joined([self.value(part) for part in parts], node)
-            case ast.Dict(_, parts) if all(self.value(part) is None or self._is_size(part) for part in parts):
-                return joined([self.value(part) for part in parts], node)
+                if not isinstance(node, ast.Dict) or self._are_sizes(parts):
+                    return joined([self.value(part) for part in parts], node)
             case ast.JoinedStr() if not self._mentions(node):
                 return None
         raise Mixed(node)
@@ -306,11 +294,11 @@ class RowReader:
             return self._attended(call, named)
         if isinstance(function, ast.Name) and function.id in self._modules:
             return self._one_of(self._modules[function.id], call)
+        if isinstance(function, ast.Subscript) and (modules := self._listed(function.value)):
+            return self._one_of(modules, call)
         if isinstance(function, ast.Name) and isinstance(self.values.get(function.id), Layer):
             given = map(self.value, (*call.args, *named.values()))
             return Result(next((value for value in given if isinstance(value, str)), "*."))
-        if isinstance(function, ast.Subscript) and (modules := self._listed(function.value)):
-            return self._one_of(modules, call)
         if own := own_attribute(function):
             return self.own(own, call) if self._is_handed(call) else None
         if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
@@ -322,7 +310,7 @@ class RowReader:
         if library in known.LIBRARIES or name in self._known:
             return self._operation(name, call, call.args, named)
         makes_number = resolved in known.NUMBERS or (library.startswith("transformers.") and name in UPSTREAM)
-        if makes_number and all(self.value(a) is None or self._is_size(a) for a in (*call.args, *named.values())):
+        if makes_number and self._are_sizes((*call.args, *named.values())):
             return Size("~")
         raise Mixed(call)
 
@@ -348,7 +336,7 @@ class RowReader:
         args = [*([named.pop("input")] if "input" in named and not args else []), *args]
         found = self.value(args[0]) if args else None
         others = [*args[1:], *named.values()]
-        if isinstance(found, Size) and all(self.value(one) is None or self._is_size(one) for one in others):
+        if isinstance(found, Size) and self._are_sizes(others):
             return Size("~")
         if name in self._known:
             return Result(next((v for v in map(self.value, args) if isinstance(v, str)), "*."))
@@ -384,14 +372,14 @@ class RowReader:
         """A call of a method, module or function that is one of these."""
         if not held:
             raise Mixed(call, f"{ast.unparse(call.func)}, which is not said in the class")
-        return any_of([self._result(value, call) for value in held], call)
+        return axes.any_of([self._result(value, call) for value in held], call)
 
     def _result(self, value: ast.expr | ast.stmt, call: ast.Call) -> Value:
         """What calling the value, or the method, makes of rows."""
         if isinstance(value, FunctionNode):
             return self._inside(self._owner, value, call)
         if handed := self._anatomy.handed(self._owner, value):
-            return any_of([self._result(part, call) for part in handed], call)
+            return axes.any_of([self._result(part, call) for part in handed], call)
         given = [self.value(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
         same = joined(given, call) if all(isinstance(one, str | None) for one in given) else None
         if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and known.is_of_config(value)):
