@@ -75,7 +75,8 @@ def _rule(anatomy: Anatomy, method: FunctionNode, branch: ast.If, module: str) -
                 continue
         if writer not in WRITERS:
             continue
-        resolved = [inlined(argument, known) for argument in (*given, *call.keywords)]
+        resolved: list[ast.expr | ast.keyword] = [inlined(argument, known) for argument in given]
+        resolved += [ast.keyword(keyword.arg, inlined(keyword.value, known)) for keyword in call.keywords]
         free = {name for argument in resolved for name in loaded(argument)} - {"self"}
         if not free & local_names(method):
             return LinearInit(writer, ", ".join(map(ast.unparse, resolved)))
