@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 from patchgen.anatomy.known import ALONG, REDUCING
 
@@ -21,10 +22,6 @@ class Mixed(Exception):
 
     def __init__(self, node: ast.AST, reason: ast.AST | str = "") -> None:
         self.node, self.reason = node, reason or node
-
-
-class Unread(Exception):
-    """What an attribute holds is nothing known."""
 
 
 class Size(str):
@@ -51,14 +48,19 @@ def has_rows(value: Value) -> bool:
     return any(map(has_rows, value)) if isinstance(value, tuple | list) else value is not None
 
 
-def is_tensor(value: Value) -> bool:
+def is_tensor(value: Value) -> TypeGuard[str]:
     return isinstance(value, str) and not isinstance(value, Size)
+
+
+def last(value: Value) -> str:
+    """The last axis of a tensor; of anything else, none of rows."""
+    return value[-1] if isinstance(value, str) else "."
 
 
 def integer(node: ast.AST | None) -> int | None:
     """The number that the source says; None for any other."""
     try:
-        value = ast.literal_eval(node)
+        value = ast.literal_eval(node or "None")
     except (ValueError, TypeError):
         return None
     return value if type(value) is int else None
@@ -83,7 +85,11 @@ def sizes_of(axes: Value, node: ast.AST) -> tuple[Size | None, ...]:
 
 def size_of(axes: Value, place: ast.expr, node: ast.AST) -> Size | None:
     """One number of it."""
-    axis = axes[axis_of(axes, place, node)] if axes is not None else "."
+    if axes is None:
+        return None
+    if not is_tensor(axes):
+        raise Mixed(node)
+    axis = axes[axis_of(axes, place, node)]
     return Size(axis) if axis in "r1" else None
 
 
@@ -104,9 +110,10 @@ def joined(values: Sequence[Value], node: ast.AST) -> Value:
     found = [value for value in values if has_rows(value)]
     if found and all(isinstance(value, Size) for value in found):
         return Size("~")
-    if not all(map(is_tensor, found)):
+    tensors = [value for value in found if is_tensor(value)]
+    if len(tensors) < len(found):
         raise Mixed(node)
-    return functools.reduce(functools.partial(_broadcast, node), found) if found else None
+    return functools.reduce(functools.partial(_broadcast, node), tensors) if tensors else None
 
 
 def _broadcast(node: ast.AST, left: str, right: str) -> str:
@@ -146,7 +153,8 @@ def indexed(axes: str, node: ast.Subscript) -> str:
 
 def put_together(parts: Value, along: ast.expr | None, node: ast.AST) -> str:
     """`torch.cat` of pieces of rows, or of tensors along another axis."""
-    first = parts[0] if isinstance(parts, tuple | list) else None
+    if not isinstance(parts, tuple | list) or not is_tensor(first := next(iter(parts), None)):
+        raise Mixed(node)
     axis = axis_of(first, along, node)
     if any(part != first for part in parts) or (first[axis] == "r" and not isinstance(parts, Pieces)):
         raise Mixed(node)
@@ -162,8 +170,9 @@ def reshaped(axes: Value, sizes: Sequence[tuple[str, Value]], node: ast.AST) -> 
         node: the call.
     """
     shape = "".join("1" if source == "1" else size if isinstance(size, Size) else "." for source, size in sizes)
-    is_plain = is_tensor(axes) and not set(axes + shape) & set("*&~") and (axes + shape).count("r") == 2
-    if not is_plain or "." in axes[: axes.find("r")] + shape[: shape.find("r")]:
+    if not is_tensor(axes) or set(axes + shape) & set("*&~") or (axes + shape).count("r") != 2:
+        raise Mixed(node)
+    if "." in axes[: axes.find("r")] + shape[: shape.find("r")]:
         raise Mixed(node)
     return shape
 
@@ -171,7 +180,7 @@ def reshaped(axes: Value, sizes: Sequence[tuple[str, Value]], node: ast.AST) -> 
 def along(name: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr]) -> ast.expr | None:
     """The `dim` that an operation is given, the tensor being its first argument."""
     places = ALONG | REDUCING | MOVES
-    return named.get("dim", named.get("axis", dict(enumerate(args)).get(places.get(name))))
+    return named.get("dim", named.get("axis", dict(enumerate(args)).get(places.get(name, -1))))
 
 
 def moved(

@@ -7,7 +7,7 @@ adds up weighted outputs token by token, or hands each expert its rows of all `[
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from patchgen.anatomy.classes import (
@@ -20,6 +20,7 @@ from patchgen.anatomy.classes import (
     setup_calls,
     stored,
     uses,
+    walk,
 )
 from patchgen.anatomy.experts import built_by_one_call, check_rows, counts_of, term_told
 from patchgen.anatomy.graph import Anatomy
@@ -32,7 +33,9 @@ NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
 PROMOTED = "torch.promote_types(hidden_states.dtype, top_k_weights.dtype)"
 """The dtype of a product of both, by the stacks' names."""
 MASKS = ("mask", "hits", "count_of", "hit")
-Place = tuple[int | str, ...]  # of a statement: its position; or that of an `if`, the branch, and the place in there
+Place = tuple[
+    int, ...
+]  # of a statement: its position; or that of an `if`, the branch (0 or 1), and the place in there
 
 
 @dataclass(frozen=True)
@@ -95,37 +98,42 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
     if len(lists) != 1:
         raise Missed("one list of experts in the class", f"lists {sorted(lists)}")
     attribute = lists.pop()
-    found = [(m, place) for m in info.methods.values() for place in _assignments(m.body, attribute)]
+
+    def sets(statement: ast.stmt) -> bool:
+        stores = (n for n in walk(statement) if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load))
+        return any(own_attribute(target) == attribute for target in stores)
+
+    found = [(m, place) for m in info.methods.values() for place in _places(m.body, sets)]
     built = {place: _comprehension(anatomy, attribute, statement_at(m.body, place)) for m, place in found}
     whole = [place for place, (call, _) in built.items() if isinstance(call, ast.Call)]
-    method = found[0][0] if len({m.name for m, _ in found}) == 1 else None
+    methods = {m.name: m for m, _ in found}
     parts = tuple(place for place in built if place not in whole)
-    is_called = method is not None and method.name in ("__init__", *setup_calls(info))
+    is_called = len(methods) == 1 and {*methods} <= {"__init__", *setup_calls(info)}
     apart = len(whole) == 1 and all(p[:-2] == whole[0][:-2] and p[-2] != whole[0][-2] for p in parts)
     if not (is_called and apart and (parts or len(whole[0]) == 1)):
         told = "\n".join(ast.unparse(statement_at(m.body, place)) for m, place in found)
         raise Missed(
             f"one assignment to self.{attribute}, or another in the other branch for one rank's experts", told
         )
-    call, count = built[whole[0]]
+    (method,), (call, count) = methods.values(), built[whole[0]]
+    if not isinstance(call, ast.Call):
+        raise Missed("experts that a call builds", call)
     expert_class = (anatomy.names.resolve(call.func) or "").removeprefix(".")
     gate, up, down, activation = _read_expert(anatomy, expert_class)
     beside = branch_of(method.body, whole[0]) if parts else []
-    set_once = [(own_attribute(s.targets[0]), s.value) for s in beside if isinstance(s, ast.Assign)]
-    held = {
-        name: anatomy.held(info.name, name) for name, value in set_once if name and isinstance(value, ast.Constant)
-    }
     within = {id(n) for place in parts for s in branch_of(method.body, place) for n in ast.walk(s)}
+    constants: dict[str, Term] = {}
+    for statement in beside:
+        match statement:
+            case ast.Assign([ast.Attribute(ast.Name("self"), name)], ast.Constant(number) as value):
+                if all(one is value or id(one) in within for one in anatomy.held(info.name, name)):
+                    constants[name] = ("const", number)
     return ExpertList(
         attribute=attribute,
         method=method.name,
         place=whole[0],
         parts=parts,
-        constants={
-            name: ("const", value.value)
-            for name, value in set_once
-            if name in held and all(one is value or id(one) in within for one in held[name])
-        },
+        constants=constants,
         expert=ast.unparse(call),
         expert_class=expert_class,
         num_experts=ast.unparse(count),
@@ -137,16 +145,14 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
     )
 
 
-def _assignments(body: Sequence[ast.stmt], attribute: str) -> Iterator[Place]:
-    """The places of the assignments to `self.<attribute>`, in branches of an `if` too."""
+def _places(body: Sequence[ast.stmt], is_wanted: Callable[[ast.stmt], bool]) -> Iterator[Place]:
+    """The places of such statements, in branches of an `if` too."""
     for position, statement in enumerate(body):
-        if isinstance(statement, ast.Assign) and own_attribute(statement.targets[0]) == attribute:
+        if isinstance(statement, ast.If):
+            for branch, inside in enumerate((statement.body, statement.orelse)):
+                yield from ((position, branch, *place) for place in _places(inside, is_wanted))
+        elif is_wanted(statement):
             yield (position,)
-        elif isinstance(statement, ast.If):
-            for branch in ("body", "orelse"):
-                yield from ((position, branch, *p) for p in _assignments(getattr(statement, branch), attribute))
-        elif any(own_attribute(n) == attribute and isinstance(n.ctx, ast.Store) for n in ast.walk(statement)):
-            raise Missed(f"self.{attribute} = nn.ModuleList(...)", statement)
 
 
 def statement_at(body: Sequence[ast.stmt], place: Place) -> ast.stmt:
@@ -156,25 +162,33 @@ def statement_at(body: Sequence[ast.stmt], place: Place) -> ast.stmt:
 def branch_of(body: Sequence[ast.stmt], place: Place) -> Sequence[ast.stmt]:
     """The statements among which the one at a place stands."""
     for position, branch in zip(place[:-1:2], place[1::2], strict=True):
-        body = getattr(body[position], branch)
+        statement = body[position]
+        assert isinstance(statement, ast.If)
+        body = (statement.body, statement.orelse)[branch]
     return body
 
 
-def _comprehension(anatomy: Anatomy, attribute: str, statement: ast.Assign) -> tuple[ast.expr, ast.expr]:
+def _comprehension(anatomy: Anatomy, attribute: str, statement: ast.stmt) -> tuple[ast.expr, ast.expr]:
     """`(E(...), N)` of `nn.ModuleList([E(...) for _ in range(N)])`; of one rank's experts `E(...) if <its own> else None`."""
-    match getattr(statement.value, "args", None):
-        case [ast.ListComp(built, [loop]) | ast.GeneratorExp(built, [loop])]:
-            is_list = anatomy.names.resolve(statement.value.func) == LIST
-        case _:
-            built, is_list, loop = None, False, None
-    match built, loop:
-        case ast.Call() | ast.IfExp(_, ast.Call(), ast.Constant(None)), ast.comprehension(
-            ast.Name(number), ast.Call(ast.Name("range"), [count]), []
-        ) if is_list:
+    match statement:
+        case ast.Assign(
+            value=ast.Call(
+                function,
+                [
+                    ast.ListComp(built, [ast.comprehension(ast.Name(number), ast.Call(numbers, [count]), [])])
+                    | ast.GeneratorExp(built, [ast.comprehension(ast.Name(number), ast.Call(numbers, [count]), [])])
+                ],
+            )
+        ) if [*map(anatomy.names.resolve, (function, numbers))] == [LIST, "builtins.range"]:
             pass
         case _:
             raise Missed(f"self.{attribute} = nn.ModuleList([Expert(...) for _ in range(N)])", statement)
-    if isinstance(built, ast.Call) and reads_name(built, number):
+    match built:
+        case ast.IfExp(_, ast.Call(), ast.Constant(None)):
+            return built, count
+        case ast.Call() if not reads_name(built, number):
+            return built, count
+    if isinstance(built, ast.Call):
         raise Missed("experts that are built alike, whatever their number", statement)
     return built, count
 
@@ -213,7 +227,7 @@ def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
 def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: FunctionNode) -> ExpertLoop:
     """The one loop of a method over the list of experts."""
     attribute = experts.attribute
-    places = list(_loops(method.body, attribute))
+    places = list(_places(method.body, lambda one: isinstance(one, ast.For) and bool(uses(one, attribute))))
     if len(places) != 1:
         where = f"{info.name}.{method.name}"
         raise Missed(f"one loop over self.{attribute} in {where}, outside of any condition but if and else", method)
@@ -223,7 +237,9 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
     interpreter = Interpreter(anatomy, info.name, method, values, counts, attribute, constants=experts.constants)
     made = _run_above(interpreter, method.body, place)
     above = dict(interpreter.values)
-    accumulator, added = interpreter.loop(body[place[-1]])
+    loop = body[place[-1]]
+    assert isinstance(loop, ast.For)
+    accumulator, added = interpreter.loop(loop)
     match added:
         case ("mul", ("expert", ("rows", hidden, _)), ("routing", weights, selection)):
             pass
@@ -245,26 +261,22 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
             )
         case _:
             raise Missed("ACC.index_add_(0, tokens, expert(X[tokens]) * W[tokens, slots, None])", term_told(added))
-    names = [_name_of(term, above, body[place[-1]]) for term in (hidden, selection, weights)]
+    x, index, routing = (_name_of(term, above, loop) for term in (hidden, selection, weights))
     born = max(i for i, terms in made.items() if accumulator in terms)
     _check_around([*body, *_below(method.body, place)], place[-1], born, accumulator)
-    dtype = _dtype(body[born].value, names[0])
+    match above[accumulator]:
+        case ("zeros", ("dtype", of)) if of in (hidden, weights):
+            dtype, inside = (None, None) if of == hidden else (f"{routing}.dtype", "top_k_weights.dtype")
+        case ("zeros", ("library", name)):
+            dtype = inside = name
+        case ("zeros", None):
+            dtype = inside = "torch.get_default_dtype()"
+        case _:
+            expected = "an accumulator in the dtype of the hidden states, of the routing weights, or a named one"
+            raise Missed(expected, body[born])
     masks = {i: terms for i, terms in made.items() if terms and all(term[0] in MASKS for term in terms.values())}
     gone = _superseded(body, {place[-1], born}, masks, _below(method.body, place))
-    inside = "top_k_weights.dtype" if dtype == f"{names[2]}.dtype" else dtype
-    if dtype is not None and not inside.startswith(("torch.", "top_k_weights.")):
-        raise Missed("an accumulator in the dtype of the hidden states, of the routing weights, or a named one", dtype)
-    return ExpertLoop(method.name, place, accumulator, *names, dtype, inside, (*gone, born))
-
-
-def _loops(body: Sequence[ast.stmt], attribute: str) -> Iterator[Place]:
-    """The places of the loops that run `self.<attribute>`, in branches of an `if` too."""
-    for position, statement in enumerate(body):
-        if isinstance(statement, ast.For) and uses(statement, attribute):
-            yield (position,)
-        elif isinstance(statement, ast.If):
-            for branch in ("body", "orelse"):
-                yield from ((position, branch, *place) for place in _loops(getattr(statement, branch), attribute))
+    return ExpertLoop(method.name, place, accumulator, x, index, routing, dtype, inside, (*gone, born))
 
 
 def _run_above(
@@ -342,15 +354,6 @@ def _check_around(body: Sequence[ast.stmt], position: int, born: int, accumulato
             raise Missed(f"no use of the loop's own {', '.join(sorted(later))} after it", statement)
 
 
-def _dtype(zeros: ast.Call, hidden: str) -> str | None:
-    """The source of the dtype of `torch.zeros(...)` or `torch.zeros_like(x)`; None for that of the hidden states."""
-    given = next((ast.unparse(k.value) for k in zeros.keywords if k.arg == "dtype"), None)
-    if given is None:
-        is_like = isinstance(zeros.func, ast.Attribute) and zeros.func.attr == "zeros_like"
-        given = f"{ast.unparse(zeros.args[0])}.dtype" if is_like else "torch.get_default_dtype()"
-    return None if given == f"{hidden}.dtype" else given
-
-
 def _superseded(
     body: Sequence[ast.stmt], replaced: Collection[int], made: dict[int, dict[str, Term]], below: Sequence[ast.stmt]
 ) -> tuple[int, ...]:
@@ -379,6 +382,6 @@ def _superseded(
 
 def _reads(statement: ast.stmt, name: str, term: Term) -> bool:
     """Whether a statement reads a name; of rows that are repeated, their dtype is that of the rows."""
-    nodes = [n for n in ast.walk(statement) if isinstance(n, ast.Attribute) and n.attr in ("dtype", "device")]
+    nodes = [n for n in walk(statement) if isinstance(n, ast.Attribute) and n.attr in ("dtype", "device")]
     alike = {id(node.value) for node in nodes} if term[0] == "repeated" else set()
-    return any(isinstance(n, ast.Name) and n.id == name and id(n) not in alike for n in ast.walk(statement))
+    return any(isinstance(n, ast.Name) and n.id == name and id(n) not in alike for n in walk(statement))

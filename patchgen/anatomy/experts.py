@@ -9,12 +9,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import (
-    calls,
-    own_attribute,
-    parameter_names,
-    walk,
-)
+from patchgen.anatomy.classes import calls, own_attribute, parameter_names, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.initialisation import METHOD
 from patchgen.anatomy.interpreter import Interpreter, Term
@@ -133,7 +128,7 @@ def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | Non
             found |= {anatomy.target_of(b) for i in lineage for b in i.auto_builds if b.attribute == attribute}
             held = [value for owner in owners or () for value in anatomy.held(owner, attribute)]
             is_known = owners is not None and (found or (held and all(isinstance(one, ast.Call) for one in held)))
-            return found - {None} if is_known else None
+            return {one for one in found if one} if is_known else None
     return None
 
 
@@ -141,7 +136,7 @@ def _read_batched(anatomy: Anatomy, owner: str, result: Term | None, counts: Seq
     """Products of all experts at once: `x.view(E, -1, H)`, `bmm`, the gate, `bmm`, `.view(-1, H)`."""
     sizes = [("experts",), *(("size", ("self", name), 0) for name in _stacks(anatomy, owner))]
     match result:
-        case ("together", ("linear", *_) as output, width):
+        case ("together", output, width) if output[0] == "linear":
             pass
         case _:
             raise Missed(

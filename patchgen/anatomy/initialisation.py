@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, inlined, loaded, plain_assignments
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, inlined, loaded, plain_assignments, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LINEAR
@@ -15,6 +15,7 @@ from patchgen.source import Module
 METHOD = "_init_weights"
 # What PreTrainedModel does by itself, up to names of the deviation that a few configs use instead.
 INHERITED = 'mean=0.0, std=getattr(self.config.get_text_config(), "initializer_range", 0.02)'
+LIBRARIES = ("torch.nn.init", "transformers.initialization")
 WRITERS = ("normal_", "trunc_normal_")
 
 
@@ -47,36 +48,39 @@ def read_linear_init(anatomy: Anatomy, info: ClassInfo) -> LinearInit:
     method = info.methods.get(METHOD)
     if method is None:
         return LinearInit("normal_", INHERITED)
-    for node in ast.walk(method):
-        if isinstance(node, ast.If) and _is_about_linear(anatomy, node.test):
-            return _rule(method, node)
+    for node in walk(method):
+        match node:
+            case ast.If(ast.Call(function, [module, kinds])) as branch:
+                of_linear = any(anatomy.names.resolve(kind) == LINEAR for kind in walk(kinds))
+                if of_linear and anatomy.names.resolve(function) == "builtins.isinstance":
+                    return _rule(anatomy, method, branch, ast.unparse(module))
     if _asks_super(method):
         return LinearInit("normal_", INHERITED)
     raise Missed(f"a branch of {info.name}.{METHOD} for nn.Linear", method)
 
 
-def _rule(method: FunctionNode, branch: ast.If) -> LinearInit:
+def _rule(anatomy: Anatomy, method: FunctionNode, branch: ast.If, module: str) -> LinearInit:
     """From `module.weight.data.normal_(mean=0.0, std=std)` or `nn.init.normal_(module.weight, std=std)`."""
     known = plain_assignments(method.body)
+    weights = (f"{module}.weight", f"{module}.weight.data")
     for call in (call for statement in branch.body for call in calls(statement)):
-        writer, owner = call.func.attr if isinstance(call.func, ast.Attribute) else "", dotted(call.func)
+        match call.func, call.args:
+            case ast.Attribute(weight, writer), given if ast.unparse(weight) in weights:
+                pass
+            case ast.Attribute(library, writer), [weight, *given] if (
+                ast.unparse(weight) in weights and anatomy.names.resolve(library) in LIBRARIES
+            ):
+                pass
+            case _:
+                continue
         if writer not in WRITERS:
             continue
-        on_weight = owner.endswith((f".weight.data.{writer}", f".weight.{writer}"))
-        first = dotted(call.args[0]) if call.args else ""
-        if not on_weight and not first.endswith((".weight", ".weight.data")):
-            continue
-        given = [*(call.args if on_weight else call.args[1:]), *call.keywords]
-        resolved = [inlined(argument, known) for argument in given]
+        resolved: list[ast.expr | ast.keyword] = [inlined(argument, known) for argument in given]
+        resolved += [ast.keyword(keyword.arg, inlined(keyword.value, known)) for keyword in call.keywords]
         free = {name for argument in resolved for name in loaded(argument)} - {"self"}
         if not free & local_names(method):
             return LinearInit(writer, ", ".join(map(ast.unparse, resolved)))
     raise Missed(f"{' or '.join(WRITERS)} of module.weight with values that come from self.config", branch)
-
-
-def _is_about_linear(anatomy: Anatomy, test: ast.expr) -> bool:
-    asks = isinstance(test, ast.Call) and anatomy.names.resolve(test.func) == "builtins.isinstance"
-    return asks and len(test.args) == 2 and any(anatomy.names.resolve(n) == LINEAR for n in ast.walk(test.args[1]))
 
 
 def _asks_super(method: FunctionNode) -> bool:

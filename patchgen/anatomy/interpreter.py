@@ -24,13 +24,12 @@ Of forms that hand each expert its rows of all `[T * K]`, and add up the K outpu
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from patchgen.anatomy.classes import FunctionNode, arguments, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.operations import FUNCTIONS, METHODS, Operations, Term
+from patchgen.anatomy.operations import FUNCTIONS, METHODS, OPERATORS, Term, bound, operation
 from patchgen.errors import Missed
 
 MAX_DEPTH = 4  # of functions run in place
@@ -133,9 +132,10 @@ class Interpreter:
         term = self.value(value)
         names = target.elts if isinstance(target, ast.Tuple) else [target]
         terms = term[1] if isinstance(target, ast.Tuple) and term[0] == "tuple" else (term,)
-        if len(names) != len(terms) or not all(isinstance(name, ast.Name) and name.id != "self" for name in names):
+        made = {name.id: part for name, part in zip(names, terms, strict=False) if isinstance(name, ast.Name)}
+        if not len(made) == len(names) == len(terms) or "self" in made:
             raise Missed("a value on the way, by a name of its own", target)
-        self.values |= {name.id: part for name, part in zip(names, terms, strict=True)}
+        self.values |= made
 
     def _is_sum(self, call: ast.Call, target: str = "") -> bool:
         """`ACC.index_add_(0, tokens, weighted)`, or `ACC = ACC.index_add(...)`."""
@@ -144,8 +144,8 @@ class Interpreter:
             return False
         if target not in ("", function.value.id) or function.attr not in ("index_add_", *["index_add"] * bool(target)):
             return False
-        given = {keyword.arg: keyword.value for keyword in call.keywords}
-        dim, index, source = _bound(lambda dim, index, source: (dim, index, source), call.args, given, call)
+        given = {keyword.arg or "**": keyword.value for keyword in call.keywords}
+        dim, index, source = bound("index_add", call.args, given, call)
         if self.value(dim) != ("const", 0):
             raise Missed("<zeros>.index_add_(0, <rows>, <weighted output>)", call)
         self._add(function.value, self.value(index), source, call)
@@ -207,20 +207,19 @@ class Interpreter:
     def loop(self, loop: ast.For) -> tuple[str, Term]:
         """Runs the body of a loop over experts for one of them; the name that it adds to, and what."""
         header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
-        target, experts = loop.target, ("number",)
-        is_counted = isinstance(loop.iter, ast.Call) and self._resolve(loop.iter.func) == "builtins.enumerate"
-        counted = [own_attribute(arg) for arg in loop.iter.args] if is_counted and self._experts else []
-        starts: list[str] = []
-        if isinstance(target, ast.Tuple) and len(target.elts) == 2 and counted == [self._experts]:
-            target, module = target.elts
-            self.values[module.id] = ("module",)
-        elif isinstance(target, ast.Tuple) and is_counted and (counts := self.value(loop.iter.args[0]))[0] == "counts":
-            target, count = target.elts
-            starts = [name for name in {*stored(loop)} if self.values.get(name) == ("const", 0)]
-            self.values |= dict.fromkeys(starts, ("start", counts[1])) | {count.id: ("count", counts[1])}
-            self._selection(counts[1], loop)
-        else:
-            experts = self.value(loop.iter)
+        target, starts = loop.target, []
+        experts: Term = ("number",)
+        match loop:
+            case ast.For(ast.Tuple([number, ast.Name(module)]), ast.Call(function, [what], [])) if (
+                self._resolve(function) == "builtins.enumerate"
+            ):
+                target = number
+                if self._experts and own_attribute(what) == self._experts:
+                    self.values[module] = ("module",)
+                else:
+                    starts = self._counted(loop, module, self.value(what))
+            case _:
+                experts = self.value(loop.iter)
         if loop.orelse or not isinstance(target, ast.Name) or experts[0] not in ("hits", "range", "number"):
             raise Missed("a loop over the experts that were hit, or over all of them", header)
         if experts[0] == "hits":
@@ -235,6 +234,15 @@ class Interpreter:
         if carried - {self.sum[0]}:
             raise Missed(f"a loop that leaves {', '.join(sorted(carried - {self.sum[0]}))} as it is", loop)
         return self.sum
+
+    def _counted(self, loop: ast.For, name: str, counts: Term) -> list[str]:
+        """`for e, n in enumerate(<counts>)`: what begins at 0 above it is where the rows of an expert begin."""
+        if counts[0] != "counts":
+            raise Missed("how many rows each expert has", loop.iter)
+        starts = [start for start in {*stored(loop)} if self.values.get(start) == ("const", 0)]
+        self.values |= dict.fromkeys(starts, ("start", counts[1])) | {name: ("count", counts[1])}
+        self._selection(counts[1], loop)
+        return starts
 
     def _resolve(self, node: ast.expr) -> str:
         return self._anatomy.names.resolve(node, self._local) or ""
@@ -264,8 +272,10 @@ class Interpreter:
                 term = ("all of", self.value(inner))
             case ast.List([]):
                 term = ("list",)
-            case ast.IfExp(ast.Call(ast.Name("len"), [ast.Name()]), made, ast.Call(ast.Attribute(_, "new_empty"))):
-                term = self.value(made)  # without any output there is no token
+            case ast.IfExp(ast.Call(function, [made]), whole, ast.Call(ast.Attribute(_, "new_empty"))) if (
+                self._resolve(function) == "builtins.len" and self.value(made)[0] == "outputs"
+            ):
+                term = self.value(whole)  # without any output there is no token
             case _:
                 reader = getattr(self, f"_{type(node).__name__.lower()}", None)
                 term = reader(node) if reader is not None else None
@@ -290,60 +300,56 @@ class Interpreter:
     def _subscript(self, node: ast.Subscript) -> Term | None:
         owner, index = self.value(node.value), self.value(node.slice)
         parts = index[1] if index[0] == "tuple" else (index,)
-        match owner, tuple(part[0] for part in parts):
+        match owner, *parts:
             case ("self", name), ("number",):
                 return ("module",) if name == self._experts else ("weight", name)
             case ("mask", selection, order), ("number",) if order.startswith("e"):
                 self._selection(selection, node)
                 return ("chosen", selection, order[1:])
-            case ("number",), ("const",) if parts[0][1] == 0:
+            case ("number",), ("const", 0):
                 return owner
-            case ("shape", ("tokens", _)), ("const",) if parts[0][1] == 0:
+            case ("shape", ("tokens", _)), ("const", 0):
                 return ("number of tokens",)
-            case ("shape", _), ("const",):
-                return ("size", owner[1], parts[0][1])
-            case (("repeated", _), ("chosen",)) if parts[0][2] == "r":
-                return ("rows", owner, parts[0][1])
-            case ("value", *_), ("sorted tokens",):
-                return ("sorted", owner, parts[0][1])
-            case ("sorted", x, selection), ("span",) if index[1:] == (("start", selection), ("end", selection)):
+            case ("shape", tensor), ("const", place):
+                return ("size", tensor, place)
+            case ("repeated", _), ("chosen", selection, "r"):
+                return ("rows", owner, selection)
+            case ("value", *_), ("sorted tokens", selection):
+                return ("sorted", owner, selection)
+            case ("sorted", x, selection), ("span", ("start", one), ("end", two)) if one == two == selection:
                 return ("piece", x, selection)
-            case ("value", *_), (("tokens",) | ("const", "tokens")) if parts[0] in (parts[-1], ("const", None)):
-                return ("rows", owner, parts[-1][1])
-            case ("value", *_), (("tokens", "slots") | ("tokens", "slots", "const")) if parts[0][1] == parts[1][1]:
-                form = {(): "weights", (("const", None),): "routing"}.get(parts[2:])
-                return (form, owner, parts[0][1]) if form else None
-            case ("weights", weights, selection), ("all", "const") if parts[1] == ("const", None):
-                return ("routing", weights, selection)
+            case (("value", *_), ("tokens", selection)) | (("value", *_), ("const", None), ("tokens", selection)):
+                return ("rows", owner, selection)
+            case ("value", *_), ("tokens", one), ("slots", two) if one == two:
+                return ("weights", owner, one)
+            case ("value", *_), ("tokens", one), ("slots", two), ("const", None) if one == two:
+                return ("routing", owner, one)
+            case ("weights", *chosen), ("all",), ("const", None):
+                return ("routing", *chosen)
         return None
 
     def _compare(self, node: ast.Compare) -> Term | None:
-        if len(node.ops) != 1:
-            return None
-        left, right, operator = self.value(node.left), self.value(node.comparators[0]), type(node.ops[0])
-        match left, right:
-            case ("number",), ("experts",) if operator is ast.Eq:
+        match self.value(node.left), node.ops, self.value(node.comparators[0]):
+            case (("number",), [ast.Eq()], ("experts",)) | (("count", _), [ast.Eq()], ("const", 0)):
                 return ("nobody",)
-            case ("value", *_), ("number",) if operator is ast.Eq:
-                self._selection(left, node)
-                return ("chosen", left, "tk")
-            case ("flat", selection), ("number",) if operator is ast.Eq:
+            case selection, [ast.Eq()], ("number",) if selection[0] == "value":
+                self._selection(selection, node)
+                return ("chosen", selection, "tk")
+            case ("flat", selection), [ast.Eq()], ("number",):
                 return ("chosen", selection, "r")
-            case ("count", _), ("const", 0) if operator is ast.Eq:
-                return ("nobody",)
-            case ("const", int(one)), ("const", int(two)) if operator is ast.Gt:
+            case ("const", int(one)), [ast.Gt()], ("const", int(two)):
                 return ("const", one > two)
-            case ("count_of", selection), ("const", 0) if operator is ast.Gt:
+            case ("count_of", selection), [ast.Gt()], ("const", 0):
                 return ("hit", selection)
-            case ("number of tokens",), ("const", 0):
-                return {ast.Eq: ("empty",), ast.Gt: ("occupied",)}.get(operator)
+            case ("number of tokens",), [ast.Eq()], ("const", 0):
+                return ("empty",)
+            case ("number of tokens",), [ast.Gt()], ("const", 0):
+                return ("occupied",)
         return None
 
     def _binop(self, node: ast.BinOp) -> Term | None:
-        operations = {ast.MatMult: Operations.matmul, ast.Mult: Operations.mul, ast.Add: Operations.add}
-        operations[ast.FloorDiv] = Operations.floor_divide
-        left, right, operation = self.value(node.left), self.value(node.right), operations.get(type(node.op))
-        return operation(left, right) if operation is not None else None
+        name = OPERATORS.get(type(node.op), "")
+        return operation(name, self.value(node.left), self.value(node.right))
 
     def _call(self, node: ast.Call) -> Term | None:
         resolved, attribute = self._resolve(node.func), own_attribute(node.func)
@@ -356,11 +362,11 @@ class Interpreter:
             rows = [self.value(arg) for arg in node.args]
             is_expert = self.value(node.func) == ("module",) and len(rows) == 1 and not node.keywords
             return ("expert", rows[0]) if is_expert else None
-        operands, operation = [self.value(arg) for arg in node.args], FUNCTIONS.get(resolved)
-        if not resolved and isinstance(node.func, ast.Attribute):  # a method of a tensor
-            operands, operation = [self.value(node.func.value), *operands], METHODS.get(node.func.attr)
+        operands, name = [self.value(arg) for arg in node.args], FUNCTIONS.get(resolved)
+        if not resolved and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+            operands, name = [self.value(node.func.value), *operands], node.func.attr
         named = {keyword.arg or "**": self.value(keyword.value) for keyword in node.keywords}
-        return _bound(operation, operands, named, node) if operation is not None else None
+        return operation(name, *bound(name, operands, named, node)) if name else None
 
     def _own(self, attribute: str, node: ast.Call) -> Term | None:
         """`self.<attribute>(...)`: of one value that is on its way, the call; else the method, run in place."""
@@ -378,19 +384,10 @@ class Interpreter:
         given = arguments(node, names)
         if not is_plain or self._depth >= MAX_DEPTH or len(node.args) > len(names) or set(given) != set(names):
             return None
-        values = {name: self.value(argument) for name, argument in given.items()}
+        values = {name: self.value(argument) for name, argument in given.items() if name}
         counts = self._counts if owner else frozenset()
         inner = Interpreter(self._anatomy, owner, function, values, counts, self._experts, self._depth + 1)
         inner._seen_from = self._seen_from
         result = inner.run(function.body)
         self._seen_from = inner._seen_from
         return result if inner.sum is None else None
-
-
-def _bound(function: Callable, operands: Sequence, named: dict, node: ast.AST):
-    """The function's result for a call's arguments, bound by position and name as Python does."""
-    try:
-        bound = inspect.signature(function).bind(*operands, **named)
-    except TypeError:
-        raise Missed("arguments that the operation is known to take", node) from None
-    return function(*bound.args, **bound.kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from patchgen.anatomy.classes import dotted, stored
+from patchgen.anatomy.classes import dotted, stored, walk
 from patchgen.anatomy.graph import Anatomy
 
 CASTS = frozenset({"float", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone", "detach"})
@@ -28,6 +28,8 @@ ACTIVATIONS = frozenset({
 NUMBERS = tuple(f"builtins.{name}" for name in ("float", "int", "getattr", "min", "max", "len"))
 # torch's modules that act on the last dimension, row by row.
 ROW_MODULES = frozenset({"Linear", "LayerNorm", "RMSNorm"})
+MATRIX_MODULES = ("torch.nn.Linear", "torch.nn.Embedding")
+MAKERS = frozenset(f"torch.{name}" for name in ("empty", "zeros", "ones", "rand", "randn"))
 TABLES = ("transformers.activations.ACT2FN", "transformers.activations.ACT2CLS")
 
 
@@ -60,11 +62,39 @@ def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, seen: froze
     args = init[1].args
     annotations = {arg.arg: ast.unparse(arg.annotation) for arg in args.args if arg.annotation is not None}
     defaults = dict(zip([arg.arg for arg in args.args[::-1]], args.defaults[::-1], strict=False))
-    known = [node.value for node in ast.walk(init[1]) if isinstance(node, ast.Assign) and name.id in stored(node)]
+    known: list[ast.AST] = [
+        node.value for node in walk(init[1]) if isinstance(node, ast.Assign) and name.id in stored(node)
+    ]
     if annotations.get(name.id) not in ("float", "int", "bool"):
         known += anatomy.handed(owner, name) or [defaults[n] for n in defaults if n == name.id]
         known = known or [name.ctx]  # nothing tells
     return all(_is_number(value, anatomy, owner, seen) for value in known)
+
+
+def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:
+    """Whether what rows are multiplied by has two axes, so that the last one stays: the weight of a linear layer, or a
+    parameter of two sizes. A vector would leave the rows last."""
+    match factor:
+        case ast.Attribute(ast.Name("self"), "weight") if anatomy.is_a(ast.Name(owner, ast.Load()), *MATRIX_MODULES):
+            return True
+        case ast.Attribute(ast.Name("self"), attribute):
+            held = anatomy.held(owner, attribute)
+            return bool(held) and all(_is_made_of_two_sizes(anatomy, value) for value in held)
+        case ast.Attribute(ast.Attribute(ast.Name("self"), attribute), "weight"):
+            held = anatomy.held(owner, attribute)
+            return bool(held) and all(anatomy.is_a(value, *MATRIX_MODULES) for value in held)
+        case ast.Attribute(inner, "T" | "mT") | ast.Call(ast.Attribute(inner, "t" | "transpose" | "to")):
+            return is_matrix(anatomy, owner, inner)
+    return False
+
+
+def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
+    """`nn.Parameter(torch.empty(a, b))`."""
+    match value:
+        case ast.Call(parameter, [ast.Call(maker, [_, _])]):
+            meanings = (anatomy.names.resolve(parameter), anatomy.names.resolve(maker))
+            return meanings[0] == "torch.nn.Parameter" and meanings[1] in MAKERS
+    return False
 
 
 def is_of_config(value: ast.AST) -> bool:

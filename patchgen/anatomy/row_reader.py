@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from patchgen.anatomy import axes, known
-from patchgen.anatomy.axes import (
-    Layer,
-    Mixed,
-    Pieces,
-    Result,
-    Size,
-    Unread,
-    Value,
-    any_of,
-    either,
-    has_rows,
-    is_tensor,
-    joined,
-)
+from patchgen.anatomy.axes import Layer, Mixed, Pieces, Result, Size, Value, has_rows, is_tensor, joined
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
@@ -53,7 +40,7 @@ class RowReader:
         self,
         anatomy: Anatomy,
         owner: str,
-        local: set[str],
+        local: Container[str],
         values: dict[str, Value],
         seen: frozenset = frozenset(),
         *,
@@ -88,7 +75,7 @@ class RowReader:
                     self._memo.clear()
                     self.run(statement.orelse)
                     names = {*after, *self.values}
-                    self.values = {n: either(after.get(n), self.values.get(n), statement) for n in names}
+                    self.values = {n: axes.either(after.get(n), self.values.get(n), statement) for n in names}
                     self._memo.clear()
                 case ast.For(ast.Name(name), source, body, []) if modules := self._listed(source):
                     self._set(name, None)
@@ -104,7 +91,7 @@ class RowReader:
                         self.run(statement.body)
                     self._in_pieces = False
                 case ast.Return(value):
-                    self.returned = either(self.returned, value and self.value(value), statement)
+                    self.returned = axes.either(self.returned, value and self.value(value), statement)
                 case ast.Assign() | ast.AnnAssign():
                     self._assign(statement)
                 case ast.AugAssign(target, _, value):
@@ -115,22 +102,20 @@ class RowReader:
                     self.values.get(name), list
                 ):
                     self._set(name, (Pieces if self._in_pieces else list)([self.value(part)]))
-                case ast.Expr(ast.Call(function) as call) if is_in_place(function):
-                    self._store(function.value, self.value(call), statement)
+                case ast.Expr(ast.Call(ast.Attribute(changed) as function) as call) if is_in_place(function):
+                    self._store(changed, self.value(call), statement)
                 case _:
                     raise Mixed(statement)
 
     def _assign(self, statement: ast.Assign | ast.AnnAssign) -> None:
         source = statement.value
-        if isinstance(source, ast.Call) and self._is_upstream(source.func, INTERFACE):
-            self._attends |= set(stored(statement))
-        elif source is not None:
-            if (
-                isinstance(source, ast.Call)
-                and dotted(source.func).endswith(".split")
-                and self._is_matrix(source.func.value)
-            ):
+        match source:
+            case ast.Call(function) if self._is_upstream(function, INTERFACE):
+                self._attends |= set(stored(statement))
+                return
+            case ast.Call(ast.Attribute(matrix, "split")) if self._is_matrix(matrix):
                 self._slices |= set(stored(statement))
+        if source is not None:
             for target in targets(statement):
                 self._store(target, self.value(source), statement)
 
@@ -152,11 +137,11 @@ class RowReader:
 
     def _is_column(self, target: ast.expr) -> bool:
         """Whether it is `x[:, :, fixed]`, of all rows."""
-        *rows, last = getattr(getattr(target, "slice", None), "elts", [None])
-        if not rows or not is_tensor(found := self.value(target.value)):
-            return False
-        self._plain(last)
-        return bool(axes.indexed(found, ast.Subscript(target.value, ast.Tuple([*rows, ast.Slice()]))))
+        match target:
+            case ast.Subscript(owner, ast.Tuple([_, *_, last] as parts)) if is_tensor(found := self.value(owner)):
+                self._plain(last)
+                return bool(axes.indexed(found, ast.Subscript(owner, ast.Tuple([*parts[:-1], ast.Slice()]))))
+        return False
 
     def _set(self, name: str, value: Value) -> None:
         self.values[name] = value
@@ -169,10 +154,10 @@ class RowReader:
             if isinstance(statement, ast.With | ast.While):
                 self._inference(statement.body)
                 continue
-            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
-                target, call = statement.targets[0], statement.value
-                same = isinstance(call, ast.Call) and call.args and ast.unparse(call.args[0]) == ast.unparse(target)
-                if same and not any(self._mentions(arg) for arg in call.args[1:]):
+            match statement:
+                case ast.Assign([ast.Subscript() as part, *_], ast.Call(_, [same, *others])) if ast.unparse(
+                    same
+                ) == ast.unparse(part) and not any(map(self._mentions, others)):
                     continue  # upstream itself divides the tokens here
             if self._mentions(statement):
                 raise Mixed(statement)
@@ -180,7 +165,7 @@ class RowReader:
     def _listed(self, source: ast.expr) -> list[ast.expr]:
         """What stands in the list of modules that an attribute or property holds; nothing for any other expression."""
         match self._anatomy.held(self._owner, own_attribute(source) or ""):
-            case [ast.FunctionDef(body=[*_, ast.Return(held)], decorator_list=[kind])] if (
+            case [ast.FunctionDef(body=[*_, ast.Return(held)], decorator_list=[kind])] if held and (
                 self._resolve(kind) == "builtins.property"
             ):
                 return self._listed(held)
@@ -188,13 +173,14 @@ class RowReader:
                 return made.elts if isinstance(made, ast.List) else [made.elt]
         return []
 
-    def _is_size(self, node: ast.expr) -> bool:
-        return isinstance(self.value(node), Size)
+    def _are_sizes(self, nodes: Iterable[ast.expr]) -> bool:
+        """Whether all are numbers of rows, or have nothing to do with rows."""
+        return all(isinstance(self.value(node), Size | None) for node in nodes)
 
     def _mentions(self, node: ast.AST) -> bool:
         return any(has_rows(self.values.get(name)) for name in loaded(node))
 
-    def _resolve(self, node: ast.expr) -> str:
+    def _resolve(self, node: ast.AST) -> str:
         return self._anatomy.names.resolve(node, self._local) or ""
 
     def _is_upstream(self, node: ast.expr, name: str) -> bool:
@@ -241,12 +227,11 @@ class RowReader:
             case ast.IfExp(test, left, right):
                 if has_rows(self.value(test)):
                     raise Mixed(test)
-                return either(self.value(left), self.value(right), node)
-            case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare():
+                return axes.either(self.value(left), self.value(right), node)
+            case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare() | ast.Dict():
                 parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-                return joined([self.value(part) for part in parts], node)
-            case ast.Dict(_, parts) if all(self.value(part) is None or self._is_size(part) for part in parts):
-                return joined([self.value(part) for part in parts], node)
+                if not isinstance(node, ast.Dict) or self._are_sizes(parts):
+                    return joined([self.value(part) for part in parts], node)
             case ast.JoinedStr() if not self._mentions(node):
                 return None
         raise Mixed(node)
@@ -288,7 +273,7 @@ class RowReader:
                 return axes.indexed(found, node)
         raise Mixed(node)
 
-    def _plain(self, node: ast.AST) -> None:
+    def _plain(self, node: ast.expr) -> None:
         """Raises `Mixed` if a part of an index, or a keyword's value, has to do with rows."""
         parts = node.elts if isinstance(node, ast.Tuple) else [node]
         for part in parts:
@@ -300,20 +285,20 @@ class RowReader:
         resolved, function = self._resolve(call.func), call.func
         library, _, name = resolved.rpartition(".")
         named = {keyword.arg: keyword.value for keyword in call.keywords}
-        if resolved == CHUNKED and own_attribute(call.args[0]):
+        if resolved == CHUNKED and (own := own_attribute(call.args[0])):
             inner = ast.Call(call.args[0], [arg for arg in call.args[1:] if has_rows(self.value(arg))], [])
-            return self.own(own_attribute(call.args[0]), inner)
+            return self.own(own, inner)
         if resolved in ("builtins.isinstance", "torch.is_tensor"):
             return None
         if isinstance(function, ast.Name) and function.id in self._attends:
             return self._attended(call, named)
         if isinstance(function, ast.Name) and function.id in self._modules:
             return self._one_of(self._modules[function.id], call)
+        if isinstance(function, ast.Subscript) and (modules := self._listed(function.value)):
+            return self._one_of(modules, call)
         if isinstance(function, ast.Name) and isinstance(self.values.get(function.id), Layer):
             given = map(self.value, (*call.args, *named.values()))
             return Result(next((value for value in given if isinstance(value, str)), "*."))
-        if isinstance(function, ast.Subscript) and (modules := self._listed(function.value)):
-            return self._one_of(modules, call)
         if own := own_attribute(function):
             return self.own(own, call) if self._is_handed(call) else None
         if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
@@ -325,7 +310,7 @@ class RowReader:
         if library in known.LIBRARIES or name in self._known:
             return self._operation(name, call, call.args, named)
         makes_number = resolved in known.NUMBERS or (library.startswith("transformers.") and name in UPSTREAM)
-        if makes_number and all(self.value(a) is None or self._is_size(a) for a in (*call.args, *named.values())):
+        if makes_number and self._are_sizes((*call.args, *named.values())):
             return Size("~")
         raise Mixed(call)
 
@@ -351,44 +336,33 @@ class RowReader:
         args = [*([named.pop("input")] if "input" in named and not args else []), *args]
         found = self.value(args[0]) if args else None
         others = [*args[1:], *named.values()]
-        if isinstance(found, Size) and all(self.value(one) is None or self._is_size(one) for one in others):
+        if isinstance(found, Size) and self._are_sizes(others):
             return Size("~")
         if name in self._known:
             return Result(next((v for v in map(self.value, args) if isinstance(v, str)), "*."))
-        if known.is_pointwise(name, args, named) and not (name == "layer_norm" and found[-1] == "r"):
+        if known.is_pointwise(name, args, named) and not (name == "layer_norm" and axes.last(found) == "r"):
             return joined([self.value(arg) for arg in (*args, *named.values())], call)
         if name == "cat":
             return axes.put_together(found, axes.along(name, args, named), call)
         if name in ("view", "reshape"):
             sizes = self.value(args[1]) if len(args) == 2 else None
-            sources = list(map(ast.unparse, args[1:])) if not isinstance(sizes, tuple) else [""] * len(sizes)
+            each = sizes if isinstance(sizes, tuple) else [self.value(size) for size in args[1:]]
+            sources = list(map(ast.unparse, args[1:])) if each is not sizes else [""] * len(each)
             is_merged = self._groups and isinstance(found, str) and found[:1] == "r" and sources[:1] == ["-1"]
             if is_merged and not any(has_rows(self.value(size)) for size in args[2:]):
                 return "r".ljust(len(sources), ".")
-            return axes.reshaped(found, list(zip(sources, sizes or map(self.value, args[1:]), strict=True)), call)
+            return axes.reshaped(found, list(zip(sources, each, strict=True)), call)
         if not isinstance(found, str) or any(has_rows(self.value(arg)) for arg in others):
             raise Mixed(call)
-        if name in known.PRODUCTS and found[-1] == "." and all(map(self._is_matrix, others[:1])):
+        if name in known.PRODUCTS and axes.last(found) == "." and all(map(self._is_matrix, others[:1])):
             return found
         return axes.moved(name, found, args, named, call)
 
     def _is_matrix(self, factor: ast.AST) -> bool:
-        """Whether what rows are multiplied by has two axes, so that the last one stays: a module's weight, or a parameter of
-        two sizes. A vector would leave the rows last."""
         match factor:
-            case ast.Attribute(ast.Name("self"), attribute):
-                bases = [base for info in self._anatomy.lineage(self._owner) for base in info.node.bases]
-                if attribute == "weight" and any(self._resolve(base) == "torch.nn.Linear" for base in bases):
-                    return True
-                made = [call for value in self._anatomy.held(self._owner, attribute) for call in calls(value)]
-                return any(len(call.args) == 2 and "torch." in (self._resolve(call.func) or "") for call in made)
-            case ast.Attribute(_, "weight"):
-                return True
             case ast.Subscript(ast.Name(name), ast.Name() | ast.Constant()):
                 return name in self._slices
-            case ast.Attribute(inner, "T" | "mT") | ast.Call(ast.Attribute(inner, "t" | "transpose" | "to")):
-                return self._is_matrix(inner)
-        return False
+        return known.is_matrix(self._anatomy, self._owner, factor)
 
     def own(self, attribute: str, call: ast.Call) -> Value:
         """A call of a method, or of the module or function that an attribute holds."""
@@ -396,20 +370,16 @@ class RowReader:
 
     def _one_of(self, held: Sequence[ast.expr | ast.stmt], call: ast.Call) -> Value:
         """A call of a method, module or function that is one of these."""
-        if held:
-            try:
-                return any_of([self._result(value, call) for value in held], call)
-            except Unread:
-                pass
-        meaning = " or ".join(map(ast.unparse, held)) or "not said in the class"
-        raise Mixed(call, f"{ast.unparse(call.func)}, which is {meaning}"[:400])
+        if not held:
+            raise Mixed(call, f"{ast.unparse(call.func)}, which is not said in the class")
+        return axes.any_of([self._result(value, call) for value in held], call)
 
     def _result(self, value: ast.expr | ast.stmt, call: ast.Call) -> Value:
         """What calling the value, or the method, makes of rows."""
         if isinstance(value, FunctionNode):
             return self._inside(self._owner, value, call)
         if handed := self._anatomy.handed(self._owner, value):
-            return any_of([self._result(part, call) for part in handed], call)
+            return axes.any_of([self._result(part, call) for part in handed], call)
         given = [self.value(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
         same = joined(given, call) if all(isinstance(one, str | None) for one in given) else None
         if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and known.is_of_config(value)):
@@ -425,7 +395,7 @@ class RowReader:
                     self._result(part, call)
                 return same
             sizes = known.has_sizes(value.args[:1], {k.arg: k.value for k in value.keywords})
-            is_row = name in known.ROW_MODULES and not self._fixed and not sizes and (same or ".")[-1] == "."
+            is_row = name in known.ROW_MODULES and not self._fixed and not sizes and axes.last(same) == "."
             if resolved in GETTERS or (library == "torch.nn" and (name in known.ACTIVATIONS or is_row)):
                 return same
             if name in self._known:
@@ -440,7 +410,7 @@ class RowReader:
             return self._inside("", self._anatomy.names.functions[name], call)
         elif library in known.LIBRARIES and name in known.POINTWISE:
             return same
-        raise Unread
+        raise Mixed(call, f"{ast.unparse(call.func)}, which is {ast.unparse(value)}"[:400])
 
     def _inside(self, owner: str, function: FunctionNode, call: ast.Call) -> Value:
         """What a function or method of the file makes of what a call hands it. `owner` is the class of its self."""

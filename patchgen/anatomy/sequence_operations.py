@@ -35,14 +35,11 @@ def _scan_kind(function: FunctionNode) -> str:
     if [ast.unparse(statement) for statement in body] == ["return None"]:
         return FUSED  # for a kernel that may take its place
     first, *others = parameter_names(function)
-    shapes = [len(n.targets[0].elts) for n in body if isinstance(n, ast.Assign) and _is_shape(n, first)]
-    kinds = {4: BY_HEADS, 3: BY_CHANNELS}
-    return kinds.get(shapes[0], UNKNOWN) if shapes and others[:4] == ["dt", "A", "B", "C"] else UNKNOWN
-
-
-def _is_shape(node: ast.Assign, name: str) -> bool:
-    """Whether it is `a, b, ... = name.shape`."""
-    return isinstance(node.targets[0], ast.Tuple) and ast.unparse(node.value) == f"{name}.shape"
+    for statement in body if others[:4] == ["dt", "A", "B", "C"] else ():
+        match statement:
+            case ast.Assign([ast.Tuple(sizes)], ast.Attribute(ast.Name(name), "shape")) if name == first:
+                return {4: BY_HEADS, 3: BY_CHANNELS}.get(len(sizes), UNKNOWN)
+    return UNKNOWN
 
 
 def unwrapped(info: ClassInfo, operations: Collection[str], anatomy: Anatomy) -> ast.AST | None:

@@ -51,7 +51,7 @@ def mixing(
         known: classes and operations that may be called besides.
         groups: whether rows may be put together into groups of neighbours, which are rows from there on.
     """
-    values = tensors if isinstance(tensors, dict) else dict.fromkeys(tensors, "*.")
+    values: dict[str, Value] = tensors if isinstance(tensors, dict) else dict.fromkeys(tensors, "*.")
     local = {"self"} | local_names(ast.Module(list(body), [])) | set(tensors)
     try:
         RowReader(anatomy, owner, local, values, known=known, groups=groups).run(body)
@@ -69,7 +69,8 @@ def mixing_member(anatomy: Anatomy, owner: str, attribute: str, *, fixed: bool) 
         attribute: a method, or an attribute that holds a module or function.
         fixed: whether learned values count too: what is called must be a function of the rows alone.
     """
-    call = ast.parse(f"self.{attribute}(rows)", mode="eval").body
+    method = ast.Attribute(ast.Name("self", ast.Load()), attribute, ast.Load())
+    call = ast.Call(method, [ast.Name("rows", ast.Load())], [])
     try:
         RowReader(anatomy, owner, {"self", "rows"}, {"rows": "*."}, fixed=fixed).own(attribute, call)
     except Mixed as mixed:

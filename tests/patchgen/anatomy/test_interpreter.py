@@ -166,7 +166,7 @@ UNREAD = (
     "p.nonzero()", "p[e].nonzero()", "hits.squeeze(0)", "p[e].squeeze(1)", "hits.squeeze()", "x.squeeze(0)", "hits.nonzero()",
     "torch.where(mask[e])", "torch.where(p[0])", "torch.where(p)", "p[e].where()", "torch.where(p[e], x, x)",
     "index != e", "e == index", "x.any()", "p.any()", "e != self.n", "e == 8", "not x", "e[1]", "x.item()", "float(e)",
-    "range(8)", "range(self.n, 2)", "range(e)", "tokens.size(1)[0]",
+    "range(8)", "torch.range(self.n)", "range(self.n, 2)", "range(e)", "tokens.size(1)[0]",
     "x[slots]", "x[0, tokens]", "x[tokens, 0]", "x[e]", "mask[tokens]", "x[tokens].reshape(-1, 8)", "x[tokens].reshape(1, x.shape[1])",
     "x.reshape(-1, x.shape[1])", "x[tokens].reshape(-1)", "x[tokens].T",
     "weights[slots, tokens]", "weights[tokens, slots, 0]", "weights[tokens, slots, None, None]", "weights[tokens, slots][None]",

@@ -13,6 +13,8 @@ from patchgen.errors import Missed
 
 UPSTREAMS = LinearInit("normal_", INHERITED)
 MODEL = """
+from transformers import initialization as init
+
 class ExamplePreTrainedModel(PreTrainedModel):
     config: ExampleConfig
     {method}
@@ -34,6 +36,9 @@ UNREAD = {
     "a value of the module": "nn.init.normal_(module.weight, std=module.std)",
     "a name without a value": "nn.init.normal_(module.weight, std=unknown)\n            unknown = 1",
     "a writer of nothing": "normal_()",
+    "the weight of a part": "nn.init.normal_(module.lora.weight, std=0.5)",
+    "the weight of a part, in place": "module.lora.weight.data.normal_(std=0.5)",
+    "a method of that name": "self.normal_(module.weight, std=0.5)",
 }
 
 

@@ -64,6 +64,7 @@ class Head(nn.Module):
         self.power = 2 ** float(config.power) if config.power > 1 else -1
         self.learned = nn.Parameter(torch.ones(8))
         self.matrix = nn.Parameter(torch.ones(8, 8))
+        self.filled = nn.Parameter(torch.full((8,), 0.5))
         self.steps = nn.ModuleList([nn.Linear(8, 8), nn.GELU()])
         self.alike = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
         self.odd_alike = nn.ModuleList([Mixer() for _ in range(3)])
@@ -97,6 +98,7 @@ ALONE = (
     "a, b = torch.chunk(x, 2, -1)\nc, d = x.split(4, -1)\ny = x.var(-1, keepdim=True) + x.softmax(-1) + torch.softmax(input=x, dim=-1)",
     "a, b = x.chunk(2, dim=-1)",
     "y = F.linear(x, self.matrix) + torch.matmul(x, self.matrix) + x @ self.matrix",
+    "y = F.linear(x, self.proj.weight).softmax(-1)",
     "y = x[..., :4] + x[:, :, 1:3]",
     "y = x * x.shape[-1]",
     "y = x * x.size(-1)",
@@ -127,6 +129,7 @@ MIXED = (
     "y = x[0]", "y = x[1:]", "y = x[:, 0]", "y = x[:, 1:, :]", "y = x[..., 0, :]", "y = x[mask]", "y = x[:, :, 0, 0]", "y = x[::2, :, 0]",
     "y = x.shape[0]", "y = x * x.shape[1]", "y = x.shape", "y = x.T", "y = x.mT @ w", "y = self.learned @ x", "y = F.linear(self.learned, x)",
     "y = F.linear(x, self.learned).mean(-1)", "y = (x @ self.learned).softmax(-1)",
+    "y = F.linear(x, self.norm.weight).softmax(-1)", "y = F.linear(x, self.filled).softmax(-1)",
     "y = torch.matmul(w, x)", "y = self.conv(x)", "y = self.drop(x)", "y = self.mixer(x)", "y = self.sequence(x)", "y = self.own_mixed(x)", "y = mixed(x)",
     "y = self.foreign(x)", "y = self.either(x)", "y = self.handed(x)", "y = self.table(x)", "y = self.unknown(x)", "y = gelu(x)", "y = unknown(x)", "y = numpy.tanh(x)",
     "y = apply_chunking_to_forward(self.sequence, 1, x)", "y = [t * 2 for t in x]", "y = (lambda t: t)(x)", "y = f(*x)",

@@ -167,6 +167,7 @@ def test_only_the_calls_are_left_and_one_ranks_branch_says_what_divides_experts(
 
 
 REFUSED = {
+    "no rows where another list is empty": ("if len(outputs) else", "if len(counts) else"),
     "rows of another choice": ("expert(hidden_states[flat == i])", "expert(hidden_states[flat != i])"),
     "set to another expert's": ("y[flat == i] =", "y[flat == i + 1] ="),
     "no sum over a token's outputs": (".sum(dim=1)\n            y = y.to", ".mean(dim=1)\n            y = y.to"),

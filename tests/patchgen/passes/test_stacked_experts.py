@@ -160,6 +160,14 @@ def test_second_run_changes_nothing(form):
     assert not twice.hits and [hit.site for hit in twice.upstream] == ["ToyStackedExperts.forward"]
 
 
+def test_the_dtype_of_the_sum_is_what_its_zeros_are_by_whatever_name():
+    def called(zeros: str) -> str:
+        text = EXPERT + ENUMERATED_LOOP.replace("torch.zeros_like(", zeros) + ROUTE + MODEL
+        return method_text(stack("from torch import zeros_like\n" + text).module, "ToyMoE", "moe")
+
+    assert called("zeros_like(") == called("torch.zeros_like(") == called("torch.zeros_like(input=")
+
+
 def test_what_something_else_reads_stays():
     text = EXPERT + HIT_LOOP.replace("return total", "return total, mask.sum()") + ROUTE + MODEL
     moe = method_text(stack(text).module, "ToyMoE", "moe")
@@ -271,6 +279,10 @@ REFUSED = {
     ),
     "a part of the experts": ("for number in hit:", "for number in range(self.top_k):"),
     "a use beside the loop": ("return total", "return total + self.experts[0](hidden_states)"),
+    "a function of the file that is called range": (
+        "class ToyMLP(nn.Module):",
+        "def range(stop):\n    return reversed([*iter(int, 1)][:stop])\n\n\nclass ToyMLP(nn.Module):",
+    ),
     "an expert that does more": ("product = self.w2(product)", "product = self.w2(product) + x"),
 }
 
