@@ -6,17 +6,20 @@ import ast
 import builtins
 import copy
 import difflib
+import itertools
 import symtable
+import sys
 import textwrap
 from collections.abc import Sequence
 
 from patchgen import __version__
+from patchgen.anatomy.classes import dotted, walk
 from patchgen.anatomy.graph import references
 from patchgen.errors import EmissionError
 from patchgen.passes.base import Outcome
-from patchgen.rewrite import format_code
+from patchgen.rewrite import LINE_LENGTH, format_code
 from patchgen.source import Block, Module, bound_names
-from patchgen.templates import render
+from patchgen.templates import render, table
 from patchgen.upstream import Upstream
 
 BANNER_FRAME = "🚨"
@@ -25,7 +28,7 @@ OPS_IMPORT = "from patchgen.runtime import ops\n"
 
 
 def with_imports(module: Module, upstream: Upstream) -> Module:
-    """Drops imported names that nothing uses any more and imports the runtime's operations.
+    """Drops imported names that nothing uses any more, imports the runtime's operations and explains them.
 
     An import that a pass or a hand edit added, or that upstream marks `# noqa: F401`, stays: it is there for what it does.
 
@@ -43,9 +46,62 @@ def with_imports(module: Module, upstream: Upstream) -> Module:
     used |= set(exported_names(module))
     parts = [_with_used_names(b, used) if b.is_import and not _stays_whole(b) else b for b in module]
     blocks = [block for block in parts if block is not None]
-    position = next((i for i, b in enumerate(blocks) if not (b.is_docstring or _is_future(b))), len(blocks))
-    guard = f'\nops.require_transformers(__file__, made_from="{upstream.version}")\n\n' if upstream.version else "\n"
-    blocks.insert(position, Block(text=OPS_IMPORT + guard))
+    start = next((i for i, b in enumerate(blocks) if not (b.is_docstring or _is_future(b))), len(blocks))
+    end = next((i for i, b in enumerate(blocks) if i >= start and not b.is_import), len(blocks))
+    rest = blocks[end:]
+    if rest and not rest[0].text.startswith("\n"):
+        rest[0] = rest[0].with_text("\n" + rest[0].text)
+    return _explained(module.with_blocks([*blocks[:start], *_in_order(blocks[start:end], upstream.version), *rest]))
+
+
+def _in_order(imports: Sequence[Block], version: str | None) -> list[Block]:
+    """A file's first imports with that of the operations where isort has it, and the guard above what a release brings.
+
+    Those of a release were relative, in the order of their dots; they are put in the order of their names.
+    """
+    first = next((i for i, b in enumerate(imports) if _place(b)[2].split(".")[0] == "transformers"), len(imports))
+    head, tail = list(imports[:first]), list(imports[first:])
+    ours = Block(text=OPS_IMPORT)
+    position = next((i for i, block in enumerate(head) if _place(block) > _place(ours)), len(head))
+    guard = [Block(text=f'ops.require_transformers(__file__, made_from="{version}")\n')] if version else []
+    if version:
+        tail.sort(key=_place)
+    placed = [*head[:position], ours, *head[position:], *guard, *tail]
+    moved = {id(block) for block in (ours, *guard, *(tail if version else ()))}
+    sections = [_place(block)[0] if block.is_import else None for block in placed]
+    lead = imports[0].text if imports else ""
+    between = ["" if one == other else "\n" for one, other in itertools.pairwise(sections)]
+    gaps = [lead[: len(lead) - len(lead.lstrip("\n"))], *between]
+    beside = zip((ours, *placed), placed, gaps, strict=False)
+    return [
+        block.with_text(gap + block.text.lstrip("\n")) if moved & {id(before), id(block)} else block
+        for before, block, gap in beside
+    ]
+
+
+def _place(block: Block) -> tuple[int, bool, str]:
+    """Where isort has an import: by its section, then `import x` above `from x import`, then its name."""
+    node = block.node
+    level, module = (node.level, node.module or "") if isinstance(node, ast.ImportFrom) else (0, "")
+    module = module or (node.names[0].name if isinstance(node, ast.Import) else "")
+    section = 3 if level else 1 if module.split(".")[0] in sys.stdlib_module_names else 2
+    return section, isinstance(node, ast.ImportFrom), module.lower()
+
+
+def _explained(module: Module) -> Module:
+    """Says at the first use of an operation what it does on one rank: on its line, or in the comment of the pass above."""
+    told, blocks = table("one_rank.toml"), []
+    for block in module:
+        lines = block.text.split("\n")
+        uses = [node for s in block.statements for node in walk(s) if isinstance(node, ast.Attribute)]
+        for node in sorted(uses, key=lambda node: node.lineno):
+            if dotted(node) != f"ops.{node.attr}" or (comment := told.pop(node.attr, None)) is None:
+                continue
+            line = at = node.lineno - 1
+            if len(lines[line]) + len(comment) + 4 > LINE_LENGTH:
+                at = next((i for i in range(line, -1, -1) if lines[i].lstrip().startswith("# patchgen: ")), line)
+            lines[at] += f"  # {comment}" if at == line else f" ({comment})"
+        blocks.append(block.with_text("\n".join(lines)))
     return module.with_blocks(blocks)
 
 
@@ -162,25 +218,17 @@ def diff(
         dropped=textwrap.wrap(", ".join(dropped), 110),
         roots=", ".join(roots),
     )
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True),
-        after.splitlines(keepends=True),
-        fromfile=f"a/{upstream.path}",
-        tofile=f"b/{root}/{upstream.model}/modeling_{upstream.model}.py",
-        n=3,
-    )
-    return head + "".join(_renumbered(line, before_lines) for line in lines)
-
-
-def _renumbered(line: str, before_lines: Sequence[int]) -> str:
-    """A hunk's head `@@ -a,b +c,d @@` with the number that its first line has in upstream's file."""
-    if not line.startswith("@@ "):
-        return line
-    removed, added = line.split()[1:3]
-    start, comma, count = removed[1:].partition(",")
-    if before_lines and start != "0":
-        start = str(before_lines[int(start) - 1])
-    return f"@@ -{start}{comma}{count} {added} @@\n"
+    left, right = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    parts = [head, f"--- a/{upstream.path}\n+++ b/{root}/{upstream.model}/modeling_{upstream.model}.py\n"]
+    # Blank lines count as others do: difflib's own diff takes what is frequent for noise, and finds more changed.
+    for hunk in difflib.SequenceMatcher(None, left, right, autojunk=False).get_grouped_opcodes(3):
+        (_, i, _, k, _), (_, _, j, _, m) = hunk[0], hunk[-1]
+        start = before_lines[i] if j > i else 0
+        parts.append(f"@@ -{start},{j - i} +{k + (m > k)},{m - k} @@\n")
+        for kind, i, j, k, m in hunk:
+            parts += [f" {line}" for line in left[i:j]] if kind == "equal" else [f"-{line}" for line in left[i:j]]
+            parts += [f"+{line}" for line in right[k:m]] if kind != "equal" else []
+    return "".join(parts)
 
 
 def text_diff(before: str, after: str) -> str:

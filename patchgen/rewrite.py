@@ -171,18 +171,31 @@ class Editor:
         new = cst.Decorator(cst.parse_expression(decorator))
         self._edit(self._statement(function), lambda old: old.with_changes(decorators=[new, *old.decorators]))
 
+    def add_parameter(self, function: FunctionNode, code: str) -> None:
+        """Another parameter, with a default, behind those that a function has and in front of its `**kwargs`."""
+        new = cst.ensure_type(cst.parse_statement(f"def f({code}): ..."), cst.FunctionDef).params.params[0]
+
+        def change(old: cst.FunctionDef) -> cst.FunctionDef:
+            named, star = old.params.kwonly_params, old.params.star_arg
+            group = "kwonly_params" if named or isinstance(star, cst.Param) else "params"
+            last = [*old.params.params, *([star] if isinstance(star, cst.Param) else []), *named][-1]
+            members = [*getattr(old.params, group), new.with_changes(comma=last.comma)]
+            return old.with_changes(params=old.params.with_changes(**{group: members}))
+
+        self._edit(self._statement(function), change)
+
     def mark(self, *nodes: ast.AST) -> None:
         """The comment of the pass above the statements that hold these nodes."""
         for node in nodes:
             self._changes.setdefault(self._statement(self.statement_of(node)), Change()).mark = self._mark
 
-    def above(self, statement: ast.stmt, code: str, *, at_top: bool = False) -> None:
-        """Marked code above a statement, which keeps its comments; a blank line above it stays above both.
+    def above(self, statement: ast.stmt, code: str, *, at_top: bool = False, marked: bool = True) -> None:
+        """Code above a statement, which keeps its comments; a blank line above it stays above both.
 
         With `at_top` the code goes above those comments and blank lines.
         """
         change = self._change(statement)
-        (change.top if at_top else change.above).extend(self._formatted(code, statement))
+        (change.top if at_top else change.above).extend(self._formatted(code, statement, marked=marked))
 
     def below(self, statement: ast.stmt, code: str, *, marked: bool = True, spaced: bool = False) -> None:
         """Code right below a statement, or below a blank line."""

@@ -26,17 +26,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def register_checkpoint_mapping(*names: str) -> None:
-    """Registers upstream's own conversions for these model types and class names, where upstream has any.
+def register_checkpoint_mapping(*bases: type[PreTrainedModel]) -> None:
+    """Registers upstream's own conversions for models by their names and by the types of their configs.
 
     Args:
-        names: model types ("mixtral") and class names ("MixtralForCausalLM") of a generated file. Names for which
-            upstream has no conversion load and save their weights as they are.
+        bases: each stands for the models of its file that are derived from it, and for itself. Models of a name and type
+            for which upstream has no conversion load and save their weights as they are.
     """
-    for name in names:
+    models = [one for base in bases for one in _of_its_file(base)]
+    types = (str(getattr(one.config_class, "model_type", "")) for one in models)
+    for name in dict.fromkeys((*types, *(one.__name__ for one in models))):
         mapping = get_checkpoint_conversion_mapping(name)
         if mapping is not None:
             register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
+
+
+def _of_its_file(base: type[PreTrainedModel]) -> list[type[PreTrainedModel]]:
+    """The class, and those derived from it in the file that defines it."""
+    derived = (one for one in base.__subclasses__() if one.__module__ == base.__module__)
+    return [base, *(found for one in derived for found in _of_its_file(one))]
 
 
 _UPSTREAMS_CODE: set[str] = set()

@@ -162,30 +162,37 @@ def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callabl
 
 
 def encode_vision(
-    features: Callable[..., object],
-    outputs: Mapping[str, object] | None,
+    image_features: Callable[..., object],
+    video_features: Callable[..., object],
+    outputs: Mapping[str, object],
     inputs_embeds: Tensor,
     *,
     images: tuple[Tensor | None, Tensor | None],
     videos: tuple[Tensor | None, Tensor | None],
     **kwargs: object,
-) -> tuple[Mapping[str, object] | None, Tensor]:
+) -> tuple[Mapping[str, object], Tensor]:
     """One pass of the vision tower on every rank, where upstream makes one for images and one for videos.
 
     Args:
-        features: the model's bound `get_image_features`, which serves videos as well.
-        outputs: upstream's `mm_encoder_outputs`, "image" and "video" -> output of the tower.
+        image_features: the model's bound `get_image_features`, which serves videos as well.
+        video_features: the model's bound `get_video_features`: on one rank, and where there are only videos.
+        outputs: upstream's `mm_encoder_outputs`, "image" and "video" -> output of the tower; what is there stays.
         inputs_embeds: `[B, S, H]`.
         images, videos: packed patches `[P, C * T * p * p]` with their grids `[N, 3]`, or None.
         kwargs: what upstream hands to the tower; values precomputed for images and videos are joined.
 
     Returns:
-        `outputs` with both where both are there, and `inputs_embeds` as from `absent_tower` where neither is. On one
-        rank both arguments as they are.
+        `outputs` with what this rank has of both, and `inputs_embeds` as from `absent_tower` where it has neither; on one
+        rank as they are.
     """
-    from patchgen.runtime.parallel import towers
+    if (state := parallel.current()) is not None:
+        from patchgen.runtime.parallel import towers
 
-    state = parallel.current()
-    if state is None:
-        return outputs, inputs_embeds
-    return towers.encode_vision(features, outputs, inputs_embeds, images, videos, kwargs, state)
+        outputs, inputs_embeds = towers.encode_vision(
+            image_features, outputs, inputs_embeds, images, videos, kwargs, state
+        )
+    encoded = dict(outputs)
+    for kind, features, (pixels, grids) in (("image", image_features, images), ("video", video_features, videos)):
+        if encoded.get(kind) is None and pixels is not None:
+            encoded[kind] = features(pixels, grids, return_dict=True, **kwargs)
+    return encoded, inputs_embeds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tomllib
 from pathlib import Path
 
 import jinja2
@@ -26,3 +27,8 @@ def _environment() -> jinja2.Environment:
 def render(template: str, **values: object) -> str:
     """A template of this folder, rendered; a value that it needs and does not get is an error."""
     return _environment().get_template(template).render(**values)
+
+
+def table(name: str) -> dict[str, str]:
+    """A table of this folder, name -> text."""
+    return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))

@@ -32,15 +32,14 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from patchgen.runtime import ops
 from torch import nn
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -52,11 +51,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.ernie4_5_moe.configuration_ernie4_5_moe import Ernie4_5_MoeConfig
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.generic import maybe_autocast, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
-from transformers.models.ernie4_5_moe.configuration_ernie4_5_moe import Ernie4_5_MoeConfig
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -71,8 +70,8 @@ class Ernie4_5_MoeRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # patchgen: fused_ops
-        if ops.serves("rms_norm"):
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        if ops.serves("rms_norm"):  # False until a kernel is chosen
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # the kernel
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -97,7 +96,7 @@ class Ernie4_5_MoeMLP(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))  # act_fn(gate) * up
         return down_proj
 
 
@@ -314,7 +313,7 @@ class Ernie4_5_MoeStatics(nn.Module):
         return hidden_states + self.e_score_correction_bias.squeeze()
 
 
-@use_experts_implementation(experts_interface=ops.experts_interface)
+@use_experts_implementation(experts_interface=ops.experts_interface)  # one rank: as upstream's
 class Ernie4_5_MoeExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -335,7 +334,7 @@ class Ernie4_5_MoeExperts(nn.Module):
     ) -> torch.Tensor:
         # patchgen: fused_experts
         if ops.serves("fused_moe"):
-            return ops.fused_moe(
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 top_k_index,
                 top_k_weights,
@@ -545,7 +544,7 @@ class Ernie4_5_MoeModel(Ernie4_5_MoePreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -651,7 +650,7 @@ def load_balancing_loss_func(
     tokens_per_expert = tokens_per_expert_sum / total_rows
     router_prob_per_expert = router_prob_sum / total_rows
 
-    # patchgen: router_loss
+    # patchgen: router_loss (one rank: as they are)
     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
@@ -718,7 +717,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5_MoePreTrainedModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -731,7 +730,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5_MoePreTrainedModel, GenerationMixin):
         aux_loss = None
         if output_router_logits:
             # patchgen: router_loss
-            aux_loss = ops.router_loss(
+            aux_loss = ops.router_loss(  # one rank: the function itself
                 load_balancing_loss_func,
                 outputs.router_logits,
                 self.num_experts,
@@ -754,15 +753,13 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5_MoePreTrainedModel, GenerationMixin):
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={"Ernie4_5_MoeExperts": ("gate_up_proj", "down_proj")})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "ernie4_5_moe", "Ernie4_5_MoePreTrainedModel", "Ernie4_5_MoeModel", "Ernie4_5_MoeForCausalLM"
-)
-ops.initialize_as_upstream(Ernie4_5_MoePreTrainedModel)
+ops.register_checkpoint_mapping(Ernie4_5_MoePreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Ernie4_5_MoePreTrainedModel)  # by its _init_weights
 
 
 __all__ = ["Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel", "Ernie4_5_MoePreTrainedModel"]

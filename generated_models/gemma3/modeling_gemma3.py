@@ -33,15 +33,14 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+from patchgen.runtime import ops
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -62,6 +61,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.auto import AutoModel
+from transformers.models.gemma3.configuration_gemma3 import Gemma3Config, Gemma3TextConfig
 from transformers.processing_utils import Unpack
 from transformers.utils import (
     ModelOutput,
@@ -72,8 +73,6 @@ from transformers.utils import (
 )
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
-from transformers.models.auto import AutoModel
-from transformers.models.gemma3.configuration_gemma3 import Gemma3Config, Gemma3TextConfig
 
 
 @auto_docstring(
@@ -149,7 +148,7 @@ class Gemma3MLP(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))  # act_fn(gate) * up
         return down_proj
 
 
@@ -164,8 +163,8 @@ class Gemma3RMSNorm(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        if ops.serves("rms_norm"):
-            return ops.rms_norm(x, self.weight, self.eps, offset=1.0, in_fp32=True)
+        if ops.serves("rms_norm"):  # False until a kernel is chosen
+            return ops.rms_norm(x, self.weight, self.eps, offset=1.0, in_fp32=True)  # the kernel
         output = self._norm(x.float())
         # Llama does x.to(float16) * w whilst Gemma3 is (x * w).to(float16)
         # See https://github.com/huggingface/transformers/pull/29402
@@ -266,7 +265,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """
     # patchgen: fused_ops
     if ops.serves("rotary"):
-        return ops.rotary(q, k, cos, sin, unsqueeze_dim)
+        return ops.rotary(q, k, cos, sin, unsqueeze_dim)  # the kernel
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)
@@ -544,7 +543,7 @@ class Gemma3TextModel(Gemma3PreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -716,7 +715,7 @@ class Gemma3Model(Gemma3PreTrainedModel):
         super().__init__(config)
         self.vision_tower = AutoModel.from_config(config.vision_config)
         # patchgen: fill_back
-        ops.mark_replicated(self.vision_tower)
+        ops.mark_replicated(self.vision_tower)  # one rank: nothing
         self.multi_modal_projector = Gemma3MultiModalProjector(config)
         self.vocab_size = config.text_config.vocab_size
         # patchgen: local_classes
@@ -754,7 +753,7 @@ class Gemma3Model(Gemma3PreTrainedModel):
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         # patchgen: fill_back
         torch_compilable_check(
-            ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
+            ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),  # one rank: False
             f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {n_image_features}",
         )
         return special_image_mask
@@ -819,7 +818,7 @@ class Gemma3Model(Gemma3PreTrainedModel):
         # Merge text and images
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)  # one rank: as they are
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(pixel_values, return_dict=True)
 
@@ -828,7 +827,7 @@ class Gemma3Model(Gemma3PreTrainedModel):
             special_image_mask = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_features
             )
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: the features themselves)
             inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.local_features(image_features, special_image_mask))
 
         # It may already have been prepared by e.g. `generate`
@@ -968,7 +967,7 @@ class Gemma3ForConditionalGeneration(Gemma3PreTrainedModel, GenerationMixin):
         hidden_states = outputs[0]
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -1029,20 +1028,13 @@ class Gemma3ForConditionalGeneration(Gemma3PreTrainedModel, GenerationMixin):
         return create_masks_for_generate(**mask_kwargs)
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "gemma3",
-    "gemma3_text",
-    "Gemma3PreTrainedModel",
-    "Gemma3TextModel",
-    "Gemma3Model",
-    "Gemma3ForConditionalGeneration",
-)
-ops.initialize_as_upstream(Gemma3PreTrainedModel)
+ops.register_checkpoint_mapping(Gemma3PreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Gemma3PreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

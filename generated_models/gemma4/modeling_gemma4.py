@@ -37,18 +37,17 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from patchgen.runtime import ops
 from torch import nn
 from torch.nn import functional as F
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -71,6 +70,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.gemma4.configuration_gemma4 import (
+    Gemma4AudioConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
+    Gemma4VisionConfig,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import (
     ModelOutput,
@@ -82,12 +87,6 @@ from transformers.utils import (
 )
 from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
-from transformers.models.gemma4.configuration_gemma4 import (
-    Gemma4AudioConfig,
-    Gemma4Config,
-    Gemma4TextConfig,
-    Gemma4VisionConfig,
-)
 
 
 if is_accelerate_available():
@@ -733,7 +732,7 @@ class Gemma4VisionMLP(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))  # act_fn(gate) * up
         return down_proj
 
 
@@ -1288,7 +1287,7 @@ class Gemma4TextAttention(nn.Module):
         return attn_output, attn_weights
 
 
-@use_experts_implementation(experts_interface=ops.experts_interface)
+@use_experts_implementation(experts_interface=ops.experts_interface)  # one rank: as upstream's
 class Gemma4TextExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -1308,8 +1307,8 @@ class Gemma4TextExperts(nn.Module):
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         # patchgen: fused_experts
-        if ops.serves("fused_moe"):
-            return ops.fused_moe(
+        if ops.serves("fused_moe"):  # False until a kernel is chosen
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 top_k_index,
                 top_k_weights,
@@ -1680,7 +1679,7 @@ class Gemma4TextModel(Gemma4PreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -1974,7 +1973,7 @@ class Gemma4ForCausalLM(Gemma4PreTrainedModel, GenerationMixin):
                 logits = logits * self.config.final_logit_softcapping
             return logits
 
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             head,
             hidden_states,
             labels,
@@ -1995,7 +1994,7 @@ class Gemma4ForCausalLM(Gemma4PreTrainedModel, GenerationMixin):
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={"Gemma4TextExperts": ("gate_up_proj", "down_proj")})
 
 
@@ -2292,7 +2291,7 @@ class Gemma4Model(Gemma4PreTrainedModel):
         # patchgen: local_classes
         self.vision_tower = Gemma4VisionModel._from_config(config.vision_config) if config.vision_config is not None else None
         # patchgen: fill_back
-        ops.mark_replicated(self.vision_tower)
+        ops.mark_replicated(self.vision_tower)  # one rank: nothing
         self.vocab_size = config.text_config.vocab_size
         # patchgen: local_classes
         self.language_model = Gemma4TextModel._from_config(config.text_config)
@@ -2319,14 +2318,14 @@ class Gemma4Model(Gemma4PreTrainedModel):
         self,
         pixel_values: torch.Tensor,
         image_position_ids: torch.LongTensor | None = None,
+        image_split_sizes: list[int] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         r"""
         image_position_ids (`torch.LongTensor` of shape `(batch_size, max_patches, 2)`, *optional*):
             The patch positions as (x, y) coordinates in the image. Padding patches are indicated by (-1, -1).
+        image_split_sizes (`list[int]`, *optional*): Features of each item, if known on the host.
         """
-        # patchgen: host_values
-        split_sizes = kwargs.pop("image_split_sizes", None)
         vision_outputs = self.vision_tower(
             pixel_values=pixel_values,
             pixel_position_ids=image_position_ids,
@@ -2338,8 +2337,8 @@ class Gemma4Model(Gemma4PreTrainedModel):
         output_length = pixel_values.shape[-2] // (self.config.vision_config.pooling_kernel_size**2)
         k_squared = int((image_position_ids.shape[1] // output_length) ** 0.5) ** 2
         non_pad_mask = (image_position_ids != -1).all(dim=-1)
-        if split_sizes is None:
-            split_sizes = (non_pad_mask.sum(dim=-1) // k_squared).tolist()
+        # patchgen: host_values
+        split_sizes = image_split_sizes or (non_pad_mask.sum(dim=-1) // k_squared).tolist()
         vision_outputs.pooler_output = torch.split(pooler_output, split_sizes)
         return vision_outputs
 
@@ -2460,7 +2459,7 @@ class Gemma4Model(Gemma4PreTrainedModel):
         # Merge text and images
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)  # one rank: as they are
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(pixel_values, image_position_ids, return_dict=True)
 
@@ -2474,12 +2473,12 @@ class Gemma4Model(Gemma4PreTrainedModel):
             image_mask = image_mask.unsqueeze(-1).expand_as(inputs_embeds).to(inputs_embeds.device)
             # patchgen: fill_back
             torch_compilable_check(
-                ops.is_sliced() or inputs_embeds[image_mask].numel() == image_features.numel(),
+                ops.is_sliced() or inputs_embeds[image_mask].numel() == image_features.numel(),  # one rank: False
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features:"
                 f" {image_features.shape[0]}",
             )
 
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: the features themselves)
             inputs_embeds = inputs_embeds.masked_scatter(
                 image_mask.to(inputs_embeds.device), ops.local_features(image_features.to(inputs_embeds.device), image_mask.to(inputs_embeds.device))
             )
@@ -2541,7 +2540,7 @@ class Gemma4Model(Gemma4PreTrainedModel):
         # It may already have been prepared by, e.g., `generate`
         if position_ids is None:
             # patchgen: fill_back
-            ops.require_whole_sequence("position_ids")
+            ops.require_whole_sequence("position_ids")  # one rank: nothing
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
@@ -2860,20 +2859,8 @@ class Gemma4ForConditionalGeneration(Gemma4PreTrainedModel, GenerationMixin):
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "gemma4",
-    "gemma4_text",
-    "gemma4_audio",
-    "gemma4_vision",
-    "Gemma4PreTrainedModel",
-    "Gemma4TextModel",
-    "Gemma4ForCausalLM",
-    "Gemma4AudioModel",
-    "Gemma4VisionModel",
-    "Gemma4Model",
-    "Gemma4ForConditionalGeneration",
-)
-ops.initialize_as_upstream(Gemma4PreTrainedModel)
+ops.register_checkpoint_mapping(Gemma4PreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Gemma4PreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

@@ -31,15 +31,14 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from patchgen.runtime import ops
 from torch import nn
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -52,11 +51,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
-from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 
 
 class Glm4MoeRotaryEmbedding(nn.Module):
@@ -279,7 +278,7 @@ class Glm4MoeMLP(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))  # act_fn(gate) * up
         return down_proj
 
 
@@ -336,8 +335,8 @@ class Glm4MoeRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # patchgen: fused_ops
-        if ops.serves("rms_norm"):
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        if ops.serves("rms_norm"):  # False until a kernel is chosen
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # the kernel
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -348,7 +347,7 @@ class Glm4MoeRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
-@use_experts_implementation(experts_interface=ops.experts_interface)
+@use_experts_implementation(experts_interface=ops.experts_interface)  # one rank: as upstream's
 class Glm4MoeExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -369,7 +368,7 @@ class Glm4MoeExperts(nn.Module):
     ) -> torch.Tensor:
         # patchgen: fused_experts
         if ops.serves("fused_moe"):
-            return ops.fused_moe(
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 top_k_index,
                 top_k_weights,
@@ -419,7 +418,7 @@ class Glm4MoeMoE(nn.Module):
         _, topk_weights, topk_indices = self.gate(hidden_states)
         hidden_states = hidden_states.view(-1, hidden_states.shape[-1])
         # patchgen: shared_experts
-        shared_beside = ops.beside_experts(self.shared_experts, residuals)
+        shared_beside = ops.beside_experts(self.shared_experts, residuals)  # one rank: called where upstream does
         hidden_states = self.experts(hidden_states, topk_indices, topk_weights).view(*orig_shape)
         hidden_states = hidden_states + shared_beside()
         return hidden_states
@@ -544,7 +543,7 @@ class Glm4MoeModel(Glm4MoePreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -643,7 +642,7 @@ class Glm4MoeForCausalLM(Glm4MoePreTrainedModel, GenerationMixin):
         # Only compute necessary logits, and do not upcast them to float if we are not computing the loss
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -663,13 +662,13 @@ class Glm4MoeForCausalLM(Glm4MoePreTrainedModel, GenerationMixin):
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={"Glm4MoeExperts": ("gate_up_proj", "down_proj")})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping("glm4_moe", "Glm4MoePreTrainedModel", "Glm4MoeModel", "Glm4MoeForCausalLM")
-ops.initialize_as_upstream(Glm4MoePreTrainedModel)
+ops.register_checkpoint_mapping(Glm4MoePreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Glm4MoePreTrainedModel)  # by its _init_weights
 
 
 __all__ = ["Glm4MoePreTrainedModel", "Glm4MoeModel", "Glm4MoeForCausalLM"]

@@ -40,10 +40,6 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 import itertools
 from collections.abc import Callable
 from itertools import accumulate
@@ -51,7 +47,10 @@ from itertools import accumulate
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from patchgen.runtime import ops
 from torch.nn import LayerNorm
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -69,6 +68,11 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.glm4v_moe.configuration_glm4v_moe import (
+    Glm4vMoeConfig,
+    Glm4vMoeTextConfig,
+    Glm4vMoeVisionConfig,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, torch_compilable_check
 from transformers.utils.generic import (
@@ -79,11 +83,6 @@ from transformers.utils.generic import (
 )
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.vision_utils import get_vision_attention_seqlens, get_vision_position_ids
-from transformers.models.glm4v_moe.configuration_glm4v_moe import (
-    Glm4vMoeConfig,
-    Glm4vMoeTextConfig,
-    Glm4vMoeVisionConfig,
-)
 
 
 class Glm4vMoeTextRotaryEmbedding(nn.Module):
@@ -338,7 +337,7 @@ class Glm4vMoeTextTopkRouter(nn.Module):
         return router_logits, topk_weights, topk_indices
 
 
-@use_experts_implementation(experts_interface=ops.experts_interface)
+@use_experts_implementation(experts_interface=ops.experts_interface)  # one rank: as upstream's
 class Glm4vMoeTextExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -358,8 +357,8 @@ class Glm4vMoeTextExperts(nn.Module):
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         # patchgen: fused_experts
-        if ops.serves("fused_moe"):
-            return ops.fused_moe(
+        if ops.serves("fused_moe"):  # False until a kernel is chosen
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 top_k_index,
                 top_k_weights,
@@ -409,7 +408,7 @@ class Glm4vMoeTextMoE(nn.Module):
         _, topk_weights, topk_indices = self.gate(hidden_states)
         hidden_states = hidden_states.view(-1, hidden_states.shape[-1])
         # patchgen: shared_experts
-        shared_beside = ops.beside_experts(self.shared_experts, residuals)
+        shared_beside = ops.beside_experts(self.shared_experts, residuals)  # one rank: called where upstream does
         hidden_states = self.experts(hidden_states, topk_indices, topk_weights).view(*orig_shape)
         hidden_states = hidden_states + shared_beside()
         return hidden_states
@@ -428,7 +427,7 @@ class Glm4vMoeTextMLP(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))  # act_fn(gate) * up
         return down_proj
 
 
@@ -445,7 +444,7 @@ class Glm4vMoeTextRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # patchgen: fused_ops
         if ops.serves("rms_norm"):
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # the kernel
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -796,7 +795,7 @@ class Glm4vMoeVisionAttention(nn.Module):
         )
 
         # patchgen: vision_sp
-        if ops.attends_by_lengths(self.config):
+        if ops.attends_by_lengths(self.config):  # also where a backend of ours is set
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -940,7 +939,7 @@ class Glm4vMoeVisionModel(Glm4vMoePreTrainedModel):
             position_ids[:, 1].to(hidden_states.device),
         )
 
-        # patchgen: vision_sp
+        # patchgen: vision_sp (one rank: changes nothing)
         rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_size**2)
         cu_seqlens = rows.lengths(cu_seqlens)
         max_seqlen = rows.longest(max_seqlen)
@@ -1023,7 +1022,7 @@ class Glm4vMoeTextModel(Glm4vMoePreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         # the hard coded `3` is for temporal, height and width.
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -1250,10 +1249,10 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
         self,
         pixel_values_videos: torch.Tensor,
         video_grid_thw: torch.LongTensor | None = None,
+        split_sizes: list[int] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
-        # patchgen: host_values
-        split_sizes = kwargs.pop("split_sizes", None)
+        """split_sizes (`list[int]`, *optional*): Features of each item, if known on the host."""
         pixel_values_videos = pixel_values_videos.type(self.visual.dtype)
         # reshape video_grid_thw -> [b, 3] -> [1, h, w] * frames
         t = video_grid_thw[:, 0]
@@ -1265,8 +1264,8 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
         vision_outputs = self.visual(
             pixel_values_videos, grid_thw=flattened_video_grid_thw, return_dict=True, **kwargs
         )
-        if split_sizes is None:
-            split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        # patchgen: host_values
+        split_sizes = split_sizes or (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         return vision_outputs
 
@@ -1277,14 +1276,14 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
         self,
         pixel_values: torch.Tensor,
         image_grid_thw: torch.LongTensor | None = None,
+        split_sizes: list[int] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
-        # patchgen: host_values
-        split_sizes = kwargs.pop("split_sizes", None)
+        """split_sizes (`list[int]`, *optional*): Features of each item, if known on the host."""
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        if split_sizes is None:
-            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        # patchgen: host_values
+        split_sizes = split_sizes or (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
 
         return vision_outputs
@@ -1317,7 +1316,7 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
         n_image_tokens = special_image_mask.sum()
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         if image_features is not None:
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: False)
             torch_compilable_check(
                 ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {image_features.shape[0]}",
@@ -1412,7 +1411,7 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)  # one rank: as they are
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(
                 pixel_values, image_grid_thw, return_dict=True, **kwargs
@@ -1429,7 +1428,7 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
             image_embeds = mm_encoder_outputs["image"].pooler_output
             image_embeds = torch.cat(image_embeds, dim=0).to(inputs_embeds.device, inputs_embeds.dtype)
             image_mask, _ = self.get_placeholder_mask(input_ids, inputs_embeds, image_features=image_embeds)
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: the features themselves)
             inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.local_features(image_embeds, image_mask))
 
         if mm_encoder_outputs.get("video") is not None:
@@ -1439,11 +1438,11 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
             # patchgen: fill_back
             inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.local_features(video_embeds, video_mask))
 
-        # patchgen: position_ids
+        # patchgen: position_ids (one rank: those that are given)
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
         if position_ids is None:
             # patchgen: fill_back
-            ops.require_whole_sequence("position_ids")
+            ops.require_whole_sequence("position_ids")  # one rank: nothing
             position_ids = self.compute_3d_position_ids(
                 input_ids=input_ids,
                 image_grid_thw=image_grid_thw,
@@ -1466,7 +1465,7 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
         return outputs
 
     # patchgen: position_id_func
-    def get_position_id_func(self) -> ops.PositionIds:
+    def get_position_id_func(self) -> ops.PositionIds:  # called by the collator
         return ops.PositionIds(type(self), self.config, dict())
 
 
@@ -1538,7 +1537,7 @@ def load_balancing_loss_func(
     tokens_per_expert = tokens_per_expert_sum / total_rows
     router_prob_per_expert = router_prob_sum / total_rows
 
-    # patchgen: router_loss
+    # patchgen: router_loss (one rank: as they are)
     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
@@ -1661,7 +1660,7 @@ class Glm4vMoeForConditionalGeneration(Glm4vMoePreTrainedModel, GenerationMixin)
         hidden_states = outputs[0]
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -1674,7 +1673,7 @@ class Glm4vMoeForConditionalGeneration(Glm4vMoePreTrainedModel, GenerationMixin)
         aux_loss = None
         if output_router_logits:
             # patchgen: router_loss
-            aux_loss = ops.router_loss(
+            aux_loss = ops.router_loss(  # one rank: the function itself
                 load_balancing_loss_func,
                 outputs.router_logits,
                 self.num_experts,
@@ -1798,22 +1797,13 @@ class Glm4vMoeForConditionalGeneration(Glm4vMoePreTrainedModel, GenerationMixin)
         return self.model.get_position_id_func()
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={"Glm4vMoeTextExperts": ("gate_up_proj", "down_proj")})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "glm4v_moe",
-    "glm4v_moe_vision",
-    "glm4v_moe_text",
-    "Glm4vMoePreTrainedModel",
-    "Glm4vMoeVisionModel",
-    "Glm4vMoeTextModel",
-    "Glm4vMoeModel",
-    "Glm4vMoeForConditionalGeneration",
-)
-ops.initialize_as_upstream(Glm4vMoePreTrainedModel)
+ops.register_checkpoint_mapping(Glm4vMoePreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Glm4vMoePreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

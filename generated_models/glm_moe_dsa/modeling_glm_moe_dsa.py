@@ -31,16 +31,15 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from patchgen.runtime import ops
 from torch import nn
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -53,11 +52,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaConfig
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
-from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaConfig
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -72,8 +71,8 @@ class GlmMoeDsaRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # patchgen: fused_ops
-        if ops.serves("rms_norm"):
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        if ops.serves("rms_norm"):  # False until a kernel is chosen
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # the kernel
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -483,7 +482,7 @@ class GlmMoeDsaMLP(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))  # act_fn(gate) * up
         return down_proj
 
 
@@ -528,7 +527,7 @@ class GlmMoeDsaTopkRouter(nn.Module):
         return router_logits, topk_weights, topk_indices
 
 
-@use_experts_implementation(experts_interface=ops.experts_interface)
+@use_experts_implementation(experts_interface=ops.experts_interface)  # one rank: as upstream's
 class GlmMoeDsaExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -549,7 +548,7 @@ class GlmMoeDsaExperts(nn.Module):
     ) -> torch.Tensor:
         # patchgen: fused_experts
         if ops.serves("fused_moe"):
-            return ops.fused_moe(
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 top_k_index,
                 top_k_weights,
@@ -599,7 +598,7 @@ class GlmMoeDsaMoE(nn.Module):
         _, topk_weights, topk_indices = self.gate(hidden_states)
         hidden_states = hidden_states.view(-1, hidden_states.shape[-1])
         # patchgen: shared_experts
-        shared_beside = ops.beside_experts(self.shared_experts, residuals)
+        shared_beside = ops.beside_experts(self.shared_experts, residuals)  # one rank: called where upstream does
         hidden_states = self.experts(hidden_states, topk_indices, topk_weights).view(*orig_shape)
         hidden_states = hidden_states + shared_beside()
         return hidden_states
@@ -722,7 +721,7 @@ class GlmMoeDsaModel(GlmMoeDsaPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -824,7 +823,7 @@ class GlmMoeDsaForCausalLM(GlmMoeDsaPreTrainedModel, GenerationMixin):
         # Only compute necessary logits, and do not upcast them to float if we are not computing the loss
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -844,13 +843,13 @@ class GlmMoeDsaForCausalLM(GlmMoeDsaPreTrainedModel, GenerationMixin):
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={"GlmMoeDsaExperts": ("gate_up_proj", "down_proj")})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping("glm_moe_dsa", "GlmMoeDsaPreTrainedModel", "GlmMoeDsaModel", "GlmMoeDsaForCausalLM")
-ops.initialize_as_upstream(GlmMoeDsaPreTrainedModel)
+ops.register_checkpoint_mapping(GlmMoeDsaPreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(GlmMoeDsaPreTrainedModel)  # by its _init_weights
 
 
 __all__ = ["GlmMoeDsaPreTrainedModel", "GlmMoeDsaModel", "GlmMoeDsaForCausalLM"]

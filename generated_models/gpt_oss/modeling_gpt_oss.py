@@ -31,15 +31,14 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 from collections.abc import Callable
 
 import torch
+from patchgen.runtime import ops
 from torch import nn
 from torch.nn import functional as F
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
@@ -50,11 +49,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
-from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -69,8 +68,8 @@ class GptOssRMSNorm(nn.Module):
 
     def forward(self, hidden_states) -> torch.Tensor:
         # patchgen: fused_ops
-        if ops.serves("rms_norm"):
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon, in_fp32=True)
+        if ops.serves("rms_norm"):  # False until a kernel is chosen
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon, in_fp32=True)  # the kernel
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -82,7 +81,7 @@ class GptOssRMSNorm(nn.Module):
 
 
 @use_experts_implementation(
-    experts_interface=ops.experts_interface, is_concatenated=False, is_transposed=True, has_bias=True
+    experts_interface=ops.experts_interface, is_concatenated=False, is_transposed=True, has_bias=True  # one rank: as upstream's
 )
 class GptOssExperts(nn.Module):
     def __init__(self, config):
@@ -108,7 +107,7 @@ class GptOssExperts(nn.Module):
     def forward(self, hidden_states: torch.Tensor, router_indices=None, routing_weights=None) -> torch.Tensor:
         # patchgen: fused_experts
         if ops.serves("fused_moe"):
-            return ops.fused_moe(
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 router_indices,
                 routing_weights,
@@ -484,7 +483,7 @@ class GptOssModel(GptOssPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -591,7 +590,7 @@ def load_balancing_loss_func(
     tokens_per_expert = tokens_per_expert_sum / total_rows
     router_prob_per_expert = router_prob_sum / total_rows
 
-    # patchgen: router_loss
+    # patchgen: router_loss (one rank: as they are)
     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
@@ -668,7 +667,7 @@ class GptOssForCausalLM(GptOssPreTrainedModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -681,7 +680,7 @@ class GptOssForCausalLM(GptOssPreTrainedModel, GenerationMixin):
         aux_loss = None
         if output_router_logits:
             # patchgen: router_loss
-            aux_loss = ops.router_loss(
+            aux_loss = ops.router_loss(  # one rank: the function itself
                 load_balancing_loss_func,
                 outputs.router_logits,
                 self.num_experts,
@@ -704,15 +703,15 @@ class GptOssForCausalLM(GptOssPreTrainedModel, GenerationMixin):
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(
             self, experts={"GptOssExperts": ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")}
         )
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping("gpt_oss", "GptOssPreTrainedModel", "GptOssModel", "GptOssForCausalLM")
-ops.initialize_as_upstream(GptOssPreTrainedModel)
+ops.register_checkpoint_mapping(GptOssPreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(GptOssPreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

@@ -32,16 +32,15 @@
 # limitations under the License.
 
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 import collections.abc
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+from patchgen.runtime import ops
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -51,12 +50,12 @@ from transformers.integrations import use_kernel_forward_from_hub
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast, BaseModelOutputWithPooling
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.auto import AutoModel
+from transformers.models.internvl.configuration_internvl import InternVLConfig, InternVLVisionConfig
 from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, auto_docstring, torch_compilable_check, torch_int
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs, select_hidden_states
-from transformers.models.auto import AutoModel
-from transformers.models.internvl.configuration_internvl import InternVLConfig, InternVLVisionConfig
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -71,8 +70,8 @@ class InternVLVisionRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # patchgen: fused_ops
-        if ops.serves("rms_norm"):
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        if ops.serves("rms_norm"):  # False until a kernel is chosen
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # the kernel
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -552,10 +551,10 @@ class InternVLModel(InternVLPreTrainedModel):
         # patchgen: local_classes
         self.vision_tower = InternVLVisionModel._from_config(config.vision_config)
         # patchgen: fill_back
-        ops.mark_replicated(self.vision_tower)
+        ops.mark_replicated(self.vision_tower)  # one rank: nothing
 
         self.multi_modal_projector = InternVLMultiModalProjector(config)
-        # patchgen: local_classes
+        # patchgen: local_classes (the class that the config names)
         self.language_model = ops.build_part(AutoModel, config.text_config, beside=__file__)
         self.post_init()
 
@@ -629,7 +628,7 @@ class InternVLModel(InternVLPreTrainedModel):
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         # patchgen: fill_back
         torch_compilable_check(
-            ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
+            ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),  # one rank: False
             f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {n_image_features}",
         )
         return special_image_mask
@@ -660,7 +659,7 @@ class InternVLModel(InternVLPreTrainedModel):
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)  # one rank: as they are
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(
                 pixel_values=pixel_values,
@@ -675,7 +674,7 @@ class InternVLModel(InternVLPreTrainedModel):
             special_image_mask = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_features
             )
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: the features themselves)
             inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.local_features(image_features, special_image_mask))
 
         outputs = self.language_model(
@@ -863,7 +862,7 @@ class InternVLForConditionalGeneration(InternVLPreTrainedModel, GenerationMixin)
         hidden_states = outputs[0]
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -883,21 +882,13 @@ class InternVLForConditionalGeneration(InternVLPreTrainedModel, GenerationMixin)
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "internvl_vision",
-    "internvl",
-    "InternVLVisionPreTrainedModel",
-    "InternVLVisionModel",
-    "InternVLPreTrainedModel",
-    "InternVLModel",
-    "InternVLForConditionalGeneration",
-)
-ops.initialize_as_upstream(InternVLVisionPreTrainedModel, InternVLPreTrainedModel)
+ops.register_checkpoint_mapping(InternVLVisionPreTrainedModel, InternVLPreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(InternVLVisionPreTrainedModel, InternVLPreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

@@ -37,10 +37,6 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,8 +44,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from patchgen.runtime import ops
 
-from transformers.models.llama4.configuration_llama4 import Llama4VisionConfig
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -70,11 +67,12 @@ from transformers.modeling_rope_utils import (
     dynamic_rope_update,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.llama4.configuration_llama4 import Llama4VisionConfig
+from transformers.models.llama4.configuration_llama4 import Llama4Config, Llama4TextConfig
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, torch_compilable_check
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
-from transformers.models.llama4.configuration_llama4 import Llama4Config, Llama4TextConfig
 
 
 class Llama4TextExperts(nn.Module):
@@ -102,8 +100,8 @@ class Llama4TextExperts(nn.Module):
             torch.Tensor
         """
         # patchgen: fused_experts
-        if ops.serves("fused_moe"):
-            return ops.fused_moe(
+        if ops.serves("fused_moe"):  # False until a kernel is chosen
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 None,
                 None,
@@ -137,7 +135,7 @@ class Llama4TextMLP(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        down_proj = ops.swiglu(self.gate_proj(x), self.up_proj(x), self.activation_fn)
+        down_proj = ops.swiglu(self.gate_proj(x), self.up_proj(x), self.activation_fn)  # act_fn(gate) * up
         return self.down_proj(down_proj)
 
 
@@ -207,7 +205,7 @@ class Llama4TextMoe(nn.Module):
         routed_in = hidden_states.repeat(router_scores.shape[1], 1)
         routed_in = routed_in * router_scores.transpose(0, 1).reshape(-1, 1)
         # patchgen: shared_experts
-        shared_beside = ops.beside_experts(self.shared_expert, hidden_states)
+        shared_beside = ops.beside_experts(self.shared_expert, hidden_states)  # one rank: called where upstream does
         routed_out = self.experts(routed_in)
         out = shared_beside()
         out.add_(routed_out.reshape(router_scores.shape[1], -1, routed_out.shape[-1]).sum(dim=0))
@@ -401,7 +399,7 @@ class Llama4TextAttention(nn.Module):
             past_seen_tokens = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
             positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past_seen_tokens
             # patchgen: hand_edits
-            if "cu_seq_lens_q" in kwargs or ops.is_sliced():
+            if "cu_seq_lens_q" in kwargs or ops.is_sliced():  # one rank: False
                 positions = kwargs["position_ids"]
             attn_scales = (
                 torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
@@ -569,7 +567,7 @@ class Llama4TextModel(Llama4PreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -675,7 +673,7 @@ class Llama4ForCausalLM(Llama4PreTrainedModel, GenerationMixin):
         hidden_states = outputs[0]
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -695,7 +693,7 @@ class Llama4ForCausalLM(Llama4PreTrainedModel, GenerationMixin):
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={"Llama4TextExperts": ("gate_up_proj", "down_proj")})
 
 
@@ -1215,7 +1213,7 @@ class Llama4ForConditionalGeneration(Llama4PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.vision_model = Llama4VisionModel(config.vision_config)
         # patchgen: fill_back
-        ops.mark_replicated(self.vision_model)
+        ops.mark_replicated(self.vision_model)  # one rank: nothing
 
         self.multi_modal_projector = Llama4MultiModalProjector(config)
         self.language_model = Llama4ForCausalLM(config.text_config)
@@ -1340,7 +1338,7 @@ class Llama4ForConditionalGeneration(Llama4PreTrainedModel, GenerationMixin):
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)  # one rank: as they are
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(pixel_values=pixel_values, return_dict=True)
 
@@ -1353,7 +1351,7 @@ class Llama4ForConditionalGeneration(Llama4PreTrainedModel, GenerationMixin):
             special_image_mask = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=projected_vision_flat
             )
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: the features themselves)
             inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.local_features(projected_vision_flat, special_image_mask))
 
         outputs = self.language_model(
@@ -1371,7 +1369,7 @@ class Llama4ForConditionalGeneration(Llama4PreTrainedModel, GenerationMixin):
 
         # patchgen: fused_loss
         logits, loss = ops.causal_lm_loss(
-            ops.given_logits,
+            ops.given_logits,  # the logits as they are
             outputs[0],
             labels,
             loss_function=self.loss_function,
@@ -1400,17 +1398,8 @@ class Llama4ForConditionalGeneration(Llama4PreTrainedModel, GenerationMixin):
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "llama4",
-    "llama4_text",
-    "llama4_vision_model",
-    "Llama4PreTrainedModel",
-    "Llama4TextModel",
-    "Llama4ForCausalLM",
-    "Llama4VisionModel",
-    "Llama4ForConditionalGeneration",
-)
-ops.initialize_as_upstream(Llama4PreTrainedModel)
+ops.register_checkpoint_mapping(Llama4PreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Llama4PreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

@@ -31,16 +31,15 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from patchgen.runtime import ops
 from torch import nn
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -50,12 +49,12 @@ from transformers.image_processing_utils import select_best_resolution
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, ModelOutput
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.models.auto import AutoModel
+from transformers.models.llava_onevision.configuration_llava_onevision import LlavaOnevisionConfig
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, torch_compilable_check
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import select_hidden_states
-from transformers.models.auto import AutoModel
-from transformers.models.llava_onevision.configuration_llava_onevision import LlavaOnevisionConfig
 
 
 @auto_docstring(
@@ -287,14 +286,14 @@ class LlavaOnevisionModel(LlavaOnevisionPreTrainedModel):
         super().__init__(config)
         self.vision_tower = AutoModel.from_config(config.vision_config)
         # patchgen: fill_back
-        ops.mark_replicated(self.vision_tower)
+        ops.mark_replicated(self.vision_tower)  # one rank: nothing
 
         self.multi_modal_projector = LlavaOnevisionMultiModalProjector(config)
         embed_std = 1 / math.sqrt(config.text_config.hidden_size)
         self.image_newline = nn.Parameter(torch.randn(config.text_config.hidden_size, dtype=self.dtype) * embed_std)
 
         self.vocab_size = config.text_config.vocab_size
-        # patchgen: local_classes
+        # patchgen: local_classes (the class that the config names)
         self.language_model = ops.build_part(AutoModel, config.text_config, beside=__file__)
         self.post_init()
 
@@ -466,7 +465,7 @@ class LlavaOnevisionModel(LlavaOnevisionPreTrainedModel):
         n_image_tokens = special_image_mask.sum()
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         if image_features is not None:
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: False)
             torch_compilable_check(
                 ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {image_features.shape[0]}",
@@ -525,7 +524,7 @@ class LlavaOnevisionModel(LlavaOnevisionPreTrainedModel):
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)  # one rank: as they are
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(
                 pixel_values,
@@ -542,7 +541,7 @@ class LlavaOnevisionModel(LlavaOnevisionPreTrainedModel):
             special_image_mask, _ = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_features
             )
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: the features themselves)
             inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.local_features(image_features, special_image_mask))
 
         # patchgen: dummy_forward
@@ -793,7 +792,7 @@ class LlavaOnevisionForConditionalGeneration(LlavaOnevisionPreTrainedModel, Gene
         hidden_states = outputs[0]
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -842,15 +841,13 @@ class LlavaOnevisionForConditionalGeneration(LlavaOnevisionPreTrainedModel, Gene
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "llava_onevision", "LlavaOnevisionPreTrainedModel", "LlavaOnevisionModel", "LlavaOnevisionForConditionalGeneration"
-)
-ops.initialize_as_upstream(LlavaOnevisionPreTrainedModel)
+ops.register_checkpoint_mapping(LlavaOnevisionPreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(LlavaOnevisionPreTrainedModel)  # by its _init_weights
 
 
 __all__ = ["LlavaOnevisionModel", "LlavaOnevisionForConditionalGeneration", "LlavaOnevisionPreTrainedModel"]

@@ -34,14 +34,13 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 from dataclasses import dataclass
 
 import torch
+from patchgen.runtime import ops
 from torch import nn
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -49,12 +48,12 @@ from transformers.generation import GenerationMixin
 from transformers.integrations import use_kernel_forward_from_hub
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, ModelOutput
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.models.auto import AutoModel
+from transformers.models.mistral3.configuration_mistral3 import Mistral3Config
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, torch_compilable_check
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import select_hidden_states
-from transformers.models.auto import AutoModel
-from transformers.models.mistral3.configuration_mistral3 import Mistral3Config
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -69,8 +68,8 @@ class Mistral3RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # patchgen: fused_ops
-        if ops.serves("rms_norm"):
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        if ops.serves("rms_norm"):  # False until a kernel is chosen
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # the kernel
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -224,10 +223,10 @@ class Mistral3Model(Mistral3PreTrainedModel):
         super().__init__(config)
         self.vision_tower = AutoModel.from_config(config.vision_config)
         # patchgen: fill_back
-        ops.mark_replicated(self.vision_tower)
+        ops.mark_replicated(self.vision_tower)  # one rank: nothing
 
         self.multi_modal_projector = Mistral3MultiModalProjector(config)
-        # patchgen: local_classes
+        # patchgen: local_classes (the class that the config names)
         self.language_model = ops.build_part(AutoModel, config.text_config, beside=__file__)
         self.post_init()
 
@@ -242,10 +241,10 @@ class Mistral3Model(Mistral3PreTrainedModel):
         pixel_values: torch.Tensor,
         image_sizes: torch.Tensor,
         vision_feature_layer: int | list[int] | list[int] | None = None,
+        image_split_sizes: list[int] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
-        # patchgen: host_values
-        split_sizes = kwargs.pop("image_split_sizes", None)
+        """image_split_sizes (`list[int]`, *optional*): Features of each item, if known on the host."""
         image_outputs = self.vision_tower(
             pixel_values,
             image_sizes=image_sizes,
@@ -262,10 +261,10 @@ class Mistral3Model(Mistral3PreTrainedModel):
 
         image_features = self.multi_modal_projector(selected_image_feature.squeeze(0), image_sizes)
         downsample_ratio = self.vision_tower.patch_size * self.config.spatial_merge_size
-        if split_sizes is None:
-            split_sizes = (
-                (torch.as_tensor(image_sizes, device=image_features.device) // downsample_ratio).prod(dim=-1).tolist()
-            )
+        # patchgen: host_values
+        split_sizes = image_split_sizes or (
+            (torch.as_tensor(image_sizes, device=image_features.device) // downsample_ratio).prod(dim=-1).tolist()
+        )
         image_outputs.pooler_output = torch.split(image_features.squeeze(0), split_sizes)
         return image_outputs
 
@@ -289,7 +288,7 @@ class Mistral3Model(Mistral3PreTrainedModel):
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         # patchgen: fill_back
         torch_compilable_check(
-            ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
+            ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),  # one rank: False
             f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {n_image_features}",
         )
         return special_image_mask
@@ -322,7 +321,7 @@ class Mistral3Model(Mistral3PreTrainedModel):
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)  # one rank: as they are
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(
                 pixel_values=pixel_values,
@@ -338,7 +337,7 @@ class Mistral3Model(Mistral3PreTrainedModel):
             special_image_mask = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_features
             )
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: the features themselves)
             inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.local_features(image_features, special_image_mask))
 
         outputs = self.language_model(
@@ -452,7 +451,7 @@ class Mistral3ForConditionalGeneration(Mistral3PreTrainedModel, GenerationMixin)
         hidden_states = outputs[0]
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -472,15 +471,13 @@ class Mistral3ForConditionalGeneration(Mistral3PreTrainedModel, GenerationMixin)
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "mistral3", "Mistral3PreTrainedModel", "Mistral3Model", "Mistral3ForConditionalGeneration"
-)
-ops.initialize_as_upstream(Mistral3PreTrainedModel)
+ops.register_checkpoint_mapping(Mistral3PreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Mistral3PreTrainedModel)  # by its _init_weights
 
 
 __all__ = ["Mistral3Model", "Mistral3PreTrainedModel", "Mistral3ForConditionalGeneration"]

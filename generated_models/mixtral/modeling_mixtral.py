@@ -37,15 +37,14 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from patchgen.runtime import ops
 from torch import nn
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -58,14 +57,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
-from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
 
-@use_experts_implementation(experts_interface=ops.experts_interface)
+@use_experts_implementation(experts_interface=ops.experts_interface)  # one rank: as upstream's
 class MixtralExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -85,8 +84,8 @@ class MixtralExperts(nn.Module):
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         # patchgen: fused_experts
-        if ops.serves("fused_moe"):
-            return ops.fused_moe(
+        if ops.serves("fused_moe"):  # False until a kernel is chosen
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 top_k_index,
                 top_k_weights,
@@ -166,7 +165,7 @@ class MixtralRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # patchgen: fused_ops
         if ops.serves("rms_norm"):
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # the kernel
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -252,7 +251,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """
     # patchgen: fused_ops
     if ops.serves("rotary"):
-        return ops.rotary(q, k, cos, sin, unsqueeze_dim)
+        return ops.rotary(q, k, cos, sin, unsqueeze_dim)  # the kernel
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)
@@ -466,7 +465,7 @@ class MixtralModel(MixtralPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -571,7 +570,7 @@ def load_balancing_loss_func(
     tokens_per_expert = tokens_per_expert_sum / total_rows
     router_prob_per_expert = router_prob_sum / total_rows
 
-    # patchgen: router_loss
+    # patchgen: router_loss (one rank: as they are)
     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
@@ -648,7 +647,7 @@ class MixtralForCausalLM(MixtralPreTrainedModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -661,7 +660,7 @@ class MixtralForCausalLM(MixtralPreTrainedModel, GenerationMixin):
         aux_loss = None
         if output_router_logits:
             # patchgen: router_loss
-            aux_loss = ops.router_loss(
+            aux_loss = ops.router_loss(  # one rank: the function itself
                 load_balancing_loss_func,
                 outputs.router_logits,
                 self.num_experts,
@@ -684,13 +683,13 @@ class MixtralForCausalLM(MixtralPreTrainedModel, GenerationMixin):
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={"MixtralExperts": ("gate_up_proj", "down_proj")})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping("mixtral", "MixtralPreTrainedModel", "MixtralModel", "MixtralForCausalLM")
-ops.initialize_as_upstream(MixtralPreTrainedModel)
+ops.register_checkpoint_mapping(MixtralPreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(MixtralPreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

@@ -34,16 +34,15 @@
 # limitations under the License.
 
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from patchgen.runtime import ops
 from torch import nn
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -60,11 +59,11 @@ from transformers.masking_utils import create_causal_mask, create_recurrent_atte
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
-from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 
 
 logger = logging.get_logger(__name__)
@@ -505,7 +504,7 @@ class NemotronHMamba2Mixer(nn.Module):
         fused_kwargs = kwargs | {"dt_limit": self.time_step_limit}
         if self.training and cache_params is None:
             # patchgen: mixer_sp
-            fused_output = ops.fused_scan(
+            fused_output = ops.fused_scan(  # one rank: the kernel itself
                 mamba2_split_conv1d_scan_combined,
                 projected_states,
                 self.conv1d.weight.squeeze(1),
@@ -553,7 +552,7 @@ class NemotronHMamba2Mixer(nn.Module):
                 )
 
             # patchgen: mixer_sp
-            hidden_states_B_C = ops.causal_conv1d(
+            hidden_states_B_C = ops.causal_conv1d(  # one rank: the convolution, by documents
                 causal_conv1d_fn,
                 hidden_states_B_C,
                 self.conv1d.weight.squeeze(1),
@@ -602,7 +601,7 @@ class NemotronHMamba2Mixer(nn.Module):
         else:
             output_final_state = cache_params is not None
             # patchgen: mixer_sp
-            scan_result = ops.state_space_scan(
+            scan_result = ops.state_space_scan(  # one rank: the scan itself
                 mamba2_chunk_scan,
                 hidden_states.view(batch_size, seq_len, self.num_heads, self.head_dim),
                 dt,
@@ -672,7 +671,7 @@ class NemotronHMLP(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
-@use_experts_implementation(experts_interface=ops.experts_interface, has_gate=False)
+@use_experts_implementation(experts_interface=ops.experts_interface, has_gate=False)  # one rank: as upstream's
 class NemotronHExperts(nn.Module):
     """
     Collection of expert weights stored as 3D tensors.
@@ -700,8 +699,8 @@ class NemotronHExperts(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         # patchgen: fused_experts
-        if ops.serves("fused_moe"):
-            return ops.fused_moe(
+        if ops.serves("fused_moe"):  # False until a kernel is chosen
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 top_k_index,
                 top_k_weights,
@@ -783,7 +782,7 @@ class NemotronHMoE(nn.Module):
         # NemotronH-specific: latent projection
         hidden_states = self.fc1_latent_proj(hidden_states)
         # patchgen: shared_experts
-        shared_beside = ops.beside_experts(self.shared_experts, residuals)
+        shared_beside = ops.beside_experts(self.shared_experts, residuals)  # one rank: called where upstream does
         hidden_states = self.experts(hidden_states, topk_indices, topk_weights)
         hidden_states = self.fc2_latent_proj(hidden_states)
 
@@ -861,7 +860,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """
     # patchgen: fused_ops
     if ops.serves("rotary"):
-        return ops.rotary(q, k, cos, sin, unsqueeze_dim)
+        return ops.rotary(q, k, cos, sin, unsqueeze_dim)  # the kernel
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)
@@ -1155,7 +1154,7 @@ class NemotronHModel(NemotronHPreTrainedModel):
         hidden_states = inputs_embeds
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past_seen_tokens
@@ -1257,7 +1256,7 @@ class NemotronHForCausalLM(NemotronHPreTrainedModel, GenerationMixin):
             logits = self.lm_head(hidden_states).float()
             return logits
 
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             head,
             hidden_states,
             labels,
@@ -1298,13 +1297,13 @@ class NemotronHForCausalLM(NemotronHPreTrainedModel, GenerationMixin):
         }
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={"NemotronHExperts": ("up_proj", "down_proj")})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping("nemotron_h", "NemotronHPreTrainedModel", "NemotronHModel", "NemotronHForCausalLM")
-ops.initialize_as_upstream(NemotronHPreTrainedModel)
+ops.register_checkpoint_mapping(NemotronHPreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(NemotronHPreTrainedModel)  # by its _init_weights
 
 
 __all__ = ["NemotronHPreTrainedModel", "NemotronHModel", "NemotronHForCausalLM"]

@@ -40,17 +40,16 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 import math
 from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from patchgen.runtime import ops
 from torch import nn
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -63,6 +62,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import (
+    Qwen2_5OmniAudioEncoderConfig,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniTextConfig,
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniVisionEncoderConfig,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging, torch_compilable_check
 from transformers.utils.generic import (
@@ -73,13 +79,6 @@ from transformers.utils.generic import (
 )
 from transformers.utils.output_capturing import capture_outputs
 from transformers.vision_utils import get_vision_attention_seqlens, get_vision_position_ids, get_vision_window_index
-from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import (
-    Qwen2_5OmniAudioEncoderConfig,
-    Qwen2_5OmniConfig,
-    Qwen2_5OmniTextConfig,
-    Qwen2_5OmniThinkerConfig,
-    Qwen2_5OmniVisionEncoderConfig,
-)
 
 
 logger = logging.get_logger(__name__)
@@ -501,7 +500,7 @@ class Qwen2_5OmniPreTrainedModelForConditionalGeneration(Qwen2_5OmniPreTrainedMo
             return position_ids, mrope_position_deltas
 
     # patchgen: position_id_func
-    def get_position_id_func(self) -> ops.PositionIds:
+    def get_position_id_func(self) -> ops.PositionIds:  # called by the collator
         return ops.PositionIds(type(self), self.config, dict(spatial_merge_size=self.spatial_merge_size))
 
 
@@ -601,7 +600,7 @@ class Qwen2_5OmniAudioAttention(nn.Module):
         )
 
         # patchgen: audio_sp
-        if ops.attends_by_lengths(self.config):
+        if ops.attends_by_lengths(self.config):  # also where a backend of ours is set
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -887,7 +886,7 @@ class Qwen2_5OmniAudioEncoder(Qwen2_5OmniPreTrainedModel):
             .long()
         )
         # patchgen: audio_sp
-        chunks = ops.chunk_rows(padded_mask)
+        chunks = ops.chunk_rows(padded_mask)  # one rank: changes nothing
         padded_mask = chunks.shard(padded_mask)
         padded_feature = chunks.shard(padded_feature)
         padded_embed = nn.functional.gelu(self.conv1(padded_feature)) * padded_mask
@@ -900,7 +899,7 @@ class Qwen2_5OmniAudioEncoder(Qwen2_5OmniPreTrainedModel):
         hidden_states = torch.index_select(padded_embed.reshape(-1, padded_embed.shape[-1]), 0, valid_indices)
 
         # patchgen: audio_sp
-        rows = ops.tower_rows(self.layers, hidden_states)
+        rows = ops.tower_rows(self.layers, hidden_states)  # one rank: changes nothing
         cu_seqlens = rows.lengths(cu_seqlens)
         max_seqlen = rows.longest(max_seqlen)
         hidden_states = rows.shard(hidden_states)
@@ -1111,8 +1110,8 @@ class Qwen2_5OmniRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # patchgen: fused_ops
-        if ops.serves("rms_norm"):
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        if ops.serves("rms_norm"):  # False until a kernel is chosen
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # the kernel
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -1134,7 +1133,7 @@ class Qwen2_5OmniMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_state):
-        # patchgen: fused_ops
+        # patchgen: fused_ops (act_fn(gate) * up)
         return self.down_proj(ops.swiglu(self.gate_proj(hidden_state), self.up_proj(hidden_state), self.act_fn))
 
 
@@ -1407,7 +1406,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """
     # patchgen: fused_ops
     if ops.serves("rotary"):
-        return ops.rotary(q, k, cos, sin, unsqueeze_dim)
+        return ops.rotary(q, k, cos, sin, unsqueeze_dim)  # the kernel
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)
@@ -1632,7 +1631,7 @@ class Qwen2_5OmniThinkerTextModel(Qwen2_5OmniPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         # the hard coded `3` is for temporal, height and width.
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -1725,14 +1724,14 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
         self,
         pixel_values_videos: torch.Tensor,
         video_grid_thw: torch.LongTensor | None = None,
+        split_sizes: list[int] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
-        # patchgen: host_values
-        split_sizes = kwargs.pop("split_sizes", None)
+        """split_sizes (`list[int]`, *optional*): Features of each item, if known on the host."""
         pixel_values_videos = pixel_values_videos.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values_videos, grid_thw=video_grid_thw, **kwargs)
-        if split_sizes is None:
-            split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        # patchgen: host_values
+        split_sizes = split_sizes or (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         return vision_outputs
 
@@ -1743,14 +1742,14 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
         self,
         pixel_values: torch.Tensor,
         image_grid_thw: torch.LongTensor | None = None,
+        split_sizes: list[int] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
-        # patchgen: host_values
-        split_sizes = kwargs.pop("split_sizes", None)
+        """split_sizes (`list[int]`, *optional*): Features of each item, if known on the host."""
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        if split_sizes is None:
-            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        # patchgen: host_values
+        split_sizes = split_sizes or (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         return vision_outputs
 
@@ -1824,7 +1823,7 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
         n_image_tokens = special_image_mask.sum()
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         if image_features is not None:
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: False)
             torch_compilable_check(
                 ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {image_features.shape[0]}",
@@ -1930,7 +1929,7 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
             # 1. Extract the input embeddings
             inputs_embeds = self.get_input_embeddings()(input_ids)
 
-        # patchgen: dummy_forward
+        # patchgen: dummy_forward (one rank: as they are)
         inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)
         # 2. Merge text , audios , image and video
         if input_features is not None:
@@ -1939,28 +1938,20 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
             ).last_hidden_state
             audio_features = audio_features.to(inputs_embeds.device, inputs_embeds.dtype)
             _, _, audio_mask = self.get_placeholder_mask(input_ids, inputs_embeds=inputs_embeds)
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: the features themselves)
             inputs_embeds = inputs_embeds.masked_scatter(audio_mask, ops.local_features(audio_features, audio_mask))
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        mm_encoder_outputs, inputs_embeds = ops.encode_vision(
+        mm_encoder_outputs, inputs_embeds = ops.encode_vision(  # one rank: a pass for each
             self.get_image_features,
+            self.get_video_features,
             mm_encoder_outputs,
             inputs_embeds,
             images=(pixel_values, image_grid_thw),
             videos=(pixel_values_videos, video_grid_thw),
             **kwargs,
         )
-        if mm_encoder_outputs.get("image") is None and pixel_values is not None:
-            mm_encoder_outputs["image"]: BaseModelOutputWithPooling = self.get_image_features(
-                pixel_values, image_grid_thw, return_dict=True, **kwargs
-            )
-
-        if mm_encoder_outputs.get("video") is None and pixel_values_videos is not None:
-            mm_encoder_outputs["video"]: BaseModelOutputWithPooling = self.get_video_features(
-                pixel_values_videos, video_grid_thw, return_dict=True, **kwargs
-            )
 
         if mm_encoder_outputs.get("image") is not None:
             image_embeds = torch.cat(mm_encoder_outputs["image"].pooler_output, dim=0)
@@ -1985,11 +1976,11 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
         else:
             audio_feature_lengths = None
 
-        # patchgen: position_ids
+        # patchgen: position_ids (one rank: those that are given)
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
         if position_ids is None:
             # patchgen: fill_back
-            ops.require_whole_sequence("position_ids")
+            ops.require_whole_sequence("position_ids")  # one rank: nothing
             position_ids = self.compute_3d_position_ids(
                 input_ids=input_ids,
                 image_grid_thw=image_grid_thw,
@@ -2166,7 +2157,7 @@ class Qwen2_5OmniThinkerForConditionalGeneration(Qwen2_5OmniPreTrainedModelForCo
 
         hidden_states = outputs[0]
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -2230,26 +2221,13 @@ class Qwen2_5OmniThinkerForConditionalGeneration(Qwen2_5OmniPreTrainedModelForCo
         return position_ids
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "qwen2_5_omni",
-    "qwen2_5_omni_audio_encoder",
-    "qwen2_5_omni_vision_encoder",
-    "qwen2_5_omni_text",
-    "qwen2_5_omni_thinker",
-    "Qwen2_5OmniPreTrainedModel",
-    "Qwen2_5OmniPreTrainedModelForConditionalGeneration",
-    "Qwen2_5OmniAudioEncoder",
-    "Qwen2_5OmniVisionEncoder",
-    "Qwen2_5OmniThinkerTextModel",
-    "Qwen2_5OmniThinkerModel",
-    "Qwen2_5OmniThinkerForConditionalGeneration",
-)
-ops.initialize_as_upstream(Qwen2_5OmniPreTrainedModel)
+ops.register_checkpoint_mapping(Qwen2_5OmniPreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Qwen2_5OmniPreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

@@ -42,15 +42,14 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 import itertools
 from collections.abc import Callable
 
 import torch
 import torch.nn as nn
+from patchgen.runtime import ops
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
@@ -62,6 +61,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLVisionConfig,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging, torch_compilable_check
 from transformers.utils.generic import (
@@ -72,11 +76,6 @@ from transformers.utils.generic import (
 )
 from transformers.utils.output_capturing import capture_outputs
 from transformers.vision_utils import get_vision_attention_seqlens, get_vision_position_ids, get_vision_window_index
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLTextConfig,
-    Qwen2_5_VLVisionConfig,
-)
 
 
 logger = logging.get_logger(__name__)
@@ -94,8 +93,8 @@ class Qwen2_5_VLRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # patchgen: fused_ops
-        if ops.serves("rms_norm"):
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        if ops.serves("rms_norm"):  # False until a kernel is chosen
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # the kernel
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -117,7 +116,7 @@ class Qwen2_5_VLMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_state):
-        # patchgen: fused_ops
+        # patchgen: fused_ops (act_fn(gate) * up)
         return self.down_proj(ops.swiglu(self.gate_proj(hidden_state), self.up_proj(hidden_state), self.act_fn))
 
 
@@ -320,7 +319,7 @@ class Qwen2_5_VLVisionAttention(nn.Module):
         )
 
         # patchgen: vision_sp
-        if ops.attends_by_lengths(self.config):
+        if ops.attends_by_lengths(self.config):  # also where a backend of ours is set
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -492,7 +491,7 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
         )
 
         # patchgen: vision_sp
-        rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)
+        rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)  # one rank: changes nothing
         cu_seqlens = rows.lengths(cu_seqlens)
         cu_window_seqlens = rows.lengths(cu_window_seqlens)
         max_seqlen = rows.longest(max_seqlen)
@@ -624,7 +623,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """
     # patchgen: fused_ops
     if ops.serves("rotary"):
-        return ops.rotary(q, k, cos, sin, unsqueeze_dim)
+        return ops.rotary(q, k, cos, sin, unsqueeze_dim)  # the kernel
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)
@@ -838,7 +837,7 @@ class Qwen2_5_VLTextModel(Qwen2_5_VLPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         # the hard coded `3` is for temporal, height and width.
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -1096,14 +1095,14 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
         self,
         pixel_values_videos: torch.Tensor,
         video_grid_thw: torch.LongTensor | None = None,
+        split_sizes: list[int] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
-        # patchgen: host_values
-        split_sizes = kwargs.pop("split_sizes", None)
+        """split_sizes (`list[int]`, *optional*): Features of each item, if known on the host."""
         pixel_values_videos = pixel_values_videos.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values_videos, grid_thw=video_grid_thw, **kwargs)
-        if split_sizes is None:
-            split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        # patchgen: host_values
+        split_sizes = split_sizes or (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
 
         return vision_outputs
@@ -1115,14 +1114,14 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
         self,
         pixel_values: torch.Tensor,
         image_grid_thw: torch.LongTensor | None = None,
+        split_sizes: list[int] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
-        # patchgen: host_values
-        split_sizes = kwargs.pop("split_sizes", None)
+        """split_sizes (`list[int]`, *optional*): Features of each item, if known on the host."""
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        if split_sizes is None:
-            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        # patchgen: host_values
+        split_sizes = split_sizes or (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
 
         return vision_outputs
@@ -1154,7 +1153,7 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
         n_image_tokens = special_image_mask.sum()
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         if image_features is not None:
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: False)
             torch_compilable_check(
                 ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {image_features.shape[0]}",
@@ -1251,23 +1250,15 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        mm_encoder_outputs, inputs_embeds = ops.encode_vision(
+        mm_encoder_outputs, inputs_embeds = ops.encode_vision(  # one rank: a pass for each
             self.get_image_features,
+            self.get_video_features,
             mm_encoder_outputs,
             inputs_embeds,
             images=(pixel_values, image_grid_thw),
             videos=(pixel_values_videos, video_grid_thw),
             **kwargs,
         )
-        if mm_encoder_outputs.get("image") is None and pixel_values is not None:
-            mm_encoder_outputs["image"] = self.get_image_features(
-                pixel_values, image_grid_thw, return_dict=True, **kwargs
-            )
-
-        if mm_encoder_outputs.get("video") is None and pixel_values_videos is not None:
-            mm_encoder_outputs["video"] = self.get_video_features(
-                pixel_values_videos, video_grid_thw, return_dict=True, **kwargs
-            )
 
         if mm_encoder_outputs.get("image") is not None:
             image_embeds = torch.cat(mm_encoder_outputs["image"].pooler_output, dim=0).to(
@@ -1276,7 +1267,7 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
             image_mask, _ = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: the features themselves)
             inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.local_features(image_embeds, image_mask))
 
         if mm_encoder_outputs.get("video") is not None:
@@ -1289,11 +1280,11 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
             # patchgen: fill_back
             inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.local_features(video_embeds, video_mask))
 
-        # patchgen: position_ids
+        # patchgen: position_ids (one rank: those that are given)
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
         if position_ids is None:
             # patchgen: fill_back
-            ops.require_whole_sequence("position_ids")
+            ops.require_whole_sequence("position_ids")  # one rank: nothing
             position_ids = self.compute_3d_position_ids(
                 input_ids=input_ids,
                 image_grid_thw=image_grid_thw,
@@ -1318,7 +1309,7 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
         return outputs
 
     # patchgen: position_id_func
-    def get_position_id_func(self) -> ops.PositionIds:
+    def get_position_id_func(self) -> ops.PositionIds:  # called by the collator
         return ops.PositionIds(type(self), self.config, dict())
 
 
@@ -1444,7 +1435,7 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLPreTrainedModel, GenerationMi
 
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -1508,22 +1499,13 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLPreTrainedModel, GenerationMi
         return self.model.get_position_id_func()
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "qwen2_5_vl",
-    "qwen2_5_vl_vision",
-    "qwen2_5_vl_text",
-    "Qwen2_5_VLPreTrainedModel",
-    "Qwen2_5_VisionTransformerPretrainedModel",
-    "Qwen2_5_VLTextModel",
-    "Qwen2_5_VLModel",
-    "Qwen2_5_VLForConditionalGeneration",
-)
-ops.initialize_as_upstream(Qwen2_5_VLPreTrainedModel)
+ops.register_checkpoint_mapping(Qwen2_5_VLPreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Qwen2_5_VLPreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

@@ -43,16 +43,15 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 import itertools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from patchgen.runtime import ops
 from torch import nn
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -71,6 +70,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import (
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5MoeVisionConfig,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import (
     TransformersKwargs,
@@ -85,11 +89,6 @@ from transformers.vision_utils import (
     get_vision_attention_seqlens,
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
-)
-from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import (
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5MoeVisionConfig,
 )
 
 
@@ -608,7 +607,7 @@ class Qwen3_5MoeGatedDeltaNet(nn.Module):
                 )
 
             # patchgen: mixer_sp
-            mixed_qkv = ops.causal_conv1d(
+            mixed_qkv = ops.causal_conv1d(  # one rank: the convolution, by documents
                 causal_conv1d_fn,
                 mixed_qkv,
                 self.conv1d.weight.squeeze(1),
@@ -655,7 +654,7 @@ class Qwen3_5MoeGatedDeltaNet(nn.Module):
             )
         else:
             # patchgen: mixer_sp
-            core_attn_out, last_recurrent_state = ops.delta_rule(
+            core_attn_out, last_recurrent_state = ops.delta_rule(  # one rank: the rule itself
                 torch_chunk_gated_delta_rule,
                 query,
                 key,
@@ -856,11 +855,11 @@ class Qwen3_5MoeMLP(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))  # act_fn(gate) * up
         return down_proj
 
 
-@use_experts_implementation(experts_interface=ops.experts_interface)
+@use_experts_implementation(experts_interface=ops.experts_interface)  # one rank: as upstream's
 class Qwen3_5MoeExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -880,8 +879,8 @@ class Qwen3_5MoeExperts(nn.Module):
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         # patchgen: fused_experts
-        if ops.serves("fused_moe"):
-            return ops.fused_moe(
+        if ops.serves("fused_moe"):  # False until a kernel is chosen
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 top_k_index,
                 top_k_weights,
@@ -942,7 +941,7 @@ class Qwen3_5MoeSparseMoeBlock(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         batch_size, sequence_length, hidden_dim = hidden_states.shape
         hidden_states_reshaped = hidden_states.view(-1, hidden_dim)
-        # patchgen: shared_experts
+        # patchgen: shared_experts (one rank: called where upstream does)
         shared_beside = ops.beside_experts(self.shared_expert, hidden_states_reshaped, at_once=True)
         _, routing_weights, selected_experts = self.gate(hidden_states_reshaped)
         expert_output = self.experts(hidden_states_reshaped, selected_experts, routing_weights)
@@ -968,7 +967,7 @@ class Qwen3_5MoeRMSNorm(nn.Module):
     def forward(self, x):
         # patchgen: fused_ops
         if ops.serves("rms_norm"):
-            return ops.rms_norm(x, self.weight, self.eps, offset=1.0, in_fp32=True)
+            return ops.rms_norm(x, self.weight, self.eps, offset=1.0, in_fp32=True)  # the kernel
         output = self._norm(x.float())
         # Llama does x.to(float16) * w whilst Qwen3_5Moe is (x * w).to(float16)
         # See https://github.com/huggingface/transformers/pull/29402
@@ -1176,7 +1175,7 @@ class Qwen3_5MoeVisionAttention(nn.Module):
         )
 
         # patchgen: vision_sp
-        if ops.attends_by_lengths(self.config):
+        if ops.attends_by_lengths(self.config):  # also where a backend of ours is set
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -1322,7 +1321,7 @@ class Qwen3_5MoeVisionModel(Qwen3_5MoePreTrainedModel):
         hidden_states = hidden_states.reshape(seq_len, -1)
 
         # patchgen: vision_sp
-        rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)
+        rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)  # one rank: changes nothing
         cu_seqlens = rows.lengths(cu_seqlens)
         max_seqlen = rows.longest(max_seqlen)
         hidden_states = rows.shard(hidden_states)
@@ -1384,7 +1383,7 @@ class Qwen3_5MoeTextModel(Qwen3_5MoePreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         # the hard coded `4` is for text, temporal, height and width.
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -1619,14 +1618,14 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
         self,
         pixel_values: torch.Tensor,
         image_grid_thw: torch.LongTensor | None = None,
+        split_sizes: list[int] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
-        # patchgen: host_values
-        split_sizes = kwargs.pop("split_sizes", None)
+        """split_sizes (`list[int]`, *optional*): Features of each item, if known on the host."""
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        if split_sizes is None:
-            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        # patchgen: host_values
+        split_sizes = split_sizes or (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
 
         return vision_outputs
@@ -1658,7 +1657,7 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
         n_image_tokens = special_image_mask.sum()
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         if image_features is not None:
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: False)
             torch_compilable_check(
                 ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {image_features.shape[0]}",
@@ -1751,23 +1750,15 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        mm_encoder_outputs, inputs_embeds = ops.encode_vision(
+        mm_encoder_outputs, inputs_embeds = ops.encode_vision(  # one rank: a pass for each
             self.get_image_features,
+            self.get_video_features,
             mm_encoder_outputs,
             inputs_embeds,
             images=(pixel_values, image_grid_thw),
             videos=(pixel_values_videos, video_grid_thw),
             **kwargs,
         )
-        if mm_encoder_outputs.get("image") is None and pixel_values is not None:
-            mm_encoder_outputs["image"] = self.get_image_features(
-                pixel_values, image_grid_thw, return_dict=True, **kwargs
-            )
-
-        if mm_encoder_outputs.get("video") is None and pixel_values_videos is not None:
-            mm_encoder_outputs["video"] = self.get_video_features(
-                pixel_values_videos, video_grid_thw, return_dict=True, **kwargs
-            )
 
         if mm_encoder_outputs.get("image") is not None:
             image_embeds = torch.cat(mm_encoder_outputs["image"].pooler_output, dim=0).to(
@@ -1776,7 +1767,7 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
             image_mask, _ = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: the features themselves)
             inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.local_features(image_embeds, image_mask))
 
         if mm_encoder_outputs.get("video") is not None:
@@ -1789,11 +1780,11 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
             # patchgen: fill_back
             inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.local_features(video_embeds, video_mask))
 
-        # patchgen: position_ids
+        # patchgen: position_ids (one rank: those that are given)
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
         if position_ids is None:
             # patchgen: fill_back
-            ops.require_whole_sequence("position_ids")
+            ops.require_whole_sequence("position_ids")  # one rank: nothing
             position_ids = self.compute_3d_position_ids(
                 input_ids=input_ids,
                 image_grid_thw=image_grid_thw,
@@ -1816,7 +1807,7 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
         return outputs
 
     # patchgen: position_id_func
-    def get_position_id_func(self) -> ops.PositionIds:
+    def get_position_id_func(self) -> ops.PositionIds:  # called by the collator
         return ops.PositionIds(type(self), self.config, dict())
 
 
@@ -1888,7 +1879,7 @@ def load_balancing_loss_func(
     tokens_per_expert = tokens_per_expert_sum / total_rows
     router_prob_per_expert = router_prob_sum / total_rows
 
-    # patchgen: router_loss
+    # patchgen: router_loss (one rank: as they are)
     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
@@ -1967,7 +1958,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5MoePreTrainedModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -1980,7 +1971,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5MoePreTrainedModel, GenerationMixin):
         aux_loss = None
         if output_router_logits:
             # patchgen: router_loss
-            aux_loss = ops.router_loss(
+            aux_loss = ops.router_loss(  # one rank: the function itself
                 load_balancing_loss_func,
                 outputs.router_logits,
                 self.num_experts,
@@ -2003,7 +1994,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5MoePreTrainedModel, GenerationMixin):
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={"Qwen3_5MoeExperts": ("gate_up_proj", "down_proj")})
 
 
@@ -2221,18 +2212,8 @@ class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoePreTrainedModel, GenerationMi
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "qwen3_5_moe",
-    "qwen3_5_moe_vision",
-    "qwen3_5_moe_text",
-    "Qwen3_5MoePreTrainedModel",
-    "Qwen3_5MoeVisionModel",
-    "Qwen3_5MoeTextModel",
-    "Qwen3_5MoeModel",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-)
-ops.initialize_as_upstream(Qwen3_5MoePreTrainedModel)
+ops.register_checkpoint_mapping(Qwen3_5MoePreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Qwen3_5MoePreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

@@ -34,15 +34,14 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from patchgen.runtime import ops
 from torch import nn
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -61,11 +60,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, is_torchdynamo_exporting
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
-from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 
 # NOTE: the FLA package does not re-cast to `input_dtype` in its implementation, maybe we should do the same
@@ -149,8 +148,8 @@ class Qwen3NextRMSNorm(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        if ops.serves("rms_norm"):
-            return ops.rms_norm(x, self.weight, self.eps, offset=1.0, in_fp32=True)
+        if ops.serves("rms_norm"):  # False until a kernel is chosen
+            return ops.rms_norm(x, self.weight, self.eps, offset=1.0, in_fp32=True)  # the kernel
         output = self._norm(x.float())
         # Llama does x.to(float16) * w whilst Qwen3Next is (x * w).to(float16)
         # See https://github.com/huggingface/transformers/pull/29402
@@ -715,7 +714,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
                 )
 
             # patchgen: mixer_sp
-            mixed_qkv = ops.causal_conv1d(
+            mixed_qkv = ops.causal_conv1d(  # one rank: the convolution, by documents
                 causal_conv1d_fn,
                 mixed_qkv,
                 self.conv1d.weight.squeeze(1),
@@ -761,7 +760,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
             )
         else:
             # patchgen: mixer_sp
-            core_attn_out, last_recurrent_state = ops.delta_rule(
+            core_attn_out, last_recurrent_state = ops.delta_rule(  # one rank: the rule itself
                 torch_chunk_gated_delta_rule,
                 query,
                 key,
@@ -804,11 +803,11 @@ class Qwen3NextMLP(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))  # act_fn(gate) * up
         return down_proj
 
 
-@use_experts_implementation(experts_interface=ops.experts_interface)
+@use_experts_implementation(experts_interface=ops.experts_interface)  # one rank: as upstream's
 class Qwen3NextExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -829,7 +828,7 @@ class Qwen3NextExperts(nn.Module):
     ) -> torch.Tensor:
         # patchgen: fused_experts
         if ops.serves("fused_moe"):
-            return ops.fused_moe(
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 top_k_index,
                 top_k_weights,
@@ -891,7 +890,7 @@ class Qwen3NextSparseMoeBlock(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         batch_size, sequence_length, hidden_dim = hidden_states.shape
         hidden_states_reshaped = hidden_states.view(-1, hidden_dim)
-        # patchgen: shared_experts
+        # patchgen: shared_experts (one rank: called where upstream does)
         shared_beside = ops.beside_experts(self.shared_expert, hidden_states_reshaped, at_once=True)
         _, routing_weights, selected_experts = self.gate(hidden_states_reshaped)
         expert_output = self.experts(hidden_states_reshaped, selected_experts, routing_weights)
@@ -1045,7 +1044,7 @@ class Qwen3NextModel(Qwen3NextPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -1156,7 +1155,7 @@ def load_balancing_loss_func(
     tokens_per_expert = tokens_per_expert_sum / total_rows
     router_prob_per_expert = router_prob_sum / total_rows
 
-    # patchgen: router_loss
+    # patchgen: router_loss (one rank: as they are)
     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
@@ -1233,7 +1232,7 @@ class Qwen3NextForCausalLM(Qwen3NextPreTrainedModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -1246,7 +1245,7 @@ class Qwen3NextForCausalLM(Qwen3NextPreTrainedModel, GenerationMixin):
         aux_loss = None
         if output_router_logits:
             # patchgen: router_loss
-            aux_loss = ops.router_loss(
+            aux_loss = ops.router_loss(  # one rank: the function itself
                 load_balancing_loss_func,
                 outputs.router_logits,
                 self.num_experts,
@@ -1269,13 +1268,13 @@ class Qwen3NextForCausalLM(Qwen3NextPreTrainedModel, GenerationMixin):
         )
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={"Qwen3NextExperts": ("gate_up_proj", "down_proj")})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping("qwen3_next", "Qwen3NextPreTrainedModel", "Qwen3NextModel", "Qwen3NextForCausalLM")
-ops.initialize_as_upstream(Qwen3NextPreTrainedModel)
+ops.register_checkpoint_mapping(Qwen3NextPreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Qwen3NextPreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

@@ -44,18 +44,17 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-from patchgen.runtime import ops
-
-ops.require_transformers(__file__, made_from="5.23.0")
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from patchgen.runtime import ops
 from torch import nn
 from torch.nn import functional as F
+
+ops.require_transformers(__file__, made_from="5.23.0")  # refuses another release
 
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -68,6 +67,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
+    Qwen3OmniMoeAudioEncoderConfig,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeTextConfig,
+    Qwen3OmniMoeThinkerConfig,
+    Qwen3OmniMoeVisionEncoderConfig,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import auto_docstring, can_return_tuple, torch_compilable_check
 from transformers.utils.generic import (
@@ -81,13 +87,6 @@ from transformers.vision_utils import (
     get_vision_attention_seqlens,
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
-)
-from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
-    Qwen3OmniMoeAudioEncoderConfig,
-    Qwen3OmniMoeConfig,
-    Qwen3OmniMoeTextConfig,
-    Qwen3OmniMoeThinkerConfig,
-    Qwen3OmniMoeVisionEncoderConfig,
 )
 
 
@@ -472,7 +471,7 @@ class Qwen3OmniMoePreTrainedModelForConditionalGeneration(Qwen3OmniMoePreTrained
             return position_ids, mrope_position_deltas
 
     # patchgen: position_id_func
-    def get_position_id_func(self) -> ops.PositionIds:
+    def get_position_id_func(self) -> ops.PositionIds:  # called by the collator
         return ops.PositionIds(type(self), self.config, dict(spatial_merge_size=self.spatial_merge_size))
 
 
@@ -568,7 +567,7 @@ class Qwen3OmniMoeAudioAttention(nn.Module):
         )
 
         # patchgen: audio_sp
-        if ops.attends_by_lengths(self.config):
+        if ops.attends_by_lengths(self.config):  # also where a backend of ours is set
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -838,7 +837,7 @@ class Qwen3OmniMoeAudioEncoder(Qwen3OmniMoePreTrainedModel):
         # Split to chunk to avoid OOM during convolution
         padded_embeds = []
         # patchgen: audio_sp
-        chunks = ops.chunk_rows(padded_feature)
+        chunks = ops.chunk_rows(padded_feature)  # one rank: changes nothing
         padded_feature = chunks.shard(padded_feature)
         for chunk in padded_feature.split(self.conv_chunksize, dim=0):
             padded_embed = F.gelu(self.conv2d1(chunk))
@@ -861,7 +860,7 @@ class Qwen3OmniMoeAudioEncoder(Qwen3OmniMoePreTrainedModel):
         hidden_states = torch.index_select(padded_embed.reshape(-1, padded_embed.shape[-1]), 0, valid_indices)
 
         # patchgen: audio_sp
-        rows = ops.tower_rows(self.layers, hidden_states)
+        rows = ops.tower_rows(self.layers, hidden_states)  # one rank: changes nothing
         cu_seqlens = rows.lengths(cu_seqlens)
         max_seqlen = rows.longest(max_seqlen)
         hidden_states = rows.shard(hidden_states)
@@ -1337,7 +1336,7 @@ class Qwen3OmniMoeThinkerTextRotaryEmbedding(nn.Module):
         return torch.cat((freqs_thw, freqs_thw), dim=-1)
 
 
-@use_experts_implementation(experts_interface=ops.experts_interface)
+@use_experts_implementation(experts_interface=ops.experts_interface)  # one rank: as upstream's
 class Qwen3OmniMoeThinkerTextExperts(nn.Module):
     """
     ModuleList of experts.
@@ -1359,8 +1358,8 @@ class Qwen3OmniMoeThinkerTextExperts(nn.Module):
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         # patchgen: fused_experts
-        if ops.serves("fused_moe"):
-            return ops.fused_moe(
+        if ops.serves("fused_moe"):  # False until a kernel is chosen
+            return ops.fused_moe(  # the kernel
                 hidden_states,
                 top_k_index,
                 top_k_weights,
@@ -1438,7 +1437,7 @@ class Qwen3OmniMoeThinkerTextRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # patchgen: fused_ops
         if ops.serves("rms_norm"):
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # the kernel
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -1470,7 +1469,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """
     # patchgen: fused_ops
     if ops.serves("rotary"):
-        return ops.rotary(q, k, cos, sin, unsqueeze_dim)
+        return ops.rotary(q, k, cos, sin, unsqueeze_dim)  # the kernel
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)
@@ -1567,7 +1566,7 @@ class Qwen3OmniMoeThinkerTextMLP(nn.Module):
 
     def forward(self, x):
         # patchgen: fused_ops
-        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        down_proj = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))  # act_fn(gate) * up
         return down_proj
 
 
@@ -1707,7 +1706,7 @@ class Qwen3OmniMoeThinkerTextModel(Qwen3OmniMoePreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
 
         # patchgen: language_sp
-        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)  # one rank: as they are
         # the hard coded `4` is for text, temporal, height and width.
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -1809,14 +1808,14 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         self,
         pixel_values_videos: torch.Tensor,
         video_grid_thw: torch.LongTensor | None = None,
+        split_sizes: list[int] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithDeepstackFeatures:
-        # patchgen: host_values
-        split_sizes = kwargs.pop("split_sizes", None)
+        """split_sizes (`list[int]`, *optional*): Features of each item, if known on the host."""
         pixel_values_videos = pixel_values_videos.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values_videos, grid_thw=video_grid_thw, **kwargs)
-        if split_sizes is None:
-            split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        # patchgen: host_values
+        split_sizes = split_sizes or (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         vision_outputs.deepstack_features = [
             torch.split(feat, split_sizes) for feat in vision_outputs.deepstack_features
@@ -1830,14 +1829,14 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         self,
         pixel_values: torch.Tensor,
         image_grid_thw: torch.LongTensor | None = None,
+        split_sizes: list[int] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithDeepstackFeatures:
-        # patchgen: host_values
-        split_sizes = kwargs.pop("split_sizes", None)
+        """split_sizes (`list[int]`, *optional*): Features of each item, if known on the host."""
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        if split_sizes is None:
-            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        # patchgen: host_values
+        split_sizes = split_sizes or (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         vision_outputs.deepstack_features = [
             torch.split(feat, split_sizes) for feat in vision_outputs.deepstack_features
@@ -1907,7 +1906,7 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         n_image_tokens = special_image_mask.sum()
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         if image_features is not None:
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: False)
             torch_compilable_check(
                 ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {image_features.shape[0]}",
@@ -2021,7 +2020,7 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         visual_embeds_multiscale = None
         visual_pos_masks = None
         image_mask, video_mask = None, None
-        # patchgen: dummy_forward
+        # patchgen: dummy_forward (one rank: as they are)
         inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)
         # 2. Merge text , audios , image and video
         if input_features is not None:
@@ -2030,28 +2029,20 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             ).last_hidden_state
             audio_features = audio_features.to(inputs_embeds.device, inputs_embeds.dtype)
             _, _, audio_mask = self.get_placeholder_mask(input_ids, inputs_embeds=inputs_embeds)
-            # patchgen: fill_back
+            # patchgen: fill_back (one rank: the features themselves)
             inputs_embeds = inputs_embeds.masked_scatter(audio_mask, ops.local_features(audio_features, audio_mask))
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        mm_encoder_outputs, inputs_embeds = ops.encode_vision(
+        mm_encoder_outputs, inputs_embeds = ops.encode_vision(  # one rank: a pass for each
             self.get_image_features,
+            self.get_video_features,
             mm_encoder_outputs,
             inputs_embeds,
             images=(pixel_values, image_grid_thw),
             videos=(pixel_values_videos, video_grid_thw),
             **kwargs,
         )
-        if mm_encoder_outputs.get("image") is None and pixel_values is not None:
-            mm_encoder_outputs["image"]: BaseModelOutputWithDeepstackFeatures = self.get_image_features(
-                pixel_values, image_grid_thw, return_dict=True, **kwargs
-            )
-
-        if mm_encoder_outputs.get("video") is None and pixel_values_videos is not None:
-            mm_encoder_outputs["video"]: BaseModelOutputWithDeepstackFeatures = self.get_video_features(
-                pixel_values_videos, video_grid_thw, return_dict=True, **kwargs
-            )
 
         if mm_encoder_outputs.get("image") is not None:
             image_embeds = torch.cat(mm_encoder_outputs["image"].pooler_output, dim=0)
@@ -2062,7 +2053,7 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             )
             # patchgen: fill_back
             inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.local_features(image_embeds, image_mask))
-            # patchgen: deepstack_sp
+            # patchgen: deepstack_sp (one rank: the levels themselves)
             image_embeds_multiscale = ops.local_levels(image_embeds_multiscale, image_mask)
 
         if mm_encoder_outputs.get("video") is not None:
@@ -2107,11 +2098,11 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         else:
             audio_feature_lengths = None
 
-        # patchgen: position_ids
+        # patchgen: position_ids (one rank: those that are given)
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
         if position_ids is None:
             # patchgen: fill_back
-            ops.require_whole_sequence("position_ids")
+            ops.require_whole_sequence("position_ids")  # one rank: nothing
             position_ids = self.compute_3d_position_ids(
                 input_ids=input_ids,
                 image_grid_thw=image_grid_thw,
@@ -2213,7 +2204,7 @@ def load_balancing_loss_func(
     tokens_per_expert = tokens_per_expert_sum / total_rows
     router_prob_per_expert = router_prob_sum / total_rows
 
-    # patchgen: router_loss
+    # patchgen: router_loss (one rank: as they are)
     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
@@ -2375,7 +2366,7 @@ class Qwen3OmniMoeThinkerForConditionalGeneration(
 
         hidden_states = outputs[0]
         # patchgen: fused_loss
-        logits, loss = ops.causal_lm_loss(
+        logits, loss = ops.causal_lm_loss(  # one rank: the head, then its loss
             self.lm_head,
             hidden_states,
             labels,
@@ -2388,7 +2379,7 @@ class Qwen3OmniMoeThinkerForConditionalGeneration(
         aux_loss = None
         if output_router_logits:
             # patchgen: router_loss
-            aux_loss = ops.router_loss(
+            aux_loss = ops.router_loss(  # one rank: the function itself
                 load_balancing_loss_func,
                 outputs.router_logits,
                 self.num_experts,
@@ -2456,26 +2447,13 @@ class Qwen3OmniMoeThinkerForConditionalGeneration(
         return position_ids
 
     # patchgen: parallel_plan
-    def get_parallel_plan(self) -> ops.ParallelPlan:
+    def get_parallel_plan(self) -> ops.ParallelPlan:  # for several ranks
         return ops.parallel_plan(self, experts={"Qwen3OmniMoeThinkerTextExperts": ("gate_up_proj", "down_proj")})
 
 
 # patchgen: checkpoint_mapping
-ops.register_checkpoint_mapping(
-    "qwen3_omni_moe",
-    "qwen3_omni_moe_audio_encoder",
-    "qwen3_omni_moe_vision_encoder",
-    "qwen3_omni_moe_text",
-    "qwen3_omni_moe_thinker",
-    "Qwen3OmniMoePreTrainedModel",
-    "Qwen3OmniMoePreTrainedModelForConditionalGeneration",
-    "Qwen3OmniMoeAudioEncoder",
-    "Qwen3OmniMoeVisionEncoder",
-    "Qwen3OmniMoeThinkerTextModel",
-    "Qwen3OmniMoeThinkerModel",
-    "Qwen3OmniMoeThinkerForConditionalGeneration",
-)
-ops.initialize_as_upstream(Qwen3OmniMoePreTrainedModel)
+ops.register_checkpoint_mapping(Qwen3OmniMoePreTrainedModel)  # loads and saves as upstream
+ops.initialize_as_upstream(Qwen3OmniMoePreTrainedModel)  # by its _init_weights
 
 
 __all__ = [

@@ -1,8 +1,9 @@
 """What runs in training: the forwards of a file and what they call, without what the collator spares them.
 
-Three forms stand for code that training does not reach, each told by its structure:
+Four forms stand for code that training does not reach, each told by its structure:
 
-    if name is None: ...                        name is handed in: `position_ids`, or popped off `kwargs`
+    if name is None: ...                        name is handed in: `position_ids`, sizes, or popped off `kwargs`
+    name = name or ...                          likewise
     if (name := kwargs.pop(...)) is not None: return name      what follows computes it
     if is_flash_attention_requested(...): ... else: ...        the other branch: attention without packed lengths
 """
@@ -38,10 +39,10 @@ def training_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str]
         yield name, function, excuse
         for part, why in parts(function, excuse):
             for call in calls(part):
-                attribute = own_attribute(call.func)
-                name = call.func.id if isinstance(call.func, ast.Name) else ""
-                target = (owner, attribute, why) if attribute is not None else ("", name, why)
-                (excused if why else plain).append(target)
+                named = [("", call.func.id)] if isinstance(call.func, ast.Name) else []
+                handed = (own_attribute(given) for given in (call.func, *call.args))  # also what an op will call
+                named += [(owner, attribute) for attribute in handed if attribute is not None]
+                (excused if why else plain).extend((*one, why) for one in named)
 
 
 def _find(nodes: Mapping[str, ast.stmt], owner: str, method: str) -> tuple[str, FunctionNode | None]:
@@ -78,7 +79,8 @@ def _parts(body: list[ast.stmt], handed: set[str], excuse: str) -> Iterator[tupl
         if _is_seam(statement):
             return
         if not isinstance(statement, ast.If | ast.For | ast.While | ast.With | ast.Try):
-            yield statement, excuse
+            missing = _missing(getattr(statement, "value", statement), handed)
+            yield statement, excuse or (f"only where {missing} is not handed in" if missing else "")
             continue
         if isinstance(statement, ast.For):
             yield statement.iter, excuse
@@ -98,15 +100,24 @@ def _parts(body: list[ast.stmt], handed: set[str], excuse: str) -> Iterator[tupl
 
 
 def _handed_in(function: FunctionNode) -> set[str]:
-    """The names of a function whose value the collator may hand in: positions, and what is popped off `kwargs`."""
+    """The names of a function whose value the collator may hand in: positions, sizes, and what is popped off `kwargs`."""
     assigned = [node for node in walk(function) if isinstance(node, ast.Assign | ast.NamedExpr)]
     popped = [n for n in assigned if isinstance(n.value, ast.Call) and dotted(n.value.func) == "kwargs.pop"]
     names = {target.id for node in popped for target in targets(node) if isinstance(target, ast.Name)}
-    return names | (set(parameter_names(function)) & set(HANDED))
+    sizes = {one.arg for one in walk(function.args) if isinstance(one, ast.arg) and _holds_sizes(one)}
+    return names | sizes | (set(parameter_names(function)) & set(HANDED))
 
 
-def _missing(test: ast.expr, handed: set[str]) -> str | None:
-    """The handed-in name that the test `name is None`, or `... and name is None`, finds missing."""
+def _holds_sizes(parameter: ast.arg) -> bool:
+    """Whether a parameter takes numbers that are on the host, as the pass host_values declares it."""
+    return parameter.annotation is not None and ast.unparse(parameter.annotation) == "list[int] | None"
+
+
+def _missing(test: ast.AST, handed: set[str]) -> str | None:
+    """The handed-in name that the test `name is None`, or `... and name is None`, or `name or ...`, finds missing."""
+    match test:
+        case ast.BoolOp(ast.Or(), [ast.Name(name), *_]) if name in handed:
+            return name
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return next((name for value in test.values if (name := _missing(value, handed))), None)
     if isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and isinstance(test.ops[0], ast.Is):

@@ -18,13 +18,17 @@ class CheckpointMapping(Pass):
     purpose = "Upstream's checkpoint conversions and initialisation apply to the generated classes too."
     expects = "one hit per file with model classes"
     EXAMPLES = (
-        Example("""one call for the model types and classes of the file
-        class ExampleForCausalLM(PreTrainedModel):
+        Example("""one call for the classes of the file, which are all below one base
+        class ExamplePreTrainedModel(PreTrainedModel):
+            pass
+
+
+        class ExampleForCausalLM(ExamplePreTrainedModel):
             pass
 
 
       + # patchgen: checkpoint_mapping
-      + ops.register_checkpoint_mapping("ExampleForCausalLM")
+      + ops.register_checkpoint_mapping(ExamplePreTrainedModel)
       +
       +
         __all__ = ["ExampleForCausalLM"]
@@ -46,10 +50,8 @@ class CheckpointMapping(Pass):
             )
         if not models:
             return Outcome(module)
-        model_types = [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind]
-        arguments = ", ".join(f'"{name}"' for name in [*model_types, *models])
-        code = f"# {self.mark}\nops.register_checkpoint_mapping({arguments})\n"
+        bases = ", ".join(name for name in models if not set(anatomy.classes[name].bases) & set(models))
+        code = f"# {self.mark}\nops.register_checkpoint_mapping({bases})\n"
         if anatomy.upstream.version is not None:  # another file's _init_weights may rely on being skipped
-            first = [name for name in models if not set(anatomy.classes[name].bases) & set(models)]
-            code += f"ops.initialize_as_upstream({', '.join(first)})\n"
+            code += f"ops.initialize_as_upstream({bases})\n"
         return Outcome(at_end(module, code), (Hit("module", 0, f"{len(models)} model classes"),))

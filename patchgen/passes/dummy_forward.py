@@ -9,7 +9,7 @@ from patchgen.anatomy import Anatomy, ClassInfo
 from patchgen.anatomy.classes import stored
 from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import Editor, embeddings_above, uses_name
+from patchgen.rewrite import Editor, embeddings_above
 from patchgen.source import Block, Module
 
 ENCODED = "mm_encoder_outputs"
@@ -68,11 +68,13 @@ class DummyForward(SitePass):
             code = f"{embeddings} = ops.absent_tower({embeddings}, {call.media}, self.{call.method})"
             if call is image:
                 code = (
-                    f"{ENCODED}, {embeddings} = ops.encode_vision(self.{image.method}, {ENCODED}, {embeddings}, images="
-                    f"({image.media}, {image.grid}), videos=({video.media}, {video.grid}), {image.kwargs})"
+                    f"{ENCODED}, {embeddings} = ops.encode_vision(self.{image.method}, self.{video.method}, {ENCODED}, "
+                    f"{embeddings}, images=({image.media}, {image.grid}), videos=({video.media}, {video.grid}), {image.kwargs})"
                 )
+                editor.replace(forward.body[image.position], code, forward.body[video.position])
+            else:
+                editor.above(forward.body[call.position], code)
             served.append("one pass over images and videos" if call is image else call.media)
-            editor.above(forward.body[call.position], code)
         if above:
             which = ", ".join(reversed(above))
             raise LeftAlone(f"{site.block}: {which} is encoded above the embeddings: every rank must hold it")
@@ -96,7 +98,17 @@ def _joint(
         return None
     if video.position != image.position + 1 or not same_features(anatomy, owner, image.method, video.method):
         return None
-    guards = (body[call.position] for call in (image, video))
-    guarded = all(isinstance(node, ast.If) and uses_name(node.test, ENCODED) for node in guards)
+    guarded = all(_is_guarded(body[call.position], call) for call in (image, video))
     made = any(ENCODED in stored(node) for node in body[: image.position])
     return (image, video) if guarded and made else None
+
+
+def _is_guarded(node: ast.stmt, call: FeatureCall) -> bool:
+    """Whether a statement encodes its media, if there are any, where nothing has encoded them before."""
+    place = f'{ENCODED}["{call.modality}"]'
+    features = f"self.{call.method}({call.media}, {call.grid}, return_dict=True, {call.kwargs})"
+    written = f'if {ENCODED}.get("{call.modality}") is None and {call.media} is not None:\n    {place} = {features}'
+    match node:
+        case ast.If(body=[ast.AnnAssign(target, value=ast.expr() as value)]):
+            node = ast.If(node.test, [ast.Assign([target], value, lineno=0)], node.orelse)
+    return ast.unparse(node) == ast.unparse(ast.parse(written))

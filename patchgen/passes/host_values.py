@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import (
@@ -39,13 +39,12 @@ class HostValues(SitePass):
         Example("""handed in as `image_split_sizes`, else computed as upstream does
         class ExampleModel(ExamplePreTrainedModel):
             @accepts_precomputed_kwargs(modality="image")
-            def get_image_features(self, pixel_values, image_grid_thw, **kwargs):
-      +         # patchgen: host_values
-      +         split_sizes = kwargs.pop("split_sizes", None)
+      -     def get_image_features(self, pixel_values, image_grid_thw, **kwargs):
+      +     def get_image_features(self, pixel_values, image_grid_thw, split_sizes: list[int] | None = None, **kwargs):
                 features = self.visual(pixel_values, image_grid_thw, **kwargs)
       -         split_sizes = image_grid_thw.prod(-1).tolist()
-      +         if split_sizes is None:
-      +             split_sizes = image_grid_thw.prod(-1).tolist()
+      +         # patchgen: host_values
+      +         split_sizes = split_sizes or image_grid_thw.prod(-1).tolist()
                 return torch.split(features, split_sizes)
         """),
     )
@@ -63,7 +62,7 @@ class HostValues(SitePass):
         method = anatomy.classes[site.block].methods[name]
         listed = _listed(method)
         if not listed:
-            return Upstream("takes the sizes from its keyword arguments")
+            return Upstream("takes the sizes as arguments")
         if method.args.kwarg is None:
             return Upstream("takes no keyword arguments: nothing can be handed in")
         modality, prefix = FEATURES.match(name)[1], _prefix(method)
@@ -76,22 +75,40 @@ class HostValues(SitePass):
         if user := _of_several(anatomy, name):
             raise LeftAlone(f"{site.name}: {user} calls it for several media; it reads the sizes of each itself")
         keys = {variable: variable if prefix else f"{modality}_{variable}" for variable in listed}
-        kwargs = method.args.kwarg.arg
+        if taken := {*keys.values()} & {*parameter_names(method)}:
+            raise LeftAlone(
+                f"{site.name}: its parameter {', '.join(taken)} has another meaning; it reads sizes itself"
+            )
 
         editor = Editor(block, self.mark)
         function = editor.function(name)
-        editor.at_start(function, "\n".join(f'{one} = {kwargs}.pop("{key}", None)' for one, key in keys.items()))
+        for key in keys.values():
+            editor.add_parameter(function, f"{key}: list[int] | None = None")
+        _document(editor, function, keys.values())
         for node in function.body:
             if variable := _listed_name(node):
-                editor.replace(node, f"if {variable} is None:\n    {editor.code(node)}", marked=False)
-        for other, own in _callers(
-            anatomy.classes[site.block], name
-        ).items():  # by the names that the called one looks up
+                editor.around(node.value, f"{keys[variable]} or ")
+                editor.mark(node)
+        # By the names that the called one takes.
+        for other, own in _callers(anatomy.classes[site.block], name).items():
             taken = anatomy.classes[site.block].methods[other].args.kwarg.arg
             pairs = [f'{taken}["{modality}_{one}"] = {taken}.pop("{own}_{one}", None)' for one in listed]
             editor.at_start(editor.function(other), "\n".join(pairs))
         handed = ", ".join(f"{modality}_{variable}" for variable in keys)
         return Rewritten(editor.result, f"taken from {handed} where handed in")
+
+
+def _document(editor: Editor, function: ast.FunctionDef, names: Iterable[str]) -> None:
+    """Describes parameters in the docstring, where upstream's decorator reads them and complains of others."""
+    if "auto_docstring" not in map(dotted, function.decorator_list):
+        return
+    lines = [f"{name} (`list[int]`, *optional*): Features of each item, if known on the host." for name in names]
+    first = function.body[0]
+    if ast.get_docstring(function) is None or not isinstance(first, ast.Expr):
+        editor.above(first, f'"""{"".join(lines)}"""', at_top=True, marked=False)
+        return
+    text, indent = editor.code(first.value), f"\n{' ' * first.col_offset}"
+    editor.instead(first.value, "".join([text[:-3].rstrip(), *(indent + line for line in lines), indent, text[-3:]]))
 
 
 def _callers(info: ClassInfo, name: str) -> dict[str, str]:
@@ -205,7 +222,9 @@ def _listed_name(node: ast.stmt) -> str | None:
 
 
 def _is_served(method: FunctionNode) -> bool:
-    """Whether a method pops a value and computes it if there is none, as this pass writes it."""
-    listed = [node for node in ast.walk(method) if isinstance(node, ast.If) and "tolist" in ast.unparse(node)]
-    tests = [test for test in (ast.unparse(node.test) for node in listed) if "is None" in test]
-    return any(f"{test.split()[0]} = kwargs.pop" in ast.unparse(method) for test in tests)
+    """Whether a method takes sizes and computes them if there are none, as this pass writes it."""
+    values = [
+        node.value for node in method.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.BoolOp)
+    ]
+    taken = [value.values[0].id for value in values if isinstance(value.values[0], ast.Name)]
+    return not {*taken}.isdisjoint(parameter_names(method))

@@ -75,8 +75,15 @@ def _changed(lines: list[_Line], texts: Sequence[str], by: str, removed: dict[in
             found += lines[left]
             continue
         removed.update({line.origin: by for line in lines[left] if line.origin})
-        found += [_Line(text, 0, by) for text in texts[right]]
+        writers = {line.text: line.by for line in lines[left] if line.by}
+        found += [_Line(text, 0, writers.get(_uncommented(text), by)) for text in texts[right]]
     return found
+
+
+def _uncommented(text: str) -> str:
+    """A line of a pass without what was said of its operation: it is still that pass's."""
+    mark, parenthesis, _ = text.partition(" (")
+    return mark if parenthesis and mark.lstrip().startswith("# patchgen: ") else text.rpartition("  # ")[0]
 
 
 def opcodes(before: Sequence[str], after: Sequence[str]) -> list[tuple[str, slice, slice]]:

@@ -139,7 +139,7 @@ def head_over(kind: str, head: type[PreTrainedModel], config: PreTrainedConfig) 
             f"transformers' {upstream.__name__} is over {upstream_base.__name__}, and the generated {head.__name__} "
             f"over {base.__name__}."
         )
-    ops.register_checkpoint_mapping(upstream.__name__)
+    ops.register_checkpoint_mapping(upstream)
     beside = tuple(f"{name}.*" for name, _ in causal.named_children() if name != head.base_model_prefix)
     members = {
         "__module__": head.__module__,

@@ -16,7 +16,7 @@ from generation_cases import edited, load
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from patchgen import emit, model_configs, passes, pipeline, provenance, source
+from patchgen import emit, model_configs, passes, pipeline, provenance, source, templates
 from patchgen.anatomy import Anatomy
 from patchgen.errors import EmissionError, PassMismatch
 from patchgen.model_configs import ModelConfig, config_for
@@ -243,3 +243,20 @@ def test_the_record_names_what_the_file_came_from():
     assert facts["symbols"].keys() >= {"Qwen3MoeExperts", "load_balancing_loss_func"}
     licence = [line for line in generated.upstream.text.splitlines()[:40] if "Copyright" in line or "Apache" in line]
     assert licence and all(line in generated.text for line in licence)
+
+
+def test_every_operation_has_a_word_on_one_rank():
+    told = templates.table("one_rank.toml")
+    tree = ast.parse((Path(emit.__file__).parents[1] / "runtime" / "ops.py").read_text())
+    exported = next(n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__")
+    assert {*told, "parallel_plan"} == {*ast.literal_eval(exported)}, "it stands below ParallelPlan, which has one"
+
+
+def test_imports_of_generated_files_stand_in_isorts_order():
+    """But for blank lines below them, of which upstream has two."""
+    rule = ["--isolated", "--select=I001", "--config=line-length=119", "--fix", "--stdin-filename=x.py", "-q", "-"]
+    ruff = [sys.executable, "-m", "ruff", "check", '--config=lint.isort.known-third-party=["patchgen"]', *rule]
+    for model in ("qwen3_moe", "qwen3_vl", "qwen3_omni_moe"):
+        text = (Committed(model).folder / f"modeling_{model}.py").read_text()
+        fixed = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
+        assert [line for line in fixed.splitlines() if line] == [line for line in text.splitlines() if line]

@@ -43,9 +43,9 @@ class ExampleModel(ExamplePreTrainedModel):
         inputs_embeds = self.embed_tokens(input_ids)
         mm_encoder_outputs = mm_encoder_outputs or {{}}
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
-            mm_encoder_outputs["image"] = self.get_image_features(pixel_values, image_grid_thw, **kwargs)
+            mm_encoder_outputs["image"] = self.get_image_features(pixel_values, image_grid_thw, return_dict=True, **kwargs)
         if mm_encoder_outputs.get("video") is None and pixel_values_videos is not None:
-            mm_encoder_outputs["video"] = self.get_video_features(pixel_values_videos, video_grid_thw, **kwargs)
+            mm_encoder_outputs["video"] = self.get_video_features(pixel_values_videos, video_grid_thw, return_dict=True, **kwargs)
         return self.language_model(self.merge(inputs_embeds, mm_encoder_outputs))
 """
 SAME = "return self.visual(pixel_values_videos, video_grid_thw, **kwargs)"
@@ -57,7 +57,9 @@ OTHER = "return self.visual(pixel_values_videos, video_grid_thw[:, 1:], **kwargs
 def test_images_and_videos_that_one_code_serves_go_together(video: str) -> None:
     text = applied(DummyForward(), FUSION.format(video=video)).module.text
     assert text.count("ops.encode_vision(") == 1
-    assert "ops.absent_tower(" not in text
+    assert "ops.absent_tower(" not in text and 'mm_encoder_outputs["' not in text, (
+        "it is in the place of both branches"
+    )
 
 
 def test_videos_that_go_another_way_have_a_minimal_pass_of_their_own() -> None:
@@ -68,6 +70,12 @@ def test_videos_that_go_another_way_have_a_minimal_pass_of_their_own() -> None:
     )
     guards = [text.index(f"{name} is not None:") for name in ("pixel_values", "pixel_values_videos")]
     assert image < guards[0] < video < guards[1], "in the place of the real pass, so that ranks agree on the order"
+
+
+def test_branches_that_do_more_than_encode_stay() -> None:
+    more = FUSION.replace('mm_encoder_outputs["video"] = self', 'mm_encoder_outputs["video"] = 2 * self')
+    text = applied(DummyForward(), more.format(video=SAME)).module.text
+    assert "ops.encode_vision(" not in text and text.count("ops.absent_tower(") == 2
 
 
 def test_glm_flattens_videos_so_they_go_alone() -> None:

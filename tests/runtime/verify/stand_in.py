@@ -52,11 +52,9 @@ def write_stand_in(
     model = module_name.rpartition(".modeling_")[2]
     folder = directory / model
     folder.mkdir(parents=True)
-    config_classes = [getattr(module, name).config_class for name in names]
-    model_types = sorted({config.model_type for config in config_classes if isinstance(config, type)})
     footer = "\nfrom patchgen.runtime import ops\n"
     if has_checkpoint_mapping:
-        footer += f"\nops.register_checkpoint_mapping(*{model_types + names})\n"
+        footer += f"\nops.register_checkpoint_mapping({', '.join(names)})\n"
     (folder / f"modeling_{model}.py").write_text(source + footer)
     provenance = {
         "model": model,
