@@ -236,6 +236,34 @@ class Editor:
         """Takes a statement away, with the comments and blank lines above it."""
         self._take(statement, ())
 
+    def drop_elements(self, listed: ast.List | ast.Tuple, dropped: Sequence[ast.expr]) -> None:
+        """Takes elements out of a list or tuple; what is then the last one ends as the last one did."""
+        places_left = [place for place, element in enumerate(listed.elts) if element not in dropped]
+
+        def change(old: cst.List | cst.Tuple) -> cst.List | cst.Tuple:
+            left = [old.elements[place] for place in places_left]
+            if left:
+                alone = isinstance(old, cst.Tuple) and len(left) == 1  # `("A",)` keeps its comma
+                left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT if alone else old.elements[-1].comma)
+            return old.with_changes(elements=left)
+
+        if dropped:
+            self._edit(self._expression(listed), change)
+
+    def drop_branch(self, branch: ast.If) -> None:
+        """Takes an `if` or `elif` away; what follows in its chain takes its place. An `if` with an `else` alone stays."""
+        found = self._statement(branch)
+        is_elif = found in places(self.block.text).elifs
+
+        def change(old: cst.If) -> cst.If | cst.Else | cst.RemovalSentinel:
+            if old.orelse is None:
+                return cst.RemoveFromParent()
+            if is_elif:
+                return old.orelse
+            return old.orelse.with_changes(leading_lines=old.leading_lines) if isinstance(old.orelse, cst.If) else old
+
+        self._edit(found, change)
+
     def siblings(self, node: ast.stmt) -> list[ast.stmt]:
         """The statements among which one stands."""
         parts = (getattr(holder, name, None) for holder in self._holders for name in BRANCHES)
@@ -440,8 +468,3 @@ def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: s
         if not is_header:
             editor.replace(statement, inside.result.text)
     return [wanted[call.func.id] for call in found]
-
-
-def transform(block: Block, transformer: cst.CSTTransformer) -> Block:
-    """The block after a libcst transformer."""
-    return block.with_text(block.cst.visit(transformer).code)
