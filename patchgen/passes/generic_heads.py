@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from patchgen import source
 from patchgen.anatomy import Anatomy, Build
 from patchgen.anatomy.classes import CONSTRUCTORS, calls
 from patchgen.anatomy.graph import references
-from patchgen.anatomy.names import Names
+from patchgen.anatomy.imported import library_module, library_names
 from patchgen.passes.base import Example, Missed, Outcome, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, format_code
 from patchgen.source import Block, Module, bound_names
-from patchgen.upstream import Release, open_release
 
 PREFIX = "base_model_prefix"
 OF_SELF = f"(self, self.{PREFIX}"
@@ -78,7 +75,7 @@ class GenericHeads(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         generic, node = generic_base(anatomy, site.block), anatomy.classes[site.block].node
-        origin = _read(_release(anatomy), generic.rpartition(".")[0])
+        origin = library_module(anatomy, generic.rpartition(".")[0])
         written = origin.block(generic.rpartition(".")[2])
         _require_plain(written.node, node)
         if clash := next(
@@ -138,20 +135,10 @@ def generic_base(anatomy: Anatomy, name: str) -> str | None:
     for base in anatomy.classes[name].node.bases:
         package, _, base_name = (anatomy.names.resolve(base) or "").rpartition(".")
         if package.startswith("transformers.") and not package.startswith("transformers.models."):
-            origin = _read(_release(anatomy), package)
+            origin = library_module(anatomy, package)
             if origin.has(base_name) and any(_auto_builds(origin.block(base_name).node)):
                 return f"{package}.{base_name}"
     return None
-
-
-def _release(anatomy: Anatomy) -> Release:
-    return anatomy.upstream.release or open_release()
-
-
-@functools.lru_cache(maxsize=64)
-def _read(release: Release, package: str) -> Module:
-    path = package.removeprefix("transformers.").replace(".", "/") + ".py"
-    return source.parse(release.read(path) or "", path)
 
 
 def _auto_builds(node: ast.AST) -> Iterator[ast.Call]:
@@ -165,10 +152,8 @@ def _members(node: ast.ClassDef) -> list[ast.stmt]:
 
 def _missing(used: set[str], module: Module, anatomy: Anatomy, origin: str) -> Iterator[str]:
     """The statements that bind what copied code names and the file does not have, with absolute imports."""
-    written = _read(_release(anatomy), origin)
-    names = Names(
-        [statement for block in written for statement in block.statements], lambda level: origin.split(".")[:-level]
-    )
+    written = library_module(anatomy, origin)
+    names = library_names(written, origin)
     known = {name for block in module for name in block.binds}
     for block in written:
         wanted = (used - known) & set(block.binds)
