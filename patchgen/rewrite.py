@@ -143,8 +143,9 @@ class Editor:
 
     def function(self, name: str) -> FunctionNode:
         """The method of that name, or the function itself; of several definitions the last one, which is what Python keeps."""
-        members = self.block.node.body if isinstance(self.block.node, ast.ClassDef) else self.block.statements
-        return next(node for node in reversed(members) if isinstance(node, FunctionNode) and node.name == name)
+        return next(
+            node for node in reversed(self.block.members) if isinstance(node, FunctionNode) and node.name == name
+        )
 
     def code(self, node: ast.AST, *, whole: bool = False, instead: tuple[ast.AST, str] | None = None) -> str:
         """The source of a node, a statement's with what follows on its lines; without the indentation of its statement.
@@ -206,11 +207,6 @@ class Editor:
         """Gives the class other bases."""
         args = [cst.Arg(cst.parse_expression(base)) for base in bases]
         self._edit(self._statement(self.block.node), lambda old: old.with_changes(bases=args))
-
-    def decorate(self, function: FunctionNode, decorator: str) -> None:
-        """Another decorator above those of a function."""
-        new = cst.Decorator(cst.parse_expression(decorator))
-        self._edit(self._statement(function), lambda old: old.with_changes(decorators=[new, *old.decorators]))
 
     def mark(self, *nodes: ast.AST) -> None:
         """The comment of the pass above the statements that hold these nodes."""

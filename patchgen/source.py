@@ -36,6 +36,11 @@ class Block:
         return tuple(dict.fromkeys(name for statement in self.statements for name in bound_names(statement)))
 
     @property
+    def members(self) -> list[ast.stmt]:
+        """What stands in the body of the class that the block is; otherwise its statements."""
+        return self.node.body if isinstance(self.node, ast.ClassDef) else self.statements
+
+    @property
     def name(self) -> str | None:
         """The name of the class or function, if the block is one."""
         node = self.node

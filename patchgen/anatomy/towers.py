@@ -75,7 +75,7 @@ class ChunkedConvolution:
     result: str
 
 
-def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | None = None) -> LayerLoop:
+def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None = None) -> LayerLoop:
     """Reads the forward of a tower: upstream's, or `forward`, as earlier passes left it.
 
     Raises:
@@ -155,7 +155,7 @@ def _mixed(anatomy: Anatomy, owner: str, forward: FunctionNode) -> ast.AST | Non
     return mixing(forward.body, values, owner, anatomy)
 
 
-def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef) -> ChunkedConvolution | None:
+def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> ChunkedConvolution | None:
     """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding."""
     called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
     built = {f"self.{name}": call for name, call in info.built.items()}
@@ -205,7 +205,7 @@ def is_divided(anatomy: Anatomy, info: ClassInfo) -> bool:
     return True
 
 
-def _loop(forward: ast.FunctionDef) -> tuple[int, ast.For, str]:
+def _loop(forward: FunctionNode) -> tuple[int, ast.For, str]:
     """The place of the loop over layers, the loop, and the attribute that it runs over."""
     loops = [(place, node) for place, node in enumerate(forward.body) if isinstance(node, ast.For)]
     found = [(place, loop, layers) for place, loop in loops if (layers := _layers(loop))]

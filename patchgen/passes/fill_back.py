@@ -70,14 +70,14 @@ class FillBack(SitePass):
         language = language_parts(anatomy, info)
         whole = towers_held_whole(anatomy, info, language)
         editor, embeddings = Editor(block, self.mark), _embeddings(anatomy, info, language)
-        methods = {node.name: node for node in block.node.body if isinstance(node, FunctionNode)}
+        methods = {node.name: node for node in block.members if isinstance(node, FunctionNode)}
         scatters = [
             (name, call)
             for name in embeddings
             for call in calls(methods[name])
             if isinstance(call.func, ast.Attribute) and f".{call.func.attr}" == SCATTER
         ]
-        odd = [c for name, c in scatters if len(c.args) != 2 or base_name(c.func.value) not in embeddings[name]]
+        odd = [c for name, c in scatters if len(c.args) != 2 or base_name(c.func) not in embeddings[name]]
         if odd or not language:
             what = f"`{editor.code(odd[0])}`" if odd else "a language model that takes no inputs_embeds"
             code = 'ops.require_whole_sequence("the inputs of this model")'

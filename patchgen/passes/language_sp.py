@@ -136,19 +136,19 @@ def _counts(anatomy: Anatomy, forward: FunctionNode, value: ast.expr) -> bool:
         case ast.Call(ast.Attribute(inner, "unsqueeze" | "view" | "expand" | "repeat")):
             return _counts(anatomy, forward, inner)
         case ast.BinOp(inner, ast.Add(), past):
-            return _is_of_cache(past) and _counts(anatomy, forward, inner)
+            return _is_start(past) and _counts(anatomy, forward, inner)
         case ast.Call(function, [*start, _]):
             is_arange = anatomy.names.resolve(function, local_names(forward)) == "torch.arange"
-            return is_arange and all(ast.unparse(one) == "0" or _is_of_cache(one) for one in start)
+            return is_arange and all(map(_is_start, start))
     return False
 
 
-def _is_of_cache(length: ast.expr) -> bool:
-    """Whether it is what transformers' caches say, or 0 without one."""
+def _is_start(length: ast.expr) -> bool:
+    """Whether it is the length that transformers' caches tell, or 0."""
     match length:
-        case ast.IfExp(_, given, ast.Constant(0)):
-            return _is_of_cache(given)
-        case ast.Call(ast.Attribute(_, "get_seq_length")):
+        case ast.IfExp(_, one, other):
+            return _is_start(one) and _is_start(other)
+        case ast.Constant(0) | ast.Call(ast.Attribute(_, "get_seq_length")):
             return True
     return False
 

@@ -143,7 +143,7 @@ class StackedExperts(SitePass):
         cast = f".to({loop.dtype})" if loop.dtype else ""  # a kernel answers in the dtype of the hidden states
         given = f"{loop.accumulator} =" if loop.accumulator else "return"
         code = f"{given} self.{experts}({loop.hidden_states}, {loop.top_k_index}, {loop.top_k_weights}){cast}"
-        place = loop.place[-1]
+        place = int(loop.place[-1])
         for position in {*loop.superseded, place}:
             editor.drop(body[position])
         editor.below(body[place], code, spaced=bool({*range(place)} - {*loop.superseded}))
