@@ -101,8 +101,9 @@ class Editor:
 
     def function(self, name: str) -> FunctionNode:
         """The method of that name, or the function itself; of several definitions the last one, which is what Python keeps."""
-        members = self.block.node.body if isinstance(self.block.node, ast.ClassDef) else self.block.statements
-        return next(node for node in reversed(members) if isinstance(node, FunctionNode) and node.name == name)
+        return next(
+            node for node in reversed(self.block.members) if isinstance(node, FunctionNode) and node.name == name
+        )
 
     def code(self, node: ast.AST, *, whole: bool = False, instead: tuple[ast.AST, str] | None = None) -> str:
         """The source of a node, a statement's with what follows on its lines; without the indentation of its statement.
@@ -166,11 +167,6 @@ class Editor:
         args = [cst.Arg(cst.parse_expression(base)) for base in bases]
         self._edit(self._statement(self.block.node), lambda old: old.with_changes(bases=args))
 
-    def decorate(self, function: FunctionNode, decorator: str) -> None:
-        """Another decorator above those of a function."""
-        new = cst.Decorator(cst.parse_expression(decorator))
-        self._edit(self._statement(function), lambda old: old.with_changes(decorators=[new, *old.decorators]))
-
     def add_parameter(self, function: FunctionNode, code: str) -> None:
         """Another parameter, with a default, behind those that a function has and in front of its `**kwargs`."""
         new = cst.ensure_type(cst.parse_statement(f"def f({code}): ..."), cst.FunctionDef).params.params[0]
@@ -207,6 +203,34 @@ class Editor:
     def drop(self, statement: ast.stmt) -> None:
         """Takes a statement away, with the comments and blank lines above it."""
         self._take(statement, ())
+
+    def drop_elements(self, listed: ast.List | ast.Tuple, dropped: Sequence[ast.expr]) -> None:
+        """Takes elements out of a list or tuple; what is then the last one ends as the last one did."""
+        places_left = [place for place, element in enumerate(listed.elts) if element not in dropped]
+
+        def change(old: cst.List | cst.Tuple) -> cst.List | cst.Tuple:
+            left = [old.elements[place] for place in places_left]
+            if left:
+                alone = isinstance(old, cst.Tuple) and len(left) == 1  # `("A",)` keeps its comma
+                left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT if alone else old.elements[-1].comma)
+            return old.with_changes(elements=left)
+
+        if dropped:
+            self._edit(self._expression(listed), change)
+
+    def drop_branch(self, branch: ast.If) -> None:
+        """Takes an `if` or `elif` away; what follows in its chain takes its place. An `if` with an `else` alone stays."""
+        found = self._statement(branch)
+        is_elif = found in self._read[found].places.elifs
+
+        def change(old: cst.If) -> cst.If | cst.Else | cst.RemovalSentinel:
+            if old.orelse is None:
+                return cst.RemoveFromParent()
+            if is_elif:
+                return old.orelse
+            return old.orelse.with_changes(leading_lines=old.leading_lines) if isinstance(old.orelse, cst.If) else old
+
+        self._edit(found, change)
 
     def siblings(self, node: ast.stmt) -> list[ast.stmt]:
         """The statements among which one stands."""
@@ -420,8 +444,3 @@ def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: s
         if not is_header:
             editor.replace(statement, inside.result.text)
     return [wanted[call.func.id] for call in found]
-
-
-def transform(block: Block, transformer: cst.CSTTransformer) -> Block:
-    """The block after a libcst transformer."""
-    return block.with_text(block.cst.visit(transformer).code)

@@ -12,8 +12,6 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import libcst as cst
-
 from patchgen.errors import SourceSyntaxError
 
 
@@ -38,6 +36,11 @@ class Block:
         return tuple(dict.fromkeys(name for statement in self.statements for name in bound_names(statement)))
 
     @property
+    def members(self) -> list[ast.stmt]:
+        """What stands in the body of the class that the block is; otherwise its statements."""
+        return self.node.body if isinstance(self.node, ast.ClassDef) else self.statements
+
+    @property
     def name(self) -> str | None:
         """The name of the class or function, if the block is one."""
         node = self.node
@@ -51,11 +54,6 @@ class Block:
     def is_docstring(self) -> bool:
         node = self.node
         return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
-
-    @property
-    def cst(self) -> cst.Module:
-        """The block as a libcst module of its own (its text round-trips exactly)."""
-        return _parse_cst(self.text)
 
     def with_text(self, text: str) -> Block:
         return replace(self, text=text)
@@ -167,4 +165,3 @@ def _header_end(lines: list[str], first_statement: int) -> int:
 
 # A pass asks for the tree of a block more often than it changes one.
 _parse_ast = functools.lru_cache(maxsize=4096)(ast.parse)
-_parse_cst = functools.lru_cache(maxsize=1024)(cst.parse_module)

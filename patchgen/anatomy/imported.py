@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from patchgen import source
+from patchgen.anatomy.classes import FunctionNode
 from patchgen.anatomy.graph import Anatomy, references, study
+from patchgen.anatomy.names import Names
 from patchgen.errors import SourceSyntaxError
 from patchgen.source import Module
+from patchgen.upstream import Release, open_release
 
 
 @dataclass(frozen=True)
@@ -50,3 +54,34 @@ def _study(anatomy: Anatomy, origin: str) -> Anatomy | None:
     except SourceSyntaxError:
         return None
     return study(parsed, dataclasses.replace(upstream, text=text, module=origin)) if text is not None else None
+
+
+def library_module(anatomy: Anatomy, name: str) -> Module:
+    """A module of transformers; an empty one where the release has no file of that name."""
+    return _read(
+        anatomy.upstream.release or open_release(), name.removeprefix("transformers.").replace(".", "/") + ".py"
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _read(release: Release, path: str) -> Module:
+    return source.parse(release.read(path) or "", path)
+
+
+@functools.lru_cache(maxsize=64)
+def library_names(module: Module, name: str) -> Names:
+    """What the names of a module of transformers stand for."""
+    statements = [statement for block in module for statement in block.statements]
+    return Names(statements, lambda level: name.split(".")[:-level])
+
+
+def library_function(anatomy: Anatomy, meaning: str | None) -> FunctionNode | None:
+    """The function of transformers that a name stands for, also where its module has it from another one."""
+    package, _, name = (meaning or "").rpartition(".")
+    if not package.startswith("transformers."):
+        return None
+    module = library_module(anatomy, package)
+    if module.has(name):
+        node = module.block(name).node
+        return node if isinstance(node, FunctionNode) else None
+    return library_function(anatomy, library_names(module, package).imported().get(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection
 
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, loaded, parameter_names
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, base_name, calls, dotted, loaded, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import TOKENS, Role, convolutions, takes_media_alone
@@ -23,10 +23,19 @@ def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
         if parameters[1:3] == ["weight", "bias"] and any(convolutions(anatomy, function)):
             found[name] = CONVOLUTION  # over a whole sequence; the update of a single token takes a state second
         elif "beta" in parameters and "chunk_size" in parameters and len(parameters) > 4:
-            found[name] = DELTA_RULE
+            found[name] = DELTA_RULE if _takes_tokens_first(function) else UNKNOWN
         elif "A" in parameters and parameters[:1] != ["state"]:  # the update of a single token takes a state first
             found[name] = _scan_kind(function)
     return found
+
+
+def _takes_tokens_first(function: FunctionNode) -> bool:
+    """Whether a delta rule is handed `(B, S, N, D)`: it transposes its first three itself, to `(B, N, S, D)`."""
+    code = [(call.func, ast.unparse(call)) for call in calls(function)]
+    turned = {base_name(method) for method, source in code if source.endswith(".transpose(1, 2)")}
+    loops = [node for node in ast.walk(function) if isinstance(node, ast.comprehension)]
+    turned |= {name for loop in loops if set(stored(loop.target)) & turned for name in loaded(loop.iter)}
+    return turned >= {*parameter_names(function)[:3]}
 
 
 def _scan_kind(function: FunctionNode) -> str:

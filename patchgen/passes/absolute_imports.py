@@ -48,12 +48,12 @@ class AbsoluteImports(Pass):
                 for node in ast.walk(statement)
                 if isinstance(node, ast.ImportFrom) and node.level and not _is_neighbour(node, neighbours)
             ]
-            beyond = next((node for node in relative if not base_of(node.level)), None)
+            unnamed: list[ast.AST] = [node for node in relative if not base_of(node.level)]
             tree = ast.parse(block.text) if "import_module" in block.text else ast.Pass()
-            dynamic = next((call for call in calls(tree) if _is_dynamic(call)), None)
-            if beyond is not None or dynamic is not None:
+            unnamed += filter(_is_dynamic, calls(tree))
+            if unnamed:
                 raise PassMismatch(
-                    f"The pass '{self.name}' cannot name what `{ast.unparse(beyond or dynamic)}` (upstream line "
+                    f"The pass '{self.name}' cannot name what `{ast.unparse(unnamed[0])}` (upstream line "
                     f"{block.line} or below) imports: it starts from {anatomy.upstream.package}. It expects {self.expects}."
                 )
             if not relative:

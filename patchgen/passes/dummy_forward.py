@@ -57,16 +57,17 @@ class DummyForward(SitePass):
         editor, above, served = Editor(block, self.mark), [], []
         forward = editor.function("forward")
         found = [call for call in feature_calls(forward.body) if call.media in optional]
-        image, video = _joint(found, forward.body, site.block, anatomy) or (None, None)
+        joint = _joint(found, forward.body, site.block, anatomy)
         for call in found:
             embeddings = embeddings_above(forward, forward.body[: call.position])
             if embeddings is None:
                 above.append(call.media)
                 continue
-            if call is video:
-                continue
             code = f"{embeddings} = ops.absent_tower({embeddings}, {call.media}, self.{call.method})"
-            if call is image:
+            if joint is not None and call in joint:
+                image, video = joint
+                if call is video:
+                    continue
                 code = (
                     f"{ENCODED}, {embeddings} = ops.encode_vision(self.{image.method}, self.{video.method}, {ENCODED}, "
                     f"{embeddings}, images=({image.media}, {image.grid}), videos=({video.media}, {video.grid}), {image.kwargs})"
@@ -74,7 +75,7 @@ class DummyForward(SitePass):
                 editor.replace(forward.body[image.position], code, forward.body[video.position])
             else:
                 editor.above(forward.body[call.position], code)
-            served.append("one pass over images and videos" if call is image else call.media)
+            served.append("one pass over images and videos" if joint and call in joint else call.media)
         if above:
             which = ", ".join(reversed(above))
             raise LeftAlone(f"{site.block}: {which} is encoded above the embeddings: every rank must hold it")

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, arguments, base_name, calls, dotted, own_attribute
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    FunctionNode,
+    arguments,
+    base_name,
+    calls,
+    dotted,
+    own_attribute,
+    parameter_names,
+    stored,
+)
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.roles import own_methods
+from patchgen.anatomy.roles import TOKENS, own_methods
 from patchgen.anatomy.towers import towers_held_whole
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block
 
 OWN = "ops.local_features"
-COUNTED = re.compile(r"\.numel\(\)|\bn(um)?_\w*(tokens|features|placeholders)\b|features\.(shape|size)\b")
 POSITIONS = "position_ids"
 SCATTER = ".masked_scatter"
+FACTS = ("device", "dtype")  # of a tensor, that others are moved to
 MASKS = "transformers.masking_utils."
 
 
@@ -61,14 +70,14 @@ class FillBack(SitePass):
         language = language_parts(anatomy, info)
         whole = towers_held_whole(anatomy, info, language)
         editor, embeddings = Editor(block, self.mark), _embeddings(anatomy, info, language)
-        methods = {node.name: node for node in block.node.body if isinstance(node, FunctionNode)}
+        methods = {node.name: node for node in block.members if isinstance(node, FunctionNode)}
         scatters = [
             (name, call)
             for name in embeddings
             for call in calls(methods[name])
             if isinstance(call.func, ast.Attribute) and f".{call.func.attr}" == SCATTER
         ]
-        odd = [c for name, c in scatters if len(c.args) != 2 or base_name(c.func.value) not in embeddings[name]]
+        odd = [c for name, c in scatters if len(c.args) != 2 or base_name(c.func) not in embeddings[name]]
         if odd or not language:
             what = f"`{editor.code(odd[0])}`" if odd else "a language model that takes no inputs_embeds"
             code = 'ops.require_whole_sequence("the inputs of this model")'
@@ -168,15 +177,28 @@ def _let_slices_pass(editor: Editor, method: FunctionNode) -> None:
         match node:
             case ast.Call(ast.Name("torch_compilable_check")):
                 test = arguments(node, ["cond"]).get("cond")
-                if test is not None and _counts(editor, method, test):
+                if test is not None and _compares_features(method, test):
                     editor.around(test, "ops.is_sliced() or ")
                     editor.mark(node)
             case ast.If(test, body) if any(isinstance(n, ast.Raise) for s in body for n in ast.walk(s)):
-                if _counts(editor, method, test):
+                if _compares_features(method, test):
                     editor.around(test, "not ops.is_sliced() and (", ")")
                     editor.mark(node)
 
 
-def _counts(editor: Editor, method: FunctionNode, test: ast.expr) -> bool:
-    """Whether a check is of placeholders against features; transformers' own method makes no others."""
-    return method.name == "get_placeholder_mask" or bool(COUNTED.search(editor.code(test)))
+def _compares_features(method: FunctionNode, test: ast.expr) -> bool:
+    """Whether a check compares what is computed from the tokens with what is not: placeholders with features."""
+    tokens = TOKENS & {*parameter_names(method)}
+    assigned = [node for node in ast.walk(method) if isinstance(node, ast.Assign)]
+    for _ in assigned:
+        tokens |= {name for node in assigned if _values(node.value) & tokens for name in stored(node)}
+    compared = [node for node in ast.walk(test) if isinstance(node, ast.Compare)]
+    sides = [(_values(node.left), _values(node.comparators[0])) for node in compared]
+    return any(one and other and bool(one & tokens) != bool(other & tokens) for one, other in sides)
+
+
+def _values(code: ast.expr) -> set[str]:
+    """The names whose values an expression computes with: not where they lie, and of which dtype."""
+    facts = [node.value for node in ast.walk(code) if isinstance(node, ast.Attribute) and node.attr in FACTS]
+    read = [node for node in ast.walk(code) if isinstance(node, ast.Name) and node not in facts]
+    return {node.id for node in read} - {"self"}

@@ -66,10 +66,9 @@ class FusedExperts(SitePass):
         unread = () if left_alone_experts(anatomy) else unread_experts(anatomy)
         signs = [sign for sign in unread if module.has(sign.split()[0])]
         for part in imported_code(anatomy, module):
-            reached = part.anatomy.reached_from([part.name]) if part.anatomy is not None else ()
-            names = [
-                n for n in sorted(reached) if {Role.EXPERTS, Role.EXPERT_LIST} & set(part.anatomy.classes[n].roles)
-            ]
+            other = part.anatomy or Anatomy(anatomy.upstream)
+            reached = sorted(other.reached_from([part.name]))
+            names = [name for name in reached if {Role.EXPERTS, Role.EXPERT_LIST} & set(other.classes[name].roles)]
             signs += [f"{part.users[0]} uses {part.name} of {part.module}, which has the experts {n}" for n in names]
         return signs
 
@@ -81,7 +80,7 @@ class FusedExperts(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         editor = Editor(block, self.mark)
-        for decorator in block.node.decorator_list:
+        for decorator in getattr(block.node, "decorator_list", ()):
             called = getattr(decorator, "func", decorator)
             if is_dispatcher(anatomy, called) and dotted(called) != DISPATCHER:  # which would run beside us
                 raise Missed(f"transformers' decorator by its name, @{DISPATCHER}", decorator)

@@ -121,7 +121,7 @@ class FusedLoss(SitePass):
         local = [
             f"{info.name}: {', '.join(ast.literal_eval(node.value))} {told[name]}"
             for info in heads
-            for node in module.block(info.name).node.body
+            for node in module.block(info.name).members
             if isinstance(node, ast.Assign) and (name := ast.unparse(node.targets[0])) in told
         ]
         forwards = {info.name: info.methods["forward"].args for info in heads if "forward" in info.methods}
@@ -132,7 +132,7 @@ class FusedLoss(SitePass):
         method = anatomy.classes[site.block].methods["forward"]
         call = handed_on(method)
         attribute = own_attribute(call.func) if call else None
-        inner = {build.target for build in anatomy.builds(site.block) if attribute and build.attribute == attribute}
+        inner = {b.target or "" for b in anatomy.builds(site.block) if attribute and b.attribute == attribute}
         if inner and inner <= {info.name for info in anatomy.with_role(Role.HEAD)}:
             return Upstream(f"the loss of {', '.join(inner)}")
         try:
@@ -180,11 +180,12 @@ class FusedLoss(SitePass):
             editor.code(region.first, whole=True).removesuffix(editor.code(region.first)) + seam + format_code(call, 2)
         )
         last = region.end
-        if region.further:  # upstream's, and of logits that a step does not have
+        kept = forward.body[region.end]
+        if region.further and isinstance(kept, ast.If):  # upstream's, and of logits that a step does not have
             what = f"one with a term where {region.switches}"
             guard = f"if {region.switches}:\n    ops.require_no_step({region.labels}, {what!r})"
             seam, last = format_code(f"# {self.mark}\n{guard}", 2) + seam, region.end - 1
-            editor.drop(forward.body[region.end].body[0])
+            editor.drop(kept.body[0])
         lines = [*(editor.code(node, whole=True) for node in region.outside), seam]
         editor.put(region.first, "\n".join(lines), forward.body[last])
 

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.bodies import form_of, normal_form
-from patchgen.anatomy.classes import ClassInfo, called_names, calls, own_attribute, parameter_names, stored
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    FunctionNode,
+    called_names,
+    calls,
+    own_attribute,
+    parameter_names,
+    stored,
+)
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.known import TABLES, is_number
 from patchgen.anatomy.names import local_names
@@ -122,7 +130,7 @@ class FusedOps(SitePass):
         if call is not None:
             code = f'if ops.serves("rms_norm"):\n    return {call}\n'
             return Rewritten(insert_first(block, "forward", code, self.mark), "rms_norm seam")
-        return self._swiglu(block, anatomy)
+        return self._swiglu(block, site, anatomy)
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         own = anatomy.still_in(module)
@@ -145,24 +153,24 @@ class FusedOps(SitePass):
         code = f'if ops.serves("rotary"):\n    return ops.rotary({", ".join(names)})\n'
         return Rewritten(insert_first(block, site.name, code, self.mark), "rotary seam")
 
-    def _swiglu(self, block: Block, anatomy: Anatomy) -> Rewritten:
+    def _swiglu(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         editor = Editor(block, self.mark)
         product = _product(editor.function("forward").body)
         if product is None:
-            code = ast.unparse(anatomy.classes[block.name].methods["forward"])
+            code = anatomy.classes[site.block].methods["forward"]
             raise Missed("self.<act>(self.<gate>(x)) * self.<up>(x) in one statement", code)
-        activation = product.left.func
-        mixed = mixing_member(anatomy, block.name, activation.attr, fixed=False)
+        product, activated = product
+        mixed = mixing_member(anatomy, site.block, own_attribute(activated.func) or "", fixed=False)
         if mixed is not None:
             raise Missed("an activation of each row by itself", mixed)
         editor.mark(product)
-        gate, up = editor.code(product.left.args[0]), editor.code(product.right)
-        editor.instead(product, f"ops.swiglu({gate}, {up}, {editor.code(activation)})")
+        gate, up = editor.code(activated.args[0]), editor.code(product.right)
+        editor.instead(product, f"ops.swiglu({gate}, {up}, {editor.code(activated.func)})")
         return Rewritten(editor.result, "swiglu seam")
 
 
-def _product(body: Sequence[ast.stmt]) -> ast.BinOp | None:
-    """The first `self.<act>(self.<gate>(x)) * self.<up>(x)` of a body, in what it runs at last."""
+def _product(body: Sequence[ast.stmt]) -> tuple[ast.BinOp, ast.Call] | None:
+    """The first `self.<act>(self.<gate>(x)) * self.<up>(x)` of a body, in what it runs at last, and its left side."""
     for statement in body:
         if isinstance(statement, ast.If):
             other = statement.orelse
@@ -173,9 +181,9 @@ def _product(body: Sequence[ast.stmt]) -> ast.BinOp | None:
             continue
         for node in ast.walk(statement):
             match node:
-                case ast.BinOp(ast.Call(act, [ast.Call(gate)]), ast.Mult(), ast.Call(up)) if not node.left.keywords:
+                case ast.BinOp(ast.Call(act, [ast.Call(gate)], []) as activated, ast.Mult(), ast.Call(up)):
                     if all(map(own_attribute, (act, gate, up))):
-                        return node
+                        return node, activated
     return None
 
 
@@ -205,11 +213,14 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
 def _is_vector(anatomy: Anatomy, name: str, attribute: str) -> bool:
     """Whether `self.<attribute>` is a parameter of one size, which is that of the last dimension: 1 alone would fit others."""
     held = anatomy.held(name, attribute)
-    made = held[0].args[0] if len(held) == 1 and anatomy.is_a(held[0], PARAMETER) and held[0].args else None
-    sizes = made.args if isinstance(made, ast.Call) and anatomy.names.resolve(made.func) in FILLED else []
+    sizes: list[ast.expr] = []
+    match held:
+        case [ast.Call(_, [ast.Call(made, given), *_])] if anatomy.is_a(held[0], PARAMETER):
+            sizes = given if anatomy.names.resolve(made) in FILLED else []
     handed = [given for size in sizes for given in anatomy.handed(name, size)]
     init = anatomy.method(name, "__init__")
-    is_local = any(isinstance(size, ast.Name) and size.id in stored(init[1]) for size in sizes)
+    local = stored(init[1]) if init is not None else []
+    is_local = any(isinstance(size, ast.Name) and size.id in local for size in sizes)
     is_fixed = any(isinstance(value, ast.Constant | ast.Tuple | ast.List) for value in (*sizes, *handed))
     return len(sizes) == 1 and not is_local and not is_fixed
 
@@ -223,7 +234,7 @@ def _is_like_mlp(anatomy: Anatomy, info: ClassInfo) -> bool:
     return len(projections) == 3 and len(activations) == 1 and "forward" in info.methods
 
 
-def _is_half_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
+def _is_half_rotation(anatomy: Anatomy, function: FunctionNode) -> bool:
     form = normal_form(function).text
     for helper in dict.fromkeys(call.func.id for call in calls(function) if isinstance(call.func, ast.Name)):
         known = anatomy.names.functions.get(helper)
@@ -232,13 +243,13 @@ def _is_half_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
     return False
 
 
-def _means_torch(anatomy: Anatomy, *functions: ast.FunctionDef) -> bool:
+def _means_torch(anatomy: Anatomy, *functions: FunctionNode) -> bool:
     """Whether `torch` is torch in the functions, whose bodies were compared up to their own names."""
     used = [(node, f) for f in functions for node in ast.walk(f) if isinstance(node, ast.Name) and node.id == "torch"]
     return all(anatomy.names.resolve(node, local_names(f)) == "torch" for node, f in used)
 
 
-def _is_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
+def _is_rotation(anatomy: Anatomy, function: FunctionNode) -> bool:
     """Takes cos and sin, or turns pairs into complex numbers and back."""
     resolved = {anatomy.names.resolve(call.func, local_names(function)) for call in calls(function)}
     return {"cos", "sin"} <= set(parameter_names(function)) or resolved >= COMPLEX

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from patchgen import source
 from patchgen.anatomy import Anatomy, Build
-from patchgen.anatomy.classes import CONSTRUCTORS, calls
+from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, calls, dotted, plain_assignments
 from patchgen.anatomy.graph import references
-from patchgen.anatomy.names import Names
-from patchgen.passes.base import Example, Missed, Outcome, Rewritten, Site, SitePass, site_of
+from patchgen.anatomy.imported import library_module, library_names
+from patchgen.passes.base import Example, Missed, Outcome, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, format_code
 from patchgen.source import Block, Module, bound_names
-from patchgen.upstream import Release, open_release
 
 PREFIX = "base_model_prefix"
 OF_SELF = f"(self, self.{PREFIX}"
@@ -27,6 +24,7 @@ class GenericHeads(SitePass):
     name = "generic_heads"
     purpose = "A head that inherits transformers' generic class has its code, around the base model of this file."
     expects = "one hit per head asked for whose class of transformers builds its model by an Auto class"
+    member = ""
     EXAMPLES = (
         Example("""a token classifier
         from transformers import PreTrainedModel
@@ -67,38 +65,37 @@ class GenericHeads(SitePass):
     def __init__(self, heads: Sequence[str] | None = None) -> None:
         self.heads = heads  # None: every class
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        infos = [info for info in anatomy.still_in(module) if self.heads is None or info.name in self.heads]
-        found = [
-            (info, f"{generic} builds its model by an Auto class")
-            for info in infos
-            if (generic := generic_base(anatomy, info.name))
-        ]
-        return [site_of(info, why) for info, why in found]
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        is_asked = self.heads is None or info.name in self.heads
+        generic = generic_base(anatomy, info.name) if is_asked else None
+        return f"{generic} builds its model by an Auto class" if generic else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        generic, node = generic_base(anatomy, site.block), anatomy.classes[site.block].node
-        origin = _read(_release(anatomy), generic.rpartition(".")[0])
-        written = origin.block(generic.rpartition(".")[2])
-        _require_plain(written.node, node)
+        generic, node = generic_base(anatomy, site.block) or "", anatomy.classes[site.block].node
+        package, _, name = generic.rpartition(".")
+        origin = library_module(anatomy, package)
+        written = origin.block(name)
+        _require_plain(written, node)
         if clash := next(
             (n for n in sorted(references(written.node)) if origin.has(n) and _defines(anatomy, n)), None
         ):
-            raise Missed(f"{clash} of {generic.rpartition('.')[0]}, for which this file has another", node)
+            raise Missed(f"{clash} of {package}, for which this file has another", node)
         if above := next((one for one in node.body if "super()" in ast.unparse(one)), None):
             raise Missed(f"no member that calls {written.name}'s by super()", above)
         build = next(_auto_builds(written.node))
-        auto, config = ast.unparse(build.func.value), ast.unparse(build.args[0])
+        auto, config = dotted(build.func).rpartition(".")[0], ast.unparse(build.args[0])
         target = anatomy.target_of(Build(site.block, None, None, auto_class=auto, config=config))
         if target not in anatomy.classes:
             raise Missed(f"{ast.unparse(build)} to build a class of this file", f"it builds {target}")
-        stated = {name: one for one in (*written.node.body, *node.body) for name in bound_names(one)}
-        local = Editor(_local(written, f"self.{stated[PREFIX].value.value}", ast.unparse(build), target))
+        attribute = ast.literal_eval(plain_assignments((*written.members, *node.body))[PREFIX])
+        local = Editor(_local(written, f"self.{attribute}", ast.unparse(build), target))
         own, editor = {name for one in node.body for name in bound_names(one)}, Editor(block)
-        first, *theirs = [one for one in _members(local.block.node) if not own & set(bound_names(one))]
-        bases = [editor.code(base) for base in block.node.bases if anatomy.names.resolve(base) != generic]
+        first, *theirs = [one for one in _members(local.block) if not own & set(bound_names(one))]
+        bases = [
+            editor.code(base) for base in getattr(block.node, "bases", ()) if anatomy.names.resolve(base) != generic
+        ]
         editor.set_bases(bases)
-        code = [editor.code(one, whole=True) for one in _members(block.node)]
+        code = [editor.code(one, whole=True) for one in _members(block)]
         code += [f"# {self.mark}\n{local.code(first)}", *(local.code(one, whole=True) for one in theirs)]
         editor.fill("\n".join(code))
         return Rewritten(editor.result, f"{written.name}'s code around {target}")
@@ -108,7 +105,7 @@ class GenericHeads(SitePass):
         heads = [hit.site for hit in outcome.hits]
         lines: dict[str, None] = {}
         for head in heads:
-            origin = generic_base(anatomy, head).rpartition(".")[0]
+            origin = (generic_base(anatomy, head) or "").rpartition(".")[0]
             lines |= dict.fromkeys(_missing(references(outcome.module.block(head).node), module, anatomy, origin))
         if lines:
             blocks = list(outcome.module)
@@ -118,15 +115,16 @@ class GenericHeads(SitePass):
         return replace(outcome, added=tuple(heads))
 
 
-def _require_plain(written: ast.ClassDef, head: ast.ClassDef) -> None:
+def _require_plain(written: Block, head: ast.ClassDef) -> None:
     """Raises Missed unless all that a generic class is stands in its own body, and its model is built once."""
-    builds = list(_auto_builds(written))
-    if written.bases or [ast.unparse(one) for one in written.decorator_list] not in ([], ["auto_docstring"]):
-        raise Missed("a generic class without bases and decorators of its own", written)
+    node, builds = written.node, list(_auto_builds(written.node))
+    decorators = [ast.unparse(one) for one in getattr(node, "decorator_list", ())]
+    if not isinstance(node, ast.ClassDef) or node.bases or decorators not in ([], ["auto_docstring"]):
+        raise Missed("a generic class without bases and decorators of its own", node)
     if len(builds) != 1:
         raise Missed("a generic class that builds its model once", builds[-1])
-    if not any(PREFIX in bound_names(one) for one in (*written.body, *head.body)):
-        raise Missed(f"a generic class with `{PREFIX}`", written)
+    if PREFIX not in plain_assignments((*written.members, *head.body)):
+        raise Missed(f"a generic class with `{PREFIX}`", node)
 
 
 def _defines(anatomy: Anatomy, name: str) -> bool:
@@ -138,37 +136,25 @@ def generic_base(anatomy: Anatomy, name: str) -> str | None:
     for base in anatomy.classes[name].node.bases:
         package, _, base_name = (anatomy.names.resolve(base) or "").rpartition(".")
         if package.startswith("transformers.") and not package.startswith("transformers.models."):
-            origin = _read(_release(anatomy), package)
+            origin = library_module(anatomy, package)
             if origin.has(base_name) and any(_auto_builds(origin.block(base_name).node)):
                 return f"{package}.{base_name}"
     return None
-
-
-def _release(anatomy: Anatomy) -> Release:
-    return anatomy.upstream.release or open_release()
-
-
-@functools.lru_cache(maxsize=64)
-def _read(release: Release, package: str) -> Module:
-    path = package.removeprefix("transformers.").replace(".", "/") + ".py"
-    return source.parse(release.read(path) or "", path)
 
 
 def _auto_builds(node: ast.AST) -> Iterator[ast.Call]:
     return (c for c in calls(node) if getattr(c.func, "attr", "") in CONSTRUCTORS and "Auto" in ast.unparse(c.func))
 
 
-def _members(node: ast.ClassDef) -> list[ast.stmt]:
+def _members(block: Block) -> list[ast.stmt]:
     """The statements of a class's body but for `pass` and `...`."""
-    return [one for one in node.body if ast.unparse(one) not in ("pass", "...")]
+    return [one for one in block.members if ast.unparse(one) not in ("pass", "...")]
 
 
-def _missing(used: set[str], module: Module, anatomy: Anatomy, origin: str) -> Iterator[str]:
+def _missing(used: frozenset[str], module: Module, anatomy: Anatomy, origin: str) -> Iterator[str]:
     """The statements that bind what copied code names and the file does not have, with absolute imports."""
-    written = _read(_release(anatomy), origin)
-    names = Names(
-        [statement for block in written for statement in block.statements], lambda level: origin.split(".")[:-level]
-    )
+    written = library_module(anatomy, origin)
+    names = library_names(written, origin)
     known = {name for block in module for name in block.binds}
     for block in written:
         wanted = (used - known) & set(block.binds)
@@ -192,7 +178,8 @@ def _local(written: Block, attribute: str, build: str, target: str) -> Block:
             editor.instead(call, attribute)
     editor = Editor(editor.result)
     for statement in ast.walk(editor.block.node):
-        if isinstance(statement, ast.Expr) and ast.unparse(statement).startswith(f"setattr{OF_SELF}, "):
-            editor.drop(statement)  # and the comment above it, which tells of the Auto class
-            editor.below(statement, f"{attribute} = {editor.code(statement.value.args[2])}", marked=False)
+        match statement:
+            case ast.Expr(ast.Call(_, [_, _, made])) if ast.unparse(statement).startswith(f"setattr{OF_SELF}, "):
+                editor.drop(statement)  # and the comment above it, which tells of the Auto class
+                editor.below(statement, f"{attribute} = {editor.code(made)}", marked=False)
     return editor.result

@@ -148,7 +148,7 @@ class HandEdits(Pass):
 
     def _with_method(self, edit: OverrideMethod | AddMethod | EditMethod, block: Block) -> Block:
         class_name, _, method = edit.target.partition(".")
-        methods = [node.name for node in block.node.body if isinstance(node, FunctionNode)]
+        methods = [node.name for node in block.members if isinstance(node, FunctionNode)]
         times, editor = methods.count(method), Editor(block, self.mark)
         if isinstance(edit, AddMethod):
             if times:
@@ -202,7 +202,7 @@ def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
     return [target for target in stay if not module.has(target.split(".")[0])]
 
 
-def normal_form(*nodes: ast.AST) -> str:
+def normal_form(*nodes: ast.stmt) -> str:
     """A hash of code that comments, docstrings and formatting do not change."""
     return symbol_hash(without_docstrings(copy.deepcopy(ast.Module(list(nodes), []))))
 
@@ -212,10 +212,10 @@ def target_of(edit: Edit, module: Module) -> list[ast.stmt]:
     name, _, method = edit.target.partition(".")
     if isinstance(edit, AddImport | AddMethod) or not module.has(name):
         return []
-    node = module.block(name).node
+    block = module.block(name)
     if not method:
-        return [node]
-    return [member for member in node.body if isinstance(member, FunctionNode) and member.name == method]
+        return [block.node]
+    return [member for member in block.members if isinstance(member, FunctionNode) and member.name == method]
 
 
 def targets_record(edits: tuple[Edit, ...], module: Module) -> list[dict[str, str]]:

@@ -6,7 +6,9 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import FunctionNode, calls, dotted
+from patchgen.anatomy.classes import FunctionNode, arguments, calls, dotted, parameter_names
+from patchgen.anatomy.imported import library_function
+from patchgen.anatomy.names import local_names
 from patchgen.anatomy.training_path import Test, parts, training_functions
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
@@ -37,7 +39,7 @@ class HostSyncLint(Pass):
         found = [
             (where, f"`{what}`", why or self.allow.get(where) or self.allow.get(where.rpartition(".")[2], ""))
             for where, function, excuse in training_functions(module)
-            for what, why in _syncs(function, excuse)
+            for what, why in _syncs(anatomy, function, excuse)
         ]
         open_findings = [f"{where}: {what}" for where, what, why in found if not why]
         if open_findings and self.strict:
@@ -50,7 +52,7 @@ class HostSyncLint(Pass):
         return Outcome(module, upstream=excused, notes=tuple(open_findings))
 
 
-def _syncs(function: FunctionNode, excuse: str) -> Iterator[tuple[str, str]]:
+def _syncs(anatomy: Anatomy, function: FunctionNode, excuse: str) -> Iterator[tuple[str, str]]:
     """The syncing expressions of a function, in order, each with why it does not run in training, if the code tells.
 
     Below a seam's early return stands the eager path, not counted.
@@ -62,18 +64,17 @@ def _syncs(function: FunctionNode, excuse: str) -> Iterator[tuple[str, str]]:
         ):
             yield f"if {ast.unparse(part.body)}", why
         for node in ast.walk(part):
-            if _is_syncing_call(node):
+            if isinstance(node, ast.Call) and _waits(anatomy, function, node):
                 yield ast.unparse(node), why
 
 
-def _is_syncing_call(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call):
-        return False
-    if isinstance(node.func, ast.Name) and _is_upstream_helper(node.func.id):
-        return not any(keyword.arg == "kwargs" for keyword in node.keywords)
-    return isinstance(node.func, ast.Attribute) and node.func.attr in SYNCING_METHODS and not node.args
+def _waits(anatomy: Anatomy, function: FunctionNode, call: ast.Call) -> bool:
+    """Whether a call reads from the device: a tensor's method, or a function that transformers shares among towers.
 
-
-def _is_upstream_helper(name: str) -> bool:
-    """Helpers that transformers shares among towers: they read grids on the host unless `kwargs` brings the result."""
-    return name.startswith("get_vision_") or name == "get_max_seqlen"
+    Those take `kwargs`, off which they pop what was computed beforehand; without it they read grids on the host.
+    """
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr in SYNCING_METHODS and not call.args
+    helper = library_function(anatomy, anatomy.names.resolve(call.func, local_names(function)))
+    names = parameter_names(helper) if helper is not None else []
+    return "kwargs" in names and "kwargs" not in arguments(call, names)

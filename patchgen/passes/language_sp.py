@@ -6,7 +6,17 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, calls, own_attribute, parameter_names
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    FunctionNode,
+    calls,
+    inlined,
+    own_attribute,
+    parameter_names,
+    plain_assignments,
+    stored,
+)
+from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import TOKENS, media_models
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, embeddings_above, insert_first, uses_name
@@ -98,8 +108,49 @@ class LanguageSP(SitePass):
             closest = next((code for node in forward.body if POSITIONS in (code := editor.code(node))), "")
             raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
         code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
+        if _other_default(anatomy, forward):  # that of a slice would be another than upstream's
+            code = f'if {POSITIONS} is None:\n    ops.require_whole_sequence("{POSITIONS}")\n{code}'
         editor.above(forward.body[anchor], code)
         return Rewritten(editor.result, "position ids of this rank's slice")
+
+
+def _other_default(anatomy: Anatomy, forward: FunctionNode) -> ast.expr | None:
+    """What a forward takes for positions where it is given none, if it is not `0, 1, 2, ...` behind those of a cache."""
+    above = plain_assignments(forward.body)
+    for branch in (node for node in ast.walk(forward) if isinstance(node, ast.If)):
+        if f"{POSITIONS} is None" not in ast.unparse(branch.test):
+            continue
+        values = dict(above)
+        for node in branch.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                values |= {name: inlined(node.value, values) for name in stored(node)}
+        default = values.get(POSITIONS)
+        if default is not None and not _counts(anatomy, forward, default):
+            return default
+    return None
+
+
+def _counts(anatomy: Anatomy, forward: FunctionNode, value: ast.expr) -> bool:
+    """Whether positions are `torch.arange(S)`, in whatever shape, behind the length of a cache or none."""
+    match value:
+        case ast.Call(ast.Attribute(inner, "unsqueeze" | "view" | "expand" | "repeat")):
+            return _counts(anatomy, forward, inner)
+        case ast.BinOp(inner, ast.Add(), past):
+            return _is_start(past) and _counts(anatomy, forward, inner)
+        case ast.Call(function, [*start, _]):
+            is_arange = anatomy.names.resolve(function, local_names(forward)) == "torch.arange"
+            return is_arange and all(map(_is_start, start))
+    return False
+
+
+def _is_start(length: ast.expr) -> bool:
+    """Whether it is the length that transformers' caches tell, or 0."""
+    match length:
+        case ast.IfExp(_, one, other):
+            return _is_start(one) and _is_start(other)
+        case ast.Constant(0) | ast.Call(ast.Attribute(_, "get_seq_length")):
+            return True
+    return False
 
 
 def _counts_itself(anatomy: Anatomy, info: ClassInfo) -> bool:

@@ -86,7 +86,7 @@ class LocalClasses(SitePass):
             raise Missed(" and ".join(sorted(missing)), block.node)
         for call, code in found:
             editor.mark(call)
-            if wanted[code] == PART:
+            if wanted[code] == PART and isinstance(call.func, ast.Attribute):
                 editor.instead(call.func, "ops.build_part")
                 editor.add_arguments(call, editor.code(call.func.value), "beside=__file__")
             else:
@@ -96,7 +96,7 @@ class LocalClasses(SitePass):
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         return [
             f"{info.name}.{build.attribute or build.method}: {build.auto_class}.from_config({build.config}) builds "
-            f"{_elsewhere(anatomy.target_of(build))}"
+            f"{_elsewhere(anatomy.target_of(build) or '')}"
             for info in anatomy.still_in(module)
             for build in info.auto_builds
             if _is_elsewhere(anatomy, build)
@@ -120,13 +120,13 @@ def _is_elsewhere(anatomy: Anatomy, build: Build) -> bool:
 def _foreign(anatomy: Anatomy, info: ClassInfo) -> list[str]:
     """The constructions whose class is called like an auto class and is none, or is not known."""
     called = [call for method in info.methods.values() for call in calls(method)]
-    built = [call for call in called if isinstance(call.func, ast.Attribute) and call.func.attr in CONSTRUCTORS]
-    meanings = {call: anatomy.names.resolve(call.func.value) for call in built}
-    others = (call for call, meaning in meanings.items() if not auto_class(meaning))
-    return [ast.unparse(call) for call in others if "Auto" in (meanings[call] or "Auto").rpartition(".")[2]]
+    made = [(c, c.func.value) for c in called if isinstance(c.func, ast.Attribute) and c.func.attr in CONSTRUCTORS]
+    built = [(call, anatomy.names.resolve(kind)) for call, kind in made]
+    others = [(call, meaning or "Auto") for call, meaning in built if not auto_class(meaning)]
+    return [ast.unparse(call) for call, meaning in others if "Auto" in meaning.rpartition(".")[2]]
 
 
-def _elsewhere(target: str | None) -> str:
+def _elsewhere(target: str) -> str:
     if target.endswith("Config") and target != "AutoConfig":
         return f"the model of {target}, which is not in this file"
     return "what the checkpoint's config says" if target == "AutoConfig" else f"{target}, which is not in this file"

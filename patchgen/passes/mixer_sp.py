@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, dotted, loaded, stored
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, dotted, loaded, stored
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import (
     HAND_WRITTEN,
@@ -100,7 +100,7 @@ class MixerSP(SitePass):
         own = depthwise_convolutions(anatomy, info)
         besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, own)]
         functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
-        steps = any(_steps(node) for function in functions for node in ast.walk(function))
+        steps = any(map(_stepping_loops, functions))
         needed = [kind for kind, is_needed in ((CONVOLUTION, own), (DELTA_RULE, steps)) if is_needed]
         if missing := [kind for kind in needed if kind not in kinds]:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing)
@@ -120,8 +120,8 @@ _SIGNATURES = {
 }
 
 
-def _steps(node: ast.AST) -> bool:
-    return isinstance(node, ast.For) and dotted(node.iter) == "range"
+def _stepping_loops(function: FunctionNode) -> list[ast.For]:
+    return [node for node in ast.walk(function) if isinstance(node, ast.For) and dotted(node.iter) == "range"]
 
 
 def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
@@ -147,14 +147,13 @@ def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
 
 def _sequence_loop(function: FunctionNode) -> ast.For | None:
     """A loop over a counted range that carries a value from one step to the next."""
-    for loop in ast.walk(function):
-        if not _steps(loop):
-            continue
-        counts = " ".join(ast.unparse(arg) for arg in loop.iter.args)
+    for loop in _stepping_loops(function):
+        given = next(calls(loop.iter)).args
+        counts = " ".join(map(ast.unparse, given))
         changed = set(stored(ast.Module(loop.body, []))) - set(stored(loop.target))
         carried = _read_before_stored(loop.body) & changed
         over_parts = any(word in counts for word in ("self.", "config", "expert"))
-        if carried and not over_parts and not isinstance(loop.iter.args[-1], ast.Constant):
+        if carried and not over_parts and not isinstance(given[-1], ast.Constant):
             return loop
     return None
 

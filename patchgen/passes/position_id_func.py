@@ -78,7 +78,9 @@ def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
     for attribute in read:  # grows
         found = anatomy.method(name, attribute)
         nodes = ast.walk(found[1]) if found is not None else ()
-        loaded = {own_attribute(node) for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)} - {None}
+        loaded = {own_attribute(node) or "" for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)} - {
+            ""
+        }
         read += sorted(loaded - set(read))
     return {attribute for attribute in read if not anatomy.method(name, attribute)}
 

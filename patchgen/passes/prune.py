@@ -6,14 +6,11 @@ import ast
 import difflib
 from collections.abc import Sequence
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.graph import references
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
-from patchgen.rewrite import transform
+from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
 
 
@@ -86,8 +83,10 @@ def default_roots(module: Module, anatomy: Anatomy) -> tuple[str, ...]:
         return heads
     for block in module:
         if "__all__" in block.binds:
-            value = block.node.value
-            return tuple(element.value for element in value.elts) if isinstance(value, ast.List | ast.Tuple) else ()
+            listed = (
+                ast.walk(block.node) if isinstance(getattr(block.node, "value", None), ast.List | ast.Tuple) else ()
+            )
+            return tuple(str(node.value) for node in listed if isinstance(node, ast.Constant))
     return tuple(anatomy.classes)
 
 
@@ -157,62 +156,33 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
     """Removes names that are gone from `__all__` and from isinstance checks."""
     if not gone or not any(name in block.text for name in gone):
         return block
-    return transform(block, _DropMentions(gone))
+    editor = Editor(block)
+    nodes = [node for statement in block.statements for node in ast.walk(statement)]
+    false: list[ast.expr] = []
+    for node in nodes:
+        match node:
+            case ast.Assign([ast.Name("__all__")], ast.List() | ast.Tuple() as listed):
+                editor.drop_elements(listed, _named(listed, gone))
+            case ast.AugAssign(ast.Name("__all__"), _, ast.List() | ast.Tuple() as listed):
+                editor.drop_elements(listed, _named(listed, gone))
+            case ast.Call(ast.Name("isinstance"), [_, ast.Tuple() as kinds]) if dropped := _named(kinds, gone):
+                left = [kind for kind in kinds.elts if kind not in dropped]
+                if len(left) > 1:
+                    editor.drop_elements(kinds, dropped)
+                elif left:
+                    editor.instead(kinds, editor.code(left[0]))
+                else:
+                    false.append(node)
+            case ast.Call(ast.Name("isinstance"), [_, ast.Name(kind)]) if kind in gone:
+                false.append(node)
+    for node in false:  # within a larger test, say
+        editor.instead(node, "False")
+    for node in nodes:
+        if isinstance(node, ast.If) and node.test in false:
+            editor.drop_branch(node)
+    return editor.result
 
 
-class _DropMentions(cst.CSTTransformer):
-    def __init__(self, gone: set[str]) -> None:
-        self._gone = gone
-
-    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
-        is_exports = m.matches(updated_node, m.Assign(targets=[m.AssignTarget(m.Name("__all__"))]))
-        return self._without_gone(updated_node) if is_exports else updated_node
-
-    def leave_AugAssign(self, original_node: cst.AugAssign, updated_node: cst.AugAssign) -> cst.AugAssign:
-        return self._without_gone(updated_node) if m.matches(updated_node.target, m.Name("__all__")) else updated_node
-
-    def _without_gone(self, node: cst.Assign | cst.AugAssign) -> cst.Assign | cst.AugAssign:
-        if not isinstance(node.value, cst.List | cst.Tuple):
-            return node
-        return node.with_changes(value=node.value.with_changes(elements=self._left(node.value)))
-
-    def _left(self, listed: cst.List | cst.Tuple) -> list[cst.BaseElement]:
-        """The elements that name nothing that is gone; the last one ends as the last one did."""
-        named = [(e, getattr(e.value, "evaluated_value", getattr(e.value, "value", None))) for e in listed.elements]
-        left = [element for element, name in named if name not in self._gone]
-        if left and len(left) < len(listed.elements):
-            alone = isinstance(listed, cst.Tuple) and len(left) == 1  # `("A",)` keeps its comma
-            left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT if alone else listed.elements[-1].comma)
-        return left
-
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
-        orelse = updated_node.orelse
-        if isinstance(orelse, cst.If) and m.matches(orelse, _DEAD):
-            updated_node = updated_node.with_changes(orelse=orelse.orelse)
-        if not m.matches(updated_node, _DEAD):
-            return updated_node
-        rest = updated_node.orelse
-        if rest is None:
-            return cst.RemoveFromParent()
-        if isinstance(rest, cst.If):
-            return rest.with_changes(leading_lines=updated_node.leading_lines)
-        return updated_node  # `if False: ... else: ...` keeps its else branch
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        """`isinstance(x, (A, Gone))` loses the element; `isinstance(x, Gone)` inside a larger test becomes False."""
-        if not m.matches(updated_node, m.Call(func=m.Name("isinstance"), args=[m.Arg(), m.Arg()])):
-            return updated_node
-        first, second = updated_node.args
-        kinds = second.value
-        if isinstance(kinds, cst.Tuple):
-            left = self._left(kinds)
-            if left:
-                alone = len(left) == 1 < len(kinds.elements)
-                value = left[0].value if alone else kinds.with_changes(elements=left)
-                return updated_node.with_changes(args=[first, second.with_changes(value=value)])
-        elif not (isinstance(kinds, cst.Name) and kinds.value in self._gone):
-            return updated_node
-        return cst.Name("False")
-
-
-_DEAD = m.If(test=m.Name("False"))
+def _named(listed: ast.List | ast.Tuple, names: set[str]) -> list[ast.expr]:
+    """The elements that are one of these names, or a string of one."""
+    return [one for one in listed.elts if getattr(one, "id", getattr(one, "value", None)) in names]

@@ -95,7 +95,7 @@ class RouterLoss(SitePass):
         return self._say_what_counts(block, method, losses)
 
     def _take_means(self, block: Block, known: FunctionNode) -> Rewritten:
-        factors = [node.id for node in ast.walk(known.body[-2].value.args[0]) if isinstance(node, ast.Name)]
+        factors = [node.id for node in ast.walk(next(calls(known.body[-2])).args[0]) if isinstance(node, ast.Name)]
         editor = Editor(block, self.mark)
         editor.above(
             editor.function(known.name).body[-2], f"{', '.join(factors)} = ops.router_means({', '.join(factors)})"

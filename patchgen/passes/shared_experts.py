@@ -99,8 +99,8 @@ class SharedExperts(SitePass):
 def _routed_and_shared(anatomy: Anatomy, name: str) -> tuple[list[str], list[str]]:
     """The attributes that hold routed experts, and MLPs that every token goes through beside them: those with a gate, and
     others of several layers."""
-    builds = [build for build in anatomy.builds(name) if build.attribute and build.target in anatomy.classes]
-    built = [(build.attribute, anatomy.classes[build.target]) for build in builds]
+    found = [(build.attribute, anatomy.classes.get(build.target or "")) for build in anatomy.builds(name)]
+    built = [(attribute, info) for attribute, info in found if attribute and info]
     routed = [attribute for attribute, info in built if Role.EXPERTS in info.roles]
     return routed, [attribute for attribute, info in built if Role.MLP in info.roles or _is_dense(anatomy, info)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,6 @@ from patchgen.templates import render
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 PART = """raise ValueError("This branch builds one rank's experts. Ranks divide the whole list: set parallel.ep in the recipe.")"""
-BLOCK_ENDING = re.compile(r"(SparseMo[eE]Block|Mo[eE](Block|Layer)?|MOE)$")
 
 
 class StackedExperts(SitePass):
@@ -49,7 +47,7 @@ class StackedExperts(SitePass):
 
 
       + # patchgen: stacked_experts
-      + class ExampleStackedExperts(nn.Module):
+      + class ExampleMoEStackedExperts(nn.Module):
       +     """The experts of ExampleMoE as stacks: slice e of each is the ExampleMLP number e."""
       +
       +     def __init__(self, expert, num_experts):
@@ -66,7 +64,7 @@ class StackedExperts(SitePass):
             def __init__(self, config):
       -         self.experts = nn.ModuleList([ExampleMLP(config) for _ in range(config.num_experts)])
       +         # patchgen: stacked_experts
-      +         self.experts = ExampleStackedExperts(ExampleMLP(config), num_experts=config.num_experts)
+      +         self.experts = ExampleMoEStackedExperts(ExampleMLP(config), num_experts=config.num_experts)
 
             def forward(self, hidden_states, selected_experts, routing_weights):
       -         routed = torch.zeros_like(hidden_states)
@@ -84,7 +82,7 @@ class StackedExperts(SitePass):
         class ExampleModel(PreTrainedModel):
             def _init_weights(self, module):
       +         # patchgen: stacked_experts
-      +         if isinstance(module, ExampleStackedExperts):
+      +         if isinstance(module, ExampleMoEStackedExperts):
       +             nn.init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
       +             nn.init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
                 std = self.config.initializer_range
@@ -145,7 +143,7 @@ class StackedExperts(SitePass):
         cast = f".to({loop.dtype})" if loop.dtype else ""  # a kernel answers in the dtype of the hidden states
         given = f"{loop.accumulator} =" if loop.accumulator else "return"
         code = f"{given} self.{experts}({loop.hidden_states}, {loop.top_k_index}, {loop.top_k_weights}){cast}"
-        place = loop.place[-1]
+        place = int(loop.place[-1])
         for position in {*loop.superseded, place}:
             editor.drop(body[position])
         editor.below(body[place], code, spaced=bool({*range(place)} - {*loop.superseded}))
@@ -186,13 +184,9 @@ class StackedExperts(SitePass):
 
 
 def _stacked_name(anatomy: Anatomy, block: str) -> str:
-    """The name of the class of stacks: that of the MoE block with another ending, and no other class's."""
-    lists = [info.name for info in anatomy.with_role(Role.EXPERT_LIST)]
-    short = [f"{BLOCK_ENDING.sub('', name)}StackedExperts" for name in lists]
-    wanted = short[lists.index(block)]
-    if wanted in anatomy.classes or short.count(wanted) > 1:
-        wanted = f"{block}StackedExperts"
-    while wanted in anatomy.classes or wanted in anatomy.functions:
+    """The name of the class of stacks: that of the MoE block, longer, and nothing else's in the file."""
+    wanted = f"{block}StackedExperts"
+    while wanted in anatomy.names.origins or wanted in anatomy.names.statements:
         wanted += "_"
     return wanted
 

@@ -94,10 +94,10 @@ def test_two_changes_of_one_place_are_refused(changes):
         _ = one.result
 
 
-def test_a_decorated_function_is_not_replaced():
-    one = editor("class A:\n    def f(self):\n        pass\n")
-    one.decorate(one.function("f"), "wrap")
-    one.replace(one.function("f"), "x = 1")
+def test_a_branch_that_is_dropped_is_not_replaced():
+    one = editor("def f(a):\n    if a:\n        return 1\n")
+    one.drop_branch(found(one, ast.If))
+    one.replace(found(one, ast.If), "x = 1")
     with pytest.raises(ValueError, match="two changes of one place"):
         _ = one.result
 

@@ -31,3 +31,25 @@ def test_a_check_by_keyword_lets_slices_pass():
     assert text.count("msg=") == 1
     written = applied(FillBack(), text).module.text
     assert "cond=ops.is_sliced() or mask.sum() == image_features.shape[0], msg='no match'" in written
+
+
+@pytest.mark.parametrize(
+    ("check", "passes"),
+    [
+        ("count = mask.sum()\n        if count != image_features.size(0):", "count != image_features.size(0)"),
+        (
+            "rows = image_features.to(inputs_embeds.device)\n        if mask.sum() != len(rows):",
+            "mask.sum() != len(rows)",
+        ),
+        ("if image_features.shape[0] != image_features.numel():", None),  # of features alone, whatever they are called
+        ("num_tokens = 3\n        if num_tokens > self.config.most:", None),
+        ("if input_ids is None and image_features is None:", None),
+    ],
+)
+def test_a_check_of_what_tokens_say_against_what_they_do_not_lets_slices_pass(check: str, passes: str | None):
+    method = f"{check}\n            raise ValueError('no match')\n        return mask"
+    text = BEFORE.replace("return mask", method)
+    assert text != BEFORE
+    written = applied(FillBack(), text).module.text
+    assert written.count("not ops.is_sliced() and (") == (passes is not None)
+    assert passes is None or f"if not ops.is_sliced() and ({passes}):" in written

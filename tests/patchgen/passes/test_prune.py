@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 from generation_cases import applied
 
@@ -42,3 +44,24 @@ def test_a_dropped_class_is_no_kind(before: str, after: str):
     text = applied(Prune(("Model",)), SOURCE.format(before)).module.text
     assert "class Gone" not in text and "class Other" in text
     assert f"        return {after}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("# of it\nif isinstance(x, Gone):\n    a()", ""),
+        ("# of it\nif isinstance(x, Gone):\n    a()\n# other\nelif x:\n    b()", "# of it\nif x:\n    b()"),
+        ("if isinstance(x, Gone):\n    a()\nelse:\n    b()", "if False:\n    a()\nelse:\n    b()"),
+        ("if x:\n    a()\nelif isinstance(x, Gone):\n    b()\nelse:\n    c()", "if x:\n    a()\nelse:\n    c()"),
+        ("if x:\n    a()\nelif isinstance(x, Gone):\n    b()", "if x:\n    a()"),
+        (
+            "if isinstance(x, Gone):\n    a()\nelif isinstance(x, (Gone,)):\n    b()\nelif x:\n    c()",
+            "if x:\n    c()",
+        ),
+        ("if x:\n    if isinstance(x, Gone):\n        a()", "if x:\n    pass"),
+    ],
+)
+def test_a_branch_that_asks_for_a_dropped_class_alone_goes_out_of_its_chain(before: str, after: str):
+    text = SOURCE.format("x") + f"\n\ndef asked(x):\n    first()\n{textwrap.indent(before, '    ')}\n    last()\n"
+    written = applied(Prune(("Model", "asked")), text).module.text
+    assert written.endswith(f"    first()\n{textwrap.indent(after, '    ')}\n".rstrip(" \n") + "\n    last()\n")

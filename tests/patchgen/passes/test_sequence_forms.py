@@ -284,3 +284,65 @@ RESULT = "        return final_hidden_states, router_logits\n\n\nclass Ernie4_5_
 def test_experts_that_some_ranks_tokens_skip_run_on_all_ranks_or_are_refused_on_several(edits, expected):
     found = pipeline.generate(edited(load("ernie4_5_vl_moe"), *edits)).text
     assert (AGREED in found, REFUSED in found) == (expected == AGREED, expected == REFUSED)
+
+
+RULE = """
+def rule(query, key, value, g, beta, chunk_size=64):
+    {}
+    return query @ key @ value
+
+class Mixer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return rule(x, x, x, x, x)
+"""
+TURNED = "query, key, value = [x.transpose(1, 2).float() for x in (query, key, value)]"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (TURNED, "delta_rule"),
+        ("query, key, value = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))", "delta_rule"),
+        ("batch, heads, length, width = key.shape", "unread_scan"),  # handed heads first
+        (TURNED.replace("1, 2", "2, 3"), "unread_scan"),
+        (
+            TURNED.replace("(query, key, value)", "(query, key)").replace("query, key, value =", "query, key ="),
+            "unread_scan",
+        ),
+    ],
+)
+def test_a_delta_rule_is_served_if_it_takes_tokens_first(body: str, kind: str):
+    """Handed heads first, a rank would be given some tokens of all heads for all tokens of some."""
+    assert sequence_operations(anatomy_of(RULE.format(body))) == {"rule": kind}
+    written = applied(MixerSP(), RULE.format(body)).module.text
+    assert ("ops.delta_rule(rule, " in written) == (kind == "delta_rule")
+    assert ('ops.refuse_slices("Mixer")' in written) == (kind != "delta_rule")
+
+
+POSITIONS = LanguageSP.EXAMPLES[0].before
+COUNTED = "torch.arange(inputs_embeds.shape[1]).unsqueeze(0)"
+
+
+@pytest.mark.parametrize(
+    ("default", "is_counted"),
+    [
+        (COUNTED, True),
+        (
+            "torch.arange(0, inputs_embeds.shape[1], device=self.device)[None].view(1, 1, -1)".replace("[None]", ""),
+            True,
+        ),
+        (f"({COUNTED} + (past.get_seq_length() if past is not None else 0)).expand(3, -1)", True),
+        (COUNTED.replace("shape[1]", "shape[1]) + (2"), False),
+        (COUNTED.replace("arange(", "arange(1, "), False),
+        ("attention_mask.cumsum(-1) - 1", False),
+    ],
+)
+def test_positions_that_upstream_counts_otherwise_are_not_replaced_on_a_slice(default: str, is_counted: bool):
+    text = POSITIONS.replace(COUNTED, default).replace("inputs_embeds=None)", "inputs_embeds=None, past=None)")
+    written = applied(LanguageSP(), text).module.text
+    assert "position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)" in written
+    assert ('ops.require_whole_sequence("position_ids")' not in written) == is_counted

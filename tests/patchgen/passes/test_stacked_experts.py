@@ -143,12 +143,12 @@ def method_text(module: Module, block: str, method: str) -> str:
 def test_loop_becomes_one_call(form):
     outcome = stack(EXPERT + LOOPS[form] + ROUTE + MODEL)
     assert [hit.site for hit in outcome.hits] == ["ToyMoE", "ToyModel._init_weights"]
-    assert outcome.added == ("ToyStackedExperts",)
+    assert outcome.added == ("ToyMoEStackedExperts",)
     moe = method_text(outcome.module, "ToyMoE", "moe")
     assert CALLS[form] in moe
     for gone in ("for ", "one_hot", "zeros", "# which expert has which token", "# the sum"):
         assert gone not in moe
-    built = "self.experts = ToyStackedExperts(ToyMLP(config, width=config.size), num_experts=self.num_experts)"
+    built = "self.experts = ToyMoEStackedExperts(ToyMLP(config, width=config.size), num_experts=self.num_experts)"
     assert built in outcome.module.block("ToyMoE").text
 
 
@@ -157,7 +157,7 @@ def test_second_run_changes_nothing(form):
     once = stack(EXPERT + LOOPS[form] + ROUTE + MODEL).module.text
     twice = stack(once)
     assert twice.module.text == once
-    assert not twice.hits and [hit.site for hit in twice.upstream] == ["ToyStackedExperts.forward"]
+    assert not twice.hits and [hit.site for hit in twice.upstream] == ["ToyMoEStackedExperts.forward"]
 
 
 def test_the_dtype_of_the_sum_is_what_its_zeros_are_by_whatever_name():
@@ -186,24 +186,31 @@ def test_fused_experts_and_parallel_plan_see_the_new_class(default_config):
     before = {name: info.node.lineno for name, info in anatomy.classes.items()}
     steps = run_passes(module, anatomy, (StackedExperts(), FusedExperts(), ParallelPlan()), default_config)
     final = steps[-1].outcome.module
-    assert [hit.site for hit in steps[1].outcome.hits] == ["ToyStackedExperts.forward"]
-    assert "return ops.fused_moe(" in final.block("ToyStackedExperts").text
-    assert 'experts={"ToyStackedExperts": ("gate_up_proj", "down_proj")}' in final.block("ToyForCausalLM").text
+    assert [hit.site for hit in steps[1].outcome.hits] == ["ToyMoEStackedExperts.forward"]
+    assert "return ops.fused_moe(" in final.block("ToyMoEStackedExperts").text
+    assert 'experts={"ToyMoEStackedExperts": ("gate_up_proj", "down_proj")}' in final.block("ToyForCausalLM").text
     assert {name: anatomy.classes[name].node.lineno for name in before} == before
-    assert Role.EXPERTS in anatomy.classes["ToyStackedExperts"].roles
-    assert "ToyStackedExperts" in anatomy.reached_from(["ToyForCausalLM"])
+    assert Role.EXPERTS in anatomy.classes["ToyMoEStackedExperts"].roles
+    assert "ToyMoEStackedExperts" in anatomy.reached_from(["ToyForCausalLM"])
 
 
-def test_name_of_another_class_is_not_taken():
-    taken = "\n\nclass ToyStackedExperts(nn.Module):\n    pass\n"
-    outcome = stack(EXPERT + HIT_LOOP + ROUTE + MODEL + taken)
-    assert outcome.added == ("ToyMoEStackedExperts",)
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "class ToyMoEStackedExperts(nn.Module):\n    pass\n",
+        "from transformers.activations import ACT2CLS as ToyMoEStackedExperts\n",
+        "ToyMoEStackedExperts = None\n",
+    ],
+)
+def test_a_name_that_the_file_has_is_not_taken(taken: str):
+    outcome = stack(EXPERT + HIT_LOOP + ROUTE + MODEL + f"\n\n{taken}")
+    assert outcome.added == ("ToyMoEStackedExperts_",)
 
 
 def test_biases_are_stacked_too():
     text = (EXPERT + HIT_LOOP + ROUTE + MODEL).replace(", bias=False)\n        self.w", ")\n        self.w")
     text = text.replace(", bias=False)\n        self.act_fn", ")\n        self.act_fn")
-    stacks = stack(text).module.block("ToyStackedExperts").text
+    stacks = stack(text).module.block("ToyMoEStackedExperts").text
     assert "self.gate_up_proj_bias[expert_idx]" in stacks and "self.down_proj_bias[expert_idx]" in stacks
 
 
