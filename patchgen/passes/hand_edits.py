@@ -202,7 +202,7 @@ def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
     return [target for target in stay if not module.has(target.split(".")[0])]
 
 
-def normal_form(*nodes: ast.stmt) -> str:
+def normal_form(*nodes: ast.AST) -> str:
     """A hash of code that comments, docstrings and formatting do not change."""
     return symbol_hash(without_docstrings(copy.deepcopy(ast.Module(list(nodes), []))))
 
