@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst._nodes.internal import CodegenState
 
+from patchgen.errors import Missed
+
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 # What needs parentheses of its own beside an operator, and what has none only where the place gives them.
 WEAK = cst.IfExp | cst.Lambda | cst.NamedExpr
@@ -30,8 +32,10 @@ class Places:
 
     def holders(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """All that holds a node of the tree, the innermost first."""
-        while (node := self.parents.get(node)) is not None:
-            yield node
+        above = self.parents.get(node)
+        while above is not None:
+            yield above
+            above = self.parents.get(above)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +54,10 @@ class Part:
 
     @functools.cached_property
     def places(self) -> Places:
-        return places(self.before + self.text + self.after)
+        try:
+            return places(self.before + self.text + self.after)
+        except cst.ParserSyntaxError as error:
+            raise Missed("lines that libcst reads by themselves", self.text) from error
 
     def span(self, start: int, end: int) -> tuple[int, int]:
         """Where bytes of the block stand in that module."""

@@ -9,11 +9,11 @@ import ast
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import libcst as cst
 
-from patchgen.anatomy.classes import FunctionNode, calls, parameter_names, reads_name, targets, walk
-from patchgen.anatomy.names import local_names
+from patchgen.anatomy.classes import FunctionNode, calls, walk
 from patchgen.changes import Change, visited
 from patchgen.errors import Missed
 from patchgen.places import PLACE, Part, Places, Statement, around, code_of, parenthesised
@@ -22,13 +22,16 @@ from patchgen.source import Block, Module
 LINE_LENGTH = 119
 INDENT = "    "
 BRANCHES = ("body", "orelse", "finalbody")
+Placed = ast.stmt | ast.expr | ast.arg  # what `ast` tells the place of
+Found = TypeVar("Found", bound=cst.CSTNode)
 
 
 def format_code(code: str, depth: int = 0) -> str:
     """`code` formatted by black as it would be at `depth` levels of indentation; the result is not indented."""
     import black  # imported late: half of the passes insert nothing
+    from black.mode import TargetVersion
 
-    mode = black.Mode(line_length=LINE_LENGTH - depth * len(INDENT), target_versions={black.TargetVersion.PY311})
+    mode = black.Mode(line_length=LINE_LENGTH - depth * len(INDENT), target_versions={TargetVersion.PY311})
     return black.format_str(code, mode=mode)
 
 
@@ -80,11 +83,14 @@ class Editor:
         changed = {part: {n: change for n, change in changes.items() if self._read[n] is part} for part in self._parts}
         parts = [visited(part, own) if own else part.text for part, own in changed.items()]
         if (self._members is not None or self._appended) and len(parts) == 1:  # `class A(B): ...`
-            start = self._span(self.block.node.body[0])[0]
-            parts = [f"{self._bytes[:start].decode().rstrip()}\n", f"{INDENT}{self._bytes[start:].decode()}"]
+            whole = Editor(Block(parts[0]))
+            start = whole._span(whole.block.members[0])[0]
+            parts = [f"{whole._bytes[:start].decode().rstrip()}\n", f"{INDENT}{whole._bytes[start:].decode()}"]
         if self._members is not None:
-            parts[1:] = [indented(self._members, len(INDENT))]
-        return self.block.with_text("".join([*parts, *self._appended]))
+            parts[1:] = [indented(self._members, self._indent)]
+        return self.block.with_text(
+            "".join([*parts, *(f"\n{indented(code, self._indent)}" for code in self._appended)])
+        )
 
     def _require_apart(self, changed: Mapping[cst.CSTNode, Sequence[Callable]]) -> None:
         """Raises ValueError where one change would take another one away."""
@@ -105,7 +111,7 @@ class Editor:
             node for node in reversed(self.block.members) if isinstance(node, FunctionNode) and node.name == name
         )
 
-    def code(self, node: ast.AST, *, whole: bool = False, instead: tuple[ast.AST, str] | None = None) -> str:
+    def code(self, node: Placed, *, whole: bool = False, instead: tuple[Placed, str] | None = None) -> str:
         """The source of a node, a statement's with what follows on its lines; without the indentation of its statement.
 
         Args:
@@ -115,11 +121,11 @@ class Editor:
         (start, end), first = self._span(node), _first_line(node)
         if first < node.lineno:  # its decorators belong to it
             start = self._starts[first - 1] + node.col_offset
-        if whole:
+        if whole and isinstance(node, ast.stmt):
             self._statement(node)
             first = self._gap(node)
             start = self._starts[first - 1]
-        end = self._starts[node.end_lineno] if isinstance(node, ast.stmt) else end
+        end = self._starts[_last_line(node)] if isinstance(node, ast.stmt) else end
         source = self._bytes[start:end]
         if instead is not None:
             place, code = self._span(instead[0]), instead[1].encode()
@@ -152,7 +158,7 @@ class Editor:
 
     def add_arguments(self, call: ast.Call, first: str, last: str = "") -> None:
         """Arguments in front of those that a call has, and behind them."""
-        before, after = cst.parse_expression(f"f({first})").args, cst.parse_expression(f"f({last})").args
+        before, after = (cst.ensure_type(cst.parse_expression(f"f({args})"), cst.Call).args for args in (first, last))
 
         def change(old: cst.Call) -> cst.Call:
             args = list(old.args)
@@ -269,9 +275,7 @@ class Editor:
 
     def append(self, code: str) -> None:
         """A marked method at the end of the class."""
-        self._appended.append(
-            "\n" + indented(format_code(f"# {self._mark}\n{code}" if self._mark else code, 1), len(INDENT))
-        )
+        self._appended.append(format_code(f"# {self._mark}\n{code}" if self._mark else code, 1))
 
     def fill(self, code: str) -> None:
         """Members in the place of the class's own."""
@@ -293,9 +297,9 @@ class Editor:
     def _in_strings(self) -> set[int]:
         return {line for statement in self.block.statements for line in _inside_strings(statement)}
 
-    def _span(self, node: ast.AST) -> tuple[int, int]:
-        start, end = self._starts[node.lineno - 1], self._starts[node.end_lineno - 1]
-        return start + node.col_offset, end + node.end_col_offset
+    def _span(self, node: Placed) -> tuple[int, int]:
+        start, end = self._starts[node.lineno - 1], self._starts[_last_line(node) - 1]
+        return start + node.col_offset, end + (node.end_col_offset or 0)
 
     def _gap(self, statement: ast.stmt) -> int:
         """The first of the comments and blank lines above a statement; what stands deeper belongs to the one above."""
@@ -309,24 +313,29 @@ class Editor:
         return line
 
     @functools.cached_property
+    def _indent(self) -> str:
+        """What the lines of the members begin with."""
+        first = self.block.members[0]
+        return self._lines[first.lineno - 1][: first.col_offset].decode() if len(self._parts) > 1 else INDENT
+
+    @functools.cached_property
     def _parts(self) -> list[Part]:
         """The block, or what stands above the members of the class, and each member: libcst reads what is changed alone."""
-        members = self.block.node.body if isinstance(self.block.node, ast.ClassDef) else []
-        if (
-            not members or self._lines[members[0].lineno - 1][: members[0].col_offset].strip()
-        ):  # on the line of the class
+        members = self.block.members if isinstance(self.block.node, ast.ClassDef) else []
+        first = self._lines[members[0].lineno - 1][: members[0].col_offset] if members else b""
+        if not members or first.strip():  # on the line of the class
             return [Part(0, self.block.text)]
         starts, end = [0], 0
         for member in members:
-            if (line := self._gap(member)) > end:
+            goes_on = self._lines[_first_line(member) - 2].endswith(b"\\")
+            if (line := self._gap(member)) > end and not goes_on:
                 starts.append(self._starts[line - 1])
-            end = member.end_lineno
+            end = _last_line(member)
         texts = [self._bytes[start:end].decode() for start, end in itertools.pairwise([*starts, None])]
-        last = f"{' ' * members[0].col_offset}{PLACE}\n"
         parts = zip(starts, texts, ["", *["class _:\n"] * len(members)], strict=False)
-        return [Part(start, text, before, last) for start, text, before in parts]
+        return [Part(start, text, before, f"{first.decode()}{PLACE}\n") for start, text, before in parts]
 
-    def _find(self, node: ast.AST, kind: Callable[[Places, int, int], cst.CSTNode | None], what: str) -> cst.CSTNode:
+    def _find(self, node: Placed, kind: Callable[[Places, int, int], Found | None], what: str) -> Found:
         start, end = self._span(node)
         part = next(part for part in reversed(self._parts) if part.start <= start)
         if (found := kind(part.places, *part.span(start, end))) is None:
@@ -344,6 +353,8 @@ class Editor:
         )
 
     def _change(self, statement: ast.stmt) -> Change:
+        if statement is self.block.node and len(self._parts) > 1:
+            raise Missed("a member of the class, or what is below it", statement)
         if (found := self._statement(statement)) in self._read[found].places.elifs:
             raise Missed("a statement that others can stand beside, no `elif`", statement)
         return self._changes.setdefault(found, Change())
@@ -355,22 +366,26 @@ class Editor:
         return _formatted(code, beside.col_offset // len(INDENT), self._mark if marked else None)
 
 
-def _first_line(node: ast.AST) -> int:
+def _first_line(node: Placed) -> int:
     """The line on which a node begins, with its decorators."""
     return min(one.lineno for one in (node, *getattr(node, "decorator_list", ())))
 
 
-def indented(code: str, indent: int) -> str:
+def _last_line(node: Placed) -> int:
+    return node.end_lineno or node.lineno
+
+
+def indented(code: str, indent: str = INDENT) -> str:
     """Statements as they stand at an indentation; what lies in strings of several lines is not moved."""
     inside = _inside_strings(ast.parse(code))
     lines = enumerate(code.split("\n"), start=1)
-    return "\n".join(line if i in inside or not line else " " * indent + line for i, line in lines)
+    return "\n".join(line if i in inside or not line else indent + line for i, line in lines)
 
 
 def _inside_strings(code: ast.AST) -> set[int]:
     """The lines that begin within a string."""
     strings = [node for node in ast.walk(code) if isinstance(node, ast.Constant | ast.JoinedStr)]
-    return {line for node in strings for line in range(node.lineno + 1, node.end_lineno + 1)}
+    return {line for node in strings for line in range(node.lineno + 1, _last_line(node) + 1)}
 
 
 def insert_first(block: Block, name: str, code: str, mark: str) -> Block:
@@ -404,25 +419,6 @@ def with_torch(module: Module) -> Module:
     return module.with_blocks([*blocks[:first], *missing, *blocks[first:]])
 
 
-def embeddings_above(function: FunctionNode, before: Sequence[ast.stmt]) -> str | None:
-    """The name that holds the embeddings `[B, S, H]` below these statements of a model's forward."""
-    for name in ("inputs_embeds", "hidden_states", "input_embeds"):
-        is_handed = name in parameter_names(function)
-        if any(_assigns(node, name) and (is_handed or not isinstance(node, ast.If)) for node in before):
-            return name
-    return None
-
-
-def _assigns(statement: ast.stmt, name: str) -> bool:
-    made = (node for node in ast.walk(statement) if isinstance(node, ast.Assign | ast.AnnAssign))
-    return any(isinstance(target, ast.Name) and target.id == name for node in made for target in targets(node))
-
-
-def uses_name(node: ast.AST, name: str) -> bool:
-    """Whether the name is read or written anywhere in the node (attributes and keywords of that name do not count)."""
-    return reads_name(node, name) or name in local_names(node)
-
-
 def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: str = "") -> list[str]:
     """`f(x, ...)` becomes `ops.<kind>(f, x, ..., <more>)` for each f -> kind in `wanted`, its statement marked.
 
@@ -430,17 +426,18 @@ def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: s
         the kinds, one for each call.
     """
 
-    def found_in(node: ast.AST) -> list[ast.Call]:
-        return [call for call in calls(node) if isinstance(call.func, ast.Name) and call.func.id in wanted]
+    def found_in(node: ast.AST) -> dict[ast.Call, str]:
+        named = {call: call.func.id for call in calls(node) if isinstance(call.func, ast.Name)}
+        return {call: name for call, name in named.items() if name in wanted}
 
     for statement in dict.fromkeys(map(editor.statement_of, found := found_in(code))):
         is_header = hasattr(statement, "body")  # of a branch or a loop
         inside = editor if is_header else Editor(Block(text=editor.code(statement) + "\n"))
-        for call in found_in(inside.block.node) if not is_header else found:
+        for call, name in (found if is_header else found_in(inside.block.node)).items():
             if is_header and editor.statement_of(call) is not statement:
                 continue
-            inside.instead(call.func, f"ops.{wanted[call.func.id]}")
-            inside.add_arguments(call, call.func.id, more)
+            inside.instead(call.func, f"ops.{wanted[name]}")
+            inside.add_arguments(call, name, more)
         if not is_header:
             editor.replace(statement, inside.result.text)
-    return [wanted[call.func.id] for call in found]
+    return [wanted[name] for name in found.values()]

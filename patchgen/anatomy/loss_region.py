@@ -25,11 +25,11 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.loss_terms import LossTerms, is_number
-from patchgen.anatomy.names import local_names
+from patchgen.anatomy.names import local_names, uses_name
 from patchgen.anatomy.own_losses import ALIGNED, OwnLoss, read_own_loss
 from patchgen.anatomy.tokenwise import mixing, stored_names
 from patchgen.errors import Missed
-from patchgen.rewrite import Editor, uses_name
+from patchgen.rewrite import Editor
 
 LOSS_PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
 """Of transformers' losses of language models, in their order; further ones have a keyword."""

@@ -7,7 +7,7 @@ import builtins
 import functools
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, base_name, stored, walk
+from patchgen.anatomy.classes import FunctionNode, base_name, parameter_names, reads_name, stored, targets, walk
 from patchgen.source import bound_names
 
 
@@ -132,6 +132,25 @@ def local_names(function: ast.AST) -> frozenset[str]:
         elif isinstance(node, ast.ClassDef | FunctionNode | ast.Import | ast.ImportFrom) and node is not function:
             found |= set(bound_names(node))
     return frozenset(found)
+
+
+def embeddings_above(function: FunctionNode, before: Sequence[ast.stmt]) -> str | None:
+    """The name that holds the embeddings `[B, S, H]` below these statements of a model's forward."""
+    for name in ("inputs_embeds", "hidden_states", "input_embeds"):
+        is_handed = name in parameter_names(function)
+        if any(_assigns(node, name) and (is_handed or not isinstance(node, ast.If)) for node in before):
+            return name
+    return None
+
+
+def _assigns(statement: ast.stmt, name: str) -> bool:
+    made = (node for node in walk(statement) if isinstance(node, ast.Assign | ast.AnnAssign))
+    return any(isinstance(target, ast.Name) and target.id == name for node in made for target in targets(node))
+
+
+def uses_name(node: ast.AST, name: str) -> bool:
+    """Whether the name is read or written anywhere in the node (attributes and keywords of that name do not count)."""
+    return reads_name(node, name) or name in local_names(node)
 
 
 def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:

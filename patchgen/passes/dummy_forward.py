@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from patchgen.anatomy import Anatomy, ClassInfo
 from patchgen.anatomy.classes import stored
 from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
+from patchgen.anatomy.names import embeddings_above
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import Editor, embeddings_above
+from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
 
 ENCODED = "mm_encoder_outputs"

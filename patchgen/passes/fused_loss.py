@@ -192,5 +192,5 @@ class FusedLoss(SitePass):
     def _head_function(self, editor: Editor, region: LossRegion) -> str:
         """`def head(hidden_states)` with everything that upstream does from hidden states to logits."""
         body = [region.from_parameter, *(editor.code(node, whole=True) for node in region.inside)]
-        code = indented("\n".join([*body, f"return {region.logits}"]), 4)
+        code = indented("\n".join([*body, f"return {region.logits}"]))
         return f"# {self.mark}\ndef {HEAD}({region.parameter}):\n{code}\n\n"

@@ -16,10 +16,10 @@ from patchgen.anatomy.classes import (
     plain_assignments,
     stored,
 )
-from patchgen.anatomy.names import local_names
+from patchgen.anatomy.names import embeddings_above, local_names, uses_name
 from patchgen.anatomy.roles import TOKENS, media_models
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import Editor, embeddings_above, insert_first, uses_name
+from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"

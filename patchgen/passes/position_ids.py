@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, parameter_names
+from patchgen.anatomy.names import uses_name
 from patchgen.anatomy.roles import PIXELS
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import Editor, uses_name
+from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"

@@ -6,10 +6,11 @@ import ast
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, calls, loaded, own_attribute, parameter_names
+from patchgen.anatomy.names import uses_name
 from patchgen.anatomy.roles import LINEAR
 from patchgen.anatomy.tokenwise import stored_names
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import Editor, uses_name
+from patchgen.rewrite import Editor
 from patchgen.source import Block
 
 HANDLE = "shared_beside"

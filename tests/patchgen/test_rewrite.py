@@ -187,6 +187,14 @@ def test_a_class_on_one_line_takes_members():
     assert filled.result.text == "class A(B):\n    y = 2\n"
 
 
+def test_a_class_on_one_line_keeps_its_other_changes_beside_members():
+    one = editor("class A(B): x = f(1)\n")
+    one.set_bases(["C"])
+    one.instead(found(one, ast.Call), "2")
+    one.append("y = 2")
+    assert one.result.text == "class A(C):\n    x = 2\n\n    # test\n    y = 2\n"
+
+
 MEMBERS = """
 # above
 @wrap
@@ -236,12 +244,69 @@ def test_a_member_on_a_line_with_others_is_missed():
 
 def test_code_beside_a_class_is_refused():
     one = editor(MEMBERS)
-    one.below(one.block.node, "after = 1")
-    with pytest.raises(ValueError, match="beside the class"):
-        _ = one.result
+    with pytest.raises(Missed, match="a member of the class"):
+        one.below(one.block.node, "after = 1")
 
 
 def test_of_two_equal_members_one_changes():
     one = editor("class A:\n    x = f(1)\n    x = f(1)\n")
     one.instead(found(one, ast.Call, 1).args[0], "2")
     assert one.result.text == "class A:\n    x = f(1)\n    x = f(2)\n"
+
+
+ODD_CLASSES = {
+    "tabs": "class A(B):\n\t# c\n\tx = 1\n\n\tdef f(self, a=2):\n\t\tif a:\n\t\t\treturn 3\n\t\t# deep\n\n\ty = 4\n",
+    "two spaces": "class A(B):\n  x = 1\n\n  def f(self):\n    return 2\n",
+    "strings": "class A:\n    \"\"\"of\n  # no comment\n    \"\"\"\n\n    x = '''1\n    # 2\n'''\n    y = f(3)\n",
+    "nested": (
+        "class A:\n    class B:\n        x = 1\n\n        def g(self):\n            return 2\n\n"
+        "    @a(3)\n    # between\n    @b\n    async def f(self):\n        pass\n    # end\n"
+    ),
+    "beyond ASCII": 'class A:\n    # äö🚨\n    x = "ä" + f(1)  # é\n\n    def f(self):\n        return "🚨", 2\n',
+    "one line of several": "class A:\n    x = 1; y = 2\n    z = 3\n",
+    "continued": "class A:\n    x = 1; \\\n    y = 2\n    z = f(3,\n  4)\n",
+    "elif": "class A:\n    if a:\n        x = 1\n    elif b:\n        x = 2\n    else:\n        x = 3\n    def f(self): return 4\n",
+    "form feed": "class A:\n    x = 1\n\x0c    def g(self):\n        return 2\n",
+    "comments": (
+        "# above\n@wrap\nclass A(\n    B,  # b\n):\n    # first\n\n    # second\n    x = 1  # one\n        # deeper\n"
+        "    # x\n\n    def f(self):\n        return 2\n\n        # of f\n\n# at the margin\n    y = 3\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD_CLASSES)
+def test_an_odd_class_takes_each_change_or_refuses_it(name):
+    """Each constant replaced, each member dropped, one appended: the syntax tree is the one that `ast` makes of the same."""
+    text, taken = ODD_CLASSES[name], 0
+    whole = ast.parse(text)
+    for place, node in enumerate(
+        [n for n in ast.walk(whole) if isinstance(n, ast.Constant) and isinstance(n.value, int)]
+    ):
+        one, value = Editor(Block(text), "test"), node.value
+        inside = [n for n in ast.walk(one.block.node) if isinstance(n, ast.Constant) and isinstance(n.value, int)][
+            place
+        ]
+        try:
+            one.instead(inside, "99")
+        except Missed:
+            continue
+        node.value = 99
+        assert ast.dump(ast.parse(one.result.text)) == ast.dump(whole)
+        node.value, taken = value, taken + 1
+    members = whole.body[0].body
+    for place, _ in enumerate(members):
+        one = Editor(Block(text), "test")
+        try:
+            one.drop(one.block.node.body[place])
+            dropped = one.result.text
+        except Missed:
+            continue
+        kept = [member for i, member in enumerate(ast.parse(text).body[0].body) if i != place]
+        assert [ast.dump(member) for member in ast.parse(dropped).body[0].body] == [
+            ast.dump(member) for member in kept
+        ]
+        taken += 1
+    one = Editor(Block(text), "test")
+    one.append("def added(self):\n    return 1")
+    assert [getattr(member, "name", "") for member in ast.parse(one.result.text).body[0].body][-1] == "added"
+    assert taken
