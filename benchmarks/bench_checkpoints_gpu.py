@@ -213,10 +213,12 @@ def main() -> None:
     import bench_parallel
 
     from patchgen.runtime import attention, seams
+    from patchgen.runtime.parallel import gloo_groups
 
     on_gpu = arguments.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    gloo_groups.use_one_worker()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     attention.register()
     chosen = {"fused_moe": "torch", "causal_lm_loss": "chunked"}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from patchgen.generated_models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from patchgen.runtime import attention, parallel, seams
 from patchgen.runtime.attention_backends import BACKENDS
-from patchgen.runtime.parallel import ParallelConfig, overlap
+from patchgen.runtime.parallel import ParallelConfig, gloo_groups, overlap
 from patchgen.runtime.parallel.state import ParallelState
 
 RESULTS = Path(__file__).with_name("results_overlap.csv")
@@ -184,6 +184,7 @@ def main() -> None:
         arguments.tokens = [64]
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    gloo_groups.use_one_worker()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     with seams.using(fused_moe=arguments.experts if on_gpu else "torch"):

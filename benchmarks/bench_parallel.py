@@ -38,6 +38,7 @@ from patchgen.runtime.parallel import (
     batch,
     checkpointing,
     experts,
+    gloo_groups,
     gradients,
     loss,
     peer_memory,
@@ -389,6 +390,7 @@ def main() -> None:
     on_gpu = arguments.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    gloo_groups.use_one_worker()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     attention.register()
     setting = Setting(

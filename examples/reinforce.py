@@ -17,7 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from patchgen.runtime import attention, registry, rl, seams
 from patchgen.runtime.checkpoint import load_pretrained
-from patchgen.runtime.parallel import ParallelConfig, sharding
+from patchgen.runtime.parallel import ParallelConfig, gloo_groups, sharding
 from patchgen.runtime.parallel.state import ParallelState
 
 PROMPTS = ["def ", "class ", "import ", "return "]
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--sp", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    gloo_groups.use_one_worker()
     dist.init_process_group("gloo")
 
     # The trainer: FSDP2 x EP x SP.

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from patchgen.runtime.parallel import peer_memory
+from patchgen.runtime.parallel import gloo_groups, peer_memory
 from patchgen.runtime.parallel.config import ParallelConfig
 from patchgen.runtime.parallel.live import Running
 
@@ -76,6 +76,7 @@ class ParallelState:
                 "ParallelState.create needs torch.distributed: launch with torchrun and call "
                 "torch.distributed.init_process_group() first."
             )
+        gloo_groups.use_one_worker()  # for the groups made below; whoever makes the first one calls it before
         if expert_capacity is not None and expert_capacity < 1:
             raise ValueError(f"expert_capacity must be at least one row, or None, not {expert_capacity}.")
         if head_groups < 1:

@@ -72,7 +72,8 @@ def absent_tower(
 def _same_statistics(model: nn.Module) -> Iterator[None]:
     """Within the block batch norms count on copies of their statistics: what they see there is no image of the run.
 
-    What a checkpointed layer of the block computes again in the backward is none either.
+    What a layer that transformers checkpoints computes again in the backward is none either; a module that calls
+    `torch.utils.checkpoint` itself still counts what it computes again.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     layers = {module: getattr(module, CHECKPOINT, None) for module in model.modules()} if norms else {}

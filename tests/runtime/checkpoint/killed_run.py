@@ -49,11 +49,12 @@ def train(rank: int, world: int, store: str, directory: str) -> None:
 
     from patchgen.runtime import attention, parallel, registry
     from patchgen.runtime.checkpoint import Checkpointer
-    from patchgen.runtime.parallel import ParallelConfig, batch, loss, sharding
+    from patchgen.runtime.parallel import ParallelConfig, batch, gloo_groups, loss, sharding
     from patchgen.runtime.parallel.state import ParallelState
 
     torch.set_num_threads(1)
     attention.register()
+    gloo_groups.use_one_worker()
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     state = ParallelState.create(ParallelConfig.for_world(world, ep=world), "cpu")
     torch.manual_seed(0)

@@ -55,10 +55,11 @@ def on_rank(rank: int, world: int, store: str) -> None:
 
     from patchgen.runtime import parallel
     from patchgen.runtime.data import DataConfig, SourceConfig, build_loader
-    from patchgen.runtime.parallel import ParallelConfig, batch, loss
+    from patchgen.runtime.parallel import ParallelConfig, batch, gloo_groups, loss
     from patchgen.runtime.parallel.state import ParallelState
 
     torch.set_num_threads(1)
+    gloo_groups.use_one_worker()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world),
