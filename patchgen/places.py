@@ -30,8 +30,8 @@ class Places:
 
     def holders(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """All that holds a node of the tree, the innermost first."""
-        while (node := self.parents.get(node)) is not None:
-            yield node
+        while (holder := self.parents.get(node)) is not None:
+            yield (node := holder)
 
 
 @dataclass(frozen=True, eq=False)
