@@ -27,8 +27,9 @@ def handed_sizes(method: FunctionNode) -> set[str]:
         match node:
             case ast.Assign(value=ast.BoolOp(ast.Or(), [ast.Name(name), ast.Call(ast.Attribute(attr="tolist"))])):
                 found.add(name)
-    declared = [one for one in walk(method.args) if isinstance(one, ast.arg) and one.annotation is not None]
-    return found & {one.arg for one in declared if ast.unparse(one.annotation) == "list[int] | None"}
+    annotated = {one.arg: one.annotation for one in walk(method.args) if isinstance(one, ast.arg)}
+    declared = {name for name, kind in annotated.items() if kind and ast.unparse(kind) == "list[int] | None"}
+    return found & declared
 
 
 @dataclass(frozen=True)
