@@ -17,7 +17,7 @@ from patchgen.anatomy.classes import dotted, walk
 from patchgen.anatomy.graph import references
 from patchgen.errors import EmissionError
 from patchgen.passes.base import Outcome
-from patchgen.rewrite import LINE_LENGTH, format_code
+from patchgen.rewrite import LINE_LENGTH, format_code, inside_strings
 from patchgen.source import Block, Module, bound_names
 from patchgen.templates import render, table
 from patchgen.upstream import Upstream
@@ -57,17 +57,20 @@ def with_imports(module: Module, upstream: Upstream) -> Module:
 def _in_order(imports: Sequence[Block], version: str | None) -> list[Block]:
     """A file's first imports with that of the operations where isort has it, and the guard above what a release brings.
 
-    Those of a release were relative, in the order of their dots; they are put in the order of their names.
+    Those of a release were relative, in the order of their dots; they are put in the order of their names, unless two
+    bind one name: the last of them counts.
     """
     first = next((i for i, b in enumerate(imports) if _place(b)[2].split(".")[0] == "transformers"), len(imports))
     head, tail = list(imports[:first]), list(imports[first:])
     ours = Block(text=OPS_IMPORT)
     position = next((i for i, block in enumerate(head) if _place(block) > _place(ours)), len(head))
     guard = [Block(text=f'ops.require_transformers(__file__, made_from="{version}")\n')] if version else []
-    if version:
+    bound = [name for block in tail for name in block.binds]
+    is_sorted = version is not None and len({*bound}) == len(bound) and "*" not in bound
+    if is_sorted:
         tail.sort(key=_place)
     placed = [*head[:position], ours, *head[position:], *guard, *tail]
-    moved = {id(block) for block in (ours, *guard, *(tail if version else ()))}
+    moved = {id(block) for block in (ours, *guard, *(tail if is_sorted else ()))}
     sections = [_place(block)[0] if block.is_import else None for block in placed]
     lead = imports[0].text if imports else ""
     between = ["" if one == other else "\n" for one, other in itertools.pairwise(sections)]
@@ -93,14 +96,23 @@ def _explained(module: Module) -> Module:
     told, blocks = table("one_rank.toml"), []
     for block in module:
         lines = block.text.split("\n")
+        inside = {line for s in block.statements for line in inside_strings(s)}
         uses = [node for s in block.statements for node in walk(s) if isinstance(node, ast.Attribute)]
         for node in sorted(uses, key=lambda node: node.lineno):
-            if dotted(node) != f"ops.{node.attr}" or (comment := told.pop(node.attr, None)) is None:
+            if dotted(node) != f"ops.{node.attr}" or (comment := told.get(node.attr)) is None:
                 continue
-            line = at = node.lineno - 1
-            if len(lines[line]) + len(comment) + 4 > LINE_LENGTH:
-                at = next((i for i in range(line, -1, -1) if lines[i].lstrip().startswith("# patchgen: ")), line)
-            lines[at] += f"  # {comment}" if at == line else f" ({comment})"
+            line = node.lineno - 1
+            ends = not lines[line].endswith("\\") and line + 2 not in inside  # with it, what stands on the line
+            is_short = len(lines[line]) + len(comment) + 4 <= LINE_LENGTH
+            marks = (i for i in range(line, -1, -1) if lines[i].lstrip().startswith("# patchgen: "))
+            above = next((i for i in marks if i + 1 not in inside), None)
+            if above is not None and not (ends and is_short):
+                lines[above] += f" ({comment})"
+            elif ends:
+                lines[line] += f"  # {comment}"
+            else:
+                continue  # at its next use
+            del told[node.attr]
         blocks.append(block.with_text("\n".join(lines)))
     return module.with_blocks(blocks)
 

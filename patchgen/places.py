@@ -32,10 +32,8 @@ class Places:
 
     def holders(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """All that holds a node of the tree, the innermost first."""
-        above = self.parents.get(node)
-        while above is not None:
-            yield above
-            above = self.parents.get(above)
+        while (holder := self.parents.get(node)) is not None:
+            yield (node := holder)
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,7 +130,7 @@ class Editor:
         if instead is not None:
             place, code = self._span(instead[0]), instead[1].encode()
             source = self._bytes[start : place[0]] + code + self._bytes[place[1] : end]
-        indent, inside = " " * self.statement_of(node).col_offset, _inside_strings(node)
+        indent, inside = " " * self.statement_of(node).col_offset, inside_strings(node)
         lines = enumerate(source.decode().rstrip().split("\n"), start=first)
         return "\n".join(line if i in inside else line.removeprefix(indent) for i, line in lines)
 
@@ -295,7 +295,7 @@ class Editor:
 
     @functools.cached_property
     def _in_strings(self) -> set[int]:
-        return {line for statement in self.block.statements for line in _inside_strings(statement)}
+        return {line for statement in self.block.statements for line in inside_strings(statement)}
 
     def _span(self, node: Placed) -> tuple[int, int]:
         start, end = self._starts[node.lineno - 1], self._starts[_last_line(node) - 1]
@@ -377,12 +377,12 @@ def _last_line(node: Placed) -> int:
 
 def indented(code: str, indent: str = INDENT) -> str:
     """Statements as they stand at an indentation; what lies in strings of several lines is not moved."""
-    inside = _inside_strings(ast.parse(code))
+    inside = inside_strings(ast.parse(code))
     lines = enumerate(code.split("\n"), start=1)
     return "\n".join(line if i in inside or not line else indent + line for i, line in lines)
 
 
-def _inside_strings(code: ast.AST) -> set[int]:
+def inside_strings(code: ast.AST) -> set[int]:
     """The lines that begin within a string."""
     strings = [node for node in ast.walk(code) if isinstance(node, ast.Constant | ast.JoinedStr)]
     return {line for node in strings for line in range(node.lineno + 1, _last_line(node) + 1)}

@@ -164,19 +164,20 @@ def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callabl
 def encode_vision(
     image_features: Callable[..., object],
     video_features: Callable[..., object],
-    outputs: Mapping[str, object],
+    outputs: dict[str, object],
     inputs_embeds: Tensor,
     *,
     images: tuple[Tensor | None, Tensor | None],
     videos: tuple[Tensor | None, Tensor | None],
     **kwargs: object,
-) -> tuple[Mapping[str, object], Tensor]:
+) -> tuple[dict[str, object], Tensor]:
     """One pass of the vision tower on every rank, where upstream makes one for images and one for videos.
 
     Args:
         image_features: the model's bound `get_image_features`, which serves videos as well.
         video_features: the model's bound `get_video_features`: on one rank, and where there are only videos.
-        outputs: upstream's `mm_encoder_outputs`, "image" and "video" -> output of the tower; what is there stays.
+        outputs: upstream's `mm_encoder_outputs`, "image" and "video" -> output of the tower; filled in place, and what
+            is there stays.
         inputs_embeds: `[B, S, H]`.
         images, videos: packed patches `[P, C * T * p * p]` with their grids `[N, 3]`, or None.
         kwargs: what upstream hands to the tower; values precomputed for images and videos are joined.
@@ -188,11 +189,11 @@ def encode_vision(
     if (state := parallel.current()) is not None:
         from patchgen.runtime.parallel import towers
 
-        outputs, inputs_embeds = towers.encode_vision(
+        encoded, inputs_embeds = towers.encode_vision(
             image_features, outputs, inputs_embeds, images, videos, kwargs, state
         )
-    encoded = dict(outputs)
+        outputs.update(encoded)
     for kind, features, (pixels, grids) in (("image", image_features, images), ("video", video_features, videos)):
-        if encoded.get(kind) is None and pixels is not None:
-            encoded[kind] = features(pixels, grids, return_dict=True, **kwargs)
-    return encoded, inputs_embeds
+        if outputs.get(kind) is None and pixels is not None:
+            outputs[kind] = features(pixels, grids, return_dict=True, **kwargs)
+    return outputs, inputs_embeds

@@ -8,13 +8,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from patchgen.anatomy.bodies import form_of, normal_form
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, own_attribute, parameter_names
+from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, own_attribute, parameter_names, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS
 
 MEDIA = (*PIXELS, *AUDIO_INPUTS, "image_pixel_values", "flattened_patches", "audio_input_features")
 # transformers' public methods of models that take media; users and its own decorators know them by these names.
 FEATURES = re.compile(r"get_(image|video|audio|speech)_features$")
+
+
+def handed_sizes(method: FunctionNode) -> set[str]:
+    """The parameters that spare a get_<modality>_features a look at the device, as the pass host_values declares them.
+
+    `split_sizes: list[int] | None` with `sizes = split_sizes or <tensor>.tolist()`.
+    """
+    found = set()
+    for node in method.body if FEATURES.match(method.name) else ():
+        match node:
+            case ast.Assign(value=ast.BoolOp(ast.Or(), [ast.Name(name), ast.Call(ast.Attribute(attr="tolist"))])):
+                found.add(name)
+    annotated = {one.arg: one.annotation for one in walk(method.args) if isinstance(one, ast.arg)}
+    declared = {name for name, kind in annotated.items() if kind and ast.unparse(kind) == "list[int] | None"}
+    return found & declared
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from patchgen.anatomy.classes import FunctionNode, calls, dotted, own_attribute, parameter_names, targets, walk
+from patchgen.anatomy.media import handed_sizes
 from patchgen.source import Module
 
 EAGER_TESTS = ("is_flash_attention_requested", "attends_by_lengths")  # upstream's, and what vision_sp makes of it
@@ -104,13 +105,7 @@ def _handed_in(function: FunctionNode) -> set[str]:
     assigned = [node for node in walk(function) if isinstance(node, ast.Assign | ast.NamedExpr)]
     popped = [n for n in assigned if isinstance(n.value, ast.Call) and dotted(n.value.func) == "kwargs.pop"]
     names = {target.id for node in popped for target in targets(node) if isinstance(target, ast.Name)}
-    sizes = {one.arg for one in walk(function.args) if isinstance(one, ast.arg) and _holds_sizes(one)}
-    return names | sizes | (set(parameter_names(function)) & set(HANDED))
-
-
-def _holds_sizes(parameter: ast.arg) -> bool:
-    """Whether a parameter takes numbers that are on the host, as the pass host_values declares it."""
-    return parameter.annotation is not None and ast.unparse(parameter.annotation) == "list[int] | None"
+    return names | handed_sizes(function) | (set(parameter_names(function)) & set(HANDED))
 
 
 def _missing(test: ast.AST, handed: set[str]) -> str | None:

@@ -8,7 +8,7 @@ import copy
 import difflib
 import functools
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode
@@ -204,7 +204,8 @@ def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
 
 def normal_form(*nodes: ast.AST) -> str:
     """A hash of code that comments, docstrings and formatting do not change."""
-    return symbol_hash(without_docstrings(copy.deepcopy(ast.Module(list(nodes), []))))
+    body = cast("list[ast.stmt]", list(nodes))  # or expressions: the tree is hashed, and never compiled
+    return symbol_hash(without_docstrings(copy.deepcopy(ast.Module(body, []))))
 
 
 def target_of(edit: Edit, module: Module) -> list[ast.stmt]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterable, Sequence
+
+import libcst as cst
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import (
@@ -15,9 +18,11 @@ from patchgen.anatomy.classes import (
     own_attribute,
     parameter_names,
     plain_assignments,
+    reads_name,
     stored,
 )
-from patchgen.anatomy.media import FEATURES
+from patchgen.anatomy.media import FEATURES, handed_sizes
+from patchgen.anatomy.names import local_names
 from patchgen.passes.base import Example, LeftAlone, Rewritten, Site, SitePass, Upstream, site_of
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
@@ -54,18 +59,18 @@ class HostValues(SitePass):
             site_of(info, "encodes media, and reads sizes off the device", name)
             for info in anatomy.still_in(module)
             for name, method in info.methods.items()
-            if FEATURES.match(name) and (_listed(method) or _is_served(method))
+            if _modality(name) and (_listed(method) or handed_sizes(method))
         ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         name = site.name.rpartition(".")[2]
         method = anatomy.classes[site.block].methods[name]
-        listed = _listed(method)
+        listed = [variable for variable, _, _ in _listed(method)]
         if not listed:
             return Upstream("takes the sizes as arguments")
         if method.args.kwarg is None:
             return Upstream("takes no keyword arguments: nothing can be handed in")
-        modality, prefix = FEATURES.match(name)[1], _prefix(method)
+        modality, prefix = _modality(name), _prefix(method)
         if prefix not in (None, modality):
             raise LeftAlone(
                 f"{site.name}: upstream's decorator hands it what belongs to {prefix}; it reads sizes itself"
@@ -75,50 +80,52 @@ class HostValues(SitePass):
         if user := _of_several(anatomy, name):
             raise LeftAlone(f"{site.name}: {user} calls it for several media; it reads the sizes of each itself")
         keys = {variable: variable if prefix else f"{modality}_{variable}" for variable in listed}
-        if taken := {*keys.values()} & {*parameter_names(method)}:
-            raise LeftAlone(
-                f"{site.name}: its parameter {', '.join(taken)} has another meaning; it reads sizes itself"
-            )
+        if taken := [key for variable, key in keys.items() if not _is_free(method, variable, key)]:
+            raise LeftAlone(f"{site.name}: {', '.join(taken)} has another meaning in it; it reads sizes itself")
 
         editor = Editor(block, self.mark)
         function = editor.function(name)
         for key in keys.values():
             editor.add_parameter(function, f"{key}: list[int] | None = None")
         _document(editor, function, keys.values())
-        for node in function.body:
-            if variable := _listed_name(node):
-                editor.around(node.value, f"{keys[variable]} or ")
-                editor.mark(node)
+        for variable, statement, _ in _listed(function):
+            editor.around(statement.value, f"{keys[variable]} or ")
+            editor.mark(statement)
         # By the names that the called one takes.
-        for other, own in _callers(anatomy.classes[site.block], name).items():
-            taken = anatomy.classes[site.block].methods[other].args.kwarg.arg
-            pairs = [f'{taken}["{modality}_{one}"] = {taken}.pop("{own}_{one}", None)' for one in listed]
+        for other, kwargs in _callers(anatomy.classes[site.block], name).items():
+            own = _modality(other)
+            pairs = [f'{kwargs}["{modality}_{one}"] = {kwargs}.pop("{own}_{one}", None)' for one in listed]
             editor.at_start(editor.function(other), "\n".join(pairs))
         handed = ", ".join(f"{modality}_{variable}" for variable in keys)
         return Rewritten(editor.result, f"taken from {handed} where handed in")
 
 
-def _document(editor: Editor, function: ast.FunctionDef, names: Iterable[str]) -> None:
+def _document(editor: Editor, function: FunctionNode, names: Iterable[str]) -> None:
     """Describes parameters in the docstring, where upstream's decorator reads them and complains of others."""
     if "auto_docstring" not in map(dotted, function.decorator_list):
         return
     lines = [f"{name} (`list[int]`, *optional*): Features of each item, if known on the host." for name in names]
     first = function.body[0]
-    if ast.get_docstring(function) is None or not isinstance(first, ast.Expr):
+    told = ast.get_docstring(function, clean=False)
+    if told is None or not isinstance(first, ast.Expr):
         editor.above(first, f'"""{"".join(lines)}"""', at_top=True, marked=False)
         return
     text, indent = editor.code(first.value), f"\n{' ' * first.col_offset}"
+    literal = cst.parse_expression(f"({text})")
+    if not (isinstance(literal, cst.SimpleString) and len(literal.quote) == 3):  # in which lines have no place
+        text = told.replace("\\", r"\\").replace('"', r"\"")
+        text = f'"""{text}"""'
     editor.instead(first.value, "".join([text[:-3].rstrip(), *(indent + line for line in lines), indent, text[-3:]]))
 
 
 def _callers(info: ClassInfo, name: str) -> dict[str, str]:
-    """The methods of other modalities that call the method with their own keyword arguments, and the modality of each.
+    """The methods of other modalities that call the method with their own keyword arguments, and what they call those.
 
     Upstream's decorator takes the prefix off the keywords of its modality; what it decorates hands on its own sizes.
     """
     methods = {other: method for other, method in info.methods.items() if other != name and not _prefix(method)}
-    handing = [other for other, method in methods.items() if FEATURES.match(other) and _times_handed_on(method, name)]
-    return {other: FEATURES.match(other)[1] for other in handing}
+    handing = {other: m.args.kwarg for other, m in methods.items() if _modality(other) and _times_handed_on(m, name)}
+    return {other: kwargs.arg for other, kwargs in handing.items() if kwargs is not None}
 
 
 def _times_handed_on(method: FunctionNode, name: str) -> int:
@@ -132,8 +139,25 @@ def _prefix(method: FunctionNode) -> str | None:
     """The modality whose prefix upstream's decorator takes off the keywords of a method."""
     for call in (d for d in method.decorator_list if isinstance(d, ast.Call) and dotted(d) == PREFIXED):
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        return next((value.value for value in given if isinstance(value, ast.Constant)), "")
+        return next(
+            (value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, str)), ""
+        )
     return None
+
+
+def _modality(method: str) -> str:
+    """`image` of `get_image_features`; empty for other methods."""
+    found = FEATURES.match(method)
+    return found[1] if found else ""
+
+
+def _is_free(method: FunctionNode, variable: str, key: str) -> bool:
+    """Whether a parameter `key` would hold nothing but what the one line for `variable` reads."""
+    rest = copy.copy(method)
+    own = [statement for name, statement, _ in _listed(method) if name == variable]
+    rest.body = [node for node in method.body if node not in own]
+    is_read = key != variable and reads_name(method, key)
+    return len(own) == 1 and not is_read and key not in local_names(rest)
 
 
 def _of_several(anatomy: Anatomy, name: str) -> str:
@@ -154,10 +178,10 @@ def _of_another_formula(anatomy: Anatomy, owner: str, method: FunctionNode) -> s
     """Sizes that a method of a model that takes grids `[N, 3]` computes otherwise than a collator does."""
     known, changed = plain_assignments(method.body), stored(method)
     methods = [one for info in anatomy.classes.values() for one in info.methods.values()]
-    grids = _grids(methods, method, taken := f"{FEATURES.match(method.name)[1]}_grid_thw")
+    grids = _grids(methods, method, taken := f"{_modality(method.name)}_grid_thw")
     is_handed = any(taken in parameter_names(one) for one in methods)
-    for statement in filter(_listed_name, method.body if is_handed else ()):
-        count, merger = (sizes := statement.value.func.value), None
+    for _, _, sizes in _listed(method) if is_handed else ():
+        count, merger = sizes, None
         if isinstance(sizes, ast.BinOp) and isinstance(sizes.op, ast.FloorDiv):
             count, merger = sizes.left, sizes.right
         if (
@@ -196,7 +220,7 @@ def _side_of(anatomy: Anatomy, owner: str, merger: ast.expr | None) -> str | Non
 
 def _in_config(anatomy: Anatomy, owner: str | None, value: ast.AST | None) -> str | None:
     """The name by which a config holds a value: of `self.visual.merge`, what the tower's `__init__` reads for it."""
-    *held, name = dotted(value).split(".")
+    *held, name = (dotted(value) if value is not None else "").split(".")
     if held[:1] != ["self"]:  # a config that the class is built with, or a local of any meaning
         init = anatomy.method(owner, "__init__") if held and owner in anatomy.classes else None
         return name if init is not None and held[0] in parameter_names(init[1]) else None
@@ -208,23 +232,11 @@ def _in_config(anatomy: Anatomy, owner: str | None, value: ast.AST | None) -> st
     return _in_config(anatomy, owner, anatomy.attribute(owner, name)) if owner in anatomy.classes else None
 
 
-def _listed(method: FunctionNode) -> list[str]:
-    """The names that a method's own statements assign `<tensor>.tolist()` to."""
-    return [name for name in map(_listed_name, method.body) if name]
-
-
-def _listed_name(node: ast.stmt) -> str | None:
-    """`sizes` of `sizes = (...).tolist()`."""
-    match node:
-        case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(attr="tolist"))):
-            return name
-    return None
-
-
-def _is_served(method: FunctionNode) -> bool:
-    """Whether a method takes sizes and computes them if there are none, as this pass writes it."""
-    values = [
-        node.value for node in method.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.BoolOp)
-    ]
-    taken = [value.values[0].id for value in values if isinstance(value.values[0], ast.Name)]
-    return not {*taken}.isdisjoint(parameter_names(method))
+def _listed(method: FunctionNode) -> list[tuple[str, ast.Assign, ast.expr]]:
+    """Of each of a method's own statements `sizes = <tensor>.tolist()`: the name, the statement and the tensor."""
+    found = []
+    for node in method.body:
+        match node:
+            case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(tensor, "tolist"))):
+                found.append((name, node, tensor))
+    return found

@@ -130,16 +130,14 @@ def _require_everywhere(inputs: object, features: Callable[..., Any], like: Tens
 
 def encode_vision(
     features: Callable[..., Any],
-    outputs: Mapping[str, Any] | None,
+    outputs: Mapping[str, Any],
     inputs_embeds: Tensor,
     images: tuple[Tensor | None, Tensor | None],
     videos: tuple[Tensor | None, Tensor | None],
     kwargs: Mapping[str, Any],
-    state: ParallelState | None,
-) -> tuple[Mapping[str, Any] | None, Tensor]:
+    state: ParallelState,
+) -> tuple[Mapping[str, Any], Tensor]:
     """See `ops.encode_vision`."""
-    if state is None:
-        return outputs, inputs_embeds
     image_pixels, image_grids = images
     video_pixels, video_grids = videos
     if image_pixels is None or video_pixels is None:
@@ -152,7 +150,8 @@ def encode_vision(
     together = features(pixels, grids, return_dict=True, **join_precomputed(kwargs))
     count = len(image_grids)
     split = {"image": _items(together, slice(None, count)), "video": _items(together, slice(count, None))}
-    return {**(outputs or {}), **split}, inputs_embeds
+    given = {kind: output for kind, output in outputs.items() if output is not None}
+    return {**split, **given}, inputs_embeds
 
 
 # ---------------------------------------------------------------------------------- images and videos together

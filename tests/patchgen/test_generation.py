@@ -252,6 +252,39 @@ def test_every_operation_has_a_word_on_one_rank():
     assert {*told, "parallel_plan"} == {*ast.literal_eval(exported)}, "it stands below ParallelPlan, which has one"
 
 
+TWICE = "from ..llama.modeling_llama import rotate_half\nfrom ..cohere.modeling_cohere import rotate_half\n"
+CONFIG = "from .configuration_qwen3_moe import Qwen3MoeConfig\n"
+
+
+def test_of_two_imports_of_one_name_the_later_still_counts():
+    origin = load("qwen3_moe")
+    start = origin.text.index("def rotate_half")
+    own = origin.text[start : origin.text.index("\n\n\n", start)]
+    text = pipeline.generate(edited(origin, (own, ""), (CONFIG, TWICE + CONFIG))).text
+    assert 0 < text.index("models.llama.modeling_llama import") < text.index("models.cohere.modeling_cohere import")
+
+
+@pytest.mark.parametrize(
+    ("statement", "at"),
+    [
+        ("x = x + \\\n        ops.fused_moe(x) + \\\n        1", 1),  # a line that goes on
+        ('x = ops.fused_moe("""a\n    # patchgen: b\n""")', 1),  # a string that does
+        ("x = ops.fused_moe(\n        x\n    )", 2),
+    ],
+)
+def test_an_operation_is_explained_where_a_comment_can_stand(statement: str, at: int):
+    text = f"def f(x):\n    # patchgen: experts\n    {statement}\n    return x\n"
+    module = source.parse(text)
+    explained = emit._explained(module).text
+    assert ast.dump(ast.parse(explained)) == ast.dump(ast.parse(text))
+    assert [i for i, line in enumerate(explained.split("\n")) if "the kernel" in line] == [at]
+
+
+def test_an_operation_is_explained_at_its_next_use_where_nothing_can_stand_at_the_first():
+    text = "x = ops.fused_moe(1) + \\\n    1\ny = ops.fused_moe(2)\n"
+    assert emit._explained(source.parse(text)).text == text.replace("(2)", "(2)  # the kernel")
+
+
 def test_imports_of_generated_files_stand_in_isorts_order():
     """But for blank lines below them, of which upstream has two."""
     rule = ["--isolated", "--select=I001", "--config=line-length=119", "--fix", "--stdin-filename=x.py", "-q", "-"]

@@ -100,3 +100,21 @@ def test_statements_and_the_reason_why_they_do_not_run(code: str, excused: dict[
     function = ast.parse("def f(self, x, position_ids=None, **kwargs):\n" + textwrap.indent(code, "    ")).body[0]
     assert {ast.unparse(part): why for part, why in parts(function, "")} == excused
     assert {why for part, why in parts(function, "of its caller")} <= {"of its caller"}
+
+
+SIZES = "sizes = split_sizes or grid.tolist()"
+
+
+@pytest.mark.parametrize(
+    ("name", "annotation", "code", "why"),
+    [
+        ("get_image_features", "list[int] | None", SIZES, "only where split_sizes is not handed in"),
+        ("get_image_features", "Tensor | None", SIZES, ""),
+        ("get_rope_index", "list[int] | None", SIZES, ""),
+        ("get_image_features", "list[int] | None", "sizes = split_sizes or grid.max().item()", ""),
+    ],
+)
+def test_sizes_are_handed_in_where_the_pass_declares_them(name: str, annotation: str, code: str, why: str):
+    """Any other parameter of that type is upstream's, and no collator knows it."""
+    function = ast.parse(f"def {name}(self, grid, split_sizes: {annotation} = None, **kwargs):\n    {code}").body[0]
+    assert [why for _, why in parts(function, "")] == [why]

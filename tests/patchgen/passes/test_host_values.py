@@ -119,3 +119,46 @@ class ExampleModel(ExamplePreTrainedModel):
         return torch.split(pixel_values, split_sizes)
 """
     assert len(applied(HostValues(), text).hits) == hits
+
+
+@pytest.mark.parametrize(
+    ("decorator", "lines"),
+    [
+        ('@accepts_precomputed_kwargs(modality="image")', "split_sizes = image_sizes.prod(-1)"),
+        ("", "image_split_sizes = split_sizes = image_sizes.prod(-1)"),
+        ("", "import image_split_sizes; split_sizes = image_sizes"),
+        ("", "split_sizes = image_sizes.tolist()"),
+        ("", "split_sizes = image_split_sizes(image_sizes)"),
+    ],
+)
+def test_a_parameter_takes_no_name_that_holds_something_else(decorator: str, lines: str):
+    """`split_sizes or ...` would ask for the truth of upstream's tensor, or give two lines one value."""
+    text = f"""
+class ExampleModel(ExamplePreTrainedModel):
+    {decorator}
+    def get_image_features(self, pixel_values, image_sizes, **kwargs):
+        {lines}
+        split_sizes = (split_sizes // 4).tolist()
+        return torch.split(pixel_values, split_sizes)
+"""
+    outcome = applied(HostValues(), text)
+    assert not outcome.hits and "split_sizes has another meaning in it" in outcome.notes[0]
+
+
+@pytest.mark.parametrize(
+    "docstring", ['"Doc \\\\ of it."', '("Doc \\\\ "\n         "of it.")', '"""Doc \\\\ of it."""']
+)
+def test_a_docstring_of_one_line_is_continued(docstring: str):
+    documented = MODEL.replace("    def get_image", "    @auto_docstring\n    def get_image")
+    documented = documented.replace("**kwargs):\n", f"**kwargs):\n        {docstring}\n", 1)
+    space = {"torch": torch, "ExamplePreTrainedModel": object, "auto_docstring": lambda function: function}
+    exec(applied(HostValues(), documented).module.block("ExampleModel").text, space)
+    told = space["ExampleModel"].get_image_features.__doc__.split("\n")
+    assert told[0] == "Doc \\ of it." and told[1].strip().startswith("image_split_sizes (`list[int]`, *optional*)")
+
+
+def test_a_default_of_another_kind_is_no_size():
+    other = MODEL.replace(
+        "split_sizes = image_grid_thw.prod(-1).tolist()", "pixel_values = pixel_values or image_grid_thw"
+    )
+    assert applied(HostValues(), other).upstream == ()
