@@ -135,10 +135,14 @@ def _counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
             if POSITIONS in values and not _is_arange(anatomy, forward, _reshaped(values[POSITIONS])):
                 return False
             known |= {node for statement in branch.body for node in ast.walk(statement)}
-        for node in branch.body if test.startswith(f"{POSITIONS}.ndim == 3") else ():
+        is_stack = test.startswith((f"{POSITIONS}.ndim == 3", f"{POSITIONS}.shape[0] == 4"))
+        for node in branch.body:
             match node:
                 case ast.Assign([ast.Name(name) as target], ast.Subscript(ast.Name(of))) if name == of == POSITIONS:
-                    known.add(target)  # rows of [3, B, S]
+                    known |= {target} if is_stack else set()  # rows of [4, B, S]
+                case ast.Assign([ast.Name(name) as target], ast.Call(_, [ast.List([kept, ast.Name(of)])])):
+                    behind = name == of == POSITIONS and test == f"{ast.unparse(kept)} is not None"
+                    known |= {target} if behind else set()  # what a cache has of an earlier call
     for node in nodes:
         match node:
             case ast.Assign([ast.Name(name) as target], value):

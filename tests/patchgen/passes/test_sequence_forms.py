@@ -387,7 +387,9 @@ def test_rows_of_positions_are_known():
             position_ids = position_ids[None, ...].expand(4, position_ids.shape[0], -1)
         if position_ids.ndim == 3 and position_ids.shape[0] == 4:
             text_position_ids = position_ids[0]
-            position_ids = position_ids[1:]"""
+            position_ids = position_ids[1:]
+        if cache.seen is not None:
+            position_ids = torch.cat([cache.seen, position_ids], dim=-1)"""
     assert (
         "require_whole_sequence"
         not in applied(LanguageSP(), POSITIONS.replace(f"position_ids = {COUNTED}", rows)).module.text
