@@ -172,13 +172,14 @@ def _comprehension(anatomy: Anatomy, attribute: str, statement: ast.stmt) -> tup
     """`(E(...), N)` of `nn.ModuleList([E(...) for _ in range(N)])`; of one rank's experts `E(...) if <its own> else None`."""
     match statement:
         case ast.Assign(
+            targets=[_],
             value=ast.Call(
                 function,
                 [
                     ast.ListComp(built, [ast.comprehension(ast.Name(number), ast.Call(numbers, [count]), [])])
                     | ast.GeneratorExp(built, [ast.comprehension(ast.Name(number), ast.Call(numbers, [count]), [])])
                 ],
-            )
+            ),
         ) if [*map(anatomy.names.resolve, (function, numbers))] == [LIST, "builtins.range"]:
             pass
         case _:

@@ -16,6 +16,7 @@ from patchgen.anatomy.classes import (
     own_attribute,
     parameter_names,
     stored,
+    targets,
 )
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import TOKENS, own_methods
@@ -187,18 +188,37 @@ def _let_slices_pass(editor: Editor, method: FunctionNode) -> None:
 
 
 def _compares_features(method: FunctionNode, test: ast.expr) -> bool:
-    """Whether a check compares what is computed from the tokens with what is not: placeholders with features."""
-    tokens = TOKENS & {*parameter_names(method)}
-    assigned = [node for node in ast.walk(method) if isinstance(node, ast.Assign)]
-    for _ in assigned:
-        tokens |= {name for node in assigned if _values(node.value) & tokens for name in stored(node)}
-    compared = [node for node in ast.walk(test) if isinstance(node, ast.Compare)]
-    sides = [(_values(node.left), _values(node.comparators[0])) for node in compared]
-    return any(one and other and bool(one & tokens) != bool(other & tokens) for one, other in sides)
+    """Whether a check reads both what is computed from the tokens and what is not: placeholders and features."""
+    tokens, bound = TOKENS & {*parameter_names(method)}, []
+    for node in ast.walk(method):
+        match node:
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr() if node.value is not None:
+                bound.append((_values(node.value), {*stored(*targets(node))}))
+            case ast.For(target, over) | ast.comprehension(target, over):
+                bound.append((_values(over), {*stored(target)}))
+    for _ in bound:
+        tokens |= {name for read, names in bound if read & tokens for name in names}
+    outer = {name for node in ast.walk(test) if (name := _owner(node)) not in local_names(method)}
+    read = _values(test) - outer
+    return bool(read & tokens) and bool(read - tokens)
+
+
+def _owner(node: ast.AST) -> str:
+    """The name that is called, or of which an attribute is read."""
+    match node:
+        case ast.Call(ast.Name(name)) | ast.Attribute(ast.Name(name)):
+            return name
+    return ""
 
 
 def _values(code: ast.expr) -> set[str]:
-    """The names whose values an expression computes with: not where they lie, and of which dtype."""
-    facts = [node.value for node in ast.walk(code) if isinstance(node, ast.Attribute) and node.attr in FACTS]
+    """The names whose values an expression computes with: not where they lie, of which dtype, and whether they are given."""
+    facts: list[ast.expr] = []
+    for node in ast.walk(code):
+        match node:
+            case ast.Attribute(value, attribute) if attribute in FACTS:
+                facts.append(value)
+            case ast.Compare(left, [ast.Is() | ast.IsNot()]):
+                facts.append(left)
     read = [node for node in ast.walk(code) if isinstance(node, ast.Name) and node not in facts]
     return {node.id for node in read} - {"self"}

@@ -9,8 +9,10 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
+    base_name,
     calls,
     inlined,
+    is_in_place,
     own_attribute,
     parameter_names,
     plain_assignments,
@@ -108,39 +110,76 @@ class LanguageSP(SitePass):
             closest = next((code for node in forward.body if POSITIONS in (code := editor.code(node))), "")
             raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
         code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
-        if _other_default(anatomy, forward):  # that of a slice would be another than upstream's
+        if not _counts_default(anatomy, forward):  # that of a slice would be another than upstream's
             code = f'if {POSITIONS} is None:\n    ops.require_whole_sequence("{POSITIONS}")\n{code}'
         editor.above(forward.body[anchor], code)
         return Rewritten(editor.result, "position ids of this rank's slice")
 
 
-def _other_default(anatomy: Anatomy, forward: FunctionNode) -> ast.expr | None:
-    """What a forward takes for positions where it is given none, if it is not `0, 1, 2, ...` behind those of a cache."""
-    above = plain_assignments(forward.body)
-    for branch in (node for node in ast.walk(forward) if isinstance(node, ast.If)):
-        if f"{POSITIONS} is None" not in ast.unparse(branch.test):
-            continue
-        values = dict(above)
-        for node in branch.body:
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+def _counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
+    """Whether a forward that is given no positions takes `0, 1, 2, ...` behind those of a cache.
+
+    What stores to them must be known: plain assignments in `if position_ids is None:`, and elsewhere another shape.
+    """
+    nodes, bound = list(ast.walk(forward)), stored(forward)
+    above = {name: value for name, value in plain_assignments(forward.body).items() if bound.count(name) == 1}
+    known: set[ast.AST] = set()
+    for branch in (node for node in nodes if isinstance(node, ast.If)):
+        test = ast.unparse(branch.test)
+        if test == f"{POSITIONS} is None" and branch in forward.body:
+            values: dict[str, ast.expr] = dict(above)
+            for node in branch.body:
+                if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                    return False
                 values |= {name: inlined(node.value, values) for name in stored(node)}
-        default = values.get(POSITIONS)
-        if default is not None and not _counts(anatomy, forward, default):
-            return default
-    return None
+            if POSITIONS in values and not _is_arange(anatomy, forward, _reshaped(values[POSITIONS])):
+                return False
+            known |= {node for statement in branch.body for node in ast.walk(statement)}
+        is_stack = test.startswith((f"{POSITIONS}.ndim == 3", f"{POSITIONS}.shape[0] == 4"))
+        for node in branch.body:
+            match node:
+                case ast.Assign([ast.Name(name) as target], ast.Subscript(ast.Name(of))) if name == of == POSITIONS:
+                    known |= {target} if is_stack else set()  # rows of [4, B, S]
+                case ast.Assign([ast.Name(name) as target], ast.Call(_, [ast.List([kept, ast.Name(of)])])):
+                    behind = name == of == POSITIONS and test == f"{ast.unparse(kept)} is not None"
+                    known |= {target} if behind else set()  # what a cache has of an earlier call
+    for node in nodes:
+        match node:
+            case ast.Assign([ast.Name(name) as target], value):
+                if name == POSITIONS and isinstance(base := _reshaped(value), ast.Name) and base.id == POSITIONS:
+                    known.add(target)
+    changed: list[ast.AST] = [
+        node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) and node not in known
+    ]
+    changed += [call.func for call in calls(forward) if is_in_place(call.func)]
+    return all(base_name(node) != POSITIONS for node in changed)
 
 
-def _counts(anatomy: Anatomy, forward: FunctionNode, value: ast.expr) -> bool:
-    """Whether positions are `torch.arange(S)`, in whatever shape, behind the length of a cache or none."""
+def _is_arange(anatomy: Anatomy, forward: FunctionNode, value: ast.expr) -> bool:
+    """`torch.arange(S)`, from 0 or the length of a cache."""
     match value:
-        case ast.Call(ast.Attribute(inner, "unsqueeze" | "view" | "expand" | "repeat")):
-            return _counts(anatomy, forward, inner)
-        case ast.BinOp(inner, ast.Add(), past):
-            return _is_start(past) and _counts(anatomy, forward, inner)
-        case ast.Call(function, [*start, _]):
+        case ast.Call(function, [*start, _], keywords) if {key.arg for key in keywords} <= {"device", "dtype"}:
             is_arange = anatomy.names.resolve(function, local_names(forward)) == "torch.arange"
             return is_arange and all(map(_is_start, start))
     return False
+
+
+def _reshaped(value: ast.expr) -> ast.expr:
+    """The positions that an expression shapes or repeats by rows, or moves behind the length of a cache."""
+    match value:
+        case (
+            ast.Call(ast.Attribute(inner, "expand"))
+            | ast.Call(ast.Attribute(inner, "unsqueeze"), [ast.Constant(0)])
+            | ast.Call(ast.Attribute(inner, "repeat"), [_, *_, ast.Constant(1)])
+        ):
+            return _reshaped(inner)
+        case ast.Call(ast.Attribute(inner, "view"), [*rows, ast.UnaryOp(ast.USub(), ast.Constant(1))]):
+            return _reshaped(inner) if all(ast.unparse(row) == "1" for row in rows) else value
+        case ast.Subscript(inner, index) if ast.unparse(index) == "(None, ...)":
+            return _reshaped(inner)
+        case ast.BinOp(inner, ast.Add(), past) if _is_start(past):
+            return _reshaped(inner)
+    return value
 
 
 def _is_start(length: ast.expr) -> bool:

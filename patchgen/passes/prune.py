@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.classes import dotted, targets
 from patchgen.anatomy.graph import references
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
@@ -83,10 +84,7 @@ def default_roots(module: Module, anatomy: Anatomy) -> tuple[str, ...]:
         return heads
     for block in module:
         if "__all__" in block.binds:
-            listed = (
-                ast.walk(block.node) if isinstance(getattr(block.node, "value", None), ast.List | ast.Tuple) else ()
-            )
-            return tuple(str(node.value) for node in listed if isinstance(node, ast.Constant))
+            return tuple(str(node.value) for node in ast.walk(block.node) if isinstance(node, ast.Constant))
     return tuple(anatomy.classes)
 
 
@@ -161,10 +159,12 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
     false: list[ast.expr] = []
     for node in nodes:
         match node:
-            case ast.Assign([ast.Name("__all__")], ast.List() | ast.Tuple() as listed):
-                editor.drop_elements(listed, _named(listed, gone))
-            case ast.AugAssign(ast.Name("__all__"), _, ast.List() | ast.Tuple() as listed):
-                editor.drop_elements(listed, _named(listed, gone))
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() if (
+                node.value and dotted(targets(node)[0]) == "__all__"
+            ):
+                for listed in ast.walk(node.value):
+                    if isinstance(listed, ast.List | ast.Tuple):
+                        editor.drop_elements(listed, _named(listed, gone))
             case ast.Call(ast.Name("isinstance"), [_, ast.Tuple() as kinds]) if dropped := _named(kinds, gone):
                 left = [kind for kind in kinds.elts if kind not in dropped]
                 if len(left) > 1:
@@ -173,14 +173,40 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
                     editor.instead(kinds, editor.code(left[0]))
                 else:
                     false.append(node)
-            case ast.Call(ast.Name("isinstance"), [_, ast.Name(kind)]) if kind in gone:
-                false.append(node)
+            case ast.Call(ast.Name("isinstance"), [_, ast.Name() | ast.BinOp() as kinds]):
+                alternatives = ast.unparse(kinds).split(" | ")
+                left = [kind for kind in alternatives if kind not in gone]
+                if not left:
+                    false.append(node)
+                elif len(left) < len(alternatives):
+                    editor.instead(kinds, " | ".join(left))
     for node in false:  # within a larger test, say
         editor.instead(node, "False")
     for node in nodes:
         if isinstance(node, ast.If) and node.test in false:
             editor.drop_branch(node)
+    _require_no_mention(editor.result, gone)
     return editor.result
+
+
+def _require_no_mention(block: Block, gone: set[str]) -> None:
+    """Names that are gone must not be left in `__all__`, nor in isinstance checks."""
+    exports = "__all__" in block.text
+    for node in (node for statement in block.statements for node in ast.walk(statement)):
+        match node:
+            case ast.Call(ast.Name("isinstance"), [_, mentions]):
+                pass
+            case ast.stmt() as mentions if exports and "__all__" in ast.unparse(node):
+                pass
+            case _:
+                continue
+        named = [one for one in ast.walk(mentions) if isinstance(one, ast.Name | ast.Constant)]
+        left = {str(one.id if isinstance(one, ast.Name) else one.value) for one in named} & gone
+        if left:
+            raise PassMismatch(
+                f"Upstream's `{ast.unparse(node)}` names {', '.join(sorted(left))}, which no root reaches.\n"
+                "  to fix   name it among `roots` in the model's config, or change the statement with a hand edit."
+            )
 
 
 def _named(listed: ast.List | ast.Tuple, names: set[str]) -> list[ast.expr]:

@@ -9,7 +9,7 @@ import pytest
 from generation_cases import applied, with_absolute_imports, written
 
 from patchgen import pipeline, source
-from patchgen.errors import EmissionError, SourceSyntaxError
+from patchgen.errors import EmissionError, PassMismatch, SourceSyntaxError
 from patchgen.model_configs import ModelConfig
 from patchgen.passes.absolute_imports import AbsoluteImports
 from patchgen.passes.prune import Prune
@@ -281,6 +281,8 @@ def test_pruning_keeps_what_conditions_define_and_quotes_name():
         '__all__ = ["Model", "Unused"]\n',
         '__all__ = ("Model", "Unused")\n',
         '__all__ = ["Model"]\n__all__ += ["Unused"]\n',
+        '__all__ = ["Model", "Unused"] + ["Unused"]\n',
+        '__all__: list = ["Model", "Unused"]\n',
         "",
     ],
 )
@@ -290,6 +292,11 @@ def test_exports_name_what_is_there(export: str):
     statements = [s for block in module if "__all__" in block.binds for s in block.statements]
     exec(compile(ast.Module(statements, []), "<exports>", "exec"), namespace)
     assert list(namespace.get("__all__", ["Model"])) == ["Model"]
+
+
+def test_an_export_of_a_dropped_name_that_cannot_be_taken_out_is_an_error():
+    with pytest.raises(PassMismatch, match=r"`__all__.append\('Unused'\)` names Unused"):
+        applied(Prune(("Model",)), f'{MODEL}\n\n__all__ = ["Model"]\n__all__.append("Unused")\n')
 
 
 def test_a_dropped_name_that_is_still_referred_to_is_an_error_with_its_place():

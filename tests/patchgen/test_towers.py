@@ -159,3 +159,32 @@ def test_experts_beside_a_change_in_place_are_left_alone():
 )
 def test_a_list_is_empty_only_where_nothing_else_touches_it(code, names):
     assert towers_module._lists(ast.parse(code).body) == names
+
+
+CHECK = "mask.sum() == image_features.shape[0]"
+
+
+@pytest.mark.parametrize(
+    ("counted", "check"),
+    [
+        ("", "mask.sum() - image_features.shape[0] == 0"),
+        ("", "not (mask.sum() - image_features.shape[0]).any()"),
+        ("", "torch.equal(mask.sum(), image_features.count)"),
+        ("n = 0\n        n += mask.sum()", "n == image_features.shape[0]"),
+        ("n = 0\n        for row in mask:\n            n += row.sum()", "n == image_features.shape[0]"),
+        ("n: int = mask.sum()", "n == image_features.shape[0]"),
+        ("print(n := mask.sum())", "n == image_features.shape[0]"),
+    ],
+)
+def test_a_check_of_placeholders_against_features_lets_slices_pass(counted: str, check: str):
+    source = FillBack.EXAMPLES[0].before.replace(CHECK, check)
+    source = source.replace("        torch_compilable_check", f"        {counted}\n        torch_compilable_check")
+    assert f"ops.is_sliced() or {check}" in applied(FillBack(), source).module.text
+
+
+@pytest.mark.parametrize(
+    "check", ["torch.any(mask)", "mask.sum() > len(input_ids)", "image_features is None or mask.any()"]
+)
+def test_a_check_of_one_of_them_stays(check: str):
+    source = FillBack.EXAMPLES[0].before.replace(CHECK, check)
+    assert "ops.is_sliced()" not in applied(FillBack(), source).module.text

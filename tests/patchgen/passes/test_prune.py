@@ -7,6 +7,7 @@ import textwrap
 import pytest
 from generation_cases import applied
 
+from patchgen.errors import PassMismatch
 from patchgen.passes.prune import Prune
 
 SOURCE = """
@@ -37,6 +38,9 @@ class Model(nn.Module):
         ("isinstance(x, (Kept, Other))", "isinstance(x, (Kept, Other))"),
         ("isinstance(x, (Gone,))", "False"),
         ("x and isinstance(x, Gone)", "x and False"),
+        ("isinstance(x, Kept | Gone)", "isinstance(x, Kept)"),
+        ("isinstance(x, Gone | Kept | Other)", "isinstance(x, Kept | Other)"),
+        ("isinstance(x, Gone | Gone)", "False"),
         ("isinstance(x, Kept)", "isinstance(x, Kept)"),
     ],
 )
@@ -44,6 +48,11 @@ def test_a_dropped_class_is_no_kind(before: str, after: str):
     text = applied(Prune(("Model",)), SOURCE.format(before)).module.text
     assert "class Gone" not in text and "class Other" in text
     assert f"        return {after}\n" in text
+
+
+def test_a_dropped_class_among_kinds_of_another_form_is_an_error():
+    with pytest.raises(PassMismatch, match="names Gone, which no root reaches"):
+        applied(Prune(("Model",)), SOURCE.format("isinstance(x, (Kept, (Other, Gone)))"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 from generation_cases import anatomy_of, applied, edited, load
 
@@ -346,3 +348,49 @@ def test_positions_that_upstream_counts_otherwise_are_not_replaced_on_a_slice(de
     written = applied(LanguageSP(), text).module.text
     assert "position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)" in written
     assert ('ops.require_whole_sequence("position_ids")' not in written) == is_counted
+
+
+BRANCH = f"        if position_ids is None:\n            position_ids = {COUNTED}\n"
+
+
+@pytest.mark.parametrize(
+    "stores",
+    [
+        "if position_ids is None:\n    position_ids = torch.arange(0, 2 * S, step=2)",
+        "if position_ids is None:\n    position_ids = torch.arange(1, end=S + 1)",
+        "if position_ids is None:\n    position_ids = torch.arange(S).repeat(2)",
+        "if position_ids is None:\n    position_ids = torch.arange(S)\n    position_ids *= 2",
+        "if position_ids is None:\n    position_ids = torch.arange(S)\n    position_ids += 2",
+        "if position_ids is None:\n    position_ids = torch.arange(S)\n    position_ids.mul_(2)",
+        "if position_ids is None:\n    position_ids = torch.arange(S)\nposition_ids[:, 1:] = 0",
+        "if position_ids is None:\n    position_ids = torch.arange(S)\nelse:\n    position_ids = position_ids * 2",
+        "if position_ids is None:\n    if attention_mask is None:\n        position_ids = torch.arange(S)\n"
+        "    else:\n        position_ids = attention_mask.cumsum(-1)",
+        "position_ids = 2 * torch.arange(S) if position_ids is None else position_ids",
+        "position_ids = position_ids or 2 * torch.arange(S)",
+        "if position_ids is not None:\n    pass\nelse:\n    position_ids = 2 * torch.arange(S)",
+        "if None is position_ids:\n    position_ids = 2 * torch.arange(S)",
+        "if position_ids == None:\n    position_ids = 2 * torch.arange(S)",
+        "if not isinstance(position_ids, torch.Tensor):\n    position_ids = 2 * torch.arange(S)",
+    ],
+)
+def test_positions_stored_in_a_form_that_is_not_known_are_not_replaced_on_a_slice(stores: str):
+    written = applied(LanguageSP(), POSITIONS.replace(BRANCH, textwrap.indent(stores, " " * 8) + "\n")).module.text
+    assert stores.splitlines()[-1].strip() in written
+    assert 'if position_ids is None:\n            ops.require_whole_sequence("position_ids")' in written
+
+
+def test_rows_of_positions_are_known():
+    """Those of transformers' multimodal rotary embeddings: text positions above those of the media."""
+    rows = """position_ids = torch.arange(S).view(1, 1, -1).expand(4, B, -1)
+        elif position_ids.ndim == 2:
+            position_ids = position_ids[None, ...].expand(4, position_ids.shape[0], -1)
+        if position_ids.ndim == 3 and position_ids.shape[0] == 4:
+            text_position_ids = position_ids[0]
+            position_ids = position_ids[1:]
+        if cache.seen is not None:
+            position_ids = torch.cat([cache.seen, position_ids], dim=-1)"""
+    assert (
+        "require_whole_sequence"
+        not in applied(LanguageSP(), POSITIONS.replace(f"position_ids = {COUNTED}", rows)).module.text
+    )

@@ -304,6 +304,13 @@ def test_what_is_not_understood_is_a_miss_that_names_the_code(case):
     assert "site     ToyMoE" in str(caught.value) and "closest" in str(caught.value)
 
 
+def test_a_list_under_two_names_is_a_miss():
+    """The second name would be lost."""
+    text = (EXPERT + HIT_LOOP + ROUTE + MODEL).replace("self.experts = nn.", "self.experts = self.shadow = nn.")
+    with pytest.raises(PassMismatch, match=r"closest  self.experts = self.shadow = nn"):
+        stack(text)
+
+
 def test_two_lists_in_one_block_are_a_miss():
     second = "        self.more = nn.ModuleList([ToyMLP(config) for _ in range(4)])\n"
     text = EXPERT.rstrip() + "\n" + second + HIT_LOOP + ROUTE + MODEL
