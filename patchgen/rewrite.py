@@ -87,7 +87,7 @@ class Editor:
             start = whole._span(whole.block.members[0])[0]
             parts = [f"{whole._bytes[:start].decode().rstrip()}\n", f"{INDENT}{whole._bytes[start:].decode()}"]
         if self._members is not None:
-            parts[1:] = [indented(self._members, self._indent)]
+            parts[1:] = [indented(self._members, self._indent).rstrip("\n") + "\n"]
         return self.block.with_text(
             "".join([*parts, *(f"\n{indented(code, self._indent)}" for code in self._appended)])
         )

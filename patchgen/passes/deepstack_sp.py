@@ -43,7 +43,7 @@ class DeepstackSP(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         editor, served = Editor(block, self.mark), 0
         nodes = list(ast.walk(block.node))
-        reads = [node for node in nodes if _name_of_levels(node)]
+        reads = [node for node in nodes if isinstance(node, ast.Assign) and _name_of_levels(node)]
         for body in (part for node in nodes for part in _branches(node)):
             names: list[str] = []
             for statement in body:

@@ -12,23 +12,17 @@ from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
-    arguments,
     calls,
     dotted,
-    own_attribute,
-    parameter_names,
-    plain_assignments,
     reads_name,
-    stored,
 )
-from patchgen.anatomy.media import FEATURES, handed_sizes
+from patchgen.anatomy.media import handed_sizes
 from patchgen.anatomy.names import local_names
+from patchgen.anatomy.sizes import listed_sizes, modality_of, of_another_formula
 from patchgen.passes.base import Example, LeftAlone, Rewritten, Site, SitePass, Upstream, site_of
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
 
-# What a config holds a merger's side by, for the collator too: `t * h * w // side**2` are the features of a grid.
-SIDES = ("merge_kernel_size", "spatial_merge_size", "merge_size")
 PREFIXED = "accepts_precomputed_kwargs"
 
 
@@ -59,23 +53,23 @@ class HostValues(SitePass):
             site_of(info, "encodes media, and reads sizes off the device", name)
             for info in anatomy.still_in(module)
             for name, method in info.methods.items()
-            if _modality(name) and (_listed(method) or handed_sizes(method))
+            if modality_of(name) and (listed_sizes(method) or handed_sizes(method))
         ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         name = site.name.rpartition(".")[2]
         method = anatomy.classes[site.block].methods[name]
-        listed = [variable for variable, _, _ in _listed(method)]
+        listed = [variable for variable, _, _ in listed_sizes(method)]
         if not listed:
             return Upstream("takes the sizes as arguments")
         if method.args.kwarg is None:
             return Upstream("takes no keyword arguments: nothing can be handed in")
-        modality, prefix = _modality(name), _prefix(method)
+        modality, prefix = modality_of(name), _prefix(method)
         if prefix not in (None, modality):
             raise LeftAlone(
                 f"{site.name}: upstream's decorator hands it what belongs to {prefix}; it reads sizes itself"
             )
-        if other := _of_another_formula(anatomy, site.block, method):
+        if other := of_another_formula(anatomy, site.block, method):
             raise LeftAlone(f"{site.name}: {other}")
         if user := _of_several(anatomy, name):
             raise LeftAlone(f"{site.name}: {user} calls it for several media; it reads the sizes of each itself")
@@ -88,12 +82,12 @@ class HostValues(SitePass):
         for key in keys.values():
             editor.add_parameter(function, f"{key}: list[int] | None = None")
         _document(editor, function, keys.values())
-        for variable, statement, _ in _listed(function):
+        for variable, statement, _ in listed_sizes(function):
             editor.around(statement.value, f"{keys[variable]} or ")
             editor.mark(statement)
         # By the names that the called one takes.
         for other, kwargs in _callers(anatomy.classes[site.block], name).items():
-            own = _modality(other)
+            own = modality_of(other)
             pairs = [f'{kwargs}["{modality}_{one}"] = {kwargs}.pop("{own}_{one}", None)' for one in listed]
             editor.at_start(editor.function(other), "\n".join(pairs))
         handed = ", ".join(f"{modality}_{variable}" for variable in keys)
@@ -124,7 +118,7 @@ def _callers(info: ClassInfo, name: str) -> dict[str, str]:
     Upstream's decorator takes the prefix off the keywords of its modality; what it decorates hands on its own sizes.
     """
     methods = {other: method for other, method in info.methods.items() if other != name and not _prefix(method)}
-    handing = {other: m.args.kwarg for other, m in methods.items() if _modality(other) and _times_handed_on(m, name)}
+    handing = {other: m.args.kwarg for other, m in methods.items() if modality_of(other) and _times_handed_on(m, name)}
     return {other: kwargs.arg for other, kwargs in handing.items() if kwargs is not None}
 
 
@@ -145,16 +139,10 @@ def _prefix(method: FunctionNode) -> str | None:
     return None
 
 
-def _modality(method: str) -> str:
-    """`image` of `get_image_features`; empty for other methods."""
-    found = FEATURES.match(method)
-    return found[1] if found else ""
-
-
 def _is_free(method: FunctionNode, variable: str, key: str) -> bool:
     """Whether a parameter `key` would hold nothing but what the one line for `variable` reads."""
     rest = copy.copy(method)
-    own = [statement for name, statement, _ in _listed(method) if name == variable]
+    own = [statement for name, statement, _ in listed_sizes(method) if name == variable]
     rest.body = [node for node in method.body if node not in own]
     is_read = key != variable and reads_name(method, key)
     return len(own) == 1 and not is_read and key not in local_names(rest)
@@ -164,79 +152,3 @@ def _of_several(anatomy: Anatomy, name: str) -> str:
     """A method that calls `name` more than once with its own keyword arguments: they hold the sizes of one of them."""
     methods = [(info.name, method) for info in anatomy.classes.values() for method in info.methods.values()]
     return next((f"{owner}.{method.name}" for owner, method in methods if _times_handed_on(method, name) > 1), "")
-
-
-def _grids(methods: Sequence[FunctionNode], method: FunctionNode, taken: str) -> set[str]:
-    """The parameters of a method that hold the batch's grids `[N, 3]`, `taken`: by that name, or handed on by callers."""
-    names = parameter_names(method)
-    called = [c for one in methods for c in calls(one) if dotted(c.func).rpartition(".")[2] == method.name]
-    given = [pair for call in called for pair in arguments(call, names).items()]
-    return {taken} & {*names} | {name for name, value in given if name and ast.unparse(value) == taken}
-
-
-def _of_another_formula(anatomy: Anatomy, owner: str, method: FunctionNode) -> str:
-    """Sizes that a method of a model that takes grids `[N, 3]` computes otherwise than a collator does."""
-    known, changed = plain_assignments(method.body), stored(method)
-    methods = [one for info in anatomy.classes.values() for one in info.methods.values()]
-    grids = _grids(methods, method, taken := f"{_modality(method.name)}_grid_thw")
-    is_handed = any(taken in parameter_names(one) for one in methods)
-    for _, _, sizes in _listed(method) if is_handed else ():
-        count, merger = sizes, None
-        if isinstance(sizes, ast.BinOp) and isinstance(sizes.op, ast.FloorDiv):
-            count, merger = sizes.left, sizes.right
-        if (
-            isinstance(merger, ast.Name) and changed.count(merger.id) == 1
-        ):  # a local that holds the product of both sides
-            merger = known.get(merger.id)
-        match count:
-            case ast.Call(ast.Attribute(ast.Name(grid), "prod"), [last]) | ast.Call(
-                ast.Attribute(ast.Name(grid), "prod"), [], [ast.keyword("dim", last)]
-            ) if ast.unparse(last) == "-1" and grid in grids - {*changed}:
-                if (merger is None and count is sizes) or _side_of(anatomy, owner, merger) in SIDES:
-                    continue
-        if elsewhere := _held_elsewhere(anatomy, owner, merger):
-            return f"{ast.unparse(sizes)} reads self.{elsewhere}, whose class stands in another file: no size is read there"
-        return f"{ast.unparse(sizes)} is not the features of each grid, t * h * w // merge**2"
-    return ""
-
-
-def _held_elsewhere(anatomy: Anatomy, owner: str, code: ast.expr | None) -> str:
-    """The attribute in code that holds a model of another file."""
-    read = {own_attribute(node) for node in ast.walk(code or ast.Pass())}
-    builds = [build for build in (*anatomy.builds(owner), *anatomy.auto_builds(owner)) if build.attribute in read]
-    others = (build.attribute for build in builds if anatomy.target_of(build) not in anatomy.classes)
-    return next(filter(None, others), "")
-
-
-def _side_of(anatomy: Anatomy, owner: str, merger: ast.expr | None) -> str | None:
-    """What a config calls the side of a square, `side**2` or `sides[0] * sides[1]`."""
-    match merger:
-        case ast.BinOp(side, ast.Pow(), ast.Constant(2)):
-            return _in_config(anatomy, owner, side)
-        case ast.BinOp(ast.Subscript(side, ast.Constant(0)), ast.Mult(), ast.Subscript(other, ast.Constant(1))):
-            return _in_config(anatomy, owner, side) if ast.unparse(side) == ast.unparse(other) else None
-    return None
-
-
-def _in_config(anatomy: Anatomy, owner: str | None, value: ast.AST | None) -> str | None:
-    """The name by which a config holds a value: of `self.visual.merge`, what the tower's `__init__` reads for it."""
-    *held, name = (dotted(value) if value is not None else "").split(".")
-    if held[:1] != ["self"]:  # a config that the class is built with, or a local of any meaning
-        init = anatomy.method(owner, "__init__") if held and owner in anatomy.classes else None
-        return name if init is not None and held[0] in parameter_names(init[1]) else None
-    if held[1:2] == ["config"]:
-        return name
-    for attribute in held[1:]:
-        builds = [*anatomy.builds(owner), *anatomy.auto_builds(owner)] if owner in anatomy.classes else []
-        owner = next((anatomy.target_of(build) for build in builds if build.attribute == attribute), None)
-    return _in_config(anatomy, owner, anatomy.attribute(owner, name)) if owner in anatomy.classes else None
-
-
-def _listed(method: FunctionNode) -> list[tuple[str, ast.Assign, ast.expr]]:
-    """Of each of a method's own statements `sizes = <tensor>.tolist()`: the name, the statement and the tensor."""
-    found = []
-    for node in method.body:
-        match node:
-            case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(tensor, "tolist"))):
-                found.append((name, node, tensor))
-    return found

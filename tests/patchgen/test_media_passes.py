@@ -228,7 +228,8 @@ def test_a_sync_below_a_forward_is_found_wherever_it_stands() -> None:
 
 
 def test_upstreams_grid_helpers_must_be_handed_what_was_computed() -> None:
-    text = "class T(nn.Module):\n    def forward(self, x, grid, **kwargs):\n        return get_vision_position_ids(grid, 2)\n"
+    text = "from transformers.vision_utils import get_vision_position_ids\n\n\n"
+    text += "class T(nn.Module):\n    def forward(self, x, grid, **kwargs):\n        return get_vision_position_ids(grid, 2)\n"
     with pytest.raises(PassMismatch, match="get_vision_position_ids"):
         applied(HostSyncLint(strict=True), text)
     assert not applied(HostSyncLint(strict=True), text.replace("grid, 2)", "grid, 2, kwargs=kwargs)")).upstream
