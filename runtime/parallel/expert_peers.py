@@ -73,8 +73,9 @@ def over_peers(
     rows, weights = _Send.apply(hidden_states, top_k_weights, top_k_index, exchange)
     overlap.compute_announced()
     rows, weights = _Arrive.apply(rows, weights, exchange)
-    # What a checkpointed layer keeps or computes again is whole.
-    places = exchange.places() if pushes and exchange.num_rounds == 1 and not checkpointing.is_active() else None
+    # What a checkpointed layer keeps or computes again is whole; torch ends a recomputation before the push's barrier.
+    may_push = pushes and exchange.num_rounds == 1 and not checkpointing.is_active() and not _is_backward()
+    places = exchange.places() if may_push else None
     with pushed_sums.offered(places):
         sums = _in_rounds(compute, rows, exchange, weights)
     return _Return.apply(sums, top_k_index, exchange, places)

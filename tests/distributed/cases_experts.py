@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from functools import partial
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from patchgen.kernels.fused_moe import fused_moe as one_process
 from patchgen.kernels.peers import peer_rows, pushed_sums
+from patchgen.kernels.peers.peer_rows import Published, Tokens
 from patchgen.runtime import ops, parallel, seams
 from patchgen.runtime.parallel import (
     ParallelConfig,
@@ -218,8 +220,13 @@ class _Block(torch.nn.Module):
         return out.view_as(x)
 
 
-def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str) -> tuple[int, int]:
-    """Two steps with tokens sent ahead and sums pushed, to the bit as without; how often either was done."""
+def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str, delay: float = 0) -> tuple[int, int]:
+    """Two steps with tokens sent ahead and sums pushed, to the bit as without; how often either was done.
+
+    Args:
+        mode: of activation checkpointing; "torch": without what patchgen remembers.
+        delay: seconds that one rank reads later than the others, in each backward.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     own = {name: tensor.chunk(world)[rank] for name, tensor in _tensors(2 * world, biased=False).items()}
     hidden, index, weights = routing(kind, rank, 2 * world)
@@ -227,6 +234,12 @@ def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str) -> tupl
         import interpreter_loops  # noqa: F401  a rank loads no conftest
     sent, pushed = [], []
     read, push = peer_rows.read_tokens, pushed_sums.push
+
+    def noted_read(published: Published, tokens: Tokens, index: Tensor | None, *shape) -> Tensor:
+        sent.append(index is None)
+        if delay and index is not None and rank == 1 and torch._C._current_graph_task_id() != -1:
+            time.sleep(delay)
+        return read(published, tokens, index, *shape)
 
     def run(is_ahead: bool) -> list[Tensor]:
         state, block, found = create_peers(world), _Block(own, 2 * world, changes), []
@@ -238,9 +251,9 @@ def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str) -> tupl
                 if mode == "none":
                     out = block(leaves[0], index, leaves[1])
                 else:
-                    context = partial(checkpointing.contexts, mode)
+                    options = {} if mode == "torch" else {"context_fn": partial(checkpointing.contexts, mode)}
                     out = torch.utils.checkpoint.checkpoint(
-                        block, leaves[0], index, leaves[1], use_reentrant=False, context_fn=context
+                        block, leaves[0], index, leaves[1], use_reentrant=False, **options
                     )
                 out.square().sum().backward()
             found += [out.detach(), *(leaf.grad for leaf in (*leaves, *block.experts.values()))]
@@ -250,7 +263,7 @@ def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str) -> tupl
     try:
         expected = run(False)
         pushed_sums.offered = expected_push
-        peer_rows.read_tokens = lambda *args: sent.append(args[2] is None) or read(*args)
+        peer_rows.read_tokens = noted_read
         pushed_sums.push = lambda *args: pushed.append(1) or push(*args)
         found = run(True)
     finally:

@@ -54,6 +54,12 @@ def test_tokens_sent_before_their_experts_are_known_and_sums_pushed_change_no_bi
     assert found == [(2, 2)] * 2
 
 
+def test_nothing_is_pushed_while_torch_computes_a_layer_again(two_ranks):
+    """It ends that before the sums are added up: a rank that reads late would find the next exchange's rows."""
+    found = two_ranks.run(cases.tokens_sent_ahead, "uneven", "triton", changes=False, mode="torch", delay=0.7)
+    assert found == [(2, 2)] * 2
+
+
 @pytest.mark.parametrize(
     ("changes", "mode", "times"), [(True, "none", 1), (False, "full", 2), (False, "selective", 2)]
 )
