@@ -100,11 +100,12 @@ class SentAhead:
         """Whether these are the tokens, unchanged."""
         width = self.source.shape[-1]
         return (
-            hidden_states.untyped_storage()._cdata == self.source.untyped_storage()._cdata
+            hidden_states.data_ptr() == self.source.data_ptr()  # which is held: nothing else can lie there
             and self.source._version == self.version
             and hidden_states.dtype == self.source.dtype
             and hidden_states.shape == (self.source.numel() // width, width)
             and hidden_states.is_contiguous()
+            and self.source.is_contiguous()
         )
 
 

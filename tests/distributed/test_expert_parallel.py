@@ -5,6 +5,11 @@ from __future__ import annotations
 import cases_experts as cases
 import cases_gradient_order
 import pytest
+import torch
+from torch import Tensor, nn
+
+from patchgen.kernels.peers.peer_rows import Tokens
+from patchgen.runtime.parallel.expert_peers import SentAhead
 
 KINDS = ["balanced", "uneven", "no tokens on rank 1", "all on one expert", "none for rank 0", "slots left out"]
 
@@ -68,6 +73,25 @@ def test_tokens_are_sent_ahead_once_where_they_turn_out_to_be_others_or_are_comp
 ):
     found = two_ranks.run(cases.tokens_sent_ahead, "uneven", "torch", changes=changes, mode=mode)
     assert found == [(times, 0)] * 2
+
+
+def test_tokens_sent_ahead_are_those_that_lie_there_in_this_order_and_unchanged():
+    def are(source: Tensor, tokens: Tensor) -> bool:
+        return SentAhead(nn.Identity(), source, source._version, Tokens((8,), torch.tensor([0, 8])), source).are(
+            tokens
+        )
+
+    whole = torch.randn(2, 8, 4)
+    assert are(whole, whole.view(-1, 4))
+    assert not are(whole[:1], whole[1]), "the other half"
+    swapped = whole.transpose(0, 1)
+    assert not are(swapped, whole.view(-1, 4)), "another order"
+    assert not are(whole, whole.view(-1, 4).clone())
+    sent = SentAhead(nn.Identity(), whole, whole._version, Tokens((16,), torch.tensor([0, 16])), whole)
+    tokens = whole.view(-1, 4)
+    assert sent.are(tokens)
+    tokens.mul_(1.5)
+    assert not sent.are(tokens), "changed in place"
 
 
 def test_buffers_grow_with_the_tokens_of_any_rank(two_ranks):
