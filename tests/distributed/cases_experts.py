@@ -273,6 +273,51 @@ def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str, delay: 
     return sum(sent), len(pushed)
 
 
+def an_error_between_two_buffers_is_told() -> str:
+    """What the next exchange says after experts that fail once, on all ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    state = create_peers(world)
+    own = {name: tensor.chunk(world)[rank] for name, tensor in _tensors(2 * world, biased=False).items()}
+    kernel = experts.experts_kernel
+
+    def run() -> None:
+        with parallel.using(state), seams.using(fused_moe="triton"):
+            ops.fused_moe(*routing("uneven", rank, 2 * world), **own, num_experts=2 * world, activation=silu)
+
+    def failing(*_args: object, **_options: object) -> Tensor:
+        raise ValueError("in the experts")
+
+    experts.experts_kernel = lambda: failing
+    try:
+        with contextlib.suppress(ValueError):
+            run()
+    finally:
+        experts.experts_kernel = kernel
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("nothing was said")
+
+
+def a_repeated_block_begins_on_the_buffer_that_it_did_not_end_on(times: int) -> tuple[int, int]:
+    """Exchanges of a block, with those that are added; and of its last and first, how many buffers they are."""
+    peers = create_peers(dist.get_world_size()).peers
+    used: list[int] = []
+    turn = peers.turn
+
+    def noted() -> Published:
+        published = turn()
+        used.append(published.parts[0].data_ptr())
+        return published
+
+    peers.turn = noted
+    with peers.repeatable():
+        for _ in range(times):
+            peers.publish([])
+    return len(used), len({used[0], used[-1]})
+
+
 def buffers_grow_with_the_tokens_of_any_rank() -> list[int]:
     """Sizes of a buffer after layers of few tokens, many on the last rank, and few again; results as in one process."""
     world, rank = dist.get_world_size(), dist.get_rank()

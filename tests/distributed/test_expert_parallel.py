@@ -94,6 +94,17 @@ def test_tokens_sent_ahead_are_those_that_lie_there_in_this_order_and_unchanged(
     assert not sent.are(tokens), "changed in place"
 
 
+def test_an_error_between_two_buffers_is_told_by_the_next_exchange(two_ranks):
+    for told in two_ranks.run(cases.an_error_between_two_buffers_is_told):
+        assert "exchange 2 of experts' tokens" in told
+        assert "make a new ParallelState" in told
+
+
+@pytest.mark.parametrize(("times", "found"), [(5, 6), (4, 4)])
+def test_what_is_repeated_ends_on_the_buffer_that_it_did_not_begin_with(times, found, two_ranks):
+    assert two_ranks.run(cases.a_repeated_block_begins_on_the_buffer_that_it_did_not_end_on, times) == [(found, 2)] * 2
+
+
 def test_buffers_grow_with_the_tokens_of_any_rank(two_ranks):
     (small, large, same), other = two_ranks.run(cases.buffers_grow_with_the_tokens_of_any_rank)
     assert 0 < small < large == same
