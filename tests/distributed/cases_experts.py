@@ -13,6 +13,7 @@ import torch.distributed as dist
 from cases_sequence import state_of
 from rounding import require_rounding
 from torch import Tensor
+from torch.utils import checkpoint
 
 from patchgen.kernels.fused_moe import fused_moe as one_process
 from patchgen.kernels.peers import peer_rows, pushed_sums
@@ -220,11 +221,55 @@ class _Block(torch.nn.Module):
         return out.view_as(x)
 
 
+def _keeps_experts() -> tuple:
+    """Contexts of a user's selective checkpointing."""
+
+    def policy(_context: object, operation: object, *_args: object, **_options: object) -> checkpoint.CheckpointPolicy:
+        keep = operation == torch.ops.patchgen.moe_forward.default
+        return checkpoint.CheckpointPolicy.MUST_SAVE if keep else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    return checkpoint.create_selective_checkpoint_contexts(policy)
+
+
+def an_error_before_the_experts_turns_nothing_off() -> list[int]:
+    """How many layers' tokens were sent ahead: after all, after those that an error on one rank left, and after those."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    own = {name: tensor.chunk(world)[rank] for name, tensor in _tensors(2 * world, biased=False).items()}
+    hidden, index, weights = routing("uneven", rank, 2 * world)
+    state, block = create_peers(world), _Block(own, 2 * world, changes=False)
+    expert_peers.send_ahead(block, [block.experts])
+    call, read, sent, after = ops.fused_moe, peer_rows.read_tokens, [], []
+    peer_rows.read_tokens = lambda *args: sent.append(args[2] is None) or read(*args)
+
+    def failing(*_args: object, **_options: object) -> Tensor:
+        raise ValueError("in the router")
+
+    try:
+        with parallel.using(state), torch.no_grad():
+            expected = block(hidden[None], index, weights)
+            after.append(sum(sent))
+            ops.fused_moe = failing
+            with contextlib.suppress(ValueError):
+                block(hidden[None], index, weights)
+            ops.fused_moe = call
+            if rank == 0:  # an error of its own: it has tokens on their way, the other has not
+                state.running.sent_ahead = None
+            again = call(hidden, index, weights, **block.experts, num_experts=2 * world, activation=silu)
+            after.append(sum(sent))
+            found = block(hidden[None], index, weights)
+            after.append(sum(sent))
+    finally:
+        ops.fused_moe, peer_rows.read_tokens = call, read
+    for one in (again[None], found):
+        torch.testing.assert_close(one, expected, rtol=0, atol=0)
+    return after
+
+
 def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str, delay: float = 0) -> tuple[int, int]:
     """Two steps with tokens sent ahead and sums pushed, to the bit as without; how often either was done.
 
     Args:
-        mode: of activation checkpointing; "torch": without what patchgen remembers.
+        mode: of activation checkpointing; without what patchgen remembers, "torch", and "operators" that keeps the experts.
         delay: seconds that one rank reads later than the others, in each backward.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -251,7 +296,8 @@ def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str, delay: 
                 if mode == "none":
                     out = block(leaves[0], index, leaves[1])
                 else:
-                    options = {} if mode == "torch" else {"context_fn": partial(checkpointing.contexts, mode)}
+                    contexts = {"torch": checkpoint.noop_context_fn, "operators": _keeps_experts}
+                    options = {"context_fn": contexts.get(mode, partial(checkpointing.contexts, mode))}
                     out = torch.utils.checkpoint.checkpoint(
                         block, leaves[0], index, leaves[1], use_reentrant=False, **options
                     )

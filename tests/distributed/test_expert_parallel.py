@@ -75,6 +75,15 @@ def test_tokens_are_sent_ahead_once_where_they_turn_out_to_be_others_or_are_comp
     assert found == [(times, 0)] * 2
 
 
+def test_nothing_is_sent_ahead_or_pushed_where_a_checkpointing_of_the_user_keeps_what_operators_return(two_ranks):
+    found = two_ranks.run(cases.tokens_sent_ahead, "uneven", "triton", changes=False, mode="operators")
+    assert found == [(0, 0)] * 2
+
+
+def test_an_error_between_a_router_and_its_experts_does_not_end_sending_ahead(two_ranks):
+    assert two_ranks.run(cases.an_error_before_the_experts_turns_nothing_off) == [[1, 2, 3]] * 2
+
+
 def test_tokens_sent_ahead_are_those_that_lie_there_in_this_order_and_unchanged():
     def are(source: Tensor, tokens: Tensor) -> bool:
         return SentAhead(nn.Identity(), source, source._version, Tokens((8,), torch.tensor([0, 8])), source).are(
