@@ -18,18 +18,23 @@ _state = threading.local()  # autograd has a thread for each device
 
 
 def await_gradients(take: Take | None) -> None:
-    """Leaves what the next backward of experts hands its gradients of tokens and routing weights to; None: nothing."""
-    _state.take = take
+    """Leaves what the next experts of this backward hand their gradients of tokens and routing weights to; None: nothing."""
+    _state.take = take and (torch._C._current_graph_task_id(), take)
 
 
 def is_awaited() -> bool:
     """Whether gradients of tokens should come first."""
-    return getattr(_state, "take", None) is not None
+    return _awaiting() is not None
+
+
+def _awaiting() -> Take | None:
+    backward, take = getattr(_state, "take", None) or (None, None)
+    return take if backward == torch._C._current_graph_task_id() else None  # else left by a backward that failed
 
 
 def hand_over(tokens: Tensor, weights: Tensor) -> None:
     """Gives away gradients, `[N, H]` and `[N, K]`, that are computed, or launched: once, if they are awaited."""
-    take = getattr(_state, "take", None)
+    take = _awaiting()
     if take is not None:
         _state.take = None
         take(tokens, weights)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from patchgen.kernels.moe import early_gradients
 from patchgen.kernels.peers import peer_rows, pushed_sums
@@ -65,19 +65,32 @@ def over_peers(
     """
     if state.peers is None:
         raise ValueError("The ranks of this state share no memory: `over_rows` exchanges their tokens.")
-    ahead, state.running.sent_ahead = state.running.sent_ahead, None
-    if ahead is not None and not state.peers.all_say(ahead.are(hidden_states)):
-        setattr(ahead.module, _SENDS_AHEAD, False)
-        ahead = None
+    is_again = checkpointing.is_replay() or _is_backward()
+    ahead = None if is_again else _sent_ahead(state, state.peers, hidden_states)
     exchange = _Exchange.agree(state.peers, hidden_states, top_k_index, top_k_weights, num_experts, ahead)
     rows, weights = _Send.apply(hidden_states, top_k_weights, top_k_index, exchange)
     overlap.compute_announced()
     rows, weights = _Arrive.apply(rows, weights, exchange)
-    # What a checkpointed layer keeps or computes again is whole.
-    places = exchange.places() if pushes and exchange.num_rounds == 1 and not checkpointing.is_active() else None
+    # What a checkpointed layer keeps or computes again is whole; torch ends a recomputation before the push's barrier.
+    may_push = pushes and exchange.num_rounds == 1 and not checkpointing.is_active() and not is_again
+    # Whoever keeps what operators return, on any rank, keeps sums and not what is left where they were pushed.
+    places = exchange.places() if may_push and state.peers.all_say(_get_current_dispatch_mode() is None) else None
     with pushed_sums.offered(places):
         sums = _in_rounds(compute, rows, exchange, weights)
     return _Return.apply(sums, top_k_index, exchange, places)
+
+
+def _sent_ahead(state: ParallelState, peers: PeerBuffers, hidden_states: Tensor) -> SentAhead | None:
+    """`hidden_states`, where all ranks sent theirs ahead.
+
+    Asked by all ranks or by none: where an error was caught, a rank may have tokens on their way that others have not.
+    """
+    ahead, state.running.sent_ahead = state.running.sent_ahead, None
+    if not state.running.sends_ahead or peers.all_say(ahead is not None and ahead.are(hidden_states)):
+        return ahead
+    if peers.all_say(ahead is not None) and ahead is not None:  # sent by all, and on some rank others than these
+        setattr(ahead.module, _SENDS_AHEAD, False)
+    return None
 
 
 @dataclass
@@ -99,11 +112,12 @@ class SentAhead:
         """Whether these are the tokens, unchanged."""
         width = self.source.shape[-1]
         return (
-            hidden_states.untyped_storage()._cdata == self.source.untyped_storage()._cdata
+            hidden_states.data_ptr() == self.source.data_ptr()  # which is held: nothing else can lie there
             and self.source._version == self.version
             and hidden_states.dtype == self.source.dtype
             and hidden_states.shape == (self.source.numel() // width, width)
             and hidden_states.is_contiguous()
+            and self.source.is_contiguous()
         )
 
 
@@ -127,11 +141,12 @@ def _send_input_ahead(module: nn.Module, args: tuple, kwargs: dict) -> None:
     state = parallel.current()
     if state is None or state.peers is None or checkpointing.is_replay() or _is_backward():
         return
-    if state.running.sent_ahead is not None:  # nobody asked for them
-        setattr(state.running.sent_ahead.module, _SENDS_AHEAD, False)
-        state.running.sent_ahead = None
+    state.running.sends_ahead, state.running.sent_ahead = True, None
     source = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
     if source is None or source.ndim < 2 or source.is_inference() or not getattr(module, _SENDS_AHEAD, True):
+        return
+    # A checkpointing of the user's counts operations, of which there would be more when the layer is computed again.
+    if not state.peers.all_say(checkpointing.is_active() or _get_current_dispatch_mode() is None):
         return
     with _disable_current_modes(), torch.no_grad():  # unseen by selective checkpointing, which counts operations
         tokens = source.detach().reshape(-1, source.shape[-1])

@@ -29,7 +29,8 @@ class Running:
         router_group: the tokens whose router loss is computed now (`router_loss.py`).
         announced: what may be computed beside the next exchange of tokens (`overlap.py`). Weak: the MoE block that announced
             a computation holds it, and one that an error left behind is gone with its frame.
-        sent_ahead: tokens on their way to ranks whose experts are not known yet (`expert_peers.py`).
+        sends_ahead: whether tokens were ever to be sent to ranks whose experts are not known yet (`expert_peers.py`).
+        sent_ahead: those on their way.
         dropped: rows that `expert_capacity` left out, by device (`expert_rows.py`).
         inside_whole: how many modules run now, one in another, that hold whole inputs (`media.py`).
     """
@@ -37,6 +38,7 @@ class Running:
     step: Step | None = None
     router_group: Group | None = None
     announced: list[weakref.ref[Beside]] = field(default_factory=list)
+    sends_ahead: bool = False
     sent_ahead: SentAhead | None = None
     dropped: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     inside_whole: int = 0

@@ -12,6 +12,15 @@ per exchange is enough.
 
     rank 0    write A | barrier | read A | write B | barrier | read B | write A ...
     rank 1    write A | barrier | read A ........ | write B | barrier ...
+
+Sums that are pushed (`turn`) are written into the buffers of other ranks before the barrier. Who pushes into B has waited for
+the exchange before, in A: every rank came to that barrier after its last reading of B.
+
+    rank 0    write A | barrier | read A | push into B of all | barrier | read own B | write A ...
+
+A layer has five exchanges in a step (tokens, sums, gradients of sums, gradients of tokens; tokens sent ahead have one of their
+own) and three in evaluation. A replayed graph begins on the same buffer each time, so a capture has an even number
+(`repeatable`).
 """
 
 from __future__ import annotations
@@ -175,6 +184,7 @@ class PeerBuffers:
         self.num_bytes = 0
         self._memory: _SymmetricMemory | _SharedFiles | None = None
         self._turns: list[Published] = []
+        self._num_turns, self._is_open = 0, False  # open: from a turn to its barrier
         # Before what computes beside: others wait for it.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._starts = functools.lru_cache(maxsize=1024)(self._count)
@@ -212,7 +222,18 @@ class PeerBuffers:
         self.num_bytes = size
 
     def turn(self) -> Published:
-        """The ranks' next buffers. Who has waited for the last exchange may write into any of them; `publish` ends that."""
+        """The ranks' next buffers. Who has waited for the last exchange may write into any of them; `publish` ends that.
+
+        Raises:
+            RuntimeError: nothing ended the turn before.
+        """
+        if self._is_open:
+            raise RuntimeError(
+                f"Rank {self.rank} of the host expected that exchange {self._num_turns} of experts' tokens had ended, and an "
+                "error left it between two ranks' buffers: what they hold, and which is next, is unknown. To fix: mend that "
+                "earlier error, and make a new ParallelState on all ranks, or start them again."
+            )
+        self._num_turns, self._is_open = self._num_turns + 1, True
         self._turns.reverse()
         return self._turns[0]
 
@@ -230,7 +251,18 @@ class PeerBuffers:
         for offset, tensor in parts:
             published.read(self.rank, offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
         self._memory.barrier()
+        self._is_open = False
         return published
+
+    @contextlib.contextmanager
+    def repeatable(self) -> Iterator[None]:
+        """What the block launches may be launched again: it ends on the buffer that it did not begin with."""
+        before = self._num_turns
+        yield
+        if (self._num_turns - before) % 2:
+            with self.beside():
+                self.publish([])
+            self.wait()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:

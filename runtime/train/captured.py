@@ -16,6 +16,7 @@ have fitted. Ranks agree on it, on the host: one that replays takes no part in w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -313,7 +314,8 @@ def _capture(run: Callable[[], None], model: nn.Module, state: ParallelState) ->
     graph = torch.cuda.CUDAGraph()
     # Only this thread may not wait for the device meanwhile: that of NCCL asks for its events.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
+        with state.peers.repeatable() if state.peers is not None else contextlib.nullcontext():
+            run()
         _join(model, state)
     return graph
 

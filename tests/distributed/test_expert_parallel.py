@@ -5,6 +5,11 @@ from __future__ import annotations
 import cases_experts as cases
 import cases_gradient_order
 import pytest
+import torch
+from torch import Tensor, nn
+
+from patchgen.kernels.peers.peer_rows import Tokens
+from patchgen.runtime.parallel.expert_peers import SentAhead
 
 KINDS = ["balanced", "uneven", "no tokens on rank 1", "all on one expert", "none for rank 0", "slots left out"]
 
@@ -54,6 +59,12 @@ def test_tokens_sent_before_their_experts_are_known_and_sums_pushed_change_no_bi
     assert found == [(2, 2)] * 2
 
 
+def test_nothing_is_pushed_while_torch_computes_a_layer_again(two_ranks):
+    """It ends that before the sums are added up: a rank that reads late would find the next exchange's rows."""
+    found = two_ranks.run(cases.tokens_sent_ahead, "uneven", "triton", changes=False, mode="torch", delay=0.7)
+    assert found == [(2, 2)] * 2
+
+
 @pytest.mark.parametrize(
     ("changes", "mode", "times"), [(True, "none", 1), (False, "full", 2), (False, "selective", 2)]
 )
@@ -62,6 +73,45 @@ def test_tokens_are_sent_ahead_once_where_they_turn_out_to_be_others_or_are_comp
 ):
     found = two_ranks.run(cases.tokens_sent_ahead, "uneven", "torch", changes=changes, mode=mode)
     assert found == [(times, 0)] * 2
+
+
+def test_nothing_is_sent_ahead_or_pushed_where_a_checkpointing_of_the_user_keeps_what_operators_return(two_ranks):
+    found = two_ranks.run(cases.tokens_sent_ahead, "uneven", "triton", changes=False, mode="operators")
+    assert found == [(0, 0)] * 2
+
+
+def test_an_error_between_a_router_and_its_experts_does_not_end_sending_ahead(two_ranks):
+    assert two_ranks.run(cases.an_error_before_the_experts_turns_nothing_off) == [[1, 2, 3]] * 2
+
+
+def test_tokens_sent_ahead_are_those_that_lie_there_in_this_order_and_unchanged():
+    def are(source: Tensor, tokens: Tensor) -> bool:
+        return SentAhead(nn.Identity(), source, source._version, Tokens((8,), torch.tensor([0, 8])), source).are(
+            tokens
+        )
+
+    whole = torch.randn(2, 8, 4)
+    assert are(whole, whole.view(-1, 4))
+    assert not are(whole[:1], whole[1]), "the other half"
+    swapped = whole.transpose(0, 1)
+    assert not are(swapped, whole.view(-1, 4)), "another order"
+    assert not are(whole, whole.view(-1, 4).clone())
+    sent = SentAhead(nn.Identity(), whole, whole._version, Tokens((16,), torch.tensor([0, 16])), whole)
+    tokens = whole.view(-1, 4)
+    assert sent.are(tokens)
+    tokens.mul_(1.5)
+    assert not sent.are(tokens), "changed in place"
+
+
+def test_an_error_between_two_buffers_is_told_by_the_next_exchange(two_ranks):
+    for told in two_ranks.run(cases.an_error_between_two_buffers_is_told):
+        assert "exchange 2 of experts' tokens" in told
+        assert "make a new ParallelState" in told
+
+
+@pytest.mark.parametrize(("times", "found"), [(5, 6), (4, 4)])
+def test_what_is_repeated_ends_on_the_buffer_that_it_did_not_begin_with(times, found, two_ranks):
+    assert two_ranks.run(cases.a_repeated_block_begins_on_the_buffer_that_it_did_not_end_on, times) == [(found, 2)] * 2
 
 
 def test_buffers_grow_with_the_tokens_of_any_rank(two_ranks):

@@ -5,6 +5,8 @@ Every comparison is with the expert-by-expert reference on the same inputs.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from moe_cases import CASES, Case, run
@@ -69,8 +71,8 @@ def test_a_gradient_that_is_put_off_has_the_same_bits():
     leaves = {name: one.clone().requires_grad_(one.is_floating_point()) for name, one in tensors.items()}
     taken: list[torch.Tensor] = []
     setattr(leaves["down_proj"], early_gradients.TAKES_LATE, taken.append)
-    early_gradients.await_gradients(lambda *_: None)
     out = fused_moe(**leaves, **case.options(), backend="triton")
+    out.register_hook(lambda _: early_gradients.await_gradients(lambda *_: None))  # of this backward
     with torch.autograd.set_multithreading_enabled(False):  # what is awaited is of a thread
         out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out))
     assert not taken and leaves["down_proj"].grad is None
@@ -80,6 +82,24 @@ def test_a_gradient_that_is_put_off_has_the_same_bits():
     assert not taken
     for name in expected.keys() & found.keys():
         assert torch.equal(found[name], expected[name]), name
+
+
+def test_what_a_failed_backward_awaited_is_handed_nothing_in_another_one():
+    def fail(_gradient: torch.Tensor) -> None:
+        early_gradients.await_gradients(lambda *_: pytest.fail("handed to a backward that failed"))
+        assert early_gradients.is_awaited()
+        raise ValueError("in the backward")
+
+    def hand_over(gradient: torch.Tensor) -> None:
+        assert not early_gradients.is_awaited()
+        early_gradients.hand_over(gradient, gradient)
+
+    with torch.autograd.set_multithreading_enabled(False):  # both in this thread
+        for hook in (fail, hand_over):
+            leaf = torch.ones(1, requires_grad=True)
+            leaf.register_hook(hook)
+            with pytest.raises(ValueError, match="in the backward") if hook is fail else contextlib.nullcontext():
+                leaf.sum().backward()
 
 
 def test_the_order_of_tiles_changes_no_bit(monkeypatch):
