@@ -14,12 +14,10 @@ from patchgen.anatomy.classes import (
     calls,
     dotted,
     own_attribute,
-    parameter_names,
-    stored,
-    targets,
 )
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.roles import TOKENS, own_methods
+from patchgen.anatomy.placeholders import compares_features
+from patchgen.anatomy.roles import own_methods
 from patchgen.anatomy.towers import towers_held_whole
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, insert_first
@@ -28,7 +26,6 @@ from patchgen.source import Block
 OWN = "ops.local_features"
 POSITIONS = "position_ids"
 SCATTER = ".masked_scatter"
-FACTS = ("device", "dtype")  # of a tensor, that others are moved to
 MASKS = "transformers.masking_utils."
 
 
@@ -178,47 +175,10 @@ def _let_slices_pass(editor: Editor, method: FunctionNode) -> None:
         match node:
             case ast.Call(ast.Name("torch_compilable_check")):
                 test = arguments(node, ["cond"]).get("cond")
-                if test is not None and _compares_features(method, test):
+                if test is not None and compares_features(method, test):
                     editor.around(test, "ops.is_sliced() or ")
                     editor.mark(node)
             case ast.If(test, body) if any(isinstance(n, ast.Raise) for s in body for n in ast.walk(s)):
-                if _compares_features(method, test):
+                if compares_features(method, test):
                     editor.around(test, "not ops.is_sliced() and (", ")")
                     editor.mark(node)
-
-
-def _compares_features(method: FunctionNode, test: ast.expr) -> bool:
-    """Whether a check reads both what is computed from the tokens and what is not: placeholders and features."""
-    tokens, bound = TOKENS & {*parameter_names(method)}, []
-    for node in ast.walk(method):
-        match node:
-            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr() if node.value is not None:
-                bound.append((_values(node.value), {*stored(*targets(node))}))
-            case ast.For(target, over) | ast.comprehension(target, over):
-                bound.append((_values(over), {*stored(target)}))
-    for _ in bound:
-        tokens |= {name for read, names in bound if read & tokens for name in names}
-    outer = {name for node in ast.walk(test) if (name := _owner(node)) not in local_names(method)}
-    read = _values(test) - outer
-    return bool(read & tokens) and bool(read - tokens)
-
-
-def _owner(node: ast.AST) -> str:
-    """The name that is called, or of which an attribute is read."""
-    match node:
-        case ast.Call(ast.Name(name)) | ast.Attribute(ast.Name(name)):
-            return name
-    return ""
-
-
-def _values(code: ast.expr) -> set[str]:
-    """The names whose values an expression computes with: not where they lie, of which dtype, and whether they are given."""
-    facts: list[ast.expr] = []
-    for node in ast.walk(code):
-        match node:
-            case ast.Attribute(value, attribute) if attribute in FACTS:
-                facts.append(value)
-            case ast.Compare(left, [ast.Is() | ast.IsNot()]):
-                facts.append(left)
-    read = [node for node in ast.walk(code) if isinstance(node, ast.Name) and node not in facts]
-    return {node.id for node in read} - {"self"}

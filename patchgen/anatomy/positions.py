@@ -1,0 +1,96 @@
+"""What positions a forward takes where it is given none."""
+
+from __future__ import annotations
+
+import ast
+
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    base_name,
+    calls,
+    inlined,
+    is_in_place,
+    plain_assignments,
+    stored,
+    walk,
+)
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import local_names
+
+POSITIONS = "position_ids"
+
+
+def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
+    """Whether a forward that is given no positions takes `0, 1, 2, ...` behind those of a cache.
+
+    What stores to them must be known: plain assignments in `if position_ids is None:`, and elsewhere another shape.
+    """
+    nodes, bound = list(walk(forward)), stored(forward)
+    above = {name: value for name, value in plain_assignments(forward.body).items() if bound.count(name) == 1}
+    known: set[ast.AST] = set()
+    for branch in (node for node in nodes if isinstance(node, ast.If)):
+        test = ast.unparse(branch.test)
+        if test == f"{POSITIONS} is None" and branch in forward.body:
+            values: dict[str, ast.expr] = dict(above)
+            for node in branch.body:
+                if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                    return False
+                values |= {name: inlined(node.value, values) for name in stored(node)}
+            if POSITIONS in values and not _is_arange(anatomy, forward, _reshaped(values[POSITIONS])):
+                return False
+            known |= {node for statement in branch.body for node in walk(statement)}
+        is_stack = test.startswith((f"{POSITIONS}.ndim == 3", f"{POSITIONS}.shape[0] == 4"))
+        for node in branch.body:
+            match node:
+                case ast.Assign([ast.Name(name) as target], ast.Subscript(ast.Name(of))) if name == of == POSITIONS:
+                    known |= {target} if is_stack else set()  # rows of [4, B, S]
+                case ast.Assign([ast.Name(name) as target], ast.Call(_, [ast.List([kept, ast.Name(of)])])):
+                    behind = name == of == POSITIONS and test == f"{ast.unparse(kept)} is not None"
+                    known |= {target} if behind else set()  # what a cache has of an earlier call
+    for node in nodes:
+        match node:
+            case ast.Assign([ast.Name(name) as target], value):
+                if name == POSITIONS and isinstance(base := _reshaped(value), ast.Name) and base.id == POSITIONS:
+                    known.add(target)
+    changed: list[ast.AST] = [
+        node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) and node not in known
+    ]
+    changed += [call.func for call in calls(forward) if is_in_place(call.func)]
+    return all(base_name(node) != POSITIONS for node in changed)
+
+
+def _is_arange(anatomy: Anatomy, forward: FunctionNode, value: ast.expr) -> bool:
+    """`torch.arange(S)`, from 0 or the length of a cache."""
+    match value:
+        case ast.Call(function, [*start, _], keywords) if {key.arg for key in keywords} <= {"device", "dtype"}:
+            is_arange = anatomy.names.resolve(function, local_names(forward)) == "torch.arange"
+            return is_arange and all(map(_is_start, start))
+    return False
+
+
+def _reshaped(value: ast.expr) -> ast.expr:
+    """The positions that an expression shapes or repeats by rows, or moves behind the length of a cache."""
+    match value:
+        case (
+            ast.Call(ast.Attribute(inner, "expand"))
+            | ast.Call(ast.Attribute(inner, "unsqueeze"), [ast.Constant(0)])
+            | ast.Call(ast.Attribute(inner, "repeat"), [_, *_, ast.Constant(1)])
+        ):
+            return _reshaped(inner)
+        case ast.Call(ast.Attribute(inner, "view"), [*rows, ast.UnaryOp(ast.USub(), ast.Constant(1))]):
+            return _reshaped(inner) if all(ast.unparse(row) == "1" for row in rows) else value
+        case ast.Subscript(inner, index) if ast.unparse(index) == "(None, ...)":
+            return _reshaped(inner)
+        case ast.BinOp(inner, ast.Add(), past) if _is_start(past):
+            return _reshaped(inner)
+    return value
+
+
+def _is_start(length: ast.expr) -> bool:
+    """Whether it is the length that transformers' caches tell, or 0."""
+    match length:
+        case ast.IfExp(_, one, other):
+            return _is_start(one) and _is_start(other)
+        case ast.Constant(0) | ast.Call(ast.Attribute(_, "get_seq_length")):
+            return True
+    return False
