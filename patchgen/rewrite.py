@@ -173,6 +173,11 @@ class Editor:
         args = [cst.Arg(cst.parse_expression(base)) for base in bases]
         self._edit(self._statement(self.block.node), lambda old: old.with_changes(bases=args))
 
+    def decorate(self, function: FunctionNode, decorator: str) -> None:
+        """Another decorator above those of a function."""
+        new = cst.Decorator(cst.parse_expression(decorator))
+        self._edit(self._statement(function), lambda old: old.with_changes(decorators=[new, *old.decorators]))
+
     def add_parameter(self, function: FunctionNode, code: str) -> None:
         """Another parameter, with a default, behind those that a function has and in front of its `**kwargs`."""
         new = cst.ensure_type(cst.parse_statement(f"def f({code}): ..."), cst.FunctionDef).params.params[0]
