@@ -70,15 +70,12 @@ def visited(part: Part, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> st
         Missed: as `Editor.result`.
     """
     found = part.places
-    own = {node: change for node, change in changes.items() if node in found.parents}
-    if not own:
-        return part.text
     try:
-        return part.visited(_Apply(own, found))
+        return part.visited(_Apply(changes, found))
     except cst.CSTValidationError as error:
-        node = next((node for node in own if not _is_valid(part, {node: own[node]})), found.tree)
-        holders = [one for one in (node, *found.holders(node)) if one in found.statements.values()]
-        raise Missed(f"code that takes a change: {error}", code_of(next(iter(holders), node))) from error
+        node = next((node for node in changes if not _is_valid(part, {node: changes[node]})), found.tree)
+        statement = next((one for one in (node, *found.holders(node)) if one in found.statements.values()), node)
+        raise Missed(f"code that takes a change: {error}", code_of(statement)) from error
 
 
 def _is_valid(part: Part, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> bool:

@@ -107,6 +107,11 @@ class _Spans(CodegenState):
 
 
 def places(text: str) -> Places:
+    """The nodes of a module's code.
+
+    Raises:
+        libcst.ParserSyntaxError: libcst does not read it.
+    """
     tree = cst.parse_module(text)
     tree._codegen(told := _Spans(tree))
     found, spans = Places(tree, parents=told.parents), told.spans

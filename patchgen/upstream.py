@@ -9,13 +9,8 @@ import ast
 import difflib
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +18,7 @@ from pathlib import Path
 
 from patchgen.errors import ConfigError, SourceSyntaxError, UpstreamNotFound
 from patchgen.source import parse
+from patchgen.wheels import cached_wheel, installed_version
 
 AUTO_CLASS_MAPPINGS = {
     "AutoModel": "MODEL_MAPPING_NAMES",
@@ -174,14 +170,6 @@ class Release:
 
     def known_models(self) -> list[str]:
         return sorted({*self.modeling_files, *self.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")})
-
-
-def installed_version() -> str | None:
-    """The release of transformers that is installed here, if one is. It is not imported."""
-    try:
-        return importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @functools.lru_cache(maxsize=8)
@@ -427,35 +415,3 @@ def _pairs(table: ast.expr) -> dict[str, str]:
         if isinstance(key, ast.Constant) and isinstance(first, ast.Constant) and isinstance(first.value, str):
             pairs[key.value] = first.value
     return pairs
-
-
-def cache_directory() -> Path:
-    """Where wheels of other releases are kept: `$PATCHGEN_CACHE`, else the user's cache folder."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("PATCHGEN_CACHE") or base / "patchgen")
-
-
-def cached_wheel(version: str) -> Path:
-    """The wheel of a release, downloaded into the cache on first use. Two runs at once do not mix."""
-    if not re.fullmatch(r"\d+(\.\w+)*", version):
-        raise UpstreamNotFound(f"'{version}' is not a transformers version. Give it like 5.17.0.")
-    cache = cache_directory()
-    cached = sorted(cache.glob(f"transformers-{version}-*.whl"))
-    if cached:
-        return cached[0]
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        result = subprocess.run(
-            [*command, "--dest", folder, f"transformers=={version}"], capture_output=True, text=True, check=False
-        )
-        wheels = sorted(Path(folder).glob("*.whl"))
-        if result.returncode or not wheels:
-            reason = (result.stderr.strip().splitlines() or ["pip gave no wheel"])[-1]
-            raise UpstreamNotFound(
-                f"The wheel of transformers {version} is unavailable. Looked at: the installed package "
-                f"({installed_version() or 'none'}), the cache {cache}, and `pip download`, which said: {reason}"
-            )
-        target = cache / wheels[0].name
-        wheels[0].replace(target)
-    return target

@@ -63,6 +63,9 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
     path = (output or records_folder()) / FILE
     rows = {} if fresh else read(path)
     old = set(stale(path, release, wanted)) if rows else {*wanted}
+    for (kind, _), row in rows.items():
+        if kind in wanted and kind not in old:  # it holds: what the generator is now gives the same bytes
+            row["sources"] = source_keys.model_sources(kind, release)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=quiet) as pool:
         futures = {pool.submit(examine, kind, wanted[kind], release.version): kind for kind in wanted if kind in old}

@@ -17,6 +17,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.placeholders import compares_features
+from patchgen.anatomy.positions import POSITIONS
 from patchgen.anatomy.roles import own_methods
 from patchgen.anatomy.towers import towers_held_whole
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
@@ -24,7 +25,6 @@ from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block
 
 OWN = "ops.local_features"
-POSITIONS = "position_ids"
 SCATTER = ".masked_scatter"
 MASKS = "transformers.masking_utils."
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, parameter_names
 from patchgen.anatomy.names import uses_name
+from patchgen.anatomy.positions import POSITIONS
 from patchgen.anatomy.roles import PIXELS
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
 
-POSITIONS = "position_ids"
 BATCH = "inputs_embeds"
 # A name of their own: three samples of three rows have the shape of upstream's layout.
 STACKED = "stacked_position_ids"

@@ -185,8 +185,9 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
     for node in nodes:
         if isinstance(node, ast.If) and node.test in false:
             editor.drop_branch(node)
-    _require_no_mention(editor.result, gone)
-    return editor.result
+    result = editor.result
+    _require_no_mention(result, gone)
+    return result
 
 
 def _require_no_mention(block: Block, gone: set[str]) -> None:

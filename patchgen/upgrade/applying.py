@@ -24,7 +24,8 @@ from patchgen.runtime.compatibility import ALLOW_VARIABLE
 from patchgen.runtime.verify import source_closure
 from patchgen.upgrade import environments, releases
 from patchgen.upgrade.findings import PERSON, ModelUpgrade, Upgrade
-from patchgen.upstream import cache_directory, load, load_from
+from patchgen.upstream import load, load_from
+from patchgen.wheels import cache_directory
 
 PROOF, PROVEN = "verify.json", "proven"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from patchgen.errors import UpstreamNotFound
 from patchgen.upgrade.releases import Place
-from patchgen.upstream import cache_directory
+from patchgen.wheels import cache_directory
 
 READY = "patchgen_ready"
 PATHS = "patchgen_shared.pth"

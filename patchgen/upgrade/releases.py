@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchgen.errors import UpstreamNotFound
-from patchgen.upstream import Release, cached_wheel, installed_version, open_release
+from patchgen.upstream import Release, open_release
+from patchgen.wheels import cached_wheel, installed_version
 
 PACKAGE = "transformers"
 

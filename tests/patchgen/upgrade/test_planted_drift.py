@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from planted_releases import Drift, planted
 
-from patchgen import pipeline, provenance, upstream
+from patchgen import pipeline, provenance, upstream, wheels
 from patchgen.errors import StaleFile
 from patchgen.model_configs import ModelConfig
 from patchgen.passes.hand_edits import AddMethod, Drop, Edit, EditMethod, OverrideMethod, ReplaceClass, ReplaceFunction
@@ -414,7 +414,7 @@ def edited(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelUpgrade, Mode
     root = tmp_path_factory.mktemp("edited")
     config = with_edits(root, *(edit for edit, _ in UNDER_EDITS))
     release = planted(tmp_path_factory.mktemp("release"), (drift for _, drift in UNDER_EDITS))
-    return tuple(compare_model(MODEL, to, root, config=config) for to in (upstream.installed_version(), str(release)))
+    return tuple(compare_model(MODEL, to, root, config=config) for to in (wheels.installed_version(), str(release)))
 
 
 @pytest.mark.parametrize(("edit", "drift"), UNDER_EDITS, ids=lambda one: getattr(one, "id", type(one).__name__))

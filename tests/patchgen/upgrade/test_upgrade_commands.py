@@ -12,7 +12,7 @@ import pytest
 from invoked import invoke
 from planted_releases import Drift, planted
 
-from patchgen import pipeline, provenance, upstream
+from patchgen import pipeline, provenance, upstream, wheels
 from patchgen.errors import PatchgenError, UpstreamNotFound
 from patchgen.upgrade import releases
 from patchgen.upgrade.applying import prove_against
@@ -83,7 +83,7 @@ def test_a_release_is_found_in_a_folder_and_in_a_wheel_and_nowhere_else(tmp_path
     folder = planted(tmp_path / "release", [COMMENT])
     for place in (folder, folder / "transformers"):
         found = releases.find(str(place))
-        assert found.release.version == upstream.installed_version() and found.folder == folder
+        assert found.release.version == wheels.installed_version() and found.folder == folder
         assert COMMENT.new in found.release.read(FILE)
     wheel = tmp_path / "transformers-9.9.9-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -123,7 +123,7 @@ def test_a_model_moves_with_its_proof_and_a_second_run_has_nothing_to_do(
     release = str(planted(tmp_path / "release", [COMMENT]))
     result = invoke("upgrade", "--to", release, "--apply")
     assert result.exit_code == 0 and "proven, 3 files written" in result.output
-    assert f"Generated from transformers {upstream.installed_version()}: {MODEL}" in result.output
+    assert f"Generated from transformers {wheels.installed_version()}: {MODEL}" in result.output
     assert COMMENT.new in (models / MODEL / f"modeling_{MODEL}.py").read_text()
     assert json.loads((models / MODEL / "verify.json").read_text())["status"] == "proven"
     assert "stands there already, proven" in invoke("upgrade", "--to", release, "--apply").output

@@ -1,0 +1,53 @@
+"""The transformers that is installed, and the wheels of other releases, downloaded once."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from patchgen.errors import UpstreamNotFound
+
+
+def installed_version() -> str | None:
+    """The release of transformers that is installed here, if one is. It is not imported."""
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cache_directory() -> Path:
+    """Where wheels of other releases are kept: `$PATCHGEN_CACHE`, else the user's cache folder."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("PATCHGEN_CACHE") or base / "patchgen")
+
+
+def cached_wheel(version: str) -> Path:
+    """The wheel of a release, downloaded into the cache on first use. Two runs at once do not mix."""
+    if not re.fullmatch(r"\d+(\.\w+)*", version):
+        raise UpstreamNotFound(f"'{version}' is not a transformers version. Give it like 5.17.0.")
+    cache = cache_directory()
+    cached = sorted(cache.glob(f"transformers-{version}-*.whl"))
+    if cached:
+        return cached[0]
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        result = subprocess.run(
+            [*command, "--dest", folder, f"transformers=={version}"], capture_output=True, text=True, check=False
+        )
+        wheels = sorted(Path(folder).glob("*.whl"))
+        if result.returncode or not wheels:
+            reason = (result.stderr.strip().splitlines() or ["pip gave no wheel"])[-1]
+            raise UpstreamNotFound(
+                f"The wheel of transformers {version} is unavailable. Looked at: the installed package "
+                f"({installed_version() or 'none'}), the cache {cache}, and `pip download`, which said: {reason}"
+            )
+        target = cache / wheels[0].name
+        wheels[0].replace(target)
+    return target
