@@ -161,8 +161,9 @@ def test_a_later_token_changes_nothing_earlier(label):
     other = IDS.clone()
     other[0, 14] = (other[0, 14] + 1) % 60
     before, after = _logits(own, input_ids=IDS), _logits(own, input_ids=other)
-    assert torch.equal(before[:, :14], after[:, :14])
-    assert not torch.equal(before[:, 14:], after[:, 14:])
+    _near(after[:, :14], before[:, :14])  # an expert that gets another number of tokens rounds otherwise
+    with pytest.raises(AssertionError):
+        _near(after[:, 14:], before[:, 14:])
 
 
 def test_a_table_of_attention_classes_is_asked_for_the_class_of_the_eager_name():
