@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
+import gc
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,6 +146,19 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
     return Outcome(module, upstream=outcome.upstream, notes=(nothing, *outcome.notes))
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's search for cycles that nothing reaches: it goes through all syntax trees again and again, and they stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Sequence[str] = ()) -> Generated:
     """Generates one model.
 

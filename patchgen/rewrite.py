@@ -389,7 +389,7 @@ def indented(code: str, indent: str = INDENT) -> str:
 
 def inside_strings(code: ast.AST) -> set[int]:
     """The lines that begin within a string."""
-    strings = [node for node in ast.walk(code) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    strings = [node for node in walk(code) if isinstance(node, ast.Constant | ast.JoinedStr)]
     return {line for node in strings for line in range(node.lineno + 1, _last_line(node) + 1)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import calls, dotted
+from patchgen.anatomy.classes import calls, dotted, walk
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.rewrite import LINE_LENGTH, Editor, format_code
@@ -45,7 +45,7 @@ class AbsoluteImports(Pass):
             relative = [
                 node
                 for statement in block.statements
-                for node in ast.walk(statement)
+                for node in walk(statement)
                 if isinstance(node, ast.ImportFrom) and node.level and not _is_neighbour(node, neighbours)
             ]
             unnamed: list[ast.AST] = [node for node in relative if not base_of(node.level)]

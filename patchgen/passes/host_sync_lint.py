@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import FunctionNode, arguments, calls, dotted, parameter_names
+from patchgen.anatomy.classes import FunctionNode, arguments, calls, dotted, parameter_names, walk
 from patchgen.anatomy.imported import library_function
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.training_path import Test, parts, training_functions
@@ -63,7 +63,7 @@ def _syncs(anatomy: Anatomy, function: FunctionNode, excuse: str) -> Iterator[tu
             for call in calls(part)
         ):
             yield f"if {ast.unparse(part.body)}", why
-        for node in ast.walk(part):
+        for node in walk(part):
             if isinstance(node, ast.Call) and _waits(anatomy, function, node):
                 yield ast.unparse(node), why
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Build
-from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, auto_class, calls
+from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, auto_class, calls, walk
 from patchgen.anatomy.names import Names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor
@@ -57,17 +57,21 @@ class LocalClasses(SitePass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Auto classes that are used in any other way than to construct from a config, or to load whole checkpoints."""
+        if "Auto" not in module.text:
+            return ()
         names = Names([statement for block in module for statement in block.statements], anatomy.upstream.base_of)
         signs = []
-        for block in module if "Auto" in module.text else ():
+        for block in module:
             known = {"from_pretrained", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
             for statement in block.statements:
                 called = [call.func for call in calls(statement) if isinstance(call.func, ast.Attribute)]
                 handled = {id(function.value) for function in called if function.attr in known}
                 signs += [
                     f"{block.name or f'line {block.line}'} uses {ast.unparse(node)}"
-                    for node in ast.walk(statement)
-                    if id(node) not in handled and auto_class(names.resolve(node))
+                    for node in walk(statement)
+                    if isinstance(node, ast.Name | ast.Attribute)
+                    and id(node) not in handled
+                    and auto_class(names.resolve(node))
                 ]
         return signs
 

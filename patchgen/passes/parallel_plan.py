@@ -11,6 +11,8 @@ from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
 
+Experts = dict[str, tuple[tuple[str, ...], str]]  # class -> its stacks, and what else reads them
+
 
 class ParallelPlan(SitePass):
     """A plan typed by hand forgets parameters; this one lists what the experts' forward uses."""
@@ -36,9 +38,10 @@ class ParallelPlan(SitePass):
         return super().why(info, anatomy) or info.roles.get(Role.ASKED, "")
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        experts = {name: stacks for name, (stacks, reader) in _experts(anatomy, site.block).items() if not reader}
+        read = _experts(anatomy, site.block)
+        experts = {name: stacks for name, (stacks, reader) in read.items() if not reader}
         header = "def get_parallel_plan(self) -> ops.ParallelPlan:"
-        alone = _left_alone(anatomy, site.block)
+        alone = _left_alone(anatomy, site.block, read)
         told = f", left_alone={alone!r}" if alone else ""
         code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r}{told})"
         listed = ", ".join(f"{name}: {len(parameters)} parameters" for name, parameters in experts.items())
@@ -47,19 +50,18 @@ class ParallelPlan(SitePass):
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         found = {}
         for head in anatomy.with_role(Role.HEAD, module):
-            found |= _left_alone(anatomy, head.name)
+            found |= _left_alone(anatomy, head.name, _experts(anatomy, head.name))
         return [f"{name}: {why}: not expert-parallel" for name, why in found.items()]
 
 
-def _left_alone(anatomy: Anatomy, head: str) -> dict[str, str]:
+def _left_alone(anatomy: Anatomy, head: str, read: Experts) -> dict[str, str]:
     """The experts below a head that no rank divides, each with the reason."""
-    read = _experts(anatomy, head).items()
-    found = {name: f"{reader}, of which a rank would hold a part" for name, (_, reader) in read if reader}
+    found = {name: f"{reader}, of which a rank would hold a part" for name, (_, reader) in read.items() if reader}
     below = anatomy.reached_from([head])
     return found | {name: sign for name, sign in left_alone_experts(anatomy).items() if name in below}
 
 
-def _experts(anatomy: Anatomy, head: str) -> dict[str, tuple[tuple[str, ...], str]]:
+def _experts(anatomy: Anatomy, head: str) -> Experts:
     """The experts below a head: their stacks, and what reads these beside the experts' forward."""
     below, found = anatomy.reached_from([head]), {}
     for info in (one for one in anatomy.with_role(Role.EXPERTS) if one.name in below):

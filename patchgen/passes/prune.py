@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import dotted, targets
+from patchgen.anatomy.classes import dotted, targets, walk
 from patchgen.anatomy.graph import references
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
@@ -133,7 +133,7 @@ def _unseen_references(kept: Sequence[Block], has_dropped: bool) -> list[str]:
     notes = []
     for block in kept:
         where = block.name or f"line {block.line}"
-        for node in ast.walk(ast.parse(block.text)):
+        for node in (node for statement in block.statements for node in walk(statement)):
             if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
                 notes.append(f"{where}: `{ast.unparse(node)}` hides what it brings; unknown names are not looked for")
             elif has_dropped and _looks_up_by_string(node):
