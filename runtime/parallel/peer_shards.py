@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _READ, _WRITE, _REDUCE = range(3)  # barriers of one memory that may run beside each other
 NOTHING = 0
 """The word of a rank that has no gradient to send; each sum has a word of its own (`PeerGroup.word_of`)."""
+PIECE = 2**27
+"""Bytes of a large gradient that are sent at once: what is received needs room for a piece, not for the largest parameter."""
 _UNDER_WAY = 2
 """Reductions whose gradients are kept for them: with one, a layer's second product would wait for the sum of its first."""
 
@@ -118,7 +120,7 @@ class PeerShards:
             region = aligned(group.region * group.itemsize)
             size += region
             small = max(small, aligned(group.small_region * group.itemsize))
-            most = max(most, small, *(aligned(slot.numel * group.itemsize) for slot in group.slots))
+            most = max(most, small, *(aligned(min(PIECE, slot.numel * group.itemsize)) for slot in group.slots))
         # Of each turn: what the others sent, their words, and this rank's own small parts.
         others = self.num_ranks - 1
         words = aligned(others * torch.int64.itemsize)
@@ -205,18 +207,21 @@ class PeerShards:
         while len(self._reductions_under_way) > most:
             self.wait(self._reductions_under_way.popleft()[0])  # its memory may be freed then
         flat = [(slot, gradient.contiguous().view(-1)) for slot, gradient in gradients]
-        word = group.word_of(slot for slot, _ in flat)
+        slots = [slot for slot, _ in flat]
+        word = group.word_of(slots)
         first, gradient = flat[0]
         start, numel = (0, group.small_region) if first.is_small else (first.start, first.numel)
         summed = torch.empty(numel, dtype=group.stored_dtype, device=self.device)
         with self._on(self._reductions):
-            self._meet(group, flat, word, start, numel)
-            if first.is_small:
-                own = self._view(self.rank, self._turns[self._turn][2], numel, group.dtype)
-            else:
-                own = gradient[self.rank * first.numel :][: first.numel_of(self.rank)]
-            self._sum(group, own, word, summed)
-            for slot, _ in flat:
+            for begin, end in _pieces(group, slots):
+                self._meet(group, flat, word, begin, end)
+                if first.is_small:
+                    own = self._view(self.rank, self._turns[self._turn][2], end - begin, group.dtype)
+                else:
+                    shard = gradient[self.rank * numel :][: first.numel_of(self.rank)]
+                    own = shard[begin - start : end - start]
+                self._sum(group, own, word, summed[begin - start : end - start])
+            for slot in slots:
                 _take(slot, summed[slot.start - start : slot.start - start + slot.numel])
         event = self._event(self._reductions)
         # Until it was waited for: memory that this stream frees may be given out again while the other one still writes it.
@@ -224,14 +229,19 @@ class PeerShards:
         self._reductions_under_way.append((event, [summed, *(gradient for _, gradient in flat)]))
         return event
 
-    def reduce_nothing(self, group: PeerGroup) -> None:
+    def reduce_nothing(self, group: PeerGroup, slots: list[Slot]) -> None:
         """Takes part in a reduction for which this rank has no gradient: ranks that have one get NaN, and none waits."""
         with self._on(self._reductions):
-            self._meet(group, [], NOTHING, 0, 0)
+            for _ in _pieces(group, slots):
+                self._meet(group, [], NOTHING, 0, 0)
         self._reductions_under_way.append((self._event(self._reductions), []))
 
-    def _meet(self, group: PeerGroup, flat: list[tuple[Slot, Tensor]], word: int, start: int, numel: int) -> None:
-        """Sends gradients and what they are of, and waits for the others'; small ones of this rank are put together."""
+    def _meet(self, group: PeerGroup, flat: list[tuple[Slot, Tensor]], word: int, begin: int, end: int) -> None:
+        """Sends gradients and what they are of, and waits for the others'; small ones of this rank are put together.
+
+        Args:
+            begin: of what is sent, in elements of the unit's region; `end` likewise.
+        """
         self._turn = 1 - self._turn
         received, words, own_small = self._turns[self._turn]
         small_targets, small_sources = [], []
@@ -240,14 +250,14 @@ class PeerShards:
                 region = self._view(rank, own_small, group.small_region, group.dtype)
             else:
                 place = (self.rank - rank - 1) % self.num_ranks
-                region = self._view(rank, received + place * self._most, numel, group.dtype)
+                region = self._view(rank, received + place * self._most, end - begin, group.dtype)
                 there = words + place * torch.int64.itemsize
                 self._view(rank, there, 1, torch.int64).copy_(group.word_tensor(word))
             for slot, gradient in flat:
-                length = slot.numel_of(rank)
-                if length and (slot.is_small or rank != self.rank):
-                    target = region[slot.start - start : slot.start - start + length]
-                    source = gradient[rank * slot.numel : rank * slot.numel + length]
+                first, last = max(begin, slot.start), min(end, slot.start + slot.numel_of(rank))
+                if first < last and (slot.is_small or rank != self.rank):
+                    target = region[first - begin : last - begin]
+                    source = gradient[rank * slot.numel :][first - slot.start : last - slot.start]
                     if slot.is_small:
                         small_targets.append(target)
                         small_sources.append(source)
@@ -268,6 +278,15 @@ class PeerShards:
         """What is launched from now on comes after the reductions."""
         while self._reductions_under_way:
             self.wait(self._reductions_under_way.popleft()[0])
+
+
+def _pieces(group: PeerGroup, slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """What is sent at once, as elements of the unit's region: small gradients together, a large one in pieces."""
+    first = slots[0]
+    if first.is_small:
+        return [(0, group.small_region)]
+    end, piece = first.start + first.numel, PIECE // group.itemsize
+    return [(begin, min(begin + piece, end)) for begin in range(first.start, end, piece)]
 
 
 def _take(slot: Slot, out: Tensor) -> None:

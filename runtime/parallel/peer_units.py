@@ -180,7 +180,7 @@ class PeerGroup(FilledGroup):
                 if pairs := [pair for pair in gradients if pair[0] in slots]:
                     self.shards.reduce(self, pairs)
                 else:
-                    self.shards.reduce_nothing(self)
+                    self.shards.reduce_nothing(self, slots)
 
     def send_early(self, place: int) -> None:
         """Sums a gradient before the unit's backward ends, and frees its parameter unless something will still compute with it:

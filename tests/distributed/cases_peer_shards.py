@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,17 @@ from patchgen.runtime.parallel.peer_units import PeerGroup
 from patchgen.runtime.parallel.state import ParallelState
 
 DEVICE = "cpu"
+
+
+@contextlib.contextmanager
+def sizes(small: int, piece: int = peer_shards.PIECE) -> Iterator[None]:
+    """Bytes below which shards are small, and of which a piece of a large gradient is, for a model of a few parameters."""
+    before = peer_units.SMALL, peer_shards.PIECE
+    peer_units.SMALL, peer_shards.PIECE = small, piece
+    try:
+        yield
+    finally:
+        peer_units.SMALL, peer_shards.PIECE = before
 
 
 def state_of() -> ParallelState:
@@ -45,12 +58,12 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Tied ends or not, two layers, the second called twice, and a layer that not every step uses."""
 
-    def __init__(self, tied: bool = True, **options: bool) -> None:
+    def __init__(self, tied: bool = True, width: int = 10, **options: bool) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(19, 10)
-        self.layers = nn.ModuleList(Layer(10) for _ in range(2))
-        self.sometimes = Layer(10)
-        self.head = nn.Linear(10, 19, bias=False)  # after what it reads, as upstream's
+        self.embedding = nn.Embedding(19, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.sometimes = Layer(width)
+        self.head = nn.Linear(width, 19, bias=False)  # after what it reads, as upstream's
         for layer in (*self.layers, self.sometimes):
             vars(layer).update(options)
         if tied:
@@ -68,12 +81,13 @@ def sharded(
     freeze: str | None = None,
     *,
     tied: bool = True,
+    width: int = 10,
     recomputes: bool = False,
     peeks: bool = False,
     **options,
 ) -> nn.Module:
     torch.manual_seed(0)
-    model = Model(tied, recomputes=recomputes, peeks=peeks)
+    model = Model(tied, width, recomputes=recomputes, peeks=peeks)
     if freeze is not None:
         model.get_parameter(freeze).requires_grad_(False)
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -124,16 +138,15 @@ def train(model: nn.Module, keep_whole: bool, writes: bool) -> list[Tensor]:
     return found + [undivided.local(p).detach().clone() for p in model.parameters()]
 
 
-def equals_fsdp(keep_whole: bool, writes: bool, freeze: str | None, small: int, **options) -> None:
-    peer_units.SMALL, before = small, peer_units.SMALL
-    try:
+def equals_fsdp(
+    keep_whole: bool, writes: bool, freeze: str | None, small: int, piece: int = peer_shards.PIECE, **options
+) -> None:
+    with sizes(small, piece):
         model = sharded("peer_memory", freeze, **options)
         groups = [group for module in (*model.layers, model) for group in undivided.param_groups(module)]
         assert all(type(group) is PeerGroup for group in groups)
         found = train(model, keep_whole, writes)
         assert [group.keeps_copies for group in groups] == [freeze is None, True, True]
-    finally:
-        peer_units.SMALL = before
     other = sharded("collectives", freeze, **options)
     assert not any(type(group) is PeerGroup for group in undivided.param_groups(other))
     expected = train(other, keep_whole, writes=False)
@@ -144,7 +157,7 @@ def equals_fsdp(keep_whole: bool, writes: bool, freeze: str | None, small: int, 
 
 def order_of_reductions() -> list[list[str]]:
     """Which parameters are summed together, in the order of one backward."""
-    peer_units.SMALL, before, found = 150, peer_units.SMALL, []
+    found = []
     reduce = PeerShards.reduce
 
     def noted(self, group, gradients):
@@ -153,9 +166,10 @@ def order_of_reductions() -> list[list[str]]:
 
     PeerShards.reduce = noted
     try:
-        sharded("peer_memory", tied=False)(batch(0)).backward()
+        with sizes(small=150):
+            sharded("peer_memory", tied=False)(batch(0)).backward()
     finally:
-        PeerShards.reduce, peer_units.SMALL = reduce, before
+        PeerShards.reduce = reduce
     return found
 
 
@@ -184,10 +198,9 @@ def ranks_that_sum_different_gradients_get_nan() -> list[bool]:
     return [bool(gradient.isnan().all()) for gradient in own]
 
 
-def a_rank_without_a_large_gradient_adds_zeros(small: int) -> None:
+def a_rank_without_a_large_gradient_adds_zeros(small: int, piece: int) -> None:
     """On rank 1 a layer computes with a constant: the sum is what rank 0 has, and that of the others is as without."""
-    peer_units.SMALL, before = small, peer_units.SMALL
-    try:
+    with sizes(small, piece):
         found = []
         for exchange in ("peer_memory", "collectives"):
             model = sharded(exchange, tied=False)
@@ -202,15 +215,12 @@ def a_rank_without_a_large_gradient_adds_zeros(small: int) -> None:
             found[-1] += [undivided.local(p.grad) for p in model.parameters()]
         for one, two in zip(*found, strict=True):
             assert one.isfinite().all() and torch.equal(one, two)
-    finally:
-        peer_units.SMALL = before
 
 
 def parameters_that_are_freed_before_a_layer_ends() -> list[int]:
     """Bytes of the first layer's products when its backward ends, of one that nobody reads any more and one that is read."""
     found = []
-    peer_units.SMALL, before = 150, peer_units.SMALL
-    try:
+    with sizes(small=150):
         for peeks in (False, True):
             model = sharded("peer_memory", tied=False, peeks=peeks)
             (group,) = undivided.param_groups(model.layers[0])
@@ -226,8 +236,6 @@ def parameters_that_are_freed_before_a_layer_ends() -> list[int]:
 
             group.post_backward = noted
             model(batch(0)).backward()
-    finally:
-        peer_units.SMALL = before
     return found
 
 
@@ -259,16 +267,13 @@ def a_sum_lives_until_it_was_waited_for() -> int:
     return checked.count
 
 
-def room_for_what_others_send() -> tuple[int, int]:
+def room_for_what_others_send(piece: int) -> tuple[int, int]:
     """Bytes of a place for gradients, and of the largest shard."""
-    peer_units.SMALL, before = 150, peer_units.SMALL
-    try:
-        model = sharded("peer_memory", tied=False)
+    with sizes(150, piece):
+        model = sharded("peer_memory", tied=False, width=30)
         model(batch(0)).backward()
         groups = [group for module in (*model.layers, model) for group in undivided.param_groups(module)]
         return groups[0].shards._most, max(slot.numel * group.itemsize for group in groups for slot in group.slots)
-    finally:
-        peer_units.SMALL = before
 
 
 def a_change_is_seen_by_all() -> None:

@@ -17,6 +17,7 @@ def main() -> None:
         for keep_whole in (False, True):
             cases.equals_fsdp(keep_whole, writes=True, freeze=None, small=small)
     cases.equals_fsdp(False, writes=True, freeze=None, small=150, tied=False)
+    cases.equals_fsdp(False, writes=True, freeze=None, small=40, piece=22)
     cases.equals_fsdp(False, writes=False, freeze="layers.0.up.weight", small=300, reshard_after_forward=False)
     assert all(cases.ranks_that_sum_different_gradients_get_nan())
     cases.a_change_is_seen_by_all()

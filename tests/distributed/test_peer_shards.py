@@ -21,6 +21,12 @@ def test_the_numbers_are_fsdps_to_the_bit(small, keep_whole, two_ranks):
     two_ranks.run(cases.equals_fsdp, keep_whole, writes=True, freeze=None, small=small)
 
 
+@pytest.mark.parametrize("piece", [2, 22, 256])
+def test_large_gradients_leave_in_pieces_to_the_same_bits(piece, four_ranks):
+    """Of one element; of some that no shard is a multiple of, and the last shards end in an early one; of most of a shard."""
+    four_ranks.run(cases.equals_fsdp, False, writes=True, freeze=None, small=40, piece=piece)
+
+
 @pytest.mark.parametrize("freeze", [None, "layers.0.up.weight"])
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False, "prefetch": 2}], ids=str)
 def test_optimizers_that_write_no_copies_and_frozen_units(freeze, options, four_ranks):
@@ -38,9 +44,11 @@ def test_a_head_that_is_not_tied_is_summed_first_to_the_same_bits(keep_whole, tw
             assert others[place + 1 : place + 3] == [[f"{layer}.up.weight"], [f"{layer}.up.bias"]], others
 
 
-def test_what_others_send_has_room_for_one_parameter(two_ranks):
-    for room, largest in two_ranks.run(cases.room_for_what_others_send):
+def test_what_others_send_has_room_for_one_parameter_or_a_piece_of_it(two_ranks):
+    for room, largest in two_ranks.run(cases.room_for_what_others_send, 2**20):
         assert largest <= room < largest + peer_memory.ALIGNMENT
+    for room, largest in two_ranks.run(cases.room_for_what_others_send, peer_memory.ALIGNMENT):
+        assert room == peer_memory.ALIGNMENT < largest - peer_memory.ALIGNMENT
 
 
 @pytest.mark.parametrize("option", ["recomputes", "peeks"])
@@ -54,8 +62,9 @@ def test_a_large_parameter_is_freed_as_soon_as_nobody_reads_it(two_ranks):
 
 
 @pytest.mark.parametrize("small", [0, 150, 2**20], ids=["all large", "both", "all small"])
-def test_a_rank_without_a_gradient_adds_zeros(small, two_ranks):
-    two_ranks.run(cases.a_rank_without_a_large_gradient_adds_zeros, small)
+@pytest.mark.parametrize("piece", [100, 2**20], ids=["in pieces", "whole"])
+def test_a_rank_without_a_gradient_adds_zeros(piece, small, two_ranks):
+    two_ranks.run(cases.a_rank_without_a_large_gradient_adds_zeros, small, piece)
 
 
 def test_a_model_is_freed(two_ranks):
