@@ -207,8 +207,11 @@ class Attention(Flow):
         if built is None:
             return super().module(name, call, operands)
         inner = Attention(self.anatomy, built[0], self._running)
-        marks = inner.run(built[1], dict(zip(parameter_names(built[1]), operands, strict=False)))
-        return frozenset({DATA}) if inner.found else marks | {DATA}
+        computed = [
+            one & {DATA} for one in operands
+        ]  # scores are those of one class: hidden states of a layer are none
+        marks = inner.run(built[1], dict(zip(parameter_names(built[1]), computed, strict=False)))
+        return (NONE if inner.found else marks & {self.SCORES}) | {DATA}
 
 
 class Rotary(Flow):

@@ -105,6 +105,9 @@ def test_a_rotary_embedding_turns_frequencies_in_a_buffer_into_angles(code: tupl
 PROJECTIONS = "def __init__(self):\n    self.q_proj = nn.Linear(8, 8)\n    self.soft = nn.Softmax(-1)\n"
 WRITTEN = "hand-written softmax(q k) v"
 SCORES = "def scores(self, q, k):\n    return torch.einsum('', q, k)\n"
+GIVES = "def __init__(self):\n    self.part = {}()\n"
+GATES = "class Gates(nn.Module):\n    def forward(self, x):\n        return x.softmax(-1)\n"
+GATES += "class Scores(nn.Module):\n    def forward(self, x):\n        return x @ x.mT\n"
 POOLS = "class Pools(nn.Module):\n    def forward(self, x):\n        return (x @ x.mT).softmax(-1) @ x\n"
 
 
@@ -127,12 +130,14 @@ POOLS = "class Pools(nn.Module):\n    def forward(self, x):\n        return (x @
         (PROJECTIONS + forward("w = x @ x", "w = x", "return torch.softmax(w, -1) @ x"), None),
         (PROJECTIONS + forward("w = x @ x", "return (x @ x) * w.softmax(-1).sum()"), None),
         ("def __init__(self):\n    self.pools = Pools()\n" + forward("return self.pools(x) @ x"), None),  # it attends
+        (GIVES.format("Scores") + forward("return self.part(x).softmax(-1) @ x"), WRITTEN),
+        (GIVES.format("Gates") + forward("return self.part(x @ x) @ x"), None),  # of hidden states, not of scores
         (forward("return x"), None),
         ("other = scaled_dot_product_attention()", None),
     ],
 )
 def test_attention(code: str, reason: str | None):
-    assert roles(code, above="import torch.nn.functional as F\n" + POOLS).get(Role.ATTENTION) == reason
+    assert roles(code, above="import torch.nn.functional as F\n" + POOLS + GATES).get(Role.ATTENTION) == reason
 
 
 @pytest.mark.parametrize(
