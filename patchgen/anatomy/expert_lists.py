@@ -25,6 +25,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.experts import built_by_one_call, check_rows, counts_of, term_told
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.interpreter import Interpreter, Term
+from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LIST, is_gated_mlp
 from patchgen.anatomy.tokenwise import stored_names
 from patchgen.errors import Missed
@@ -236,7 +237,7 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
     counts = frozenset(counts_of(anatomy, info.name, experts.num_experts, attribute))
     values = {name: ("value", name, -1) for name in parameter_names(method)}
     interpreter = Interpreter(anatomy, info.name, method, values, counts, attribute, constants=experts.constants)
-    made = _run_above(interpreter, method.body, place)
+    made = _run_above(interpreter, method.body, place, local_names(method))
     above = dict(interpreter.values)
     loop = body[place[-1]]
     assert isinstance(loop, ast.For)
@@ -250,7 +251,7 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
             made = {i: {n: term for n, term in terms.items() if n != name} for i, terms in made.items()}
             gone = _superseded(body, {*range(place[-1], position + 1)}, made, _below(method.body, place))
             again = Interpreter(anatomy, info.name, method, values, counts, attribute, constants=experts.constants)
-            _run_above(again, method.body, place, without=gone)
+            _run_above(again, method.body, place, local_names(method), without=gone)
             _, *terms = result[1] if result[0] == "cast" else result
             hidden, index, weights = (_name_of(term, again.values, body[position]) for term in terms)
             dtype = (
@@ -281,7 +282,11 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
 
 
 def _run_above(
-    interpreter: Interpreter, body: Sequence[ast.stmt], place: Place, without: Collection[int] = ()
+    interpreter: Interpreter,
+    body: Sequence[ast.stmt],
+    place: Place,
+    local: Collection[str],
+    without: Collection[int] = (),
 ) -> dict[int, dict[str, Term]]:
     """Runs what stands above the loop. What is not understood gives its names new values that stand for themselves.
 
@@ -294,7 +299,7 @@ def _run_above(
         for position, statement in enumerate(branch_of(body, place[:depth])[: place[depth - 1]]):
             if is_beside and position in without:
                 continue
-            before, names = dict(interpreter.values), stored_names(statement)
+            before, names = dict(interpreter.values), stored_names(statement, local)
             try:
                 interpreter.statement(statement)
             except Missed:

@@ -114,7 +114,7 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
     inside = [node for i, node in enumerate(between) if _makes(node, logits, between[i + 1 :])]
     outside = [node for node in between if node not in inside]
     for node in body[:start]:
-        if loss in stored_names(node) and not _is_unset(node, loss):
+        if stored_names(node, {loss}) and not _is_unset(node, loss):
             raise Missed(f"`{loss} = None` as the only value of {loss} without labels", code(node))
         if (early := next(_returns_in_training([node], labels), None)) is not None:
             raise Missed("no return in training above the loss", early)
@@ -213,7 +213,7 @@ def _made_elsewhere(value: ast.expr, above: Sequence[ast.stmt]) -> tuple[str, as
     """The logits as a model of its own has them in its result: `outputs[0]`, `outputs.logits`."""
     match value:
         case ast.Subscript(ast.Name(name), ast.Constant(0)) | ast.Attribute(ast.Name(name), "logits"):
-            match [node for node in above if name in stored_names(node)]:
+            match [node for node in above if stored_names(node, {name})]:
                 case [ast.Assign(_, ast.Call(function))] if own_attribute(function):
                     return "ops.given_logits", value
     return None
@@ -253,8 +253,8 @@ def check_own_readers(forward: ast.stmt, given: set[str], owner: str, anatomy: A
     """Raises Missed where a function or method of the file changes in place what the caller gave for the loss."""
     for call in calls(forward):
         if (function := anatomy.called(owner, call)) is not None:
-            changed = stored_names(ast.Module(function.body, []))
-            handed = arguments(call, parameter_names(function)).items()
+            names = parameter_names(function)
+            changed, handed = stored_names(_module(*function.body), names), arguments(call, names).items()
             if any(isinstance(arg, ast.Name) and arg.id in given and name in changed for name, arg in handed):
                 raise Missed(f"{', '.join(sorted(given))} as the caller handed them in", call)
 
@@ -301,7 +301,7 @@ def kwargs_of(forward: FunctionNode) -> str:
     """
     kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
     for node in (node for part in forward.body for node in walk(part)):
-        is_changed = isinstance(node, ast.stmt) and not hasattr(node, "body") and kwargs in stored_names(node)
+        is_changed = isinstance(node, ast.stmt) and not hasattr(node, "body") and bool(stored_names(node, {kwargs}))
         if is_changed or (isinstance(node, ast.Call) and dotted(node.func) == f"{kwargs}.pop"):
             words = [getattr(part, name, None) for part in walk(node) for name in ("value", "arg")]
             keys = {word for word in words if isinstance(word, str)}
@@ -318,7 +318,8 @@ def _bound(forward: FunctionNode) -> set[str]:
             case ast.Assign([target, *_], ast.Call(function)) if dotted(function) == f"{ast.unparse(target)}.to":
                 continue
         inside = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
-        bound |= set().union(*map(stored_names, inside if hasattr(node, "body") else [node]))
+        parts = inside if hasattr(node, "body") else [node]
+        bound |= {name for part in parts for name in stored_names(part, local_names(forward))}
     return bound
 
 
@@ -398,11 +399,12 @@ def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner
     runs per chunk."""
     closure = _module(region.first, *region.inside)
     shown = "\n".join(map(editor.code, closure.body))
-    read, written = set(loaded(closure)), stored_names(closure) - {region.logits}
+    local = local_names(forward)
+    read, written = set(loaded(closure)), stored_names(closure, local) - {region.logits}
     for node in region.outside:
         if _has_return(node):
             raise Missed("no return between the head and the loss", editor.code(node))
-        changed = stored_names(node) & (read | {region.loss})
+        changed = stored_names(node, read | {region.loss})
         if changed:
             raise Missed(
                 f"no new value of {', '.join(sorted(changed))} between the head and the loss", editor.code(node)
@@ -411,12 +413,12 @@ def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner
         if late:
             raise Missed(f"no use of {', '.join(sorted(late))} but to make the logits", editor.code(node))
     for node in region.inside:
-        if _has_return(node) or region.loss in stored_names(node):
+        if _has_return(node) or stored_names(node, {region.loss}):
             what = "statements that make the logits, and nothing else, between the head and the loss"
             raise Missed(what, editor.code(node))
     others = _module(*(node for node in forward.body if node not in closure.body))
     given = {arg.arg for arg in walk(forward.args) if isinstance(arg, ast.arg)}
-    outer = set(loaded(others)) | stored_names(others) | given
+    outer = set(loaded(others)) | stored_names(others, local) | given
     shared = written & (outer | {"self", region.parameter})
     if shared:
         found = "\n".join(map(editor.code, region.inside))

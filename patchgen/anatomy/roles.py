@@ -23,6 +23,7 @@ from patchgen.anatomy.classes import (
     parameter_names,
     walk,
 )
+from patchgen.anatomy.flow import Attention, Embedder, Rotary
 from patchgen.anatomy.names import local_names
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def assign_class_roles(anatomy: Anatomy, info: ClassInfo) -> None:
     """Fills in the roles that follow from the class by itself."""
     inherited = anatomy.method(info.name, "forward")
     if inherited is not None:
-        _assign(info, _FORWARD_DETECTORS, info, inherited[1])
+        _assign(info, _FORWARD_DETECTORS, anatomy, info, inherited[1])
     if "forward" in info.methods:
         _assign(info, _OWN_FORWARD_DETECTORS, anatomy, info, info.methods["forward"])
     _assign(info, _DETECTORS, info)
@@ -105,7 +106,7 @@ def _assign(info: ClassInfo, detectors: dict[str, Callable[..., str | None]], *o
             info.roles[role] = reason
 
 
-def _norm(info: ClassInfo, forward: FunctionNode) -> str | None:
+def _norm(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
     """A mean of `x.pow(2)`, `x**2`, `x.square()` or `x * x`, and `rsqrt`, `sqrt` or a power of -0.5, however written."""
     nodes = [node for method in info.methods.values() for node in walk(method)]
     called = {name for method in info.methods.values() for name in called_names(method)}
@@ -121,26 +122,26 @@ def _norm(info: ClassInfo, forward: FunctionNode) -> str | None:
     return "forward divides by the root of a mean of squares"
 
 
-def _rotary(info: ClassInfo, forward: FunctionNode) -> str | None:
-    names = called_names(forward)
+def _rotary(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
+    names = called_names(info.node)
     if not ({"cos", "sin"} <= names or "polar" in names):
         return None
-    if len(taken := parameter_names(forward)) == 1 and "time" in taken[0]:  # of a time, not of positions
-        return None
-    uses_frequencies = any(isinstance(n, ast.Attribute) and "inv_freq" in n.attr for n in walk(info.node))
-    return "forward turns inverse frequencies into cos and sin" if uses_frequencies else None
+    flow = Rotary(anatomy, info.name)
+    flow.run(forward)
+    return "forward turns inverse frequencies into cos and sin" if flow.found else None
 
 
 def _attention(anatomy: Anatomy, info: ClassInfo) -> str | None:
     if any(reads_interface(anatomy, method) for method in info.methods.values()):
         return "calls transformers' attention interface"
-    forward = info.methods.get("forward", ast.Module([], []))
-    names = called_names(forward)
+    forward = info.methods.get("forward")
+    if forward is None:
+        return None
     if own := {dotted(node).rpartition(".")[2] for node in attention_of_torch(anatomy, forward)}:
         return f"calls torch's {min(own)} itself"
-    projections = ("q", "k", "v", "Wqkv", "c_attn", "query", "key", "value")
-    multiplies = "softmax" in names and names & {"matmul", "bmm", "baddbmm", "einsum"}
-    return HAND_WRITTEN if multiplies and any(name.startswith(projections) for name in info.attributes) else None
+    flow = Attention(anatomy, info.name)
+    flow.run(forward)
+    return HAND_WRITTEN if flow.found else None
 
 
 def _mlp(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
@@ -286,16 +287,18 @@ def _fusion(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | N
     return "scatters modality features into the token embeddings" if scatters else None
 
 
-def _tower(
-    inputs: Sequence[str], embeddings: Sequence[str], anatomy: Anatomy, info: ClassInfo, forward: FunctionNode
-) -> str | None:
+def _tower(inputs: Sequence[str], anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
     params = parameter_names(forward)
     if Role.DECODER in info.roles or "input_ids" in params or "labels" in params:
         return None
     hit = [name for name in inputs if name in params]
-    built = [name for name in embeddings if name in info.attributes]
-    loops = any(isinstance(node, ast.For) for node in walk(forward))
-    return f"takes {hit[0]}, embeds it with self.{built[0]} and runs layers" if hit and built and loops else None
+    if not hit or not any(isinstance(node, ast.For) for node in walk(forward)):
+        return None
+    flow = Embedder(anatomy, info.name)
+    flow.run(forward)
+    # The convolutions of an audio tower are its own: `audio_sp` divides the chunks that it makes them of.
+    embeds = flow.own if inputs == AUDIO_INPUTS else flow.found
+    return f"takes {hit[0]}, embeds it with self.{embeds[0]} and runs layers" if embeds else None
 
 
 _COMPOSITE_DETECTORS = {Role.MOE_BLOCK: _moe_block, Role.EXPERT_LIST: _expert_list}
@@ -303,8 +306,8 @@ _MODEL_DETECTORS = {  # of a PreTrainedModel with a forward of its own
     Role.DECODER: _decoder,
     Role.HEAD: _head,
     Role.FUSION: _fusion,
-    Role.VISION: partial(_tower, (*PIXELS, "grid_thw"), ("patch_embed", "patch_embedding", "embeddings")),
-    Role.AUDIO: partial(_tower, AUDIO_INPUTS, ("conv1", "conv2d1")),
+    Role.VISION: partial(_tower, (*PIXELS, "grid_thw")),
+    Role.AUDIO: partial(_tower, AUDIO_INPUTS),
 }
 
 

@@ -60,10 +60,10 @@ def require_given(call: ast.Call, loss: FunctionNode, method: FunctionNode, owne
             logits = named
     simple = [node for node in walk(method) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
     model = getattr(getattr(logits, "value", None), "id", "")
-    made = [getattr(node, "value", None) for node in simple if model in stored_names(node)]
+    made = [getattr(node, "value", None) for node in simple if stored_names(node, {model})]
     is_made = len(made) == 1 and isinstance(made[0], ast.Call) and own_attribute(made[0].func)
     is_mask = getattr(mask, "id", "") == MASK and MASK in parameter_names(method)
-    is_kept = not any(MASK in stored_names(node) for node in simple)
+    is_kept = not any(stored_names(node, {MASK}) for node in simple)
     others = all(is_number(value, owner, anatomy) for value in given.values())
     if not (isinstance(logits, ast.Attribute) and is_made and is_mask and is_kept and others):
         raise Missed("router logits as a model's result holds them, the caller's attention mask, and numbers", call)

@@ -18,8 +18,10 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.media import FEATURES
 
-# What a config holds a merger's side by, for the collator too: `t * h * w // side**2` are the features of a grid.
+# The fields of configs that hold a merger's side, in the order in which `runtime/media_sizes.py` looks for them: features
+# of a grid are `t * h * w // side**2`. The first holds a pair.
 SIDES = ("merge_kernel_size", "spatial_merge_size", "merge_size")
+LENGTHS_OF_SIDES = SIDES[1:]
 
 
 def _grids(methods: Sequence[FunctionNode], method: FunctionNode, taken: str) -> set[str]:
@@ -68,13 +70,13 @@ def _side_of(anatomy: Anatomy, owner: str, merger: ast.expr | None) -> str | Non
     """What a config calls the side of a square, `side**2` or `sides[0] * sides[1]`."""
     match merger:
         case ast.BinOp(side, ast.Pow(), ast.Constant(2)):
-            return _in_config(anatomy, owner, side)
+            return in_config(anatomy, owner, side)
         case ast.BinOp(ast.Subscript(side, ast.Constant(0)), ast.Mult(), ast.Subscript(other, ast.Constant(1))):
-            return _in_config(anatomy, owner, side) if ast.unparse(side) == ast.unparse(other) else None
+            return in_config(anatomy, owner, side) if ast.unparse(side) == ast.unparse(other) else None
     return None
 
 
-def _in_config(anatomy: Anatomy, owner: str | None, value: ast.AST | None) -> str | None:
+def in_config(anatomy: Anatomy, owner: str | None, value: ast.AST | None) -> str | None:
     """The name by which a config holds a value: of `self.visual.merge`, what the tower's `__init__` reads for it."""
     *held, name = (dotted(value) if value is not None else "").split(".")
     if held[:1] != ["self"]:  # a config that the class is built with, or a local of any meaning
@@ -85,7 +87,7 @@ def _in_config(anatomy: Anatomy, owner: str | None, value: ast.AST | None) -> st
     for attribute in held[1:]:
         builds = [*anatomy.builds(owner), *anatomy.auto_builds(owner)] if owner in anatomy.classes else []
         owner = next((anatomy.target_of(build) for build in builds if build.attribute == attribute), None)
-    return _in_config(anatomy, owner, anatomy.attribute(owner, name)) if owner in anatomy.classes else None
+    return in_config(anatomy, owner, anatomy.attribute(owner, name)) if owner in anatomy.classes else None
 
 
 def listed_sizes(method: FunctionNode) -> list[tuple[str, ast.Assign, ast.expr]]:

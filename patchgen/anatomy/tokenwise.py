@@ -18,8 +18,8 @@ from patchgen.anatomy.names import local_names
 from patchgen.anatomy.row_reader import RowReader
 
 
-def stored_names(node: ast.AST) -> set[str]:
-    """The names that code assigns, or whose values it may change in place."""
+def stored_names(node: ast.AST, among: Collection[str]) -> set[str]:
+    """Those of the names, for example all that the function around it binds, that code assigns or may change in place."""
     found: set[str] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store | ast.Del):
@@ -28,7 +28,7 @@ def stored_names(node: ast.AST) -> set[str]:
             found.add(base_name(child.func))
         if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):  # called for what it changes
             found |= set(loaded(child.value))
-    return (found - {"", "torch", "nn", "F", "logger", "warnings"}) | set(stored(node))
+    return (found | set(stored(node))).intersection(among)
 
 
 def mixing(

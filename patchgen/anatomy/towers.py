@@ -27,6 +27,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import Role
 from patchgen.anatomy.row_reader import LENGTHS_TEST
+from patchgen.anatomy.sizes import LENGTHS_OF_SIDES, in_config
 from patchgen.anatomy.tokenwise import mixing
 from patchgen.errors import LeftAlone
 
@@ -271,8 +272,20 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> dict[str, Fun
 
 
 def _group(anatomy: Anatomy, info: ClassInfo) -> str:
-    forms = {"spatial_merge_unit": "self.spatial_merge_unit", "spatial_merge_size": "self.spatial_merge_size**2"}
-    return next((source for name, source in forms.items() if anatomy.attribute(info.name, name) is not None), "1")
+    """How many rows are merged after the layers: the square of the side that the config states, by an attribute that
+    holds it or the side; "1" where the tower holds neither."""
+    held = {name: value for one in reversed([*anatomy.lineage(info.name)]) for name, value in one.attributes.items()}
+
+    def is_side(value: ast.AST) -> bool:
+        return in_config(anatomy, info.name, held.get(own_attribute(value) or "", value)) in LENGTHS_OF_SIDES
+
+    for name, value in held.items():
+        match value:
+            case ast.BinOp(one, ast.Mult(), other) if is_side(one) and ast.unparse(one) == ast.unparse(other):
+                return f"self.{name}"
+            case ast.BinOp(one, ast.Pow(), ast.Constant(2)) if is_side(one):
+                return f"self.{name}"
+    return next((f"self.{name}**2" for name, value in held.items() if is_side(value)), "1")
 
 
 def _gathers(

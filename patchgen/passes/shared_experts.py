@@ -6,7 +6,7 @@ import ast
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, calls, loaded, own_attribute, parameter_names
-from patchgen.anatomy.names import uses_name
+from patchgen.anatomy.names import local_names, uses_name
 from patchgen.anatomy.roles import LINEAR
 from patchgen.anatomy.tokenwise import stored_names
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
@@ -133,17 +133,17 @@ def _find(editor: Editor, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt,
     if uses_name(forward, HANDLE):
         return f"the name {HANDLE} is taken"
     first, last = sorted((at_shared, at_routed))
-    read = set(loaded(call))
+    read, local = set(loaded(call)), local_names(forward)
     if at_shared < at_routed:
         if not _is_reshaped(body[at_shared], call):
             return f"self.{shared} is computed with before self.{routed} is called"
-        result = stored_names(body[at_shared])
+        result = stored_names(body[at_shared], local)
         if any(uses_name(node, name) for node in body[first + 1 : last + 1] for name in result):
             return f"the result of self.{shared} is read before self.{routed} is called"
         # The call's own arguments are bound where it stands; what reshapes its result is read later.
         read = set(loaded(body[at_shared])) - read - result
         first, last = first + 1, last + 1
-    if read & {name for node in body[first:last] for name in stored_names(node)}:
+    if any(stored_names(node, read) for node in body[first:last]):
         return f"what self.{shared} reads is written between it and self.{routed}"
     return body[at_routed], body[at_shared], call
 

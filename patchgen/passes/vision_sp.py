@@ -47,7 +47,7 @@ class VisionSP(TowerSlices):
         class ExampleVision(PreTrainedModel):
             def __init__(self, config):
                 self.spatial_merge_size = config.spatial_merge_size
-                self.patch_embed = ExamplePatchEmbed(config)
+                self.patch_embed = nn.Linear(config.patch_size**2, config.hidden_size)
                 self.blocks = nn.ModuleList([ExampleBlock(config) for _ in range(config.depth)])
                 self.merger = ExampleMerger(config)
 

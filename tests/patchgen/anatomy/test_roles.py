@@ -74,21 +74,41 @@ def test_another_quotient_is_no_norm(code: str):
     assert Role.NORM not in roles(forward(code))
 
 
+BUFFERS = """
+def __init__(self, config):
+    frequencies, self.scale = self.compute(config)
+    self.register_buffer("theta", frequencies)
+    self.inv_freq = config.inv_freq
+    self.local = nn.Buffer(make())
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        (("f = self.inv_freq * x", "return f.cos(), f.sin()"), True),
-        (("return torch.polar(x, self.local_inv_freq)",), True),
-        (("f = self.inv_freq * x", "return f.cos()"), False),
-        (("f = self.inv_freq * x", "return f"), False),
-        (("f = self.frequencies * x", "return f.cos(), f.sin()"), False),
+        (("f = self.theta * x", "return f.cos(), f.sin()"), True),
+        (("f = torch.outer(x, self.local)", "c = torch.cos(f) * self.scale", "return c, torch.sin(f)"), True),
+        (("return torch.polar(torch.ones(1), self.theta * x)",), True),
+        (("f = getattr(self, f'{x.kind}_theta') * x", "return f.cos(), f.sin()"), True),
+        (("t, _ = self.compute(x.config)", "f = t * x", "return f.cos(), f.sin()"), True),
+        (("f = self.theta * x", "return torch.cat([f.cos(), f.sin()])"), False),  # of a time: one vector
+        (("f = self.theta * x", "return f.cos(), f.cos()"), False),
+        (("f = self.theta * x", "return f, f.cos(), x.sin()"), False),
+        (("f = self.theta * 2", "return f.cos(), f.sin()"), False),  # the same for all positions
+        (("f = self.inv_freq * x", "return f.cos(), f.sin()"), False),  # which is no buffer here
     ],
 )
-def test_a_rotary_embedding_turns_frequencies_into_angles(code: tuple, found: bool):
-    assert (Role.ROTARY in roles(forward(*code))) is found
+def test_a_rotary_embedding_turns_frequencies_in_a_buffer_into_angles(code: tuple, found: bool):
+    assert (Role.ROTARY in roles(BUFFERS + forward(*code))) is found
 
 
-PROJECTIONS = "def __init__(self):\n    self.q_proj = nn.Linear(8, 8)\n"
+PROJECTIONS = "def __init__(self):\n    self.q_proj = nn.Linear(8, 8)\n    self.soft = nn.Softmax(-1)\n"
+WRITTEN = "hand-written softmax(q k) v"
+SCORES = "def scores(self, q, k):\n    return torch.einsum('', q, k)\n"
+GIVES = "def __init__(self):\n    self.part = {}()\n"
+GATES = "class Gates(nn.Module):\n    def forward(self, x):\n        return x.softmax(-1)\n"
+GATES += "class Scores(nn.Module):\n    def forward(self, x):\n        return x @ x.mT\n"
+POOLS = "class Pools(nn.Module):\n    def forward(self, x):\n        return (x @ x.mT).softmax(-1) @ x\n"
 
 
 @pytest.mark.parametrize(
@@ -96,17 +116,28 @@ PROJECTIONS = "def __init__(self):\n    self.q_proj = nn.Linear(8, 8)\n"
     [
         (forward("return ALL_ATTENTION_FUNCTIONS[0](x)"), "calls transformers' attention interface"),
         (forward("return F.scaled_dot_product_attention(x)"), "calls torch's scaled_dot_product_attention itself"),
-        (PROJECTIONS + forward("return torch.matmul(x, x).softmax(-1)"), "hand-written softmax(q k) v"),
-        (PROJECTIONS + forward("return torch.einsum('', x).softmax(-1)"), "hand-written softmax(q k) v"),
-        (PROJECTIONS + forward("return x.softmax(-1)"), None),
-        (PROJECTIONS + forward("return torch.matmul(x, x)"), None),
-        (forward("return torch.matmul(x, x).softmax(-1)"), None),
-        (PROJECTIONS.replace("q_proj", "proj") + forward("return torch.matmul(x, x).softmax(-1)"), None),
+        (forward("return torch.matmul(torch.matmul(x, x).softmax(-1), x)"), WRITTEN),
+        (forward("w = torch.bmm(x, x)", "w = nn.functional.softmax(w, -1)", "return w @ self.third(x)"), WRITTEN),
+        (PROJECTIONS + forward("w = self.drop(self.soft(x @ x.mT))", "return w @ x"), WRITTEN),
+        (SCORES + forward("w = self.scores(x, k=x).softmax(-1)", "return w @ x"), WRITTEN),
+        (forward("w = x @ x", "if x.any():", "    w = w + 1", "return w.softmax(-1) @ x"), WRITTEN),
+        (PROJECTIONS + forward("return torch.matmul(x, x).softmax(-1)"), None),  # nothing is weighed
+        (PROJECTIONS + forward("return torch.matmul(x.softmax(-1), x)"), None),
+        (
+            PROJECTIONS + forward("w = torch.softmax(x @ self.weight, -1)", "return w @ self.table"),
+            None,
+        ),  # linear maps
+        (PROJECTIONS + forward("w = x @ x", "w = x", "return torch.softmax(w, -1) @ x"), None),
+        (PROJECTIONS + forward("w = x @ x", "return (x @ x) * w.softmax(-1).sum()"), None),
+        ("def __init__(self):\n    self.pools = Pools()\n" + forward("return self.pools(x) @ x"), None),  # it attends
+        (GIVES.format("Scores") + forward("return self.part(x).softmax(-1) @ x"), WRITTEN),
+        (GIVES.format("Gates") + forward("return self.part(x @ x) @ x"), None),  # of hidden states, not of scores
+        (forward("return x"), None),
         ("other = scaled_dot_product_attention()", None),
     ],
 )
 def test_attention(code: str, reason: str | None):
-    assert roles(code).get(Role.ATTENTION) == reason
+    assert roles(code, above="import torch.nn.functional as F\n" + POOLS + GATES).get(Role.ATTENTION) == reason
 
 
 @pytest.mark.parametrize(
@@ -229,20 +260,48 @@ def test_fusion_and_towers_by_their_media():
     assert Role.FUSION in roles(scatter, MODEL)
     assert Role.FUSION not in roles(scatter.replace("pixel_values", "pixels"), MODEL)
     assert Role.FUSION not in roles(scatter.replace("masked_scatter", "add"), MODEL)
-    embeds = "def __init__(self, config):\n    self.{} = nn.Linear(8, 8)\n    self.layers = []\n"
-    vision = embeds.format("patch_embed") + forward(*LOOP, parameters="grid_thw")
-    audio = embeds.format("conv1") + forward(*LOOP, parameters="input_features")
-    assert roles(vision, MODEL)[Role.VISION] == "takes grid_thw, embeds it with self.patch_embed and runs layers"
-    assert roles(audio, MODEL)[Role.AUDIO] == "takes input_features, embeds it with self.conv1 and runs layers"
+    audio = EMBEDS.format("nn.Conv1d(8, 8, 3)") + forward("x = self.stem(input_features)", *LOOP, parameters=SOUND)
+    assert roles(audio, MODEL)[Role.AUDIO] == "takes input_features, embeds it with self.stem and runs layers"
+    inside = audio.replace("nn.Conv1d(8, 8, 3)", "Patches()")
+    assert Role.AUDIO not in roles(inside, MODEL, PATCHES)  # whose chunks are not the tower's
+    assert Role.AUDIO in roles(audio.replace("x = self", "for p in input_features:\n        x = self"), MODEL)
+    assert Role.VISION not in roles(audio, MODEL)
+
+
+EMBEDS = "def __init__(self, config):\n    self.conv1 = config.width\n    self.stem = {}\n    self.layers = []\n"
+SOUND = "input_features"
+PATCHES = """
+class Patches(nn.Module):
+    def __init__(self):
+        self.inner = nn.Conv3d(8, 8, 3)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.inner(x))
+"""
+
+
+def test_a_vision_tower_makes_patches_of_its_input_by_a_convolution_or_linear_map():
+    line = "x = self.stem(x.float())"
+    vision = EMBEDS.format("Patches()") + forward(line, *LOOP, parameters="x, grid_thw")
+    assert roles(vision, MODEL, PATCHES)[Role.VISION] == "takes grid_thw, embeds it with self.stem and runs layers"
+    for made in ("nn.Linear(8, 8)", "nn.Conv2d(8, 8, 3)", "nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())"):
+        assert Role.VISION in roles(vision.replace("Patches()", made), MODEL)
     for old, new in (
         ("grid_thw", "grid"),
-        ("patch_embed", "proj"),
+        ("Patches()", "nn.LayerNorm(8)"),
+        (line, "x = self.stem(self.table)"),
+        (line, "for layer in self.layers:\n        x = self.stem(layer(x))"),
+        (line, "pass"),
         ("for layer in", "if"),
         ("grid_thw", "grid_thw, labels"),
         ("grid_thw", "grid_thw, input_ids"),
     ):
-        assert Role.VISION not in roles(vision.replace(old, new), MODEL)
-    assert Role.AUDIO not in roles(vision, MODEL) and Role.VISION not in roles(audio, MODEL)
+        assert Role.VISION not in roles(vision.replace(old, new), MODEL, PATCHES), new
+    assert Role.VISION not in roles(
+        vision.replace("stem", "patch_embed").replace("Patches()", "nn.LayerNorm(8)"), MODEL
+    )
+    assert Role.AUDIO not in roles(vision, MODEL, PATCHES)
 
 
 def signs(members: str, decorator: str = "") -> list[str]:

@@ -202,4 +202,6 @@ def test_what_an_attribute_runs_is_named_by_its_innermost_code(attribute: str, f
 
 def test_names_that_are_stored_or_changed_in_place():
     code = "a = b\nc[0] = d\ne.f.g = h\nfor i in j:\n    pass\ndel k\nl.add_(m)\nn(o.p())\nq = r.s()\ntorch.t_(u)\nv: int = 1\nw += 1"
-    assert stored_names(ast.parse(code)) == {"a", "c", "e", "i", "k", "l", "m", "n", "o", "q", "u", "v", "w"}
+    found = {"a", "c", "e", "i", "k", "l", "m", "n", "o", "q", "u", "v", "w"}
+    assert stored_names(ast.parse(code), {*"abcdefghijklmnopqrstuvw"}) == found
+    assert stored_names(ast.parse("F.mul_(2)\nlogger[0] = a"), {"F", "logger", "a"}) == {"F", "logger"}  # by any name

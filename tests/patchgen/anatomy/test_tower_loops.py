@@ -78,6 +78,7 @@ LOOP = LayerLoop(
     attentions=("Attention",),
 )
 CALL = "hidden_states = blk("
+BUILT = "        self.patch_embed ="
 NORM = "        hidden_states = self.norm(hidden_states)\n"
 RETURN = "        return merged\n"
 OUTPUT = RETURN.replace("merged", "Output(last_hidden_state=hidden_states, pooler_output=merged)")
@@ -101,8 +102,12 @@ def test_a_loop_by_what_its_layers_take():
     [
         ([("for number, blk in enumerate(self.blocks)", "for blk in self.blocks[:2]")], {}),
         ([("blk(hidden_states, ", "blk(hidden_states=hidden_states, ")], {}),
-        ([("        self.norm =", "        self.spatial_merge_size = 2\n        self.norm =")], {"group": "self.spatial_merge_size**2", "gathers": ((10, ("merged",)),)}),
-        ([("        self.norm =", "        self.spatial_merge_unit = 4\n        self.norm =")], {"group": "self.spatial_merge_unit", "gathers": ((10, ("merged",)),)}),
+        # The side that the config states, by whatever attribute; no attribute of that name that holds something else.
+        ([(BUILT, "        self.side = config.spatial_merge_size\n" + BUILT)], {"group": "self.side**2", "gathers": ((10, ("merged",)),)}),
+        ([(BUILT, "        self.side = config.merge_size\n        self.unit = self.side * self.side\n" + BUILT)], {"group": "self.unit", "gathers": ((10, ("merged",)),)}),
+        ([(BUILT, "        self.unit = config.merge_size**2\n" + BUILT)], {"group": "self.unit", "gathers": ((10, ("merged",)),)}),
+        ([(BUILT, "        self.spatial_merge_size = config.patch_size\n" + BUILT)], {}),
+        ([(BUILT, "        self.spatial_merge_unit = config.merge_size * config.patch_size\n" + BUILT)], {}),
         # What follows treats each row by itself, or does not.
         ([(NORM, NORM.replace("self.norm(hidden_states)", "self.norm(hidden_states.flip(0))"))], {"gathers": ((7, ("hidden_states",)),)}),
         ([(NORM, NORM.replace("self.norm(hidden_states)", "hidden_states - hidden_states.mean(0)"))], {"gathers": ((7, ("hidden_states",)),)}),
@@ -160,7 +165,7 @@ def test_what_is_not_understood_is_unread(edit: tuple[str, str]):
     ],
 )  # fmt: skip
 def test_groups_of_rows_are_merged_apart_or_gathered_first(edits: list, gathered: tuple):
-    merges = ("        self.blocks =", "        self.spatial_merge_unit = 4\n        self.blocks =")
+    merges = ("        self.blocks =", "        self.unit = config.merge_size**2\n        self.blocks =")
     assert read(merges, *edits).gathers == (gathered,)
 
 
@@ -193,7 +198,7 @@ def test_the_names_of_lengths_are_free():
 
 
 def test_rows_that_are_never_returned_are_unread():
-    merges = ("        self.norm =", "        self.spatial_merge_unit = 4\n        self.norm =")
+    merges = (BUILT, "        self.unit = config.merge_size**2\n" + BUILT)
     with pytest.raises(LeftAlone, match="never returned"):
         read(merges, (RETURN, RETURN.replace("merged", "grid_thw")))
 
@@ -343,7 +348,8 @@ def test_a_tower_by_role_is_divided_where_its_loop_is_read():
     for text, divided in (
         (TOWER, True),
         (TOWER.replace("cu_seqlens=cu_seqlens, ", ""), False),
-        (TOWER.replace("patch_embed", "proj"), False),
+        (TOWER.replace("patch_embed", "proj"), True),
+        (TOWER.replace("self.patch_embed = nn.Linear(8, 8)", "self.patch_embed = nn.LayerNorm(8)"), False),
     ):
         anatomy = anatomy_of(text)
         assert is_divided(anatomy, anatomy.classes["Tower"]) is divided

@@ -1,0 +1,296 @@
+"""What the values in a function are computed from: marks that go from its parameters through assignments and calls.
+
+A reader of one kind of class (`Attention`, `Rotary`, `Embedder`) says which marks an operation adds. Branches are joined,
+loops run twice, functions and methods of the file are followed; an operation that a reader does not know keeps the marks
+of what it is given.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    arguments,
+    base_name,
+    calls,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored,
+    targets,
+    walk,
+)
+
+if TYPE_CHECKING:
+    from patchgen.anatomy.graph import Anatomy
+
+Marks = frozenset[str]
+NONE: Marks = frozenset()
+DATA = "data"  # computed from what the function is handed, or by a module
+CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
+LINEAR = "torch.nn.Linear"
+PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+
+
+class Flow:
+    """Runs a method of `owner` on marks instead of values."""
+
+    def __init__(self, anatomy: Anatomy, owner: str, running: tuple[FunctionNode, ...] = ()) -> None:
+        self.anatomy, self.owner = anatomy, owner
+        self.values: dict[str, Marks] = {}
+        self._running = running
+
+    def run(self, function: FunctionNode, given: dict[str | None, Marks] | None = None) -> Marks:
+        """The marks of what a function returns; parameters that `given` does not name are data if it is None."""
+        handed = dict.fromkeys(parameter_names(function), frozenset({DATA})) if given is None else given
+        around, running = self.values, self._running
+        self.values, self._running = {name: marks for name, marks in handed.items() if name}, (*running, function)
+        found = self._statements(function.body)
+        self.values, self._running = around, running
+        return found
+
+    def operation(self, name: str, operands: Sequence[Marks]) -> Marks | None:
+        """The marks of an operation of torch's or of a method of a tensor, by its last name; None if it is not known."""
+
+    def product(self, operands: Sequence[Marks]) -> Marks:
+        return _joined(operands)
+
+    def function(self, meaning: str, call: ast.Call) -> Marks:
+        """The marks that a function which is not torch's adds to those of what it is given."""
+        return NONE
+
+    def attribute(self, name: str) -> Marks:
+        """The marks of `self.<name>`, read."""
+        return NONE
+
+    def module(self, name: str, call: ast.Call, operands: Sequence[Marks]) -> Marks:
+        """The marks of what the module `self.<name>` returns."""
+        return _joined(operands) | {DATA}
+
+    def built(self, name: str) -> tuple[str, FunctionNode] | None:
+        """The class of this file that `self.<name>` is built from, and its forward, unless that runs around this."""
+        found = {build.target for build in self.anatomy.builds(self.owner) if build.attribute == name}
+        target = found.pop() or "" if len(found) == 1 else ""
+        method = self.anatomy.method(target, "forward")
+        return (target, method[1]) if method is not None and method[1] not in self._running else None
+
+    def returned(self, value: ast.expr) -> Marks:
+        return self.value(value)
+
+    def value(self, node: ast.AST | None) -> Marks:
+        """The marks of an expression."""
+        match node:
+            case ast.Name(name, ast.Load()):
+                return self.values.get(name, NONE)
+            case ast.Attribute(owner, name):
+                return self.attribute(name) if own_attribute(node) else self.value(owner)
+            case ast.NamedExpr(target, value):
+                return self._bind(target, self.value(value))
+            case ast.BinOp(left, ast.MatMult(), right):
+                return self.product([self.value(left), self.value(right)])
+            case ast.Call():
+                return self._call(node)
+            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp() | ast.DictComp():
+                for part in node.generators:
+                    self._bind(part.target, self.value(part.iter))
+        return _joined(map(self.value, ast.iter_child_nodes(node))) if node is not None else NONE
+
+    def _call(self, call: ast.Call) -> Marks:
+        function, meaning = call.func, self.anatomy.names.resolve(call.func)
+        own, callee = own_attribute(function), self.anatomy.called(self.owner, call)
+        if callee is not None and callee not in self._running:
+            handed = arguments(call, parameter_names(callee))
+            return self.run(callee, {name: self.value(value) for name, value in handed.items()})
+        operands = [self.value(part) for part in (*call.args, *(keyword.value for keyword in call.keywords))]
+        if own is not None:
+            return self.module(own, call, operands)
+        known, meaning = None, meaning or ""
+        if not meaning and isinstance(function, ast.Attribute):  # a method of a tensor
+            operands.insert(0, self.value(function.value))
+            known = self.operation(function.attr, operands)
+        elif meaning.startswith("torch."):
+            known = self.operation(meaning.rpartition(".")[2], operands)
+        return _joined(operands) | self.function(meaning, call) if known is None else known
+
+    def _statements(self, body: Iterable[ast.stmt]) -> Marks:
+        return _joined([self._statement(statement) for statement in body])
+
+    def _statement(self, node: ast.stmt) -> Marks:
+        match node:
+            case (
+                ast.Assign(value=ast.expr() as value)
+                | ast.AugAssign(value=value)
+                | ast.AnnAssign(value=ast.expr() as value)
+            ):
+                self._assign(node, value)
+            case ast.Return(value) if value is not None:
+                return self.returned(value)
+            case ast.Expr(value):
+                marks = self.value(value)
+                if name := base_name(value):  # `x.add_(y)`
+                    self.values[name] = self.values.get(name, NONE) | marks
+            case ast.If(test, body, orelse):
+                self.value(test)
+                return self._branches(body, orelse)
+            case ast.For() | ast.While():
+                return self._loop(node)
+            case ast.With(_, body) | ast.Try(body):
+                return self._statements(body)
+        return NONE
+
+    def _branches(self, body: list[ast.stmt], orelse: list[ast.stmt]) -> Marks:
+        """What either returns; below them a name has the marks of both."""
+        before = dict(self.values)
+        found = self._statements(body)
+        after, self.values = self.values, before
+        found |= self._statements(orelse)
+        self.values = {name: after.get(name, NONE) | self.values.get(name, NONE) for name in {*after, *self.values}}
+        return found
+
+    def _loop(self, loop: ast.For | ast.While) -> Marks:
+        if isinstance(loop, ast.For):
+            self._bind(loop.target, self.value(loop.iter))
+        return self._branches(loop.body * 2, [])
+
+    def _assign(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign, value: ast.expr) -> None:
+        for target in targets(node):
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+                found = list(map(self.value, value.elts))
+                for part, marks in zip(target.elts, found, strict=True):
+                    self._bind(part, marks)
+            else:
+                self._bind(target, self.value(value), adds=isinstance(node, ast.AugAssign))
+
+    def _bind(self, target: ast.expr, marks: Marks, adds: bool = False) -> Marks:
+        if isinstance(target, ast.Tuple | ast.List):
+            for part in target.elts:
+                self._bind(part, marks)
+        elif name := base_name(target):
+            known = self.values.get(name, NONE) if adds or not isinstance(target, ast.Name) else NONE
+            self.values[name] = known | marks
+        return marks
+
+
+def _joined(parts: Iterable[Marks]) -> Marks:
+    return NONE.union(*parts)
+
+
+class Attention(Flow):
+    """softmax(q k) v: matrices of computed values are multiplied, and the softmax of the product with a third one."""
+
+    SCORES, WEIGHTS = "scores", "weights"
+    found = False
+
+    def operation(self, name: str, operands: Sequence[Marks]) -> Marks | None:
+        if name in PRODUCTS:
+            return self.product(operands)
+        return self._softmax(operands) if name == "softmax" else None
+
+    def _softmax(self, operands: Sequence[Marks]) -> Marks:
+        marks = _joined(operands)
+        return marks - {self.SCORES} | {self.WEIGHTS} if self.SCORES in marks else marks
+
+    def product(self, operands: Sequence[Marks]) -> Marks:
+        marks, computed = _joined(operands), [one for one in operands if DATA in one]
+        if len(computed) < 2:  # by a learned matrix: a linear map
+            return marks
+        self.found |= any(self.WEIGHTS in one for one in computed)
+        return marks - {self.WEIGHTS} | {self.SCORES}
+
+    def module(self, name: str, call: ast.Call, operands: Sequence[Marks]) -> Marks:
+        if self.anatomy.is_a(self.anatomy.attribute(self.owner, name), "torch.nn.Softmax"):
+            return self._softmax(operands)
+        built = self.built(name)
+        if built is None:
+            return super().module(name, call, operands)
+        inner = Attention(self.anatomy, built[0], self._running)
+        computed = [
+            one & {DATA} for one in operands
+        ]  # scores are those of one class: hidden states of a layer are none
+        marks = inner.run(built[1], dict(zip(parameter_names(built[1]), computed, strict=False)))
+        return (NONE if inner.found else marks & {self.SCORES}) | {DATA}
+
+
+class Rotary(Flow):
+    """cos and sin, apart or as a complex number, of what is handed in times frequencies that the class keeps in a buffer."""
+
+    FREQUENCIES, COS, SIN, POLAR = "frequencies", "cos", "sin", "polar"
+    found = False
+
+    def __init__(self, anatomy: Anatomy, owner: str) -> None:
+        super().__init__(anatomy, owner)
+        lineage = list(anatomy.lineage(owner))
+        registered = [c for info in lineage for c in calls(info.node) if own_attribute(c.func) == "register_buffer"]
+        built = {name: call for info in lineage for name, call in info.built.items()}
+        made = {name: call for name, call in built.items() if anatomy.is_a(call, "torch.nn.Buffer")}
+        named = (call.args[0] for call in registered if call.args)
+        self._buffers = {*made, *(str(name.value) for name in named if isinstance(name, ast.Constant))}
+        self._has_buffers = bool(made or registered)
+        read = {*loaded(*made.values(), *registered)} - {"self", "config"}
+        nodes = (node for info in lineage for node in walk(info.node))
+        assigned = [node for node in nodes if isinstance(node, ast.Assign) and read & {*stored(node)}]
+        self._makers = {own_attribute(call.func) for call in calls(*(node.value for node in assigned))}
+
+    def _frequencies(self, is_read: bool) -> Marks:
+        return frozenset({self.FREQUENCIES} if is_read else ())
+
+    def attribute(self, name: str) -> Marks:
+        return self._frequencies(name in self._buffers)
+
+    def function(self, meaning: str, call: ast.Call) -> Marks:
+        own = call.args and ast.unparse(call.args[0]) == "self"
+        return self._frequencies(meaning == "builtins.getattr" and bool(own) and self._has_buffers)
+
+    def operation(self, name: str, operands: Sequence[Marks]) -> Marks | None:
+        if name in ("cos", "sin", "polar") and _joined(operands) >= {self.FREQUENCIES, DATA}:
+            return frozenset({name})
+        return None
+
+    def module(self, name: str, call: ast.Call, operands: Sequence[Marks]) -> Marks:
+        return _joined(operands) | self._frequencies(name in self._makers)
+
+    def returned(self, value: ast.expr) -> Marks:
+        parts = [self.value(part) for part in value.elts] if isinstance(value, ast.Tuple) else [self.value(value)]
+        turns = [marks & {self.COS, self.SIN} for marks in parts]
+        self.found |= {self.COS} in turns and {self.SIN} in turns
+        self.found |= self.POLAR in _joined(parts)
+        return _joined(parts)
+
+
+class Embedder(Flow):
+    """The modules that make a convolution or a linear map of what is handed in, before the loop over the layers.
+
+    Attributes:
+        own: the attributes that are one, in the order of their calls.
+        found: these and the ones whose class has such attributes.
+    """
+
+    def __init__(self, anatomy: Anatomy, owner: str, running: tuple[FunctionNode, ...] = ()) -> None:
+        super().__init__(anatomy, owner, running)
+        self.own: list[str] = []
+        self.found: list[str] = []
+        self._in_layers = False
+
+    def module(self, name: str, call: ast.Call, operands: Sequence[Marks]) -> Marks:
+        value = self.anatomy.attribute(self.owner, name)
+        if DATA in _joined(operands) and value is not None and not self._in_layers:
+            made = calls(value) if self.anatomy.is_a(value, "torch.nn.Sequential") else (value,)
+            is_own = any(self.anatomy.is_a(one, *CONVOLUTIONS, LINEAR) for one in made)
+            self.own += [name] * is_own
+            self.found += [name] * (is_own or self._is_inside(name))
+        return super().module(name, call, operands)
+
+    def _is_inside(self, name: str) -> bool:
+        built = self.built(name)
+        inner = Embedder(self.anatomy, built[0] if built else "", self._running)
+        if built is not None:
+            inner.run(built[1])
+        return bool(inner.found)
+
+    def _loop(self, loop: ast.For | ast.While) -> Marks:
+        called = {base_name(call.func) for call in calls(*loop.body)}
+        self._in_layers |= isinstance(loop, ast.For) and bool(called & {*stored(loop.target)})
+        return super()._loop(loop)
