@@ -297,22 +297,29 @@ class RowReader:
         if isinstance(function, ast.Subscript) and (modules := self._listed(function.value)):
             return self._one_of(modules, call)
         if isinstance(function, ast.Name) and isinstance(self.values.get(function.id), Layer):
-            given = map(self.value, (*call.args, *named.values()))
-            return Result(next((value for value in given if isinstance(value, str)), "*."))
+            return self._of_known(map(self.value, (*call.args, *named.values())))
         if own := own_attribute(function):
             return self.own(own, call) if self._is_handed(call) else None
         if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
             return self._inside("", self._anatomy.names.functions[resolved[1:]], call)
-        if not resolved and isinstance(function, ast.Attribute) and has_rows(self.value(function.value)):
+        if not resolved and isinstance(function, ast.Attribute) and has_rows(changed := self.value(function.value)):
+            if is_tensor(changed) and f"torch.Tensor.{function.attr}" in self._known:
+                return self._of_known([changed])
             return self._operation(function.attr.rstrip("_"), call, [function.value, *call.args], named)
         if not self._is_handed(call):
             return None
-        if library in known.LIBRARIES or name in self._known:
+        if resolved in self._known:
+            return self._of_known(map(self.value, call.args))
+        if library in known.LIBRARIES:
             return self._operation(name, call, call.args, named)
         makes_number = resolved in known.NUMBERS or (library.startswith("transformers.") and name in UPSTREAM)
         if makes_number and self._are_sizes((*call.args, *named.values())):
             return Size("~")
         raise Mixed(call)
+
+    def _of_known(self, given: Iterable[Value]) -> Result:
+        """What a caller's known class or operation makes of its arguments: rows as the first tensor has them."""
+        return Result(next((value for value in given if isinstance(value, str)), "*."))
 
     def _is_handed(self, call: ast.Call) -> bool:
         """Whether a call is handed something of rows."""
@@ -338,8 +345,6 @@ class RowReader:
         others = [*args[1:], *named.values()]
         if isinstance(found, Size) and self._are_sizes(others):
             return Size("~")
-        if name in self._known:
-            return Result(next((v for v in map(self.value, args) if isinstance(v, str)), "*."))
         if known.is_pointwise(name, args, named) and not (name == "layer_norm" and axes.last(found) == "r"):
             return joined([self.value(arg) for arg in (*args, *named.values())], call)
         if name == "cat":
@@ -398,8 +403,8 @@ class RowReader:
             is_row = name in known.ROW_MODULES and not self._fixed and not sizes and axes.last(same) == "."
             if resolved in GETTERS or (library == "torch.nn" and (name in known.ACTIVATIONS or is_row)):
                 return same
-            if name in self._known:
-                return Result(next((one for one in given if isinstance(one, str)), "*."))
+            if resolved in self._known:
+                return self._of_known(given)
             form = CONVOLVED.get(resolved)
             if form and not self._fixed and same in (form, "r&"):
                 return form

@@ -48,7 +48,7 @@ def mixing(
             or what they hold (`Value`).
         owner: the class whose `self` the body uses.
         anatomy: of the file, for the functions, methods and modules that the body calls.
-        known: classes and operations that may be called besides.
+        known: what else may be called, by what names resolve to: ".Attention", "torch.squeeze", "torch.Tensor.squeeze".
         groups: whether rows may be put together into groups of neighbours, which are rows from there on.
     """
     values: dict[str, Value] = tensors if isinstance(tensors, dict) else dict.fromkeys(tensors, "*.")

@@ -124,7 +124,8 @@ def _require_rows(
     attentions: Mapping[str, FunctionNode],
 ) -> None:
     """Raises LeftAlone where something but attention may mix the rows: a rank would mix those of its slice."""
-    known = {*attentions, *(one.name for one in anatomy.with_role(Role.MOE_BLOCK)), "squeeze", "finfo"}
+    known = {f".{name}" for name in (*attentions, *(one.name for one in anatomy.with_role(Role.MOE_BLOCK)))}
+    known |= {"torch.squeeze", "torch.Tensor.squeeze"}
     for build in (build for build in anatomy.builds(info.name) if build.attribute == layers):
         method = anatomy.method(build.target or "", "forward")
         if method is None or anatomy.names.is_wrapped(method[1]):

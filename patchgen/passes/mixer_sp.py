@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, dotted, loaded, stored
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, loaded, stored
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import (
     HAND_WRITTEN,
@@ -21,6 +21,7 @@ from patchgen.anatomy.sequence_operations import (
     UNKNOWN,
     of_the_language_model,
     sequence_operations,
+    stepping_loops,
     unwrapped,
 )
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
@@ -83,7 +84,7 @@ class MixerSP(SitePass):
                 place = f"{info.name}.{name}"
                 code = {place: method} if name != "__init__" else {}
                 code |= {f"{place}: {below}": anatomy.functions[below] for below in _functions_below(anatomy, method)}
-                loops = {where: _sequence_loop(function) for where, function in code.items()}
+                loops = {where: _sequence_loop(anatomy, function) for where, function in code.items()}
                 remarks += [_not_parallel(where, loop) for where, loop in loops.items() if loop is not None]
         return list(dict.fromkeys(remarks))
 
@@ -100,7 +101,7 @@ class MixerSP(SitePass):
         own = depthwise_convolutions(anatomy, info)
         besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, own)]
         functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
-        steps = any(map(_stepping_loops, functions))
+        steps = any(stepping_loops(anatomy, function) for function in functions)
         needed = [kind for kind, is_needed in ((CONVOLUTION, own), (DELTA_RULE, steps)) if is_needed]
         if missing := [kind for kind in needed if kind not in kinds]:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing)
@@ -118,10 +119,6 @@ _SIGNATURES = {
     CONVOLUTION: "a causal convolution of this file, (x, weight, bias, ...)",
     DELTA_RULE: "a chunked delta rule of this file, (query, key, value, ..., beta, chunk_size)",
 }
-
-
-def _stepping_loops(function: FunctionNode) -> list[ast.For]:
-    return [node for node in ast.walk(function) if isinstance(node, ast.For) and dotted(node.iter) == "range"]
 
 
 def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
@@ -145,9 +142,9 @@ def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
     return f"{HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel" if by_hand else ""
 
 
-def _sequence_loop(function: FunctionNode) -> ast.For | None:
+def _sequence_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | None:
     """A loop over a counted range that carries a value from one step to the next."""
-    for loop in _stepping_loops(function):
+    for loop in stepping_loops(anatomy, function):
         given = next(calls(loop.iter)).args
         counts = " ".join(map(ast.unparse, given))
         changed = set(stored(ast.Module(loop.body, []))) - set(stored(loop.target))
