@@ -25,8 +25,8 @@ from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LIST
 
 CONVOLVED = {"torch.nn.Conv1d": "r..", "torch.nn.Conv2d": "r...", "torch.nn.Conv3d": "r...."}
-INTERFACE = ".ALL_ATTENTION_FUNCTIONS.get_interface"
-LENGTHS_TEST = ".is_flash_attention_requested"
+INTERFACE = "ALL_ATTENTION_FUNCTIONS.get_interface"
+LENGTHS_TEST = "is_flash_attention_requested"
 UPSTREAM = {"get_max_seqlen"}
 HANDED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # lengths, as the interface takes them
 GETTERS = ("transformers.activations.get_activation",)
@@ -184,7 +184,7 @@ class RowReader:
         return self._anatomy.names.resolve(node, self._local) or ""
 
     def _is_upstream(self, node: ast.expr, name: str) -> bool:
-        return self._resolve(node).startswith("transformers.") and self._resolve(node).endswith(name)
+        return self._anatomy.names.is_upstream(node, name, self._local)
 
     # ---------------------------------------------------------------------------------------- expressions
 

@@ -26,7 +26,9 @@ CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
 BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
 ALONG = {"cumsum", "cumprod", "logcumsumexp", "roll", "associative_scan"}  # of torch, along a dimension
 CONV1D_PARAMETERS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")  # torch's
-KERNEL_DECORATOR = "use_kernel_func_from_hub_with_fallback"  # transformers' decorator
+KERNEL_DECORATOR = (
+    "use_kernel_func_from_hub_with_fallback"  # transformers': a kernel takes its place where one is installed
+)
 COUNTED = "builtins.range"
 
 
@@ -44,7 +46,8 @@ def _kind(anatomy: Anatomy, function: FunctionNode) -> str:
     parameters, code = parameter_names(function), calls(function)
     body = function.body[ast.get_docstring(function) is not None :]
     if [ast.unparse(statement) for statement in body] == ["return None"]:
-        return FUSED if _has_kernel(anatomy, function) else ""
+        has_kernel = any(anatomy.names.is_upstream(one, KERNEL_DECORATOR) for one in function.decorator_list)
+        return FUSED if has_kernel else ""
     if any(is_in_place(call.func) and base_name(call.func) in parameters for call in code):
         return ""  # the state of an earlier call, which it updates for a token
     if any(convolutions(anatomy, function)):
@@ -75,12 +78,6 @@ def _is_depthwise(anatomy: Anatomy, function: FunctionNode) -> bool:
         if not is_direct or "groups" not in given or ast.unparse(given["groups"]) not in channels:
             return False
     return True
-
-
-def _has_kernel(anatomy: Anatomy, function: FunctionNode) -> bool:
-    """Whether transformers puts a kernel in the function's place where one is installed."""
-    meanings = [anatomy.names.resolve(getattr(node, "func", node)) or "" for node in function.decorator_list]
-    return any(one.startswith("transformers.") and one.endswith(f".{KERNEL_DECORATOR}") for one in meanings)
 
 
 def stepping_loops(anatomy: Anatomy, function: FunctionNode) -> list[ast.For]:

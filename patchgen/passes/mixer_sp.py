@@ -149,7 +149,7 @@ def _sequence_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | None:
         counts = " ".join(map(ast.unparse, given))
         changed = set(stored(ast.Module(loop.body, []))) - set(stored(loop.target))
         carried = _read_before_stored(loop.body) & changed
-        over_parts = any(word in counts for word in ("self.", "config", "expert"))
+        over_parts = any(word in counts for word in ("self.", "config"))
         if carried and not over_parts and not isinstance(given[-1], ast.Constant):
             return loop
     return None

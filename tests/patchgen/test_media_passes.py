@@ -145,6 +145,15 @@ def test_upstreams_filter_is_believed_only_where_the_release_drops_them() -> Non
         assert "self.get_image_features(pixel_values, **ops.tower_kwargs(kwargs))" in kept.module.text
 
 
+def test_upstreams_filter_is_known_by_its_import() -> None:
+    renamed = FILTERED.replace("@accepts_precomputed_kwargs", "@drops")
+    release = ReleaseWithFilter(DROPS)
+    for module, is_filtered in (("transformers.utils.generic", True), ("elsewhere", False)):
+        for text, alias in ((renamed, " as drops"), (FILTERED, "")):
+            text = f"from {module} import accepts_precomputed_kwargs{alias}\n{text}"
+            assert bool(applied(AttentionKwargs(), text, release=release).upstream) == is_filtered
+
+
 def test_a_maximum_of_another_form_is_a_miss() -> None:
     text = """
 class ExampleVisionAttention(nn.Module):
