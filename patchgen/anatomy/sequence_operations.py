@@ -1,4 +1,4 @@
-"""The functions of a file that run along the sequence: convolutions, delta rules, state-space scans; and where it is the text's."""
+"""The functions of a file that run along the sequence (convolutions, delta rules, scans), and the language model's classes."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def _scan_kind(function: FunctionNode) -> str:
     return UNKNOWN
 
 
-def unwrapped(info: ClassInfo, operations: Collection[str], anatomy: Anatomy) -> ast.AST | None:
-    """What runs along the sequence below a mixer's methods, in no call that this pass wraps: an operation behind another
-    name, one of another file, or torch's own."""
+def unwrapped_operation(info: ClassInfo, operations: Collection[str], anatomy: Anatomy) -> ast.AST | None:
+    """Code that runs along the sequence in a mixer and that no call of `operations` covers: an operation under another name,
+    one of another file, or torch's own."""
     for method in [method for name, method in info.methods.items() if name != "__init__"]:
         pending, seen = [method], set(operations)
         while pending:
@@ -128,15 +128,15 @@ def unwrapped(info: ClassInfo, operations: Collection[str], anatomy: Anatomy) ->
 
 
 def _aliases(name: str, anatomy: Anatomy) -> list[ast.AST]:
-    """The statements of the file that bind a name to another one."""
+    """The statements of the file that make a name an alias."""
     found = anatomy.names.statements.get(name, ())
     return [one for one in found if isinstance(one, ast.Assign) and isinstance(one.value, ast.Name)]
 
 
-def of_the_language_model(anatomy: Anatomy) -> set[str]:
-    """The classes below a decoder; in a file without one below its heads, or all; none if it is built from another file.
+def language_model_classes(anatomy: Anatomy) -> set[str]:
+    """The classes that a decoder builds; without a decoder those that the heads build, or all; none if it is in another file.
 
-    Models inside that take no tokens, and towers, run along another sequence.
+    Towers and inner models that take no tokens run along another sequence.
     """
     towers = [info.name for role in (Role.AUDIO, Role.VISION) for info in anatomy.with_role(role)]
     towers += [name for name in anatomy.classes if anatomy.is_model(name) and _takes_no_tokens(anatomy, name)]

@@ -19,10 +19,10 @@ from patchgen.anatomy.sequence_operations import (
     CONVOLUTION,
     DELTA_RULE,
     UNKNOWN,
-    of_the_language_model,
+    language_model_classes,
     sequence_operations,
     stepping_loops,
-    unwrapped,
+    unwrapped_operation,
 )
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, insert_first, wrap_calls
@@ -57,7 +57,7 @@ class MixerSP(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         operations = set(sequence_operations(anatomy))
-        language = of_the_language_model(anatomy)
+        language = language_model_classes(anatomy)
         return [
             site_of(info, f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}")
             for info in anatomy.still_in(module)
@@ -68,7 +68,7 @@ class MixerSP(SitePass):
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """What steps along the sequence in a loop and is no operation that this pass knows."""
         known = {site.block for site in self.sites(module, anatomy)}
-        language = of_the_language_model(anatomy)
+        language = language_model_classes(anatomy)
         remarks: list[str] = []
         for info in anatomy.still_in(module):
             if info.name not in language or info.name in known:
@@ -110,7 +110,7 @@ class MixerSP(SitePass):
         named = [n for body in bodies for n in ast.walk(body) if isinstance(n, ast.Name) and n.id in operations]
         if len(named) > len(kinds) or besides:  # one that nothing hands the whole sequence
             raise Missed("every operation along the sequence in a call of its own name", [*besides, *named][-1])
-        if (hidden := unwrapped(info, operations, anatomy)) is not None:
+        if (hidden := unwrapped_operation(info, operations, anatomy)) is not None:
             raise Missed("operations along the sequence in calls of their own names alone", hidden)
         return Rewritten(editor.result, " and ".join(dict.fromkeys(kinds)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
-from patchgen.anatomy.experts import read_elsewhere, read_experts
+from patchgen.anatomy.experts import other_reader, read_experts
 from patchgen.anatomy.roles import left_alone_experts
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import append_method
@@ -66,7 +66,7 @@ def _experts(anatomy: Anatomy, head: str) -> Experts:
     below, found = anatomy.reached_from([head]), {}
     for info in (one for one in anatomy.with_role(Role.EXPERTS) if one.name in below):
         formula = read_experts(anatomy, info.name)
-        names = (formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias)
+        names = (formula.gate_up_weight, formula.gate_up_bias, formula.down_weight, formula.down_bias)
         stacks = tuple(name for name in names if name)
-        found[info.name] = stacks, read_elsewhere(anatomy, info.name, stacks, below)
+        found[info.name] = stacks, other_reader(anatomy, info.name, stacks, below)
     return found
