@@ -262,8 +262,8 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> dict[str, Fun
     found = {}
     for name in (one.name for one in anatomy.with_role(Role.ATTENTION) if one.name in below):
         method = anatomy.method(name, "forward")
-        called = [anatomy.names.resolve(call.func) or "" for call in calls(method[1])] if method is not None else []
-        if method is None or not any(one.startswith("transformers.") and one.endswith(LENGTHS_TEST) for one in called):
+        called = calls(method[1]) if method is not None else ()
+        if method is None or not any(anatomy.names.is_upstream(call, LENGTHS_TEST) for call in called):
             raise LeftAlone(f"{name} does not choose between lengths and one call per input")
         found[name] = method[1]
     if not found:

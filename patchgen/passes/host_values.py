@@ -27,7 +27,7 @@ PREFIXED = "accepts_precomputed_kwargs"
 
 
 class HostValues(SitePass):
-    """How many features each image has follows from its grid, which the collator had on the host."""
+    """The number of features of each image follows from its grid, which the collator had on the host."""
 
     name = "host_values"
     purpose = (
@@ -95,19 +95,19 @@ class HostValues(SitePass):
 
 
 def _document(editor: Editor, anatomy: Anatomy, function: FunctionNode, names: Iterable[str]) -> None:
-    """Describes parameters in the docstring, where upstream's decorator reads them and complains of others."""
+    """Describes parameters in the docstring: upstream's `auto_docstring` warns of parameters without a description."""
     if not any(anatomy.names.is_upstream(one, "auto_docstring") for one in function.decorator_list):
         return
     lines = [f"{name} (`list[int]`, *optional*): Features of each item, if known on the host." for name in names]
     first = function.body[0]
-    told = ast.get_docstring(function, clean=False)
-    if told is None or not isinstance(first, ast.Expr):
+    docstring = ast.get_docstring(function, clean=False)
+    if docstring is None or not isinstance(first, ast.Expr):
         editor.above(first, f'"""{"".join(lines)}"""', at_top=True, marked=False)
         return
     text, indent = editor.code(first.value), f"\n{' ' * first.col_offset}"
     literal = cst.parse_expression(f"({text})")
-    if not (isinstance(literal, cst.SimpleString) and len(literal.quote) == 3):  # in which lines have no place
-        text = told.replace("\\", r"\\").replace('"', r"\"")
+    if not (isinstance(literal, cst.SimpleString) and len(literal.quote) == 3):  # which cannot have several lines
+        text = docstring.replace("\\", r"\\").replace('"', r"\"")
         text = f'"""{text}"""'
     editor.instead(first.value, "".join([text[:-3].rstrip(), *(indent + line for line in lines), indent, text[-3:]]))
 

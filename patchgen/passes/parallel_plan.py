@@ -15,7 +15,7 @@ Experts = dict[str, tuple[tuple[str, ...], str]]  # class -> its stacks, and wha
 
 
 class ParallelPlan(SitePass):
-    """A plan typed by hand forgets parameters; this one lists what the experts' forward uses."""
+    """The plan lists the parameters that the experts' forward uses."""
 
     name = "parallel_plan"
     purpose = "Each head reports which parameters carry the expert dimension."
@@ -42,8 +42,8 @@ class ParallelPlan(SitePass):
         experts = {name: stacks for name, (stacks, reader) in read.items() if not reader}
         header = "def get_parallel_plan(self) -> ops.ParallelPlan:"
         alone = _left_alone(anatomy, site.block, read)
-        told = f", left_alone={alone!r}" if alone else ""
-        code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r}{told})"
+        left_alone = f", left_alone={alone!r}" if alone else ""
+        code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r}{left_alone})"
         listed = ", ".join(f"{name}: {len(parameters)} parameters" for name, parameters in experts.items())
         return Rewritten(append_method(block, code, self.mark), listed or "no experts")
 
