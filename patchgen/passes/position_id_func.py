@@ -79,7 +79,7 @@ def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
         found = anatomy.method(name, attribute)
         nodes = ast.walk(found[1]) if found is not None else ()
         loads = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load))
-        read += sorted({name for node in loads if (name := own_attribute(node))} - set(read))
+        read += sorted({attr for node in loads if (attr := own_attribute(node))} - set(read))
     return {attribute for attribute in read if not anatomy.method(name, attribute)}
 
 
