@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 from patchgen.anatomy.known import ALONG, REDUCING
 
-MOVES = {"unsqueeze": 1, "unbind": 1, "cat": 1}  # operations that move axes, with the place of `dim`
+AXIS_MOVES = {"unsqueeze": 1, "unbind": 1, "cat": 1}  # operations that move axes, with the place of `dim`
 
 
 class Mixed(Exception):
@@ -52,7 +52,7 @@ def is_tensor(value: Value) -> TypeGuard[str]:
     return isinstance(value, str) and not isinstance(value, Size)
 
 
-def last(value: Value) -> str:
+def last_axis(value: Value) -> str:
     """The last axis of a tensor; of anything else, none of rows."""
     return value[-1] if isinstance(value, str) else "."
 
@@ -151,7 +151,7 @@ def indexed(axes: str, node: ast.Subscript) -> str:
     return found + "".join(rest)
 
 
-def put_together(parts: Value, along: ast.expr | None, node: ast.AST) -> str:
+def concatenated(parts: Value, along: ast.expr | None, node: ast.AST) -> str:
     """`torch.cat` of pieces of rows, or of tensors along another axis."""
     if not isinstance(parts, tuple | list) or not is_tensor(first := next(iter(parts), None)):
         raise Mixed(node)
@@ -179,11 +179,11 @@ def reshaped(axes: Value, sizes: Sequence[tuple[str, Value]], node: ast.AST) -> 
 
 def along(name: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr]) -> ast.expr | None:
     """The `dim` that an operation is given, the tensor being its first argument."""
-    places = ALONG | REDUCING | MOVES
+    places = ALONG | REDUCING | AXIS_MOVES
     return named.get("dim", named.get("axis", dict(enumerate(args)).get(places.get(name, -1))))
 
 
-def moved(
+def along_axis(
     name: str, axes: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr], node: ast.AST
 ) -> Value:
     """What an operation of one tensor along its axes makes."""

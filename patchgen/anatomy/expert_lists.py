@@ -22,7 +22,7 @@ from patchgen.anatomy.classes import (
     uses,
     walk,
 )
-from patchgen.anatomy.experts import built_by_one_call, check_rows, counts_of, term_told
+from patchgen.anatomy.experts import counts_of, require_rowwise, single_call, term_text
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.interpreter import Interpreter, Term
 from patchgen.anatomy.names import local_names
@@ -209,7 +209,7 @@ def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
             pass
         case _:
             raise Missed(form, found[1])
-    check_rows(anatomy, name, act, "an activation of each row by itself, without learned values", fixed=True)
+    require_rowwise(anatomy, name, act, "an activation of each row by itself, without learned values", fixed=True)
     return gate, up, down, act
 
 
@@ -217,7 +217,7 @@ def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
     """Whether the three projections have a bias, as their `nn.Linear(...)` says."""
     found = set()
     for projection in projections:
-        built = built_by_one_call(anatomy, name, projection, "nn.Linear")
+        built = single_call(anatomy, name, projection, "nn.Linear")
         given = [k.value for k in built.keywords if k.arg == "bias"] + built.args[2:3]
         constant = given[0].value if given and isinstance(given[0], ast.Constant) else None
         found.add(BIAS if not given or constant is True else NO_BIAS if constant is False else CONFIGURED_BIAS)
@@ -262,7 +262,7 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
                 method.name, (*place[:-1], position), name, hidden, index, weights, dtype, PROMOTED, gone
             )
         case _:
-            raise Missed("ACC.index_add_(0, tokens, expert(X[tokens]) * W[tokens, slots, None])", term_told(added))
+            raise Missed("ACC.index_add_(0, tokens, expert(X[tokens]) * W[tokens, slots, None])", term_text(added))
     x, index, routing = (_name_of(term, above, loop) for term in (hidden, selection, weights))
     born = max(i for i, terms in made.items() if accumulator in terms)
     _check_around([*body, *_below(method.body, place)], place[-1], born, accumulator)

@@ -1,6 +1,6 @@
-"""What routed experts compute, read from the loop over experts in their code: stacks of weights (`expert_lists` reads modules).
+"""Reads what routed experts with stacked weights compute from their loop over experts (`expert_lists` reads modules).
 
-The options of the fused call (activation, biases, layout) come from the code itself and not from flags beside it.
+The options of the fused call (activation, biases, layout) come from that code.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from patchgen.anatomy.roles import stack_shapes
 from patchgen.anatomy.tokenwise import mixing_member
 from patchgen.errors import Missed
 
-# What gives a module's stacks, or those of the modules below it, by no name of theirs.
-WHOLE = {"parameters", "named_parameters", "get_parameter", "_parameters", "state_dict", "get_submodule"}
-WHOLE |= {"modules", "named_modules", "children", "named_children", "_modules"}
+# Members of torch modules that give access to parameters or submodules without naming one.
+MODULE_CONTENTS = {"parameters", "named_parameters", "get_parameter", "_parameters", "state_dict", "get_submodule"}
+MODULE_CONTENTS |= {"modules", "named_modules", "children", "named_children", "_modules"}
 
 
 @dataclass(frozen=True)
 class ExpertsFormula:
-    """`down(gate(up(x)))` of one expert, by the names of attributes of the experts module."""
+    """`down(gate(gate_up(x)))` of one expert, by the attribute names of the experts module."""
 
     hidden_states: str  # the three parameters of forward
-    top_k_index: str  # empty: each expert is handed as many rows, one after the other
+    top_k_index: str  # empty: the rows come sorted by expert, equally many for each
     top_k_weights: str
     num_experts: str  # source
-    up_weight: str
+    gate_up_weight: str  # gate and up stacked; up alone where the experts have no gate
     down_weight: str
-    up_bias: str | None = None
+    gate_up_bias: str | None = None
     down_bias: str | None = None
     is_transposed: bool = False  # `x @ W[e]` instead of `linear(x, W[e])`
     is_gated: bool = True
@@ -68,9 +68,11 @@ def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
     return _weighted(anatomy, owner, added, sorted(counts))
 
 
-def read_elsewhere(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Iterable[str]) -> str:
-    """Code of the classes `among`, or of a function, that reads a stack of the experts beside their forward; empty if none
-    does: there a rank that holds a part of the experts would take it for all of them."""
+def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Iterable[str]) -> str:
+    """Code outside the experts' forward that reads one of their stacks: of the classes `among`, or a function; empty if none.
+
+    On a rank with a part of the experts it would take that part for all of them.
+    """
     own = {info.name for info in anatomy.lineage(owner)}
     forward = anatomy.classes[owner].methods["forward"]
     serving = {METHOD, "__init__", "forward", *(own_attribute(call.func) for call in calls(forward))}
@@ -82,7 +84,7 @@ def read_elsewhere(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: I
     named = {"forward", *(node.attr for node in nodes if isinstance(node, ast.Attribute))}
     for name, function in code:
         runs = function.name != "__init__" and (not name or function.name in named)
-        of_one = {id(_of_first(node)) for node in walk(function)}
+        shared_properties = {id(_first_parameter(node)) for node in walk(function)}
         for node in walk(function):
             match node:
                 case ast.Attribute(value, read, ast.Load()) | ast.Call(
@@ -93,14 +95,14 @@ def read_elsewhere(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: I
                         [b.target for b in anatomy.builds(name) if b.attribute == own_attribute(value)] if name else []
                     )
                     is_other = name not in own if is_own else bool(built) and not own & set(built)
-                    is_whole = read in WHOLE and runs and id(node) not in of_one
-                    if (read in stacks and not is_other) or (is_whole and _may_hold(anatomy, name, value, own)):
+                    reads_contents = read in MODULE_CONTENTS and runs and id(node) not in shared_properties
+                    if (read in stacks and not is_other) or (reads_contents and _may_hold(anatomy, name, value, own)):
                         return f"{name or function.name} reads {ast.unparse(node)}"
     return ""
 
 
-def _of_first(node: ast.AST) -> ast.expr | None:
-    """What gives the parameter of `next(<module>.parameters()).dtype`: all that a module's parameters have in common."""
+def _first_parameter(node: ast.AST) -> ast.expr | None:
+    """The `parameters` of `next(<module>.parameters()).dtype`: dtype and device are those of all parameters."""
     match node:
         case ast.Attribute(ast.Call(ast.Name("next"), [ast.Call(read)]), "dtype" | "device"):
             return read
@@ -108,14 +110,14 @@ def _of_first(node: ast.AST) -> ast.expr | None:
 
 
 def _may_hold(anatomy: Anatomy, name: str, module: ast.expr, own: set[str]) -> bool:
-    """Whether a module that a method of the class `name` reads is the experts, or is above them, as far as is known."""
+    """Whether a module that a method of the class `name` reads may be the experts or contain them."""
     classes = _classes_of(anatomy, name, module)
     bases = {one for one in anatomy.classes if anatomy.is_model(one) and not anatomy.method(one, "forward")}
     return classes is None or bool(own & anatomy.reached_from(classes, without=bases))
 
 
 def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | None:
-    """The classes of this file that a module may be an instance of; None where the source does not tell."""
+    """The classes of this file that a module may be an instance of; None if the source does not say."""
     match module:
         case ast.Name("self") if name:
             return {one for one in anatomy.classes if name in [info.name for info in anatomy.lineage(one)]}
@@ -126,8 +128,8 @@ def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | Non
             lineage = [info for owner in owners or () for info in anatomy.lineage(owner)]
             found = {b.target for i in lineage for b in i.builds if b.attribute == attribute}
             found |= {anatomy.target_of(b) for i in lineage for b in i.auto_builds if b.attribute == attribute}
-            held = [value for owner in owners or () for value in anatomy.held(owner, attribute)]
-            is_known = owners is not None and (found or (held and all(isinstance(one, ast.Call) for one in held)))
+            values = [value for owner in owners or () for value in anatomy.held(owner, attribute)]
+            is_known = owners is not None and (found or (values and all(isinstance(one, ast.Call) for one in values)))
             return {one for one in found if one} if is_known else None
     return None
 
@@ -136,18 +138,18 @@ def _read_batched(anatomy: Anatomy, owner: str, result: Term | None, counts: Seq
     """Products of all experts at once: `x.view(E, -1, H)`, `bmm`, the gate, `bmm`, `.view(-1, H)`."""
     sizes = [("experts",), *(("size", ("self", name), 0) for name in _stacks(anatomy, owner))]
     match result:
-        case ("together", output, width) if output[0] == "linear":
+        case ("stacked rows", output, width) if output[0] == "linear":
             pass
         case _:
             raise Missed(
-                "the rows of all experts below each other: bmm(...).view(-1, H)", term_told(result or ("none",))
+                "the rows of all experts below each other: bmm(...).view(-1, H)", term_text(result or ("none",))
             )
     formula = _formula(anatomy, owner, output, "", "", counts)
     shares = [term for term in _parts(output) if term[:1] == ("shares",)]
     if not shares or any(term[2] not in sizes or term[3] != width for term in shares):
-        raise Missed("rows in as many parts as experts, x.view(E, -1, H), and put together as wide", term_told(result))
+        raise Missed("rows in as many parts as experts, x.view(E, -1, H), and put together as wide", term_text(result))
     if not formula.is_gated or formula.activation is None:
-        raise Missed("activation(gate) * up", term_told(output))
+        raise Missed("activation(gate) * up", term_text(output))
     return formula
 
 
@@ -162,7 +164,7 @@ def _weighted(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) 
     match added:
         case ("mul", output, ("routing", ("value", weights), ("value", index))):
             return _formula(anatomy, owner, output, index, weights, counts)
-    raise Missed("the expert output times its routing weight", term_told(added))
+    raise Missed("the expert output times its routing weight", term_text(added))
 
 
 def _formula(
@@ -171,41 +173,41 @@ def _formula(
     norm = None
     if output[0] == "call":
         _, norm, output = output
-        check_rows(anatomy, owner, norm, "a norm of each row of the output", fixed=False)
+        require_rowwise(anatomy, owner, norm, "a norm of each row of the output", fixed=False)
     match output:
         case ("linear", inner, down, down_bias, transposed):
             pass
         case _:
-            raise Missed("a projection of the gated values", term_told(output))
+            raise Missed("a projection of the gated values", term_text(output))
     match inner:
         case ("mul", ("call", function, ("half", first, 0)), ("half", other, 1)) if first == other:
             is_gated, is_own = True, False
         case ("call", function, first):
             is_gated = is_own = _is_halved(anatomy, owner, first, down, transposed)
         case _:
-            raise Missed("activation(gate) * up, or a gate of the whole projection", term_told(inner))
+            raise Missed("activation(gate) * up, or a gate of the whole projection", term_text(inner))
     match first:
         case ("linear", ("rows" | "shares" as rows, ("value", hidden), *_), up, up_bias, layout) if (
             layout == transposed and (rows == "rows") == bool(index)
         ):
             pass
         case _:
-            raise Missed("a projection of the tokens, in the same layout as the second one", term_told(first))
+            raise Missed("a projection of the tokens, in the same layout as the second one", term_text(first))
     fixed_rows = "an activation or a gate of each row by itself, without learned values"
-    check_rows(anatomy, owner, function, fixed_rows, fixed=True)
+    require_rowwise(anatomy, owner, function, fixed_rows, fixed=True)
     for name in filter(None, (up, down, up_bias, down_bias)):
-        built_by_one_call(anatomy, owner, name, "nn.Parameter")
-    own_counts = [count for count in counts if not count.startswith("self.config.")]
-    if not own_counts:
+        single_call(anatomy, owner, name, "nn.Parameter")
+    attribute_counts = [count for count in counts if not count.startswith("self.config.")]
+    if not attribute_counts:
         raise Missed("the number of experts set in __init__, for example self.num_experts", owner)
     return ExpertsFormula(
         hidden_states=hidden,
         top_k_index=index,
         top_k_weights=weights,
-        num_experts=own_counts[0],
-        up_weight=up,
+        num_experts=attribute_counts[0],
+        gate_up_weight=up,
         down_weight=down,
-        up_bias=up_bias,
+        gate_up_bias=up_bias,
         down_bias=down_bias,
         is_transposed=transposed,
         is_gated=is_gated,
@@ -215,21 +217,25 @@ def _formula(
     )
 
 
-def built_by_one_call(anatomy: Anatomy, owner: str, attribute: str, kind: str) -> ast.Call:
-    """The one call of `kind` that makes what `self.<attribute>` holds."""
-    held = anatomy.held(owner, attribute)
-    if len(held) == 1 and isinstance(held[0], ast.Call) and anatomy.names.resolve(held[0].func) == f"torch.{kind}":
-        return held[0]
-    found = " or ".join(map(ast.unparse, held)) or f"no self.{attribute}"
+def single_call(anatomy: Anatomy, owner: str, attribute: str, kind: str) -> ast.Call:
+    """The only call that `self.<attribute>` is assigned, of torch's `kind`."""
+    values = anatomy.held(owner, attribute)
+    if (
+        len(values) == 1
+        and isinstance(values[0], ast.Call)
+        and anatomy.names.resolve(values[0].func) == f"torch.{kind}"
+    ):
+        return values[0]
+    found = " or ".join(map(ast.unparse, values)) or f"no self.{attribute}"
     raise Missed(f"{owner}.{attribute} = {kind}(...)", found)
 
 
 def _is_halved(anatomy: Anatomy, owner: str, first: Term, down: str, transposed: bool) -> bool:
-    """Whether a gate makes `[rows, I]` of `[rows, 2I]`, as the shapes of the two weights say."""
+    """Whether a gate maps `[rows, 2I]` to `[rows, I]`, by the shapes of the two weights."""
     shapes = _stacks(anatomy, owner)
     up = first[2] if first[0] == "linear" else ""
     if up not in shapes or down not in shapes:
-        raise Missed("two stacks of weights", term_told(first))
+        raise Missed("two stacks of weights", term_text(first))
     wide, narrow = shapes[up][2 if transposed else 1], shapes[down][1 if transposed else 2]
     if wide == narrow:
         return False
@@ -238,36 +244,38 @@ def _is_halved(anatomy: Anatomy, owner: str, first: Term, down: str, transposed:
     raise Missed("a gate that makes one value of two", f"{up}: {wide}, {down}: {narrow}")
 
 
-def check_rows(anatomy: Anatomy, owner: str, attribute: str, expected: str, *, fixed: bool) -> None:
+def require_rowwise(anatomy: Anatomy, owner: str, attribute: str, expected: str, *, fixed: bool) -> None:
     mixed = mixing_member(anatomy, owner, attribute, fixed=fixed)
     if mixed is not None:
         raise Missed(expected, f"self.{attribute}: {mixed if isinstance(mixed, str) else ast.unparse(mixed)}")
 
 
 def _stacks(anatomy: Anatomy, owner: str) -> dict[str, list[str]]:
-    """The shape of every stack of matrices that the class holds, as source."""
+    """The shape of every stack of matrices of the class, as source."""
     return {name: shape for info in anatomy.lineage(owner) for name, shape in stack_shapes(anatomy, info).items()}
 
 
 def counts_of(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> set[str]:
-    """The expressions that stand for the number of experts: `source`, and the attributes that hold the same."""
+    """The expressions for the number of experts: `source`, and the attributes with the same value."""
     known = {source}
     attributes = [name for info in anatomy.lineage(owner) for name in info.attributes]
     for _ in range(2):
         for name in attributes:
-            held = [ast.unparse(value) for value in anatomy.held(owner, name)]
+            values = [ast.unparse(value) for value in anatomy.held(owner, name)]
+            if len(values) != 1:
+                continue
             if f"self.{name}" in known:
-                known |= set(held[:1]) if len(held) == 1 else set()
-            elif len(held) == 1 and held[0] in known:
+                known.add(values[0])
+            elif values[0] in known:
                 known.add(f"self.{name}")
     known |= {f"self.{count}" for count in known if count.startswith("config.") and "config" in attributes}
     own = {c for c in known if c.startswith("self.config.") or (c.startswith("self.") and anatomy.held(owner, c[5:]))}
     return own | ({f"len(self.{experts})"} if experts else set())
 
 
-def term_told(term: Term) -> str:
+def term_text(term: Term) -> str:
     """A term for a message: `mul(call(act_fn, half(...)), ...)`."""
     inner = ", ".join(
-        term_told(part) if isinstance(part, tuple) else str(part) for part in term[1:] if part is not None
+        term_text(part) if isinstance(part, tuple) else str(part) for part in term[1:] if part is not None
     )
     return f"{term[0]}({inner})" if inner else str(term[0])

@@ -1,4 +1,4 @@
-"""What is known of torch's operations and modules by their names, and which attributes hold numbers of the config."""
+"""Tables of torch's operations and modules, and which attributes are numbers from the config."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ TABLES = ("transformers.activations.ACT2FN", "transformers.activations.ACT2CLS")
 
 
 def is_number(anatomy: Anatomy, owner: str, attribute: str) -> bool:
-    """Whether `self.<attribute>` is a number that the config gives, and no tensor that is learned or changes."""
+    """Whether `self.<attribute>` is a number from the config, not a tensor."""
     held = anatomy.held(owner, attribute)
     return bool(held) and all(_is_number(value, anatomy, owner) for value in held)
 
 
 def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, seen: frozenset[str] = frozenset()) -> bool:
-    """A constant, something of a config, or what arithmetic and a choice make of them."""
+    """Whether an expression is a constant or a value of a config, or computed from these."""
     if isinstance(value, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp):
         parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
         return all(isinstance(part, ast.Compare) or _is_number(part, anatomy, owner, seen) for part in parts)
@@ -55,7 +55,7 @@ def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, seen: frozenset[str
 
 
 def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, seen: frozenset[str]) -> bool:
-    """A parameter of `__init__`: by its annotation, else by what it is handed, else by its default; or a local name there."""
+    """A parameter of `__init__`: by its annotation, else by its arguments, else by its default; or a local variable there."""
     init = anatomy.method(owner, "__init__")
     if init is None:
         return False
@@ -72,8 +72,8 @@ def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, seen: froze
 
 
 def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:
-    """Whether what rows are multiplied by has two axes, so that the last one stays: the weight of a linear layer, or a
-    parameter of two sizes. A vector would leave the rows last."""
+    """Whether a factor has two axes, so that the product has a last axis: the weight of a linear layer, or a parameter of two
+    sizes. A product with a vector would end in the rows."""
     match factor:
         case ast.Attribute(ast.Name("self"), "weight") if anatomy.is_a(ast.Name(owner, ast.Load()), *MATRIX_MODULES):
             return True
@@ -98,12 +98,12 @@ def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
 
 
 def is_of_config(value: ast.AST) -> bool:
-    """`config` and `self.config` hold the configuration, by transformers' contract: no tensor, nothing that is learned."""
+    """Whether it is `config`, `self.config` or an attribute: by transformers' contract no tensor."""
     return dotted(value) == "config" or dotted(value).startswith(("config.", "self.config."))
 
 
 def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
-    """Whether an operation with these arguments, the tensor first, treats each row by itself wherever its rows are."""
+    """Whether an operation with these arguments, the tensor first, treats each row by itself, whichever axis the rows are."""
     if name == "where":
         return len(args) + len(named) == 3  # of a condition alone: the places where it holds
     return name in POINTWISE and not (name == "layer_norm" and has_sizes(args[1:2], named))

@@ -87,6 +87,11 @@ class Names:
             return self._known[node.id]
         return f"builtins.{node.id}" if hasattr(builtins, node.id) and "*" not in self._known else None
 
+    def is_upstream(self, node: ast.AST | None, name: str, local: Container[str] = ()) -> bool:
+        """Whether an expression, or the function that it calls, is what transformers defines under this name somewhere."""
+        meaning = self.resolve(node.func if isinstance(node, ast.Call) else node, local) or ""
+        return meaning.startswith("transformers.") and meaning.endswith(f".{name}")
+
     def imports(self, statement: ast.AST) -> Iterator[tuple[str, str]]:
         """Name -> what it stands for, of an import statement wherever it is written; nothing for other statements."""
         if isinstance(statement, ast.Import | ast.ImportFrom):

@@ -177,7 +177,7 @@ def _reshaped(term: Term, sizes: tuple[Term, ...]) -> Term | None:
         case ("value", *_), (parts, ("const", -1), width):
             return ("shares", term, parts, width)
         case ("linear", *_), (("const", -1), width):
-            return ("together", term, width)
+            return ("stacked rows", term, width)
         case ("weights", *chosen), (("const", -1), ("const", 1)):
             return ("routing", *chosen)
         case ("rows", *_), (("const", -1), (kind, *_)) if kind != "const":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 
 from patchgen.anatomy.classes import (
     FunctionNode,
@@ -24,7 +25,9 @@ def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
     """Whether a forward that is given no positions takes `0, 1, 2, ...` behind those of a cache.
 
     What stores to them must be known: plain assignments in `if position_ids is None:`, and elsewhere another shape.
+    Another name for the positions counts as theirs.
     """
+    forward = _with_one_name(forward)
     nodes, bound = list(walk(forward)), stored(forward)
     above = {name: value for name, value in plain_assignments(forward.body).items() if bound.count(name) == 1}
     known: set[ast.AST] = set()
@@ -57,6 +60,26 @@ def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
     ]
     changed += [call.func for call in calls(forward) if is_in_place(call.func)]
     return all(base_name(node) != POSITIONS for node in changed)
+
+
+def _with_one_name(forward: FunctionNode) -> FunctionNode:
+    """The forward with the positions under their own name wherever `places = position_ids` gives them another, also in a
+    choice: `places = position_ids if ... else ...`, `places = position_ids or ...`."""
+    names = {POSITIONS}
+    for node in walk(forward):  # an alias of an alias stands below it
+        match node:
+            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=value):
+                parts = [value]
+                parts += [value.body, value.orelse] if isinstance(value, ast.IfExp) else []
+                parts += value.values if isinstance(value, ast.BoolOp) else []
+                names |= {name} if any(isinstance(p, ast.Name) and p.id in names for p in parts) else set()
+    if len(names) == 1:
+        return forward
+    renamed = copy.deepcopy(forward)
+    for node in ast.walk(renamed):
+        if isinstance(node, ast.Name) and node.id in names:
+            node.id = POSITIONS
+    return renamed
 
 
 def _is_arange(anatomy: Anatomy, forward: FunctionNode, value: ast.expr) -> bool:

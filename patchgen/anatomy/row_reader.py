@@ -25,16 +25,16 @@ from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LIST
 
 CONVOLVED = {"torch.nn.Conv1d": "r..", "torch.nn.Conv2d": "r...", "torch.nn.Conv3d": "r...."}
-INTERFACE = ".ALL_ATTENTION_FUNCTIONS.get_interface"
-LENGTHS_TEST = ".is_flash_attention_requested"
-UPSTREAM = {"get_max_seqlen"}
-HANDED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # lengths, as the interface takes them
-GETTERS = ("transformers.activations.get_activation",)
-CHUNKED = "transformers.pytorch_utils.apply_chunking_to_forward"  # upstream's own chunks of tokens
+INTERFACE = "ALL_ATTENTION_FUNCTIONS.get_interface"
+LENGTHS_TEST = "is_flash_attention_requested"
+UPSTREAM_NUMBERS = {"get_max_seqlen"}
+LENGTH_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # of the attention interface
+ACTIVATION_GETTERS = ("transformers.activations.get_activation",)
+CHUNKING = "transformers.pytorch_utils.apply_chunking_to_forward"  # upstream's own chunks of tokens
 
 
 class RowReader:
-    """Follows the axes of rows through code: what mixes rows, or rows with another axis, is none of what is known."""
+    """Tracks the axes of rows through code, and raises `Mixed` at code that is not known to keep rows apart."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class RowReader:
     ) -> None:
         self._anatomy, self._owner, self._local, self._seen = anatomy, owner, local, seen
         self._fixed, self._known, self._groups = fixed, known, groups
-        self._modules: dict[str, list[ast.expr]] = {}  # of a loop over a list of modules: its step, and what it may be
-        self.values, self._attends, self._memo = dict(values), set(), {}
-        self._slices: set[str] = set()  # names of parts of matrices
+        self._modules: dict[str, list[ast.expr]] = {}  # loop variable -> the modules that it may be
+        self.values, self._attention_functions, self._memo = dict(values), set(), {}
+        self._slices: set[str] = set()  # names of slices of matrices
         self.returned: Value = None
         self._in_pieces = False  # in a loop over pieces of rows
 
@@ -60,7 +60,7 @@ class RowReader:
         for statement in body:
             match statement:
                 case ast.If(test, inside) if _is_inference(test):
-                    self._inference(inside)
+                    self._run_inference_branch(inside)
                     self.run(statement.orelse)
                 case ast.If(ast.Call(function), inside) if self._is_upstream(function, LENGTHS_TEST):
                     self.run(inside)  # ranks that divide rows attend by lengths
@@ -77,7 +77,7 @@ class RowReader:
                     names = {*after, *self.values}
                     self.values = {n: axes.either(after.get(n), self.values.get(n), statement) for n in names}
                     self._memo.clear()
-                case ast.For(ast.Name(name), source, body, []) if modules := self._listed(source):
+                case ast.For(ast.Name(name), source, body, []) if modules := self._listed_modules(source):
                     self._set(name, None)
                     self._modules[name] = modules
                     self.run(body * 2)  # what one leaves meets the next
@@ -111,7 +111,7 @@ class RowReader:
         source = statement.value
         match source:
             case ast.Call(function) if self._is_upstream(function, INTERFACE):
-                self._attends |= set(stored(statement))
+                self._attention_functions |= set(stored(statement))
                 return
             case ast.Call(ast.Attribute(matrix, "split")) if self._is_matrix(matrix):
                 self._slices |= set(stored(statement))
@@ -139,7 +139,7 @@ class RowReader:
         """Whether it is `x[:, :, fixed]`, of all rows."""
         match target:
             case ast.Subscript(owner, ast.Tuple([_, *_, last] as parts)) if is_tensor(found := self.value(owner)):
-                self._plain(last)
+                self._require_no_rows(last)
                 return bool(axes.indexed(found, ast.Subscript(owner, ast.Tuple([*parts[:-1], ast.Slice()]))))
         return False
 
@@ -148,11 +148,11 @@ class RowReader:
         self._modules.pop(name, None)
         self._memo.clear()
 
-    def _inference(self, body: Sequence[ast.stmt]) -> None:
+    def _run_inference_branch(self, body: Sequence[ast.stmt]) -> None:
         """A branch that training never takes may go through the logits piece by piece: `x[s] = f(x[s])`."""
         for statement in body:
             if isinstance(statement, ast.With | ast.While):
-                self._inference(statement.body)
+                self._run_inference_branch(statement.body)
                 continue
             match statement:
                 case ast.Assign([ast.Subscript() as part, *_], ast.Call(_, [same, *others])) if ast.unparse(
@@ -162,13 +162,13 @@ class RowReader:
             if self._mentions(statement):
                 raise Mixed(statement)
 
-    def _listed(self, source: ast.expr) -> list[ast.expr]:
-        """What stands in the list of modules that an attribute or property holds; nothing for any other expression."""
+    def _listed_modules(self, source: ast.expr) -> list[ast.expr]:
+        """The elements of the module list in an attribute or property; empty for any other expression."""
         match self._anatomy.held(self._owner, own_attribute(source) or ""):
             case [ast.FunctionDef(body=[*_, ast.Return(held)], decorator_list=[kind])] if held and (
                 self._resolve(kind) == "builtins.property"
             ):
-                return self._listed(held)
+                return self._listed_modules(held)
             case [ast.Call(function, [ast.List() | ast.ListComp() as made])] if self._resolve(function) == LIST:
                 return made.elts if isinstance(made, ast.List) else [made.elt]
         return []
@@ -184,12 +184,12 @@ class RowReader:
         return self._anatomy.names.resolve(node, self._local) or ""
 
     def _is_upstream(self, node: ast.expr, name: str) -> bool:
-        return self._resolve(node).startswith("transformers.") and self._resolve(node).endswith(name)
+        return self._anatomy.names.is_upstream(node, name, self._local)
 
     # ---------------------------------------------------------------------------------------- expressions
 
     def value(self, node: ast.expr) -> Value:
-        """What an expression holds of rows.
+        """The axes of rows in an expression.
 
         Raises:
             Mixed: it is not known to keep rows apart.
@@ -216,14 +216,14 @@ class RowReader:
             case ast.Attribute(owner, name):
                 return self._attribute(node, owner, name)
             case ast.Subscript():
-                return self._part(node)
+                return self._subscript(node)
             case ast.BinOp(left, ast.MatMult(), right):
-                return self._operation("matmul", node, [left, right], {})
+                return self._call_operation("matmul", node, [left, right], {})
             case ast.Compare(left, [ast.Is() | ast.IsNot()]):
                 self.value(left)
                 return None
             case ast.Call():
-                return self._called(node)
+                return self._call(node)
             case ast.IfExp(test, left, right):
                 if has_rows(self.value(test)):
                     raise Mixed(test)
@@ -249,7 +249,7 @@ class RowReader:
             raise Mixed(node)
         return axes.sizes_of(found, node) if name == "shape" else found
 
-    def _part(self, node: ast.Subscript) -> Value:
+    def _subscript(self, node: ast.Subscript) -> Value:
         place = axes.integer(node.slice)
         if isinstance(node.value, ast.Attribute) and node.value.attr == "shape" and place is not None:
             return axes.size_of(self.value(node.value.value), node.slice, node)
@@ -258,7 +258,7 @@ class RowReader:
             case None:
                 if self._mentions(node.slice) and not isinstance(node.slice, ast.Slice | ast.Tuple):
                     raise Mixed(node)
-                self._plain(node.slice)
+                self._require_no_rows(node.slice)
                 return None
             case Size():
                 return Size("~")
@@ -269,11 +269,11 @@ class RowReader:
             case list() if place is not None and not isinstance(found, Pieces):
                 return found[0]
             case str():
-                self._plain(node.slice)
+                self._require_no_rows(node.slice)
                 return axes.indexed(found, node)
         raise Mixed(node)
 
-    def _plain(self, node: ast.expr) -> None:
+    def _require_no_rows(self, node: ast.expr) -> None:
         """Raises `Mixed` if a part of an index, or a keyword's value, has to do with rows."""
         parts = node.elts if isinstance(node, ast.Tuple) else [node]
         for part in parts:
@@ -281,55 +281,62 @@ class RowReader:
                 if bound is not None and has_rows(self.value(bound)):
                     raise Mixed(node)
 
-    def _called(self, call: ast.Call) -> Value:
+    def _call(self, call: ast.Call) -> Value:
         resolved, function = self._resolve(call.func), call.func
         library, _, name = resolved.rpartition(".")
         named = {keyword.arg: keyword.value for keyword in call.keywords}
-        if resolved == CHUNKED and (own := own_attribute(call.args[0])):
+        if resolved == CHUNKING and (own := own_attribute(call.args[0])):
             inner = ast.Call(call.args[0], [arg for arg in call.args[1:] if has_rows(self.value(arg))], [])
-            return self.own(own, inner)
+            return self.call_own(own, inner)
         if resolved in ("builtins.isinstance", "torch.is_tensor"):
             return None
-        if isinstance(function, ast.Name) and function.id in self._attends:
-            return self._attended(call, named)
+        if isinstance(function, ast.Name) and function.id in self._attention_functions:
+            return self._call_attention(call, named)
         if isinstance(function, ast.Name) and function.id in self._modules:
-            return self._one_of(self._modules[function.id], call)
-        if isinstance(function, ast.Subscript) and (modules := self._listed(function.value)):
-            return self._one_of(modules, call)
+            return self._call_any(self._modules[function.id], call)
+        if isinstance(function, ast.Subscript) and (modules := self._listed_modules(function.value)):
+            return self._call_any(modules, call)
         if isinstance(function, ast.Name) and isinstance(self.values.get(function.id), Layer):
-            given = map(self.value, (*call.args, *named.values()))
-            return Result(next((value for value in given if isinstance(value, str)), "*."))
+            return self._known_result(map(self.value, (*call.args, *named.values())))
         if own := own_attribute(function):
-            return self.own(own, call) if self._is_handed(call) else None
+            return self.call_own(own, call) if self._passes_rows(call) else None
         if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
-            return self._inside("", self._anatomy.names.functions[resolved[1:]], call)
-        if not resolved and isinstance(function, ast.Attribute) and has_rows(self.value(function.value)):
-            return self._operation(function.attr.rstrip("_"), call, [function.value, *call.args], named)
-        if not self._is_handed(call):
+            return self._call_function("", self._anatomy.names.functions[resolved[1:]], call)
+        if not resolved and isinstance(function, ast.Attribute) and has_rows(changed := self.value(function.value)):
+            if is_tensor(changed) and f"torch.Tensor.{function.attr}" in self._known:
+                return self._known_result([changed])
+            return self._call_operation(function.attr.rstrip("_"), call, [function.value, *call.args], named)
+        if not self._passes_rows(call):
             return None
-        if library in known.LIBRARIES or name in self._known:
-            return self._operation(name, call, call.args, named)
-        makes_number = resolved in known.NUMBERS or (library.startswith("transformers.") and name in UPSTREAM)
+        if resolved in self._known:
+            return self._known_result(map(self.value, call.args))
+        if library in known.LIBRARIES:
+            return self._call_operation(name, call, call.args, named)
+        makes_number = resolved in known.NUMBERS or (library.startswith("transformers.") and name in UPSTREAM_NUMBERS)
         if makes_number and self._are_sizes((*call.args, *named.values())):
             return Size("~")
         raise Mixed(call)
 
-    def _is_handed(self, call: ast.Call) -> bool:
-        """Whether a call is handed something of rows."""
+    def _known_result(self, given: Iterable[Value]) -> Result:
+        """The result of what the caller says is known: rows as in the first tensor."""
+        return Result(next((value for value in given if isinstance(value, str)), "*."))
+
+    def _passes_rows(self, call: ast.Call) -> bool:
+        """Whether an argument of a call has to do with rows."""
         return any(
             has_rows(self.value(arg.value if isinstance(arg, ast.Starred) else arg))
             for arg in (*call.args, *(keyword.value for keyword in call.keywords))
         )
 
-    def _attended(self, call: ast.Call, named: dict[str | None, ast.expr]) -> Value:
+    def _call_attention(self, call: ast.Call, named: dict[str | None, ast.expr]) -> Value:
         """transformers' interface: `[1, heads, rows, dim]` thrice gives `[1, rows, heads, dim]`, and weights."""
         query, *others = [self.value(arg) for arg in call.args[1:4]]
-        more = [*call.args[4:], *(value for key, value in named.items() if key not in HANDED)]
+        more = [*call.args[4:], *(value for key, value in named.items() if key not in LENGTH_ARGUMENTS)]
         if query != "1.r." or any(one != query for one in others) or any(map(has_rows, map(self.value, more))):
             raise Mixed(call)
         return ("1r..", None)
 
-    def _operation(
+    def _call_operation(
         self, name: str, call: ast.AST, args: Sequence[ast.expr], named: dict[str | None, ast.expr]
     ) -> Value:
         """A function of torch, or a method of a tensor, with its arguments by position, the tensor first."""
@@ -338,12 +345,10 @@ class RowReader:
         others = [*args[1:], *named.values()]
         if isinstance(found, Size) and self._are_sizes(others):
             return Size("~")
-        if name in self._known:
-            return Result(next((v for v in map(self.value, args) if isinstance(v, str)), "*."))
-        if known.is_pointwise(name, args, named) and not (name == "layer_norm" and axes.last(found) == "r"):
+        if known.is_pointwise(name, args, named) and not (name == "layer_norm" and axes.last_axis(found) == "r"):
             return joined([self.value(arg) for arg in (*args, *named.values())], call)
         if name == "cat":
-            return axes.put_together(found, axes.along(name, args, named), call)
+            return axes.concatenated(found, axes.along(name, args, named), call)
         if name in ("view", "reshape"):
             sizes = self.value(args[1]) if len(args) == 2 else None
             each = sizes if isinstance(sizes, tuple) else [self.value(size) for size in args[1:]]
@@ -354,9 +359,9 @@ class RowReader:
             return axes.reshaped(found, list(zip(sources, each, strict=True)), call)
         if not isinstance(found, str) or any(has_rows(self.value(arg)) for arg in others):
             raise Mixed(call)
-        if name in known.PRODUCTS and axes.last(found) == "." and all(map(self._is_matrix, others[:1])):
+        if name in known.PRODUCTS and axes.last_axis(found) == "." and all(map(self._is_matrix, others[:1])):
             return found
-        return axes.moved(name, found, args, named, call)
+        return axes.along_axis(name, found, args, named, call)
 
     def _is_matrix(self, factor: ast.AST) -> bool:
         match factor:
@@ -364,22 +369,22 @@ class RowReader:
                 return name in self._slices
         return known.is_matrix(self._anatomy, self._owner, factor)
 
-    def own(self, attribute: str, call: ast.Call) -> Value:
+    def call_own(self, attribute: str, call: ast.Call) -> Value:
         """A call of a method, or of the module or function that an attribute holds."""
-        return self._one_of(self._anatomy.held(self._owner, attribute), call)
+        return self._call_any(self._anatomy.held(self._owner, attribute), call)
 
-    def _one_of(self, held: Sequence[ast.expr | ast.stmt], call: ast.Call) -> Value:
+    def _call_any(self, held: Sequence[ast.expr | ast.stmt], call: ast.Call) -> Value:
         """A call of a method, module or function that is one of these."""
         if not held:
             raise Mixed(call, f"{ast.unparse(call.func)}, which is not said in the class")
-        return axes.any_of([self._result(value, call) for value in held], call)
+        return axes.any_of([self._call_value(value, call) for value in held], call)
 
-    def _result(self, value: ast.expr | ast.stmt, call: ast.Call) -> Value:
-        """What calling the value, or the method, makes of rows."""
+    def _call_value(self, value: ast.expr | ast.stmt, call: ast.Call) -> Value:
+        """The result of calling a value or method with rows."""
         if isinstance(value, FunctionNode):
-            return self._inside(self._owner, value, call)
+            return self._call_function(self._owner, value, call)
         if handed := self._anatomy.handed(self._owner, value):
-            return axes.any_of([self._result(part, call) for part in handed], call)
+            return axes.any_of([self._call_value(part, call) for part in handed], call)
         given = [self.value(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
         same = joined(given, call) if all(isinstance(one, str | None) for one in given) else None
         if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and known.is_of_config(value)):
@@ -392,31 +397,31 @@ class RowReader:
         if isinstance(value, ast.Call) and not isinstance(function, ast.Subscript):
             if library == "torch.nn" and name == "Sequential":
                 for part in value.args:
-                    self._result(part, call)
+                    self._call_value(part, call)
                 return same
             sizes = known.has_sizes(value.args[:1], {k.arg: k.value for k in value.keywords})
-            is_row = name in known.ROW_MODULES and not self._fixed and not sizes and axes.last(same) == "."
-            if resolved in GETTERS or (library == "torch.nn" and (name in known.ACTIVATIONS or is_row)):
+            is_row = name in known.ROW_MODULES and not self._fixed and not sizes and axes.last_axis(same) == "."
+            if resolved in ACTIVATION_GETTERS or (library == "torch.nn" and (name in known.ACTIVATIONS or is_row)):
                 return same
-            if name in self._known:
-                return Result(next((one for one in given if isinstance(one, str)), "*."))
+            if resolved in self._known:
+                return self._known_result(given)
             form = CONVOLVED.get(resolved)
             if form and not self._fixed and same in (form, "r&"):
                 return form
             found = self._anatomy.method(name, "forward") if not library else None
             if found is not None:
-                return self._inside(name, found[1], call)
+                return self._call_function(name, found[1], call)
         elif not library and name in self._anatomy.names.functions:
-            return self._inside("", self._anatomy.names.functions[name], call)
+            return self._call_function("", self._anatomy.names.functions[name], call)
         elif library in known.LIBRARIES and name in known.POINTWISE:
             return same
         raise Mixed(call, f"{ast.unparse(call.func)}, which is {ast.unparse(value)}"[:400])
 
-    def _inside(self, owner: str, function: FunctionNode, call: ast.Call) -> Value:
-        """What a function or method of the file makes of what a call hands it. `owner` is the class of its self."""
+    def _call_function(self, owner: str, function: FunctionNode, call: ast.Call) -> Value:
+        """The result of a function or method of the file; `owner` is the class of its self."""
         names = parameter_names(function)
         values = {name: self.value(value) for name, value in arguments(call, names).items() if name}
-        if not any(map(has_rows, values.values())) and not self._is_handed(call):
+        if not any(map(has_rows, values.values())) and not self._passes_rows(call):
             return None
         if (owner, function.name) in self._seen:
             return next(filter(has_rows, values.values()), None)

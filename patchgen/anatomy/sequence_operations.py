@@ -1,11 +1,23 @@
-"""The functions of a file that run along the sequence: convolutions, delta rules, state-space scans; and where it is the text's."""
+"""The functions of a file that run along the sequence (convolutions, delta rules, scans), and the language model's classes."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Collection
 
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, base_name, calls, dotted, loaded, parameter_names, stored
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    FunctionNode,
+    arguments,
+    base_name,
+    calls,
+    dotted,
+    is_in_place,
+    loaded,
+    parameter_names,
+    stored,
+    walk,
+)
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import TOKENS, Role, convolutions, takes_media_alone
@@ -13,47 +25,90 @@ from patchgen.anatomy.roles import TOKENS, Role, convolutions, takes_media_alone
 CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
 BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
 ALONG = {"cumsum", "cumprod", "logcumsumexp", "roll", "associative_scan"}  # of torch, along a dimension
+CONV1D_PARAMETERS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")  # torch's
+KERNEL_DECORATOR = (
+    "use_kernel_func_from_hub_with_fallback"  # transformers': a kernel takes its place where one is installed
+)
+COUNTED = "builtins.range"
 
 
 def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
-    """The module-level functions that run along the sequence, with their kind, told by their signatures."""
-    found = {}
-    for name, function in anatomy.functions.items():
-        parameters = parameter_names(function)
-        if parameters[1:3] == ["weight", "bias"] and any(convolutions(anatomy, function)):
-            found[name] = CONVOLUTION  # over a whole sequence; the update of a single token takes a state second
-        elif "beta" in parameters and "chunk_size" in parameters and len(parameters) > 4:
-            found[name] = DELTA_RULE if _takes_tokens_first(function) else UNKNOWN
-        elif "A" in parameters and parameters[:1] != ["state"]:  # the update of a single token takes a state first
-            found[name] = _scan_kind(function)
-    return found
+    """The module-level functions that run along the whole sequence, with their kind, read from their bodies.
+
+    What each parameter spans is the runtime's concern: it refuses to divide a tensor whose name it does not know.
+    """
+    kinds = {name: _kind(anatomy, function) for name, function in anatomy.functions.items()}
+    return {name: kind for name, kind in kinds.items() if kind}
+
+
+def _kind(anatomy: Anatomy, function: FunctionNode) -> str:
+    """The kind of one function; empty if it does not run along the sequence, or updates a cache."""
+    parameters, code = parameter_names(function), calls(function)
+    body = function.body[ast.get_docstring(function) is not None :]
+    if [ast.unparse(statement) for statement in body] == ["return None"]:
+        has_kernel = any(anatomy.names.is_upstream(one, KERNEL_DECORATOR) for one in function.decorator_list)
+        return FUSED if has_kernel else ""
+    if any(is_in_place(call.func) and base_name(call.func) in parameters for call in code):
+        return ""  # the state of an earlier call, which it updates for a token
+    if any(convolutions(anatomy, function)):
+        return CONVOLUTION if _is_depthwise(anatomy, function) else UNKNOWN
+    operations = [node for node in walk(function) if isinstance(node, ast.BinOp)]
+    padded_to = {base_name(node.right) for node in operations if isinstance(node.op, ast.Mod)}
+    in_chunks, steps = bool(padded_to & set(parameters)), bool(stepping_loops(anatomy, function))
+    factors = [{base_name(node.left), base_name(node.right)} for node in operations if isinstance(node.op, ast.Mult)]
+    if len(parameters) > 4 and set(parameters[1:3]) in factors and (in_chunks or steps):
+        return _scan_kind(function)  # of step sizes and decays
+    if len(parameters) > 4 and in_chunks and steps:
+        return DELTA_RULE if _takes_tokens_first(function) else UNKNOWN
+    return ""
+
+
+def _is_depthwise(anatomy: Anatomy, function: FunctionNode) -> bool:
+    """Whether torch's convolution gets the first three parameters as input, weight and bias, each channel by itself."""
+    taken = parameter_names(function)[:3]
+    first = next(iter(taken), "")
+    channels = {f"{first}.shape[1]", f"{first}.size(1)"}
+    for node in walk(function):
+        match node:
+            case ast.Assign([ast.Tuple([_, ast.Name(size), _])], ast.Attribute(ast.Name(of), "shape")) if of == first:
+                channels.add(size)
+    for node in convolutions(anatomy, function):
+        given = arguments(node, CONV1D_PARAMETERS) if isinstance(node, ast.Call) else {}
+        is_direct = [base_name(given.get(name)) for name in CONV1D_PARAMETERS[:3]] == taken
+        if not is_direct or "groups" not in given or ast.unparse(given["groups"]) not in channels:
+            return False
+    return True
+
+
+def stepping_loops(anatomy: Anatomy, function: FunctionNode) -> list[ast.For]:
+    """The loops of a function over a counted range."""
+    loops = [node for node in walk(function) if isinstance(node, ast.For) and isinstance(node.iter, ast.Call)]
+    local = local_names(function)
+    return [loop for loop in loops if anatomy.names.resolve(getattr(loop.iter, "func", None), local) == COUNTED]
 
 
 def _takes_tokens_first(function: FunctionNode) -> bool:
-    """Whether a delta rule is handed `(B, S, N, D)`: it transposes its first three itself, to `(B, N, S, D)`."""
+    """Whether a delta rule is given `(B, S, N, D)`: it transposes its first three itself, to `(B, N, S, D)`."""
     code = [(call.func, ast.unparse(call)) for call in calls(function)]
     turned = {base_name(method) for method, source in code if source.endswith(".transpose(1, 2)")}
-    loops = [node for node in ast.walk(function) if isinstance(node, ast.comprehension)]
+    loops = [node for node in walk(function) if isinstance(node, ast.comprehension)]
     turned |= {name for loop in loops if set(stored(loop.target)) & turned for name in loaded(loop.iter)}
     return turned >= {*parameter_names(function)[:3]}
 
 
 def _scan_kind(function: FunctionNode) -> str:
-    """What a function does that takes a decay `A`; by heads its tokens are `(B, S, N, D)`, by channels `(B, C, S)`."""
-    body = function.body[ast.get_docstring(function) is not None :]
-    if [ast.unparse(statement) for statement in body] == ["return None"]:
-        return FUSED  # for a kernel that may take its place
-    first, *others = parameter_names(function)
-    for statement in body if others[:4] == ["dt", "A", "B", "C"] else ():
+    """The kind of a state-space scan: by heads its tokens are `(B, S, N, D)`, by channels `(B, C, S)`."""
+    first = parameter_names(function)[0]
+    for statement in function.body:
         match statement:
             case ast.Assign([ast.Tuple(sizes)], ast.Attribute(ast.Name(name), "shape")) if name == first:
                 return {4: BY_HEADS, 3: BY_CHANNELS}.get(len(sizes), UNKNOWN)
     return UNKNOWN
 
 
-def unwrapped(info: ClassInfo, operations: Collection[str], anatomy: Anatomy) -> ast.AST | None:
-    """What runs along the sequence below a mixer's methods, in no call that this pass wraps: an operation behind another
-    name, one of another file, or torch's own."""
+def unwrapped_operation(info: ClassInfo, operations: Collection[str], anatomy: Anatomy) -> ast.AST | None:
+    """Code that runs along the sequence in a mixer and that no call of `operations` covers: an operation under another name,
+    one of another file, or torch's own."""
     for method in [method for name, method in info.methods.items() if name != "__init__"]:
         pending, seen = [method], set(operations)
         while pending:
@@ -73,15 +128,15 @@ def unwrapped(info: ClassInfo, operations: Collection[str], anatomy: Anatomy) ->
 
 
 def _aliases(name: str, anatomy: Anatomy) -> list[ast.AST]:
-    """The statements of the file that bind a name to another one."""
+    """The statements of the file that make a name an alias."""
     found = anatomy.names.statements.get(name, ())
     return [one for one in found if isinstance(one, ast.Assign) and isinstance(one.value, ast.Name)]
 
 
-def of_the_language_model(anatomy: Anatomy) -> set[str]:
-    """The classes below a decoder; in a file without one below its heads, or all; none if it is built from another file.
+def language_model_classes(anatomy: Anatomy) -> set[str]:
+    """The classes that a decoder builds; without a decoder those that the heads build, or all; none if it is in another file.
 
-    Models inside that take no tokens, and towers, run along another sequence.
+    Towers and inner models that take no tokens run along another sequence.
     """
     towers = [info.name for role in (Role.AUDIO, Role.VISION) for info in anatomy.with_role(role)]
     towers += [name for name in anatomy.classes if anatomy.is_model(name) and _takes_no_tokens(anatomy, name)]

@@ -1,9 +1,8 @@
 """Whether code treats the rows of a tensor (the tokens) one by one.
 
-A loss that is computed in chunks of tokens calls the head on one chunk after the other, and fused experts call an
-activation, a gate or a norm on rows in another order. Code that is not known to treat each row by itself is named, so
-that it can be refused: a list of what is known, not of what is wrong. Names are resolved, never taken for what they
-look like.
+A loss in chunks of tokens calls the head chunk by chunk, and fused experts call an activation, a gate or a norm on rows in
+another order. Code that is not known to treat each row by itself is reported, so that it can be refused. Names are
+resolved.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ def mixing(
 
     Args:
         body: statements.
-        tensors: the names that hold values per token where the body begins, of any number of dimensions and a last one;
-            or what they hold (`Value`).
+        tensors: the names of tensors with a row per token where the body begins, of any number of dimensions; or their
+            axes (`Value`).
         owner: the class whose `self` the body uses.
         anatomy: of the file, for the functions, methods and modules that the body calls.
-        known: classes and operations that may be called besides.
-        groups: whether rows may be put together into groups of neighbours, which are rows from there on.
+        known: what else may be called, by what names resolve to: ".Attention", "torch.squeeze", "torch.Tensor.squeeze".
+        groups: whether neighbouring rows may be merged into groups, which are rows from there on.
     """
     values: dict[str, Value] = tensors if isinstance(tensors, dict) else dict.fromkeys(tensors, "*.")
     local = {"self"} | local_names(ast.Module(list(body), [])) | set(tensors)
@@ -72,7 +71,7 @@ def mixing_member(anatomy: Anatomy, owner: str, attribute: str, *, fixed: bool) 
     method = ast.Attribute(ast.Name("self", ast.Load()), attribute, ast.Load())
     call = ast.Call(method, [ast.Name("rows", ast.Load())], [])
     try:
-        RowReader(anatomy, owner, {"self", "rows"}, {"rows": "*."}, fixed=fixed).own(attribute, call)
+        RowReader(anatomy, owner, {"self", "rows"}, {"rows": "*."}, fixed=fixed).call_own(attribute, call)
     except Mixed as mixed:
         return mixed.reason
     return None

@@ -125,7 +125,8 @@ def _require_rows(
     attentions: Mapping[str, FunctionNode],
 ) -> None:
     """Raises LeftAlone where something but attention may mix the rows: a rank would mix those of its slice."""
-    known = {*attentions, *(one.name for one in anatomy.with_role(Role.MOE_BLOCK)), "squeeze", "finfo"}
+    known = {f".{name}" for name in (*attentions, *(one.name for one in anatomy.with_role(Role.MOE_BLOCK)))}
+    known |= {"torch.squeeze", "torch.Tensor.squeeze"}
     for build in (build for build in anatomy.builds(info.name) if build.attribute == layers):
         method = anatomy.method(build.target or "", "forward")
         if method is None or anatomy.names.is_wrapped(method[1]):
@@ -262,8 +263,8 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> dict[str, Fun
     found = {}
     for name in (one.name for one in anatomy.with_role(Role.ATTENTION) if one.name in below):
         method = anatomy.method(name, "forward")
-        called = [anatomy.names.resolve(call.func) or "" for call in calls(method[1])] if method is not None else []
-        if method is None or not any(one.startswith("transformers.") and one.endswith(LENGTHS_TEST) for one in called):
+        called = calls(method[1]) if method is not None else ()
+        if method is None or not any(anatomy.names.is_upstream(call, LENGTHS_TEST) for call in called):
             raise LeftAlone(f"{name} does not choose between lengths and one call per input")
         found[name] = method[1]
     if not found:

@@ -11,6 +11,8 @@ from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.rewrite import LINE_LENGTH, Editor, format_code
 from patchgen.source import Module
 
+IMPORTER = "importlib.import_module"
+
 
 class AbsoluteImports(Pass):
     """The generated file lives outside of transformers, so `from ...activations` must name its package. What stood
@@ -49,8 +51,7 @@ class AbsoluteImports(Pass):
                 if isinstance(node, ast.ImportFrom) and node.level and not _is_neighbour(node, neighbours)
             ]
             unnamed: list[ast.AST] = [node for node in relative if not base_of(node.level)]
-            tree = ast.parse(block.text) if "import_module" in block.text else ast.Pass()
-            unnamed += filter(_is_dynamic, calls(tree))
+            unnamed += (call for call in calls(*block.statements) if _is_dynamic(anatomy, call))
             if unnamed:
                 raise PassMismatch(
                     f"The pass '{self.name}' cannot name what `{ast.unparse(unnamed[0])}` (upstream line "
@@ -75,10 +76,12 @@ def _is_neighbour(node: ast.ImportFrom, neighbours: set[str]) -> bool:
     return node.level == 1 and bool(node.module) and node.module.split(".")[0] in neighbours
 
 
-def _is_dynamic(call: ast.Call) -> bool:
+def _is_dynamic(anatomy: Anatomy, call: ast.Call) -> bool:
     """`import_module(".name", package)`: a relative import that is no import statement."""
     name = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
-    return dotted(call.func).endswith("import_module") and isinstance(name, str) and name.startswith(".")
+    # By its name too: imports inside the functions of a rewritten block are not resolved.
+    imports = anatomy.names.resolve(call.func) == IMPORTER or dotted(call.func).endswith("import_module")
+    return imports and isinstance(name, str) and name.startswith(".")
 
 
 def _wrap_long_import(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import ClassInfo, calls, dotted, loaded, own_attribute, plain_assignments
+from patchgen.anatomy.classes import ClassInfo, calls, loaded, own_attribute, plain_assignments
 from patchgen.anatomy.media import FEATURES, takes_media
 from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import Editor
@@ -67,7 +67,7 @@ def _callees(anatomy: Anatomy, name: str) -> list[str]:
 def _filters(anatomy: Anatomy, owner: str, method: str) -> bool:
     """Whether upstream's decorator of the method drops the packing arguments, which its release decides."""
     found = anatomy.method(owner, method) if FEATURES.match(method) else None
-    if found is None or not any(dotted(decorator) == FILTER for decorator in found[1].decorator_list):
+    if found is None or not any(anatomy.names.is_upstream(one, FILTER) for one in found[1].decorator_list):
         return False
     release = anatomy.upstream.release
     tree = ast.parse((release and release.read(FILTER_FILE)) or "")

@@ -148,7 +148,7 @@ class SitePass(Pass):
         """
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Signs of sites that `sites` did not find, told independently of it. Any is an error."""
+        """Signs of sites that `sites` did not find, looked for by other means. Any is an error."""
         return unread_heads(module, anatomy) if self.role == Role.HEAD else ()
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
@@ -211,8 +211,8 @@ class SitePass(Pass):
         return "\n".join([*parts, self._way_out()])
 
     def _no_site_message(self, signs: Sequence[str]) -> str:
-        told = f"The pass '{self.name}' found no site where the file should have one. It expects {self.expects}."
-        return "\n".join([told, *(f"  sign     {sign}" for sign in signs[:5]), self._way_out()])
+        message = f"The pass '{self.name}' found no site where the file should have one. It expects {self.expects}."
+        return "\n".join([message, *(f"  sign     {sign}" for sign in signs[:5]), self._way_out()])
 
     def _way_out(self) -> str:
         config = f'`expect={{"{self.name}": Expect(0, reason="...")}}`'
@@ -220,7 +220,7 @@ class SitePass(Pass):
 
 
 def _shown_file(kind: type[Pass]) -> str:
-    """Where a pass stands: in this package, or in the folder of a project."""
+    """The path of a pass's file, relative to the repository if it is one of this package."""
     file, package = Path(inspect.getfile(kind)), Path(__file__).parents[2]
     return str(file.relative_to(package)) if file.is_relative_to(package) else str(file)
 

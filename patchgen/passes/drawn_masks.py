@@ -1,4 +1,4 @@
-"""Attention that asks whether its mask is a tensor gets it drawn."""
+"""Attention that tests whether its mask is a tensor gets a dense mask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patchgen.source import Block
 
 
 class DrawnMasks(SitePass):
-    """What it lays beside a tensor (keys of its own with their mask) it would leave out beside the runtime's structures."""
+    """Keys of its own, whose mask it appends to a tensor, would go unmasked with the runtime's mask structures."""
 
     name = "drawn_masks"
     purpose = "Attention that asks whether its mask is a tensor gets it drawn."

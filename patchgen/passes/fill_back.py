@@ -87,7 +87,7 @@ class FillBack(SitePass):
             editor.mark(call)
             editor.around(call.args[1], f"{OWN}(", f", {editor.code(call.args[0])})")
         for method in methods.values():
-            _let_slices_pass(editor, method)
+            _let_slices_pass(editor, anatomy, method)
         _mark_replicated(editor, methods.get("__init__"), whole)
         for statement in ast.walk(methods["forward"]):  # positions that upstream computes from the whole sequence
             if isinstance(statement, ast.If) and ast.unparse(statement.test) == f"{POSITIONS} is None":
@@ -169,11 +169,11 @@ def _scattered(method: FunctionNode, names: set[str]) -> set[str]:
     return names - {"", "self"}
 
 
-def _let_slices_pass(editor: Editor, method: FunctionNode) -> None:
+def _let_slices_pass(editor: Editor, anatomy: Anatomy, method: FunctionNode) -> None:
     """Checks of placeholders against features, which a slice of the tokens does not pass, are made of whole sequences."""
     for node in ast.walk(method):
         match node:
-            case ast.Call(ast.Name("torch_compilable_check")):
+            case ast.Call() if anatomy.names.is_upstream(node, "torch_compilable_check", local_names(method)):
                 test = arguments(node, ["cond"]).get("cond")
                 if test is not None and compares_features(method, test):
                     editor.around(test, "ops.is_sliced() or ")

@@ -96,7 +96,7 @@ def fused_call(formula: ExpertsFormula) -> str:
         "num_experts": formula.num_experts,
         "activation": formula.activation and f"self.{formula.activation}",
         "apply_gate": formula.apply_gate and f"self.{formula.apply_gate}",
-        "gate_up_bias": formula.up_bias and f"self.{formula.up_bias}",
+        "gate_up_bias": formula.gate_up_bias and f"self.{formula.gate_up_bias}",
         "down_bias": formula.down_bias and f"self.{formula.down_bias}",
         "is_gated": None if formula.is_gated else "False",
         "is_transposed": "True" if formula.is_transposed else None,
@@ -106,7 +106,7 @@ def fused_call(formula: ExpertsFormula) -> str:
         formula.hidden_states,
         formula.top_k_index or "None",
         formula.top_k_weights or "None",
-        f"self.{formula.up_weight}",
+        f"self.{formula.gate_up_weight}",
         f"self.{formula.down_weight}",
         *(f"{name}={value}" for name, value in options.items() if value),
     ]

@@ -27,7 +27,7 @@ PREFIXED = "accepts_precomputed_kwargs"
 
 
 class HostValues(SitePass):
-    """How many features each image has follows from its grid, which the collator had on the host."""
+    """The number of features of each image follows from its grid, which the collator had on the host."""
 
     name = "host_values"
     purpose = (
@@ -64,7 +64,7 @@ class HostValues(SitePass):
             return Upstream("takes the sizes as arguments")
         if method.args.kwarg is None:
             return Upstream("takes no keyword arguments: nothing can be handed in")
-        modality, prefix = modality_of(name), _prefix(method)
+        modality, prefix = modality_of(name), _prefix(anatomy, method)
         if prefix not in (None, modality):
             raise LeftAlone(
                 f"{site.name}: upstream's decorator hands it what belongs to {prefix}; it reads sizes itself"
@@ -81,12 +81,12 @@ class HostValues(SitePass):
         function = editor.function(name)
         for key in keys.values():
             editor.add_parameter(function, f"{key}: list[int] | None = None")
-        _document(editor, function, keys.values())
+        _document(editor, anatomy, function, keys.values())
         for variable, statement, _ in listed_sizes(function):
             editor.around(statement.value, f"{keys[variable]} or ")
             editor.mark(statement)
         # By the names that the called one takes.
-        for other, kwargs in _callers(anatomy.classes[site.block], name).items():
+        for other, kwargs in _callers(anatomy, anatomy.classes[site.block], name).items():
             own = modality_of(other)
             pairs = [f'{kwargs}["{modality}_{one}"] = {kwargs}.pop("{own}_{one}", None)' for one in listed]
             editor.at_start(editor.function(other), "\n".join(pairs))
@@ -94,30 +94,32 @@ class HostValues(SitePass):
         return Rewritten(editor.result, f"taken from {handed} where handed in")
 
 
-def _document(editor: Editor, function: FunctionNode, names: Iterable[str]) -> None:
-    """Describes parameters in the docstring, where upstream's decorator reads them and complains of others."""
-    if "auto_docstring" not in map(dotted, function.decorator_list):
+def _document(editor: Editor, anatomy: Anatomy, function: FunctionNode, names: Iterable[str]) -> None:
+    """Describes parameters in the docstring: upstream's `auto_docstring` warns of parameters without a description."""
+    if not any(anatomy.names.is_upstream(one, "auto_docstring") for one in function.decorator_list):
         return
     lines = [f"{name} (`list[int]`, *optional*): Features of each item, if known on the host." for name in names]
     first = function.body[0]
-    told = ast.get_docstring(function, clean=False)
-    if told is None or not isinstance(first, ast.Expr):
+    docstring = ast.get_docstring(function, clean=False)
+    if docstring is None or not isinstance(first, ast.Expr):
         editor.above(first, f'"""{"".join(lines)}"""', at_top=True, marked=False)
         return
     text, indent = editor.code(first.value), f"\n{' ' * first.col_offset}"
     literal = cst.parse_expression(f"({text})")
-    if not (isinstance(literal, cst.SimpleString) and len(literal.quote) == 3):  # in which lines have no place
-        text = told.replace("\\", r"\\").replace('"', r"\"")
+    if not (isinstance(literal, cst.SimpleString) and len(literal.quote) == 3):  # which cannot have several lines
+        text = docstring.replace("\\", r"\\").replace('"', r"\"")
         text = f'"""{text}"""'
     editor.instead(first.value, "".join([text[:-3].rstrip(), *(indent + line for line in lines), indent, text[-3:]]))
 
 
-def _callers(info: ClassInfo, name: str) -> dict[str, str]:
+def _callers(anatomy: Anatomy, info: ClassInfo, name: str) -> dict[str, str]:
     """The methods of other modalities that call the method with their own keyword arguments, and what they call those.
 
     Upstream's decorator takes the prefix off the keywords of its modality; what it decorates hands on its own sizes.
     """
-    methods = {other: method for other, method in info.methods.items() if other != name and not _prefix(method)}
+    methods = {
+        other: method for other, method in info.methods.items() if other != name and not _prefix(anatomy, method)
+    }
     handing = {other: m.args.kwarg for other, m in methods.items() if modality_of(other) and _times_handed_on(m, name)}
     return {other: kwargs.arg for other, kwargs in handing.items() if kwargs is not None}
 
@@ -129,9 +131,11 @@ def _times_handed_on(method: FunctionNode, name: str) -> int:
     return starred.count(method.args.kwarg.arg) if method.args.kwarg else 0
 
 
-def _prefix(method: FunctionNode) -> str | None:
+def _prefix(anatomy: Anatomy, method: FunctionNode) -> str | None:
     """The modality whose prefix upstream's decorator takes off the keywords of a method."""
-    for call in (d for d in method.decorator_list if isinstance(d, ast.Call) and dotted(d) == PREFIXED):
+    for call in (d for d in method.decorator_list if isinstance(d, ast.Call)):
+        if not anatomy.names.is_upstream(call, PREFIXED):
+            continue
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         return next(
             (value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, str)), ""

@@ -9,10 +9,13 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import (
     ClassInfo,
     calls,
+    inlined,
     own_attribute,
     parameter_names,
+    plain_assignments,
+    walk,
 )
-from patchgen.anatomy.names import embeddings_above, uses_name
+from patchgen.anatomy.names import embeddings_above, local_names, uses_name
 from patchgen.anatomy.positions import POSITIONS, counts_default
 from patchgen.anatomy.roles import TOKENS, media_models
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
@@ -121,8 +124,15 @@ def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
 
 
 def _knows_positions(anatomy: Anatomy, info: ClassInfo) -> bool:
-    """Whether the forward computes rotary embeddings or looks positions up in a table."""
+    """Whether the forward computes rotary embeddings, or looks up in a table what it counts or what the table is built for."""
     tables = {name: v for name, v in info.attributes.items() if anatomy.is_a(v, "torch.nn.Embedding")}
-    learned = {name for name, value in tables.items() if "position" in ast.unparse(value)}
-    known = _rotary_attributes(anatomy, info) | learned
-    return any(own_attribute(call.func) in known for call in calls(info.methods["forward"]))
+    known = _rotary_attributes(anatomy, info)
+    known |= {name for name, value in tables.items() if "position" in ast.unparse(value)}  # max_position_embeddings
+    forward = info.methods["forward"]
+    assigned, local = plain_assignments(walk(forward)), local_names(forward)
+    for call in calls(forward):
+        given = [inlined(argument, assigned) for argument in call.args if own_attribute(call.func) in tables]
+        counted = any(anatomy.names.resolve(one.func, local) == "torch.arange" for one in calls(*given))
+        if counted or own_attribute(call.func) in known:
+            return True
+    return False

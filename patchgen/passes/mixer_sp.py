@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, dotted, loaded, stored
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, loaded, stored
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import (
     HAND_WRITTEN,
@@ -19,9 +19,10 @@ from patchgen.anatomy.sequence_operations import (
     CONVOLUTION,
     DELTA_RULE,
     UNKNOWN,
-    of_the_language_model,
+    language_model_classes,
     sequence_operations,
-    unwrapped,
+    stepping_loops,
+    unwrapped_operation,
 )
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, insert_first, wrap_calls
@@ -56,7 +57,7 @@ class MixerSP(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         operations = set(sequence_operations(anatomy))
-        language = of_the_language_model(anatomy)
+        language = language_model_classes(anatomy)
         return [
             site_of(info, f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}")
             for info in anatomy.still_in(module)
@@ -67,7 +68,7 @@ class MixerSP(SitePass):
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """What steps along the sequence in a loop and is no operation that this pass knows."""
         known = {site.block for site in self.sites(module, anatomy)}
-        language = of_the_language_model(anatomy)
+        language = language_model_classes(anatomy)
         remarks: list[str] = []
         for info in anatomy.still_in(module):
             if info.name not in language or info.name in known:
@@ -83,7 +84,7 @@ class MixerSP(SitePass):
                 place = f"{info.name}.{name}"
                 code = {place: method} if name != "__init__" else {}
                 code |= {f"{place}: {below}": anatomy.functions[below] for below in _functions_below(anatomy, method)}
-                loops = {where: _sequence_loop(function) for where, function in code.items()}
+                loops = {where: _sequence_loop(anatomy, function) for where, function in code.items()}
                 remarks += [_not_parallel(where, loop) for where, loop in loops.items() if loop is not None]
         return list(dict.fromkeys(remarks))
 
@@ -100,7 +101,7 @@ class MixerSP(SitePass):
         own = depthwise_convolutions(anatomy, info)
         besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, own)]
         functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
-        steps = any(map(_stepping_loops, functions))
+        steps = any(stepping_loops(anatomy, function) for function in functions)
         needed = [kind for kind, is_needed in ((CONVOLUTION, own), (DELTA_RULE, steps)) if is_needed]
         if missing := [kind for kind in needed if kind not in kinds]:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing)
@@ -109,7 +110,7 @@ class MixerSP(SitePass):
         named = [n for body in bodies for n in ast.walk(body) if isinstance(n, ast.Name) and n.id in operations]
         if len(named) > len(kinds) or besides:  # one that nothing hands the whole sequence
             raise Missed("every operation along the sequence in a call of its own name", [*besides, *named][-1])
-        if (hidden := unwrapped(info, operations, anatomy)) is not None:
+        if (hidden := unwrapped_operation(info, operations, anatomy)) is not None:
             raise Missed("operations along the sequence in calls of their own names alone", hidden)
         return Rewritten(editor.result, " and ".join(dict.fromkeys(kinds)))
 
@@ -118,10 +119,6 @@ _SIGNATURES = {
     CONVOLUTION: "a causal convolution of this file, (x, weight, bias, ...)",
     DELTA_RULE: "a chunked delta rule of this file, (query, key, value, ..., beta, chunk_size)",
 }
-
-
-def _stepping_loops(function: FunctionNode) -> list[ast.For]:
-    return [node for node in ast.walk(function) if isinstance(node, ast.For) and dotted(node.iter) == "range"]
 
 
 def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
@@ -145,14 +142,14 @@ def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
     return f"{HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel" if by_hand else ""
 
 
-def _sequence_loop(function: FunctionNode) -> ast.For | None:
+def _sequence_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | None:
     """A loop over a counted range that carries a value from one step to the next."""
-    for loop in _stepping_loops(function):
+    for loop in stepping_loops(anatomy, function):
         given = next(calls(loop.iter)).args
         counts = " ".join(map(ast.unparse, given))
         changed = set(stored(ast.Module(loop.body, []))) - set(stored(loop.target))
         carried = _read_before_stored(loop.body) & changed
-        over_parts = any(word in counts for word in ("self.", "config", "expert"))
+        over_parts = any(word in counts for word in ("self.", "config"))
         if carried and not over_parts and not isinstance(given[-1], ast.Constant):
             return loop
     return None

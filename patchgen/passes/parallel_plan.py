@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
-from patchgen.anatomy.experts import read_elsewhere, read_experts
+from patchgen.anatomy.experts import other_reader, read_experts
 from patchgen.anatomy.roles import left_alone_experts
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import append_method
@@ -15,7 +15,7 @@ Experts = dict[str, tuple[tuple[str, ...], str]]  # class -> its stacks, and wha
 
 
 class ParallelPlan(SitePass):
-    """A plan typed by hand forgets parameters; this one lists what the experts' forward uses."""
+    """The plan lists the parameters that the experts' forward uses."""
 
     name = "parallel_plan"
     purpose = "Each head reports which parameters carry the expert dimension."
@@ -42,8 +42,8 @@ class ParallelPlan(SitePass):
         experts = {name: stacks for name, (stacks, reader) in read.items() if not reader}
         header = "def get_parallel_plan(self) -> ops.ParallelPlan:"
         alone = _left_alone(anatomy, site.block, read)
-        told = f", left_alone={alone!r}" if alone else ""
-        code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r}{told})"
+        left_alone = f", left_alone={alone!r}" if alone else ""
+        code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r}{left_alone})"
         listed = ", ".join(f"{name}: {len(parameters)} parameters" for name, parameters in experts.items())
         return Rewritten(append_method(block, code, self.mark), listed or "no experts")
 
@@ -66,7 +66,7 @@ def _experts(anatomy: Anatomy, head: str) -> Experts:
     below, found = anatomy.reached_from([head]), {}
     for info in (one for one in anatomy.with_role(Role.EXPERTS) if one.name in below):
         formula = read_experts(anatomy, info.name)
-        names = (formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias)
+        names = (formula.gate_up_weight, formula.gate_up_bias, formula.down_weight, formula.down_bias)
         stacks = tuple(name for name in names if name)
-        found[info.name] = stacks, read_elsewhere(anatomy, info.name, stacks, below)
+        found[info.name] = stacks, other_reader(anatomy, info.name, stacks, below)
     return found

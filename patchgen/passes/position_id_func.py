@@ -73,15 +73,13 @@ def _model_below(anatomy: Anatomy, name: str) -> str | None:
 
 
 def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
-    """What the method, and the methods of the class that it calls, read off the model."""
+    """The attributes of the model that the method reads, and the methods of the class that it calls."""
     read = [SOURCE]
     for attribute in read:  # grows
         found = anatomy.method(name, attribute)
         nodes = ast.walk(found[1]) if found is not None else ()
-        loaded = {own_attribute(node) or "" for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)} - {
-            ""
-        }
-        read += sorted(loaded - set(read))
+        loads = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load))
+        read += sorted({attr for node in loads if (attr := own_attribute(node))} - set(read))
     return {attribute for attribute in read if not anatomy.method(name, attribute)}
 
 

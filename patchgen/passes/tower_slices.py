@@ -1,4 +1,4 @@
-"""What `vision_sp` and `audio_sp` share: the rows of a tower are divided around the loop over its layers."""
+"""The base of `vision_sp` and `audio_sp`: the rows of a tower are divided around the loop over its layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import dotted
 from patchgen.anatomy.row_reader import LENGTHS_TEST
 from patchgen.anatomy.towers import ChunkedConvolution, LayerLoop, chunked_convolution, layer_loop
 from patchgen.passes.base import LeftAlone, Rewritten, Site, SitePass, site_of
@@ -15,14 +14,13 @@ from patchgen.source import Block, Module
 
 DIVIDER = "ops.tower_rows"
 CHOICE = "ops.attends_by_lengths"
-TEST = LENGTHS_TEST.strip(".")
 
 
 class TowerSlices(SitePass):
     """Rows are sliced above the loop over the layers and gathered where the result is smallest.
 
-    What stands above the loop (patch embeddings, position embeddings, the order of windows) sees all rows on every rank;
-    a tower spends less than a per cent of its time there. Convolutions over chunks of sound are divided by chunks.
+    Code above the loop (patch embeddings, position embeddings, the order of windows) sees all rows on every rank; a tower
+    spends less than a per cent of its time there. Convolutions over chunks of sound are divided by chunks.
     """
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -46,9 +44,10 @@ class TowerSlices(SitePass):
         info, editor = anatomy.classes[site.block], Editor(block, self.mark)
         if self.role not in info.roles:
             for node in ast.walk(block.node):
-                if isinstance(node, ast.If) and isinstance(node.test, ast.Call) and dotted(node.test.func) == TEST:
-                    editor.mark(node)
-                    editor.instead(node.test.func, CHOICE)
+                match node:
+                    case ast.If(ast.Call(test)) if anatomy.names.is_upstream(test, LENGTHS_TEST):
+                        editor.mark(node)
+                        editor.instead(test, CHOICE)
             return Rewritten(editor.result, "takes lengths under every name of ours")
         forward = editor.function("forward")
         try:

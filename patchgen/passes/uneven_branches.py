@@ -23,7 +23,7 @@ FORMS = {"bool", "reshape", "view", "flatten", "unsqueeze", "expand", "expand_as
 
 
 class UnevenBranches(SitePass):
-    """A rank whose tokens take the other branch would leave the rest waiting: for its tokens, and for its gradients."""
+    """A rank whose tokens take the other branch would not join the collectives of this one, forward and backward."""
 
     name = "uneven_branches"
     purpose = (

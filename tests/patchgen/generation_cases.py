@@ -60,6 +60,9 @@ IMPORTS = {
     "is_flash_attention_requested": "from transformers.modeling_flash_attention_utils import is_flash_attention_requested",
     "ALL_ATTENTION_FUNCTIONS": "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS",
     "use_experts_implementation": "from transformers.integrations import use_experts_implementation",
+    "accepts_precomputed_kwargs": "from transformers.utils.generic import accepts_precomputed_kwargs",
+    "auto_docstring": "from transformers.utils import auto_docstring",
+    "torch_compilable_check": "from transformers.utils import torch_compilable_check",
     "GenerationMixin": "from transformers import GenerationMixin",
     "CausalLMOutputWithPast": "from transformers.modeling_outputs import CausalLMOutputWithPast",
 }

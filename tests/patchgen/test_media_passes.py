@@ -16,6 +16,7 @@ from patchgen.passes.dummy_forward import DummyForward
 from patchgen.passes.host_sync_lint import HostSyncLint
 from patchgen.passes.max_seqlen import MaxSeqlen
 from patchgen.passes.position_id_func import PositionIdFunc
+from patchgen.passes.vision_sp import VisionSP
 from patchgen.provenance import generated_root
 
 
@@ -143,6 +144,21 @@ def test_upstreams_filter_is_believed_only_where_the_release_drops_them() -> Non
     for other in (KEEPS, "accepts_precomputed_kwargs = None"):
         kept = applied(AttentionKwargs(), FILTERED, release=ReleaseWithFilter(other))
         assert "self.get_image_features(pixel_values, **ops.tower_kwargs(kwargs))" in kept.module.text
+
+
+def test_the_choice_of_lengths_in_a_tower_is_known_by_its_import() -> None:
+    imported = "from transformers.modeling_flash_attention_utils import is_flash_attention_requested as by_lengths\n"
+    text = imported + VisionSP.EXAMPLES[0].before.replace("is_flash_attention_requested", "by_lengths")
+    assert "if ops.attends_by_lengths(self.config):" in applied(VisionSP(), text).module.text
+
+
+def test_upstreams_filter_is_known_by_its_import() -> None:
+    renamed = FILTERED.replace("@accepts_precomputed_kwargs", "@drops")
+    release = ReleaseWithFilter(DROPS)
+    for module, is_filtered in (("transformers.utils.generic", True), ("elsewhere", False)):
+        for text, alias in ((renamed, " as drops"), (FILTERED, "")):
+            text = f"from {module} import accepts_precomputed_kwargs{alias}\n{text}"
+            assert bool(applied(AttentionKwargs(), text, release=release).upstream) == is_filtered
 
 
 def test_a_maximum_of_another_form_is_a_miss() -> None:

@@ -311,3 +311,10 @@ def test_a_dropped_name_that_is_still_referred_to_is_an_error_with_its_place():
 def test_relative_imports_become_absolute_in_place_and_only_there():
     text = "def f():\n    from ...utils import logging  # why\n    return '''from . import x'''\n"
     assert applied(AbsoluteImports(), text).module.text == text.replace("from ...utils", "from transformers.utils")
+
+
+def test_an_import_by_a_call_is_known_by_what_is_called():
+    text = "from importlib import import_module as load\n\n\nParts = load('.parts', __package__)\n"
+    with pytest.raises(PassMismatch, match="cannot name what `load\\('.parts', __package__\\)` "):
+        applied(AbsoluteImports(), text)
+    applied(AbsoluteImports(), text.replace("from importlib import import_module as", "from elsewhere import"))

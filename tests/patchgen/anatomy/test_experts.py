@@ -151,7 +151,7 @@ def test_what_only_looks_like_products_of_all_experts_is_unread(case):
 def test_products_of_all_experts_are_read():
     found = read("Llama4TextExperts")
     assert (found.hidden_states, found.top_k_index, found.top_k_weights) == ("hidden_states", "", "")
-    assert (found.up_weight, found.down_weight, found.activation) == ("gate_up_proj", "down_proj", "act_fn")
+    assert (found.gate_up_weight, found.down_weight, found.activation) == ("gate_up_proj", "down_proj", "act_fn")
     assert found.is_transposed and found.is_gated and found.num_experts == "self.num_experts"
     counted = ("view(self.gate_up_proj.shape[0], -1,", "view(self.num_experts, -1,")
     assert read("Llama4TextExperts", counted) == found

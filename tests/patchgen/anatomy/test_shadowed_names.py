@@ -137,3 +137,6 @@ def test_positions_are_looked_up_in_torchs_table():
     counted = applied(LanguageSP(), f"from torch import nn\n{text}")
     assert 'ops.require_whole_sequence("the positions of Example' in counted.module.block("ExampleModel").text
     assert not applied(LanguageSP(), f"import torch\nfrom .parts import nn\n{text}").hits
+    unnamed = text.replace("config.max_position_embeddings", "config.length")  # by what is looked up in it
+    assert applied(LanguageSP(), f"from torch import nn\n{unnamed}").hits
+    assert not applied(LanguageSP(), f"from torch import nn\nfrom .parts import torch\n{unnamed}").hits

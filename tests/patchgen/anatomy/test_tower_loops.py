@@ -316,6 +316,20 @@ def test_modules_in_the_loop_are_known_to_keep_rows_apart():
         )
 
 
+def test_what_layers_may_call_is_known_by_what_its_name_resolves_to():
+    """Not by its last name: another file's `squeeze` may mix rows, and so may its class of the attention's name."""
+    added, imports = "return x + self.attn(x, cu_seqlens)", "from torch import nn\n"
+    for call in ("torch.squeeze(x)", "x.squeeze()"):
+        assert read((added, added.replace("return x", f"return {call}"))) == LOOP
+    for call, taken in (("parts.squeeze(x)", "self.attn = "), ("self.more(x)", "self.more = parts.Attention(config)\n        self.attn = ")):  # fmt: skip
+        with pytest.raises(LeftAlone, match="Block is not known to treat each row by itself"):
+            read(
+                (added, added.replace("return x", f"return {call}")),
+                (imports, f"{imports}from elsewhere import parts\n"),
+                ("self.attn = ", taken),
+            )
+
+
 AFTER = "max_seqlen=max_seqlen, cos=cos, sin=sin, **kwargs)\n"
 
 

@@ -24,6 +24,13 @@ def test_a_tower_that_is_built_otherwise_is_missed():
         applied(FillBack(), BEFORE.replace(TOWER, TOWER.replace(" =", ": nn.Module =")))
 
 
+def test_upstreams_check_is_known_by_its_import():
+    renamed = BEFORE.replace("torch_compilable_check(", "check(")
+    for module, is_known in (("transformers.utils", True), ("elsewhere", False)):
+        text = f"from {module} import torch_compilable_check as check\n{renamed}"
+        assert ("check(ops.is_sliced() or mask.sum()" in applied(FillBack(), text).module.text) == is_known
+
+
 def test_a_check_by_keyword_lets_slices_pass():
     text = BEFORE.replace("torch_compilable_check(mask", "torch_compilable_check(cond=mask").replace(
         "'no match'", "msg='no match'"

@@ -15,48 +15,94 @@ from patchgen.passes.language_sp import LanguageSP
 from patchgen.passes.mixer_sp import MixerSP
 
 SCANS = """
+from transformers.integrations import use_kernel_func_from_hub_with_fallback as or_kernel
+
 def by_heads(x, dt, A, B, C, chunk_size, D=None):
     \"\"\"A docstring.\"\"\"
     batch, length, heads, width = x.shape
+    decays, padding = A.float() * dt, -length % chunk_size
     return x
 
 def by_channels(u, dt, A, B, C, D=None, z=None):
     batch, channels, length = u.shape
+    decays = dt[:, :, :, None] * A[None]
+    for i in range(length):
+        u = u * decays[:, :, i]
     return u
 
 def step(state, x, dt, A, B, C):
+    state.copy_(state * (x * dt))
+    for i in range(1):
+        pass
     return x
 
+@or_kernel("fused", "mamba_ssm")
 def all_at_once(xz, weight, A, D):
     return None
 
-def in_another_order(x, A, dt, B, C):
+def of_other_names(x, step_size, rate, write, read, size):
     batch, length, heads, width = x.shape
+    decays, padding = rate * step_size, -length % size
     return x
 
-def of_another_shape(x, dt, A, B, C):
+def of_another_shape(x, dt, A, B, C, size):
     length, width = x.shape
+    decays, padding = A * dt, -length % size
     return x
 
-def of_another_tensor(x, dt, A, B, C):
+def of_another_tensor(x, dt, A, B, C, size):
     batch, length, heads, width = B.shape
+    decays, padding = A * dt, -length % size
     return x
 
-def all_at_once_with_a_form(xz, weight, A, D):
-    return xz * A
+def elementwise(x, dt, A, B, C, chunk_size):
+    batch, length, heads, width = x.shape
+    return x * (A * dt)
+
+def nothing(xz, weight, A, D):
+    return None
 """
 
 
-def test_scans_are_told_by_what_they_take_and_how_it_is_laid_out():
+def test_scans_are_read_from_their_bodies():
     assert sequence_operations(anatomy_of(SCANS)) == {
         "by_heads": "state_space_scan",
         "by_channels": "selective_scan",
         "all_at_once": "fused_scan",
-        "in_another_order": "unread_scan",
+        "of_other_names": "state_space_scan",
         "of_another_shape": "unread_scan",
         "of_another_tensor": "unread_scan",
-        "all_at_once_with_a_form": "unread_scan",
     }
+
+
+CONVOLUTION = """
+def conv(x, weight, bias=None):
+    batch, channels, length = x.shape
+    return F.conv1d(x.float(), weight.unsqueeze(1), bias, padding=3, groups=channels)[..., :length]
+"""
+
+
+@pytest.mark.parametrize(
+    ("edits", "kind"),
+    [
+        ([], {"conv": "causal_conv1d"}),
+        ([("weight", "taps"), ("bias", "offset")], {"conv": "causal_conv1d"}),
+        ([("groups=channels", "groups=x.shape[1]")], {"conv": "causal_conv1d"}),
+        ([(", groups=channels", "")], {"conv": "unread_scan"}),  # mixes channels
+        ([("groups=channels", "groups=length")], {"conv": "unread_scan"}),
+        ([("F.conv1d(x.float()", "F.conv1d(bias"), ("(1), bias", "(1), x")], {"conv": "unread_scan"}),
+        (
+            [("x, weight, bias=None", "x, state, weight, bias=None"), ("    batch", "    state.copy_(x)\n    batch")],
+            {},
+        ),
+    ],
+)
+def test_a_convolution_is_read_by_what_it_hands_to_torch(edits: list[tuple[str, str]], kind: dict[str, str]):
+    text = CONVOLUTION
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    assert sequence_operations(anatomy_of(text)) == kind
 
 
 MIXER = """
@@ -64,7 +110,7 @@ import torch.nn.functional as F
 from torch import nn
 {scans}
 def conv(x, weight, bias=None):
-    return F.conv1d(x, weight, bias)
+    return F.conv1d(x, weight, bias, groups=x.shape[1])
 
 class Mixer(nn.Module):
     def __init__(self, config):
@@ -92,7 +138,7 @@ def test_a_scan_and_its_kernel_are_served_together():
     assert "return ops.selective_scan(by_channels, x, " in applied(MixerSP(), mixer(scan="by_channels")).module.text
 
 
-@pytest.mark.parametrize("scan", ["in_another_order", "of_another_shape", "all_at_once_with_a_form"])
+@pytest.mark.parametrize("scan", ["of_another_tensor", "of_another_shape"])
 def test_a_scan_of_another_form_refuses_slices(scan: str):
     outcome = applied(MixerSP(), mixer(scan=scan))
     assert 'ops.refuse_slices("Mixer")' in outcome.module.text
@@ -244,8 +290,12 @@ def test_positions_read_above_the_embeddings_are_those_of_what_is_given():
         applied(LanguageSP(), text.replace("input_ids=None, position_ids", "tokens=None, position_ids"))
 
 
-SCAN = (("    dt: torch.Tensor,\n    A: torch.Tensor,", "    dt: torch.Tensor,\n    decay: torch.Tensor,"),
-        ("    A = A.to(hidden_states.dtype) * dt.float()", "    A = decay.to(hidden_states.dtype) * dt.float()"))  # fmt: skip
+SCAN = (
+    (
+        "    A = A.to(hidden_states.dtype) * dt.float()",
+        "    A = torch.mul(A.to(hidden_states.dtype), dt.float())",
+    ),
+)
 ALIAS = (
     ("scan_result = mamba2_chunk_scan(", "scan_result = chunk_scan("),
     (
@@ -261,7 +311,7 @@ SUMMED = (
 )
 
 
-@pytest.mark.parametrize("edits", [SCAN, ALIAS, SUMMED], ids=["a renamed decay", "another name", "a sum along tokens"])
+@pytest.mark.parametrize("edits", [SCAN, ALIAS, SUMMED], ids=["another product", "another name", "a sum along tokens"])
 def test_a_scan_that_nobody_wraps_is_refused_beside_a_convolution_that_is(edits):
     with pytest.raises(PassMismatch, match="operations along the sequence in calls of their own names alone"):
         pipeline.generate(edited(load("nemotron_h"), *edits))
@@ -291,7 +341,10 @@ def test_experts_that_some_ranks_tokens_skip_run_on_all_ranks_or_are_refused_on_
 RULE = """
 def rule(query, key, value, g, beta, chunk_size=64):
     {}
-    return query @ key @ value
+    padding = -key.shape[1] % chunk_size
+    for i in range(key.shape[1] // chunk_size):
+        state = state * g[:, i] + key[:, i] * beta
+    return query @ state
 
 class Mixer(nn.Module):
     def __init__(self, config):
@@ -320,6 +373,11 @@ TURNED = "query, key, value = [x.transpose(1, 2).float() for x in (query, key, v
 def test_a_delta_rule_is_served_if_it_takes_tokens_first(body: str, kind: str):
     """Handed heads first, a rank would be given some tokens of all heads for all tokens of some."""
     assert sequence_operations(anatomy_of(RULE.format(body))) == {"rule": kind}
+    renamed = RULE.format(body).replace("beta", "rate").replace("chunk_size", "size")
+    assert sequence_operations(anatomy_of(renamed)) == {"rule": kind}
+    for counted in ("for i in key:", "for i in [range][0](9):"):  # by the names of its parameters it would be one
+        by_name = RULE.format(body).replace("for i in range(key.shape[1] // chunk_size):", counted)
+        assert sequence_operations(anatomy_of(by_name)) == {}
     written = applied(MixerSP(), RULE.format(body)).module.text
     assert ("ops.delta_rule(rule, " in written) == (kind == "delta_rule")
     assert ('ops.refuse_slices("Mixer")' in written) == (kind != "delta_rule")
@@ -372,12 +430,22 @@ BRANCH = f"        if position_ids is None:\n            position_ids = {COUNTED
         "if None is position_ids:\n    position_ids = 2 * torch.arange(S)",
         "if position_ids == None:\n    position_ids = 2 * torch.arange(S)",
         "if not isinstance(position_ids, torch.Tensor):\n    position_ids = 2 * torch.arange(S)",
+        "places = position_ids\nif places is None:\n    places = 2 * torch.arange(S)",
+        "places = position_ids\nother: Tensor = places\nif other is None:\n    other = 2 * torch.arange(S)",
+        "places = 2 * torch.arange(S) if position_ids is None else position_ids",
+        "places = position_ids or 2 * torch.arange(S)",
     ],
 )
 def test_positions_stored_in_a_form_that_is_not_known_are_not_replaced_on_a_slice(stores: str):
     written = applied(LanguageSP(), POSITIONS.replace(BRANCH, textwrap.indent(stores, " " * 8) + "\n")).module.text
     assert stores.splitlines()[-1].strip() in written
     assert 'if position_ids is None:\n            ops.require_whole_sequence("position_ids")' in written
+
+
+def test_positions_may_have_another_name():
+    stores = "        places = position_ids\n        if places is None:\n            places = torch.arange(S)\n"
+    written = applied(LanguageSP(), POSITIONS.replace(BRANCH, stores)).module.text
+    assert "ops.sequence_position_ids" in written and "require_whole_sequence" not in written
 
 
 def test_rows_of_positions_are_known():
