@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cases_experts as cases
+import cases_replayed_experts
 import pytest
 import torch
 
@@ -29,3 +30,12 @@ def test_experts_agree_without_a_wait_for_the_device(kind, two_processes):
     for error, change in two_processes.run(cases.agrees_on_gpu, kind):
         assert error < 1.5
         assert change == 0
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("sends_ahead", [False, True])
+def test_replayed_layers_exchange_as_without_a_graph(sends_ahead, num_layers, two_processes):
+    """Bits of output and gradients; a capture ends on the buffer that it did not begin with."""
+    for eager, recorded in two_processes.run(cases_replayed_experts.replays_what_it_runs, num_layers, sends_ahead):
+        assert eager == (5 if sends_ahead else 4) * num_layers
+        assert recorded == eager + eager % 2
