@@ -164,11 +164,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 class Rotary(nn.Module):
+    def __init__(self, config):
+        self.register_buffer("inv_freq", torch.ones(4), persistent=False)
+
     def forward(self, x, position_ids):
         angles = self.inv_freq * position_ids
         return angles.cos(), angles.sin()
 
 class Time(nn.Module):
+    def __init__(self, config):
+        self.register_buffer("inv_freq", torch.ones(4), persistent=False)
+
     def forward(self, time):
         angles = self.inv_freq * time
         return torch.cat([angles.cos(), angles.sin()])
@@ -276,6 +282,7 @@ def test_an_embedding_of_times_is_no_sign_of_a_decoder_and_one_of_positions_is()
         text = model(ROTARY + built, run).replace(
             "def forward(self, x, position_ids):", f"def forward(self, {parameters}):"
         )
+        text = text.replace("self.inv_freq * position_ids", f"self.inv_freq * {parameters.split(', ')[-1]}")
         with pytest.raises(PassMismatch, match="Decoder takes tokens and builds a rotary embedding"):
             applied(LanguageSP(), text)
 
