@@ -56,7 +56,8 @@ def _unlikely(buffer: Tensor) -> Tensor:
     """Values that no initialiser gives a buffer: NaN, the largest number; of truth values True and False in turn."""
     if buffer.dtype == torch.bool:
         return (torch.arange(buffer.numel(), device=buffer.device) % 2 == 0).view(buffer.shape)
-    marker = float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).max
+    has_nan = buffer.is_floating_point() or buffer.is_complex()
+    marker = float("nan") if has_nan else torch.iinfo(buffer.dtype).max
     return torch.full_like(buffer, marker)
 
 

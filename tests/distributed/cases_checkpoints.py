@@ -12,10 +12,12 @@ import cases_models
 import cases_sequence
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from patchgen.runtime import attention, parallel
 from patchgen.runtime.checkpoint import Checkpointer, CheckpointError, export_pretrained, load_pretrained
+from patchgen.runtime.checkpoint.placement import part_of_rank
 from patchgen.runtime.parallel import loss, sharding
 from patchgen.runtime.train.model import find_head_and_config
 from patchgen.runtime.verify.parallel_coverage import generated_class
@@ -45,6 +47,19 @@ def round_trip(head: str, file: str, source: str, target: str, ep: int) -> tuple
     }
     export_pretrained(model, target, source=source, max_file=100_000)
     return report.num_bytes, sum(parts.values())
+
+
+def misplaced_parts(name: str, **layout: int) -> list[str]:
+    """The parameters of which this rank holds another part than `part_of_rank` cuts out of the full tensor."""
+    model = cases_models.build(name, generated=True, attention_name="eager")
+    full = {path: parameter.detach().clone() for path, parameter in model.named_parameters()}
+    sharding.shard_model(model, cases_sequence.state_of(**layout))
+    return [
+        path
+        for path, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+        and not torch.equal(part_of_rank(full[path], parameter), parameter.to_local())
+    ]
 
 
 def part_of_a_whole(source: str, target: str, ep: int) -> None:

@@ -88,6 +88,11 @@ def test_from_upstream_over_ranks_to_plain_transformers(
     plain_transformers(head, tmp_path / "original", *exports[-1:] if name in FEW else exports)
 
 
+def test_a_part_is_where_expert_parallelism_and_then_fsdp_cut(four_ranks):
+    """Read and written at another place, a checkpoint would come back as it was, and experts compute for one another."""
+    assert four_ranks.run(cases.misplaced_parts, "qwen3_moe", ep=2) == [[]] * 4
+
+
 def test_the_rest_of_a_whole_is_copied_by_the_ranks_that_write_its_files(tmp_path, two_ranks):
     """The thinker trains on EP 2; talker and wave decoder are in the export, and no rank has loaded them."""
     omni_models.save_whole(omni_models.qwen3_omni(), tmp_path / "source")

@@ -99,6 +99,14 @@ def test_a_name_that_changes_after_the_call_is_bound_where_the_call_stood():
     assert [text.index(line) for line in order] == sorted(text.index(line) for line in order)
 
 
+def test_an_argument_that_is_computed_is_computed_where_upstream_does():
+    """A view made above the experts would add up gradients in another order."""
+    text = outcome_of(
+        "out = self.experts(hidden_states, indices, weights)\nreturn out + self.shared_experts(hidden_states.view(2, -1))"
+    ).module.text
+    assert "ops.beside_experts(lambda: self.shared_experts(hidden_states.view(2, -1)))" in text
+
+
 def test_an_mlp_without_a_gate_is_a_site():
     start = MODULES.index("class ExampleExperts")
     modules = f"{LINEAR}\n\n{MODULES[start:]}"

@@ -290,6 +290,18 @@ def test_what_a_pass_refuses_needs_a_person(drift: Drift, committed: Path, tmp_p
     assert any(site.symbol == drift.symbol and site.kind == "changed" for site in found.sites)
 
 
+def test_a_seam_that_is_lost_without_a_refusal_needs_a_review(committed: Path, tmp_path: Path):
+    """No config pins a number of hits: what was a seam and what the census says now are compared."""
+    mean, quotient = "hidden_states.pow(2).mean(-1, keepdim=True)", "hidden_states.pow(2).sum(-1, keepdim=True) / 8"
+    drift = Drift(FILE, "Qwen3MoeRMSNorm.forward", mean, quotient)
+    found = compare_model(MODEL, str(planted(tmp_path / "release", [drift])), committed)
+    told = {site.kind: (site.symbol, site.reason) for site in found.sites if site.kind != "changed"}
+    assert found.verdict == REVIEW and told == {
+        "hits": ("Qwen3MoeRMSNorm.forward", "fused_ops at Qwen3MoeRMSNorm.forward: rms_norm seam -> nothing"),
+        "census": ("Qwen3MoeRMSNorm", "census: passes: fused_ops -> each token by itself"),
+    }
+
+
 # ------------------------------------------------------------------------------------------------ under hand edits
 
 

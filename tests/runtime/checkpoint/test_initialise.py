@@ -38,6 +38,7 @@ class _Tables(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.empty(length))
         self.register_buffer("angles", torch.outer(torch.arange(length), torch.arange(4)).cos(), persistent=False)
+        self.register_buffer("turns", torch.polar(torch.ones(length), torch.arange(length).float()), persistent=False)
         self.register_buffer("seen", torch.ones(length, length).tril().bool(), persistent=False)
 
 
@@ -57,3 +58,4 @@ def test_buffers_that_only_a_constructor_computes_get_its_values():
     sharding.materialise(model, "cpu")
     assert not model.tables.scale.is_meta
     assert torch.equal(model.tables.angles, expected.angles) and torch.equal(model.tables.seen, expected.seen)
+    assert torch.equal(model.tables.turns, expected.turns)  # complex, as the rotary tables of llama4's vision tower
