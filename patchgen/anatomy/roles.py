@@ -159,13 +159,26 @@ def stack_shapes(anatomy: Anatomy, info: ClassInfo) -> dict[str, list[str]]:
     """The dimensions, as source, of every `nn.Parameter(torch.empty(E, ..., ...))` of the class: stacks of matrices."""
     shapes = {}
     for name, call in info.built.items():
-        inner = call.args[0] if anatomy.is_a(call, PARAMETER) and call.args else None
-        shape = inner.args if isinstance(inner, ast.Call) else []
-        if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List):
-            shape = shape[0].elts
-        if len(shape) == EXPERT_DIMS:
-            shapes[name] = [ast.unparse(size) for size in shape]
+        made = call.args[0] if anatomy.is_a(call, PARAMETER) and call.args else None
+        for tensor in _beneath(made):
+            shape = tensor.args
+            if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List):
+                shape = shape[0].elts
+            if len(shape) == EXPERT_DIMS:
+                shapes[name] = [ast.unparse(size) for size in shape]
+                break
     return shapes
+
+
+def _beneath(value: ast.expr | None) -> Iterator[ast.Call]:
+    """The call that makes a tensor, and those beneath what fills, scales or casts it."""
+    match value:
+        case ast.Call(function):
+            yield value
+            yield from _beneath(function.value if isinstance(function, ast.Attribute) else None)
+        case ast.BinOp(left, _, right):
+            yield from _beneath(left)
+            yield from _beneath(right)
 
 
 def _experts(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:

@@ -183,6 +183,11 @@ SECOND = {
         "    def forward(self, x, chosen):\n        for e in chosen.unique():\n"
         "            x = x + x @ self.weight[e]\n        return x"
     ),
+    "a stack that is filled where it is made": (
+        "class More(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+        "        self.weight = nn.Parameter(torch.empty(config.many, config.size, config.size).normal_(std=0.1) * 0.5)\n\n"
+        "    def forward(self, x, e):\n        return x @ self.weight[e]"
+    ),
     "a list of plain modules": (
         "class More(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
         "        self.parts = nn.ModuleList([nn.Linear(8, 8) for _ in range(config.many)])\n\n"
