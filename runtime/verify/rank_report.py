@@ -1,4 +1,4 @@
-"""What a proof on ranks says: printed as it goes, and kept in `verify_ranks.json` beside the generated file."""
+"""The results of a proof on ranks: printed, and recorded in `verify_ranks.json` next to the generated file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE_NAME = "verify_ranks.json"
 
 
 def print_results(model: str, layout: str, results: Sequence[RankResult]) -> None:
-    """A line for each batch: relative differences of the loss and of the worst gradient."""
+    """Prints a line for each batch: relative differences of the loss and of the worst gradient."""
     print(f"{model} on {layout}")
     for path, how in towers_of(results).items():
         print(f"  {path}: {how}")
@@ -25,7 +25,7 @@ def print_results(model: str, layout: str, results: Sequence[RankResult]) -> Non
 def write_results(
     file: Path, layout: str, results: Sequence[RankResult], made_with: Mapping[str, str] | None = None
 ) -> Path:
-    """Writes one layout into the record beside a generated file; other layouts of the same file stay.
+    """Writes one layout into the record next to a generated file; other layouts of the same file are kept.
 
     Args:
         made_with: the sources and releases that this proof depends on.
@@ -57,5 +57,5 @@ def towers_of(results: Sequence[RankResult]) -> dict[str, str]:
 
 
 def _bound(difference: float) -> str:
-    """The order of magnitude: rounding differs from machine to machine."""
+    """One digit only: rounding differs between machines."""
     return f"{difference:.0e}" if difference else "0"

@@ -69,7 +69,7 @@ def test_upstreams_own_code_trains_as_upstream(tmp_path):
     assert path.reason == ""
     names = [check.name for check in path.checks]
     assert names == ["causality", "plain", "leak", "packed", "padded right", "padded left", "chunks", "accumulation"]
-    assert path.attention == path.ran_with
+    assert path.attention == path.compared_attention
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_the_small_form_of_defaults_is_that_of_the_class(model_type):
 
 
 def test_packed_rows_are_those_of_the_data_pipeline():
-    documents = training_inputs.text_documents(training_inputs.TextDraw(small_config("llama").config))
+    documents = training_inputs.text_documents(training_inputs.TokenSampler(small_config("llama").config))
     packed = documents.packed()
     assert packed["cu_seq_lens_q"].diff().tolist() == list(training_inputs.LENGTHS)
     for row, place in zip(documents.rows, documents.bounds(), strict=True):
