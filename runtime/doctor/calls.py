@@ -142,9 +142,3 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 def tolerance(dtype: torch.dtype) -> float:
     """How far rounding may move two computations of the same value apart."""
     return TOLERANCE.get(dtype, HALF_PRECISION)
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an exception in one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) < 300 else f"{text[:297]}..."

@@ -14,7 +14,6 @@ from typing import Any
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.data import DataError
-from patchgen.runtime.doctor import calls
 from patchgen.runtime.doctor.chat_template import ChatTemplate
 from patchgen.runtime.doctor.computation import Kernels, Packing, Router
 from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, Check, Finding, failed, not_checked
@@ -28,6 +27,7 @@ from patchgen.runtime.doctor.step_checks import Layout, Step
 from patchgen.runtime.doctor.tokens import Padding, Tokenizer
 from patchgen.runtime.doctor.weights import TrainedParameters, Weights
 from patchgen.runtime.train.recipe import Recipe, RecipeError
+from patchgen.runtime.verify.verdict import one_line
 
 CHECKS: tuple[type[Check], ...] = (
     RecipeIsValid,
@@ -160,7 +160,7 @@ def _run_check(check: Check, patient: Patient) -> Finding:
         return failed(str(error), "As the message says; `patchgen train` would refuse it, too.")
     except Exception as error:  # the other checks still run
         return failed(
-            f"{type(error).__name__}: {calls.one_line(error)}",
+            one_line(f"{type(error).__name__}: {error}"),
             "This is not a refusal but an error in the modeling file, in the code of the data, or in the doctor.",
         )
 

@@ -74,10 +74,10 @@ class Labels(Check):
             *class_problems(samples, patient),
         ):
             return failed(problem, advice, shown)
-        return passed(_label_summary(patient, samples), shown)
+        return passed(_label_summary(samples), shown)
 
 
-def _label_summary(patient: Patient, samples: Sequence[Sample]) -> str:
+def _label_summary(samples: Sequence[Sample]) -> str:
     """Which labels the samples have."""
     counts = Counter(one.label for one in samples if one.label is not None)
     if counts:

@@ -151,14 +151,8 @@ def _tied(model: PreTrainedModel) -> Iterator[Alternative]:
         "the head tied to the embeddings",
         "These weights were trained with a tied head: set tie_word_embeddings: true in config.json, and leave the head's own "
         "matrix out.",
-        [(head.weight, lambda: _weight(embeddings))],
+        [(head.weight, lambda: embeddings.get_parameter("weight"))],
     )
-
-
-def _weight(layer: nn.Module) -> Tensor:
-    weight = layer.weight
-    assert isinstance(weight, Tensor), "embeddings are a matrix"
-    return weight
 
 
 # ------------------------------------------------------------------------------------------------- positions

@@ -44,7 +44,7 @@ from patchgen.runtime.verify.model_pair import build_model, config_class_of, pai
 from patchgen.runtime.verify.multimodal_inputs import media_cases, takes_media
 from patchgen.runtime.verify.reference_model import training_choices
 from patchgen.runtime.verify.seam_proof import all_eager
-from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.small_config import set_router_loss, small_config
 from patchgen.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -322,9 +322,7 @@ def _finite_step(model: torch.nn.Module, case: Case) -> Step:
 def _config_of(model_class: type[PreTrainedModel]) -> PreTrainedConfig:
     """A small config, with the router loss if the model has one."""
     config = small_config(config_class_of(model_class)).config
-    for one in (config, config.get_text_config(decoder=True)):
-        if hasattr(one, "output_router_logits"):
-            one.output_router_logits = True
+    set_router_loss(config, True)
     return config
 
 

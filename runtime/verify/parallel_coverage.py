@@ -144,14 +144,11 @@ def _reference_step(
     names: Correspondence,
 ) -> tuple[float, dict[str, Tensor]]:
     """Upstream's step, its gradients by our names: a batch as it is, or each document of each packed row by itself."""
-    if not packed:
-        total, gradients = step(model, [inputs])
-        return total, names.existing(gradients)
-    pieces, rows = [], []
-    for row, places in enumerate(_documents(inputs)):
-        pieces += [{name: inputs[name][row : row + 1, one] for name in ("input_ids", "labels")} for one in places]
-        rows += [row] * len(places)
-    total, gradients = step(model, pieces, packed_rows=rows)
+    documents = [(row, place) for row, places in enumerate(_documents(inputs)) for place in places] if packed else []
+    pieces = [
+        {name: inputs[name][row : row + 1, place] for name in ("input_ids", "labels")} for row, place in documents
+    ]
+    total, gradients = step(model, pieces or [inputs], packed_rows=[row for row, _ in documents] or None)
     return total, names.existing(gradients)
 
 

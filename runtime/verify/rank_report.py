@@ -8,6 +8,7 @@ from pathlib import Path
 
 from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify.media_ranks import RankResult
+from patchgen.runtime.verify.report import one_digit
 
 FILE_NAME = "verify_ranks.json"
 
@@ -36,7 +37,7 @@ def write_results(
     layouts = before.get("layouts", {}) if before.get("sha256") == sha256 else {}
     layouts[layout] = {
         "cases": {
-            one.case: {"loss": _bound(one.loss), "gradient": _bound(one.gradient)}
+            one.case: {"loss": one_digit(one.loss), "gradient": one_digit(one.gradient)}
             | ({"failed": one.reason.strip().splitlines()[-1]} if one.reason else {})
             for one in results
         },
@@ -54,8 +55,3 @@ def write_results(
 def towers_of(results: Sequence[RankResult]) -> dict[str, str]:
     """How each tower was computed, over all batches."""
     return {path: how for one in results for path, how in sorted(one.towers.items())}
-
-
-def _bound(difference: float) -> str:
-    """One digit only: rounding differs between machines."""
-    return f"{difference:.0e}" if difference else "0"

@@ -24,7 +24,7 @@ from patchgen.runtime.verify.correspondence import Correspondence, correspondenc
 from patchgen.runtime.verify.media_samples import Sample, SampleBuilder
 from patchgen.runtime.verify.model_pair import build_model, config_class_of, perturb
 from patchgen.runtime.verify.multimodal_inputs import REFUSALS, takes_media
-from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.small_config import set_router_loss, small_config
 from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_path import attention_requirements, cpu_attention
 
@@ -92,10 +92,9 @@ def switch_dropout_off(model: nn.Module) -> None:
 def training_config(upstream_class: type[PreTrainedModel]) -> PreTrainedConfig:
     """A small config as a run has it: no cache, and the router loss if the model has one."""
     config = small_config(config_class_of(upstream_class)).config
+    set_router_loss(config, True)
     for one in (config, config.get_text_config(decoder=True)):
         one.use_cache = False
-        if hasattr(one, "output_router_logits"):
-            one.output_router_logits = True
     return config
 
 

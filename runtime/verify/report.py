@@ -201,9 +201,14 @@ def training_record(path: TrainingPath) -> dict[str, object]:
 def _number(found: Difference) -> dict[str, object]:
     return {
         "equal": found.is_equal,
-        "absolute": f"{found.absolute:.0e}" if found.absolute else "0",
-        "relative": f"{found.relative:.0e}" if found.relative else "0",
+        "absolute": one_digit(found.absolute),
+        "relative": one_digit(found.relative),
     }
+
+
+def one_digit(difference: float) -> str:
+    """Records keep one digit: rounding differs between machines."""
+    return f"{difference:.0e}" if difference else "0"
 
 
 def _cell(found: Difference) -> str:

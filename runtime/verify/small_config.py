@@ -93,6 +93,13 @@ def small_config(config_class: type[PreTrainedConfig] | str, *, variant: str = "
     return small_form(config_class, {}, VARIANTS[variant], SpecialIds())
 
 
+def set_router_loss(config: PreTrainedConfig, is_on: bool) -> None:
+    """Switches the router loss of a model, if it has one."""
+    for one in (config, config.get_text_config(decoder=True)):
+        if hasattr(one, "output_router_logits"):
+            one.output_router_logits = is_on
+
+
 def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str, ...]:
     """The variants that change a field of this config."""
     base = small_config(config_class).config

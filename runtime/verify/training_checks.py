@@ -29,6 +29,7 @@ from patchgen.runtime.verify.correspondence import Correspondence, correspondenc
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.multimodal_inputs import takes_media
 from patchgen.runtime.verify.seam_proof import all_eager
+from patchgen.runtime.verify.small_config import set_router_loss
 from patchgen.runtime.verify.training_inputs import Batch, Documents
 
 if TYPE_CHECKING:
@@ -307,26 +308,24 @@ class Comparison:
 
     def router_loss(self) -> None:
         """One row with the router loss; over several rows a run defines it differently (docs/parallel.md)."""
-        switch = "output_router_logits"
-        owners = [
-            one
-            for model in (self.reference, self.generated)
-            for one in (model.config, model.config.get_text_config(decoder=True))
-            if hasattr(one, switch)
-        ]
-        if not owners:
+        configs = (self.reference.config, self.generated.config)
+        if not any(
+            hasattr(one, "output_router_logits") for c in configs for one in (c, c.get_text_config(decoder=True))
+        ):
             return
         row = {name: tensor[:1] for name, tensor in self.plain.items()}
-        with contextlib.ExitStack() as stack:
-            for one in owners:
-                stack.callback(setattr, one, switch, getattr(one, switch))
-                setattr(one, switch, True)
-            items = self.count_labels(row)
+        items = self.count_labels(row)
+        try:
+            for config in configs:
+                set_router_loss(config, True)
             self._compare(
                 "router loss",
                 self._step([inputs.trainer_inputs(row)], items),
                 lambda model: self._reference_step(model, [row], items),
             )
+        finally:
+            for config in configs:
+                set_router_loss(config, False)  # as in the other checks
 
     # ------------------------------------------------------------------------------------- as the trainer calls
 

@@ -40,6 +40,7 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import head_kinds
 from patchgen.runtime.verify.model_pair import config_class_of
 from patchgen.runtime.verify.shrink import shrink, with_dropout
+from patchgen.runtime.verify.small_config import set_router_loss
 from patchgen.runtime.verify.training_checks import Check, Comparison, one_line_error
 
 if TYPE_CHECKING:
@@ -221,9 +222,7 @@ def single_rank() -> Iterator[ParallelState]:
 
 
 def _without_router_loss(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The language-model loss alone: the router loss of several rows is not a mean over labels."""
+    """A copy of the config with the language-model loss only: the router loss of several rows is no mean over labels."""
     config = copy.deepcopy(config)
-    for one in (config, config.get_text_config(decoder=True)):
-        if hasattr(one, "output_router_logits"):
-            one.output_router_logits = False
+    set_router_loss(config, False)
     return config
