@@ -78,11 +78,11 @@ def first_samples(config: DataConfig, parts: DataParts, separate: Pairs = ANY_TW
     """
     sources = [open_source(source) for source in config.sources]
     check_first_rows(config, sources)
-    cut = _prepare(replace(config, max_length=min(config.longest, MAX_LENGTH), on_long="truncate"), parts)
-    whole = _prepare(config, parts)
+    truncated = _prepare(replace(config, max_length=min(config.longest, MAX_LENGTH), on_long="truncate"), parts)
+    full = _prepare(config, parts)
     found, used, problems = [], 0, []
     for number, record in _in_turn(sources):
-        prepared, is_cut_in_run = _cut_or_whole(cut, whole, number, record)
+        prepared, is_cut_in_run = _truncated_or_full(truncated, full, number, record)
         outcome, where, reason = prepared.problem or ("", record.where, "")
         if not prepared.samples:
             problems.append(f"{where}: {reason}")
@@ -96,7 +96,8 @@ def first_samples(config: DataConfig, parts: DataParts, separate: Pairs = ANY_TW
                 found += samples
                 used += len(fields["input_ids"])
     if not found:
-        raise DataError(f"No sample could be made of the data. The first: {problems[0] if problems else 'no record'}.")
+        first = problems[0] if problems else "no record"
+        raise DataError(f"No record of the data gives a sample: expected at least one, found {first}.")
     return found
 
 
@@ -154,13 +155,13 @@ def _prepare(config: DataConfig, parts: DataParts) -> Prepare:
     return PrepareText(encoders, limit=config.longest, on_long=config.on_long)
 
 
-def _cut_or_whole(cut: Prepare, whole: Prepare, number: int, record: Record) -> tuple[Prepared, bool]:
+def _truncated_or_full(truncated: Prepare, full: Prepare, number: int, record: Record) -> tuple[Prepared, bool]:
     """The truncated sample of a record, or the sample of a run if truncating spoils it; and whether a run truncates it too."""
-    prepared = cut(number, record)
+    prepared = truncated(number, record)
     outcome = prepared.problem[0] if prepared.problem is not None else ""
     if outcome not in ("skipped", "truncated"):
         return prepared, False
-    in_run = whole(number, record)
+    in_run = full(number, record)
     is_cut = in_run.problem is not None and in_run.problem[0] == "truncated"
     return in_run if outcome == "skipped" else prepared, is_cut
 

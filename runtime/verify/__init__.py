@@ -1,6 +1,6 @@
 """The numerical proof that a generated model is upstream's model.
 
-    patchgen verify qwen3_moe          # the table; verify.json beside the generated file; exit 1 unless proven
+    patchgen verify qwen3_moe          # a table, and verify.json next to the generated file; exit 1 unless proven
 
     config class ──small_config──> small config ──build_pair──> upstream model    generated model
                                         │                       same weights, constants perturbed

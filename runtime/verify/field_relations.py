@@ -7,7 +7,7 @@
 | `self.config.audio_config.projection_bias`, which the class of the part does not have | the modeling file |
 | a vocabulary has an id for each code of an image tokenizer | names in the modeling file |
 | the text model has the layers that `spatial_target_layers` names | the field's name |
-| a chunk of samples holds whole hops | `hop_length` of the part that takes them |
+| a chunk of samples is a multiple of the hop | `hop_length` of the part that takes them |
 """
 
 from __future__ import annotations

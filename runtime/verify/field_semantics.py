@@ -63,7 +63,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("period of layer kinds", r".*(_interval|_period|_step|_pattern|every_n_layers|layer_group_size)", 2),
     _rule("layers per attention residual block", r"n_layers_per_.*", 2),
     _rule("offset in a period of layer kinds", r".*_layer_offset", 1),
-    _rule("layer of a tower behind which it merges patches", r"insert_layer_id", 0),
+    _rule("layer of a tower after which it merges patches", r"insert_layer_id", 0),
     _rule(
         "layers of a stack", r"(num_|n_)?(.*_)?(layers?|depth)|num_.*_layers|num_layers_per_stack|num_blocks", LAYERS
     ),

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | packed patches | the forward takes `image_grid_thw` | `pixel_values [P, C * T * p * p]` or `[P, C, p, p]`, grids `[N, 3]` |
 | patches side by side | the forward takes `target_sizes` | `pixel_values [1, C, p, P * p]`, sizes `[N, 2]` in patches |
-| whole images | otherwise | `pixel_values [N, C, H, W]` or `[N, crops, C, H, W]`, `image_sizes [N, 2]` where needed |
+| unpacked images | otherwise | `pixel_values [N, C, H, W]` or `[N, crops, C, H, W]`, `image_sizes [N, 2]` where needed |
 | spectrograms | the forward takes `input_features` | `input_features [N, mel, F]`, `feature_attention_mask [N, F]` |
 | waveforms | it takes `input_values` | `input_values [N, samples]` or `[N, 1, samples]`, a mask of samples |
 """
@@ -49,7 +49,7 @@ OTHER_INPUTS = {
 }
 """Other arguments of a modality; only some of them can be made here."""
 
-# In merged tokens, so that a model which merges n x n patches gets whole tokens: time, height, width.
+# Time, height and width in merged tokens: a model that merges n x n patches gets n times as many patches per side.
 IMAGE_GRIDS = ((1, 2, 3), (1, 1, 2), (1, 3, 2))
 VIDEO_GRIDS = ((2, 1, 2), (3, 2, 1))
 AUDIO_FRAMES = (20, 230, 75)
