@@ -99,7 +99,8 @@ def compare_case(
         generated, local_batch, state, pad=reference.pad, fsdp=fsdp, training=training, kernels=reference.seams
     )
     row = {"case": name, "seconds": time.perf_counter() - started, "towers": media.describe(generated, sp)}
-    step = functools.partial(reference.loss_and_gradients, full_batches, is_one_row=name == PACKED, training=training)
+    packed_rows = [0] * len(full_batches) if name == PACKED else None
+    step = functools.partial(reference.loss_and_gradients, full_batches, packed_rows=packed_rows, training=training)
     return row | compare_steps(reference.model, lambda _model: step(), actual)
 
 

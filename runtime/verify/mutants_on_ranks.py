@@ -184,8 +184,10 @@ def _with_mask(function: Callable) -> Callable:
 
 
 def _judge(reference: ReferenceModel, full_batches: list, case: str, where: str, actual: Step) -> mutants.Verdict:
+    packed_rows = [0] * len(full_batches) if case == PACKED else None
+
     def reference_step(_: torch.nn.Module) -> Step:
-        return _step(reference, *reference.loss_and_gradients(full_batches, is_one_row=case == PACKED))
+        return _step(reference, *reference.loss_and_gradients(full_batches, packed_rows=packed_rows))
 
     expected = reference_step(reference.model)
     found = {"loss": difference(actual.outputs["loss"], expected.outputs["loss"])}

@@ -11,37 +11,28 @@ is compared (`media_ranks.py`).
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from patchgen.runtime import model_calls, registry
+from patchgen.runtime import registry
 from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.parallel import sharding
-from patchgen.runtime.verify import media_ranks, reference_loss
-from patchgen.runtime.verify.correspondence import Correspondence, correspondence
+from patchgen.runtime.verify import media_ranks
 from patchgen.runtime.verify.inputs import text_cases
-from patchgen.runtime.verify.model_pair import build_model, perturb
+from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
-from patchgen.runtime.verify.reference_model import (
-    head_with_media,
-    router_functions,
-    state_of,
-    switch_dropout_off,
-    training_choices,
-    training_config,
-)
+from patchgen.runtime.verify.reference_model import ReferenceModel, head_with_media, state_of, training_config
 from patchgen.runtime.verify.slices import encoder_decoder_refusal
 
 FLOOR = 1e-4
@@ -89,45 +80,32 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
     head = head or head_with_media(Path(file).parent)
     if head is None:
         raise ValueError(f"No head of {file} takes images, video or sound. To fix: name a head.")
-    upstream_class = getattr(registry.read_model(Path(file).parent).upstream(), head)
-    config = training_config(upstream_class)
+    model = registry.read_model(Path(file).parent)
     generated = generated_class(head, file)
     row: dict[str, Any] = {"model_type": model_type}
-    if ep > 1 and not sharding.own_plan(build_model(generated, config)):
+    if ep > 1 and not sharding.own_plan(build_model(generated, training_config(getattr(model.upstream(), head)))):
         return row | {"applies": False, "seconds": time.perf_counter() - started}
     if sp > 1 and (refusal := encoder_decoder_refusal(generated, sp)):
         return row | {"reason": refusal, "seconds": time.perf_counter() - started}
     if takes_media:
         found = media_ranks.compare_all_cases(Path(file).parent, head, sp=sp, ep=ep, separates=separates)
         return row | found | {"seconds": time.perf_counter() - started}
-    attention, kernels, _ = training_choices(upstream_class, generated, config)
-    functions = router_functions(Path(file).parent)
-    reference = build_model(upstream_class, config)
-    perturb(reference)
-    switch_dropout_off(reference)
-    names = correspondence(reference, build_model(generated, config))
-    cases = {case.name: dict(case.batch) for case in text_cases(config, upstream_class)}
+    reference = ReferenceModel(model, head)
+    reference.separates = separates
+    cases = {case.name: dict(case.batch) for case in text_cases(reference.config, reference.upstream_class)}
     for case, prefix in (("plain", ""), ("packed", "packed ")):
         if case not in cases:
             continue
         inputs = cases[case]
-        loss_and_gradients = functools.partial(
-            reference_loss.loss_and_gradients, router_functions=functions, generated_class=generated
-        )
-        reference_step = functools.partial(
-            _reference_step, inputs=inputs, packed=case == "packed", step=loss_and_gradients, names=names
-        )
-        model = generated._from_config(copy.deepcopy(config), attn_implementation=attention, dtype=torch.float32)
-        model.load_state_dict(names.to_generated(reference.state_dict()))
-        switch_dropout_off(model)
-        if separates:
-            model_calls.separate_documents(model, separates)
-        row["num_expert_parameters"] = len(sharding.own_plan(model))
-        sharding.shard_model(model, state)
+        pieces, packed_rows = _documents(inputs) if prefix else ([inputs], None)
+        step = functools.partial(reference.loss_and_gradients, pieces, packed_rows=packed_rows)
+        ours = reference.generated()
+        row["num_expert_parameters"] = len(sharding.own_plan(ours))
+        sharding.shard_model(ours, state)
         rows = torch.arange(inputs["input_ids"].shape[0]).chunk(state.config.num_batches)[state.batch_index]
         local_batch = {name: value[rows] for name, value in inputs.items()}
-        actual = media_ranks.step_on_ranks(model, local_batch, state, pad=0, fsdp=True, kernels=kernels)
-        found = media_ranks.compare_steps(reference, reference_step, actual, FLOOR)
+        actual = media_ranks.step_on_ranks(ours, local_batch, state, pad=0, fsdp=True, kernels=reference.seams)
+        found = media_ranks.compare_steps(reference.model, lambda _model, step=step: step(), actual, FLOOR)
         row["packed_loss" if prefix else "loss"] = found["loss"]
         row["packed_gradients" if prefix else "gradients"] = found["gradient"]
         if "reason" in found:
@@ -136,27 +114,16 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
     return row | {"seconds": time.perf_counter() - started}
 
 
-def _reference_step(
-    model: nn.Module,
-    inputs: dict,
-    packed: bool,
-    step: Callable[..., tuple[float, dict[str, Tensor]]],
-    names: Correspondence,
-) -> tuple[float, dict[str, Tensor]]:
-    """Upstream's step, its gradients by our names: a batch as it is, or each document of each packed row by itself."""
-    documents = [(row, place) for row, places in enumerate(_documents(inputs)) for place in places] if packed else []
-    pieces = [
-        {name: inputs[name][row : row + 1, place] for name in ("input_ids", "labels")} for row, place in documents
-    ]
-    total, gradients = step(model, pieces or [inputs], packed_rows=[row for row, _ in documents] or None)
-    return total, names.existing(gradients)
-
-
-def _documents(inputs: dict) -> list[list[slice]]:
-    """The places of the documents of each row."""
+def _documents(inputs: dict) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """Each document of each packed row as a batch, and the index of its row."""
     length = inputs["input_ids"].shape[1]
-    starts = [torch.nonzero(positions == 0).view(-1).tolist() for positions in inputs["position_ids"]]
-    return [list(itertools.starmap(slice, itertools.pairwise([*row, length]))) for row in starts]
+    pieces, rows = [], []
+    for row, positions in enumerate(inputs["position_ids"]):
+        starts = torch.nonzero(positions == 0).view(-1).tolist()
+        for start, end in itertools.pairwise([*starts, length]):
+            pieces.append({name: inputs[name][row : row + 1, start:end] for name in ("input_ids", "labels")})
+            rows.append(row)
+    return pieces, rows
 
 
 # ----------------------------------------------------------------------------------------------- sweep

@@ -172,18 +172,14 @@ class ReferenceModel:
         return torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["input_ids"])
 
     def loss_and_gradients(
-        self, batches: Sequence[dict[str, Any]], *, is_one_row: bool = False, training: bool = True
+        self, batches: Sequence[dict[str, Any]], *, packed_rows: Sequence[int] | None = None, training: bool = True
     ) -> tuple[float, dict[str, Tensor]]:
-        """`reference_loss.loss_and_gradients` of upstream's class, the gradients by the generated model's names.
-
-        Args:
-            is_one_row: whether all are documents of one packed row.
-        """
+        """`reference_loss.loss_and_gradients` of upstream's class, the gradients by the generated model's names."""
         loss, gradients = reference_loss.loss_and_gradients(
             self.model,
             batches,
             router_functions=self.router_functions,
-            packed_rows=[0] * len(batches) if is_one_row else None,
+            packed_rows=packed_rows,
             training=training,
             generated_class=self.generated_class,
         )

@@ -62,12 +62,7 @@ def verify_model(
         SmallConfigError: upstream's config class refuses every small config.
     """
     generated = find(model)
-    head = head or generated.heads[0]
-    if head not in generated.classes:
-        raise registry.UnknownModelError(
-            f"The generated model '{generated.name}' has no class '{head}'. Heads: {', '.join(generated.heads)}; "
-            f"other classes: {', '.join(sorted(set(generated.classes) - set(generated.heads)))}."
-        )
+    head = _require_class(head or generated.heads[0], generated)
     upstream_class = getattr(generated.upstream(), head)
     generated_class = getattr(generated.load(), head)
     config_class, kind = upstream_class.config_class, head_kinds.kind_of(head)
@@ -129,6 +124,15 @@ def _proof_of(
     proof.overrides, proof.unclassified = small.overrides, small.unclassified
     proof.refused_inputs, proof.not_compared = media.refused, media.missing
     return proof
+
+
+def _require_class(head: str, generated: registry.GeneratedModel) -> str:
+    if head not in generated.classes:
+        raise registry.UnknownModelError(
+            f"The generated model '{generated.name}' has no class '{head}'. Heads: {', '.join(generated.heads)}; "
+            f"other classes: {', '.join(sorted(set(generated.classes) - set(generated.heads)))}."
+        )
+    return head
 
 
 def _cases(
