@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 OURS = ("labels", "shift_labels", "position_ids", "real_tokens")
 """Fields that plain transformers computes itself, or does not take."""
-BFLOAT16_EPS = 2.0**-8
+BFLOAT16_ROUNDING = 2.0**-8
 
 
 class Export(Check):
@@ -164,7 +164,7 @@ def _compared(patient: Patient, ours: traces.ExpectedTrace, plain: traces.Trace,
     if found is None:
         how = f"within {share:.0e}, relative" if share else "bit for bit"
         return passed(f"{subject} computes the same logits {how}.")
-    is_bfloat16 = found.share < BFLOAT16_EPS and patient.dtype == torch.float32
+    is_bfloat16 = found.share < BFLOAT16_ROUNDING and patient.dtype == torch.float32
     note = " (a rounding error of bfloat16: one side casts to it)" if is_bfloat16 else ""
     return failed(
         f"{subject} computes something else: {found.path} is the first that differs, by {found.share:.1e}, relative{note}; the "
