@@ -68,7 +68,7 @@ class SampleBuilder:
     def __init__(self, model: PreTrainedModel, *, seed: int = 0) -> None:
         self.model = model
         self.config = model.config
-        self.parameters = set(inspect.signature(type(model).forward).parameters)
+        self.forward_parameters = set(inspect.signature(type(model).forward).parameters)
         self.generator = torch.Generator().manual_seed(seed)
         self.maker = MediaMaker(model, self.generator)
         self.drawable = torch.tensor(drawable_ids(model.config))
@@ -134,7 +134,7 @@ class SampleBuilder:
     @property
     def takes_sound(self) -> bool:
         """Whether the model takes videos with their audio."""
-        return {IMAGE, VIDEO, AUDIO} <= self.layouts.keys() and "use_audio_in_video" in self.parameters
+        return {IMAGE, VIDEO, AUDIO} <= self.layouts.keys() and "use_audio_in_video" in self.forward_parameters
 
     # ------------------------------------------------------------------------------------------- one sample
 
@@ -214,12 +214,12 @@ class SampleBuilder:
         if "aspect_ratio_mask" in batch:  # each token sees all tiles of the images of its row
             tiles = batch["aspect_ratio_mask"].shape[1:]
             batch["cross_attention_mask"] = torch.ones(*batch["input_ids"].shape, *tiles, dtype=torch.long)
-        if "image_attention_mask" in self.parameters and "pixel_values" in batch:
+        if "image_attention_mask" in self.forward_parameters and "pixel_values" in batch:
             seen = *batch["input_ids"].shape, batch["pixel_values"].shape[1]
             batch["image_attention_mask"] = torch.ones(seen, dtype=torch.long)
         if any(item.inside for sample in samples for item in sample.items):
             batch["use_audio_in_video"] = True
-        return Case(name, {key: value for key, value in batch.items() if key in self.parameters})
+        return Case(name, {key: value for key, value in batch.items() if key in self.forward_parameters})
 
     def packed(self, batch: Mapping[str, Any], samples: Sequence[Sample]) -> Case | None:
         """The samples of a batch in one row; None for models without multimodal positions."""
