@@ -18,12 +18,12 @@ def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool
         recipe = recipes.load(path, recipes.parse_overrides(assignments))
         from transformers.utils import logging
 
-        from patchgen.runtime.doctor import examine, row_of
+        from patchgen.runtime.doctor import examine, format_entry
 
         logging.disable_progress_bar()
-        tell = (lambda entry: None) if as_json else lambda entry: print(row_of(entry), flush=True)
-        report = examine(recipe, skip=skip, memory=None if memory is None else int(memory * 2**30), tell=tell)
+        on_entry = (lambda entry: None) if as_json else lambda entry: print(format_entry(entry), flush=True)
+        report = examine(recipe, skip=skip, memory=None if memory is None else int(memory * 2**30), on_entry=on_entry)
     except recipes.RecipeError as error:
         raise ConfigError(str(error)) from error
-    print(json.dumps(report.as_json(), indent=1) if as_json else report.rest())
+    print(json.dumps(report.as_json(), indent=1) if as_json else report.details())
     return report.exit_status

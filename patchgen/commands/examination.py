@@ -103,9 +103,9 @@ def _facts(model_type: str, whole: list[Generated]) -> dict:
 
 
 def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
+    from patchgen.runtime.verify.reference_model import head_with_media
     from patchgen.runtime.verify.report import training_record
     from patchgen.runtime.verify.verify_model import judge
-    from patchgen.runtime.verify.yardstick import head_with_media
 
     head = head_with_media(directory) if takes_media else upstream.open_release().auto_map(CAUSAL_MAP).get(model_type)
     found, proof = judge(directory, implementations=IMPLEMENTATIONS, head=head)

@@ -5,6 +5,6 @@ print(report.text())          # a table: passed, failed with what to do, not che
 report.exit_status            # 1 if anything failed
 """
 
-from patchgen.runtime.doctor.examination import CHECKS, Report, examine, row_of
+from patchgen.runtime.doctor.examination import CHECKS, Report, examine, format_entry
 
-__all__ = ["CHECKS", "Report", "examine", "row_of"]
+__all__ = ["CHECKS", "Report", "examine", "format_entry"]

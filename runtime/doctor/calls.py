@@ -1,9 +1,10 @@
-"""A model called as the trainer calls it, on one rank, and as plain code would."""
+"""Calls of a model as the trainer makes them, on one rank: its loss, logits and gradients of a packed row."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,24 +24,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EAGER_ATTENTION = "patchgen_eager"
-"""Attention as its formula stands, with the documents of packed rows."""
+"""The attention formula in plain torch, separating the documents of packed rows."""
 
 
-def handed(row: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """A packed row as the trainer hands it to the model, on the device."""
+def model_inputs(row: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A packed row as the trainer passes it to the model, on the device."""
     return to_device(slice_batch(dict(row), sp=1, sp_rank=0), device)
 
 
 @contextlib.contextmanager
-def selected(chosen: Mapping[str, str]) -> Iterator[None]:
-    """These kernels, every other seam eager, no other rank."""
+def using_kernels(chosen: Mapping[str, str]) -> Iterator[None]:
+    """Selects these kernels, eager code for every other seam, and no other ranks."""
     with all_eager(), seams.using(**chosen), parallel.using(None):
         yield
 
 
 @contextlib.contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model attends by the formula."""
+    """Selects eager attention for the model."""
     before = attention_kinds.named_in(model.config)
     model.set_attn_implementation(EAGER_ATTENTION)
     try:
@@ -50,9 +51,8 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """Without dropout, whose dice would make any two calls differ. The head itself stays as it is: what it does with labels
-    is that of a run in training alone."""
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Switches dropout off. The head itself keeps its mode, because it treats labels differently in training mode."""
     before = model.training
     for inner in model.children():
         inner.eval()
@@ -63,39 +63,40 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 
 
 def loss(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> float:
-    """The mean loss per label of a packed row, without that of routers and without dropout."""
-    with torch.no_grad(), evaluated(model):
+    """The mean loss per label of a packed row, without router loss and dropout."""
+    with torch.no_grad(), without_dropout(model):
         return float(_loss(model, row, chosen))
 
 
 @dataclass(frozen=True)
-class Slope:
+class GradientSummary:
     """What is kept of a parameter's gradient.
 
     Attributes:
-        norm: its size.
-        is_zero: whether each element is 0.
-        gains: of a square matrix, or of each in a stack of them: how much lower the loss would be, as the gradient says, if
-            it were transposed. Empty: the parameter is neither.
+        is_zero: whether every element is 0.
+        transposition_gains: of each square matrix in the parameter, how much transposing it would lower the loss, to first
+            order.
     """
 
     norm: float
     is_zero: bool
-    gains: tuple[float, ...] = ()
+    transposition_gains: tuple[float, ...] = ()
 
 
-def slopes(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, Slope]:
-    """What the gradients of a row say of every parameter that one reaches. Each is let go when it has been looked at."""
-    found: dict[str, Slope] = {}
+def gradient_summaries(
+    model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]
+) -> dict[str, GradientSummary]:
+    """A summary of each gradient of a row, by parameter; gradients are freed as soon as they are summarised."""
+    found: dict[str, GradientSummary] = {}
     model.zero_grad(set_to_none=True)
     handles = [
-        p.register_post_accumulate_grad_hook(functools.partial(_look, name, found))
+        p.register_post_accumulate_grad_hook(functools.partial(_summarise, name, found))
         for name, p in model.named_parameters()
         if p.requires_grad
     ]
     try:
         loss = _loss(model, row, chosen)
-        with selected(chosen):  # layers that are computed again run as they ran
+        with using_kernels(chosen):  # also when layers are recomputed
             loss.backward()
     finally:
         for handle in handles:
@@ -104,46 +105,40 @@ def slopes(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) 
 
 
 @torch.no_grad()
-def _look(name: str, found: dict[str, Slope], parameter: nn.Parameter) -> None:
+def _summarise(name: str, found: dict[str, GradientSummary], parameter: nn.Parameter) -> None:
     gradient, gains = parameter.grad, ()
-    assert gradient is not None, "called when it has been accumulated"
+    assert gradient is not None, "the hook runs after accumulation"
     if parameter.ndim > 1 and parameter.shape[-1] == parameter.shape[-2]:
         weights, steps = (one.reshape(-1, *one.shape[-2:]) for one in (parameter.detach(), gradient))
         gains = tuple(
             -float((step.float() * (one.mT - one).float()).sum()) for one, step in zip(weights, steps, strict=True)
         )
-    found[name] = Slope(float(gradient.float().norm()), not bool(gradient.any()), gains)
+    found[name] = GradientSummary(float(gradient.float().norm()), not bool(gradient.any()), gains)
     parameter.grad = None
 
 
 def _loss(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> Tensor:
-    inputs = handed(row, next(model.parameters()).device)
+    inputs = model_inputs(row, next(model.parameters()).device)
     items = (inputs["shift_labels"] != IGNORED).sum().clamp(min=1)
-    with selected(chosen), losses.step(items, router_loss=False):
+    with using_kernels(chosen), losses.step(items, router_loss=False):
         return model(**inputs, num_items_in_batch=items, use_cache=False).loss
 
 
 @torch.no_grad()
 def logits(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> Tensor:
     """`(S, V)` of a packed row, on the CPU in fp32, without dropout."""
-    inputs = without_labels(handed(row, next(model.parameters()).device))
-    with selected(chosen), evaluated(model):
+    inputs = without_labels(model_inputs(row, next(model.parameters()).device))
+    with using_kernels(chosen), without_dropout(model):
         return model(**inputs, use_cache=False).logits[0].float().cpu()
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """How far two tensors differ, as a share of the size of the second; infinite where one is not a number."""
+    """The norm of the difference over the norm of `expected`; infinite instead of NaN."""
     actual, expected = actual.double(), expected.double()
     share = float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
-    return share if share == share else float("inf")
+    return float("inf") if math.isnan(share) else share
 
 
-def bar(dtype: torch.dtype) -> float:
-    """What rounding may make of two ways to compute the same."""
+def tolerance(dtype: torch.dtype) -> float:
+    """How far rounding may move two computations of the same value apart."""
     return TOLERANCE.get(dtype, HALF_PRECISION)
-
-
-def first_line(error: BaseException) -> str:
-    """An exception in one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) < 300 else f"{text[:297]}..."

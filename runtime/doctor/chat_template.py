@@ -1,4 +1,4 @@
-"""Does the chat template say what the model knows, and can the assistant's turns be found in it?"""
+"""Does the chat template fit the tokenizer, and can the assistant's turns be found in it?"""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ WITHOUT = ("text", "classification", *OF_TEXTS)
 """Kinds of data that a tokenizer without a chat template can encode."""
 QUESTION, ANSWER = "Where is the river?", "Behind the hill."
 REFUSALS = (TemplateError, TypeError, ValueError)
-"""What a template raises of messages that it does not take."""
-MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:start|end)_of_\w{1,30}>")
+"""What a template raises on messages that it does not support."""
+SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:start|end)_of_\w{1,30}>")
 """How templates write special tokens."""
 ADVICE = (
     "Take the chat template that comes with these weights (chat_template.jinja, or chat_template in "
@@ -38,46 +38,42 @@ class Turn:
     """How a template writes the assistant's turn.
 
     Attributes:
-        text: a question and its answer.
-        header: what stands between question and answer: the text that generation starts from.
-        learned: where the turn is learned in `text`.
+        header: the text between question and answer, from which generation starts.
         header_ids: the tokens of the header.
-        end_id: the token that ends the turn; None: none is learned there.
+        end_id: the special token at the end of the turn that has a loss; None: there is none.
     """
 
-    text: str
     header: str
-    learned: tuple[int, int]
     header_ids: tuple[int, ...]
     end_id: int | None
 
 
 class ChatTemplate(Check):
-    """Its marks are tokens, its prompt begins its turns, and its turns end where generation stops."""
+    """Its marks are special tokens, its generation prompt begins its turns, and its turns end where generation stops."""
 
     name = "chat template"
 
     def run(self, patient: Patient) -> Finding:
         kind = patient.recipe.data.kind
         if kind == "text":
-            return not_checked("data.kind = text uses none.")
+            return not_checked("data.kind = text uses no chat template.")
         template = template_of(patient)
         if template is None and kind in WITHOUT:
-            return not_checked(f"the tokenizer has none, and data.kind = {kind} needs none for plain texts.")
+            return not_checked(f"the tokenizer has no template, and data.kind = {kind} needs none for plain texts.")
         if template is None:
             return failed(f"data.kind = {kind}, and the tokenizer has no chat template.", ADVICE)
         problems = [
-            *_two_files(patient.recipe.model.source),
-            *_marks(patient, template),
+            *_conflicting_files(patient.recipe.model.source),
+            *_unknown_tokens(patient, template),
             *_turn_problems(patient, template),
         ]
         if problems:
             return failed(" ".join(problems), ADVICE)
         turn = find_turn(patient)
         if turn is None:
-            return not_checked("the header of the assistant's turn cannot be made out in it.")
+            return not_checked("the header of the assistant's turn cannot be found in it.")
         end = patient.tokenizer.convert_ids_to_tokens(turn.end_id)
-        return passed(f"The assistant's turn begins behind {turn.header!r} and ends with {end!r}.")
+        return passed(f"The assistant's turn begins after {turn.header!r} and ends with {end!r}.")
 
 
 def template_of(patient: Patient) -> str | None:
@@ -88,14 +84,14 @@ def template_of(patient: Patient) -> str | None:
 
 
 def find_turn(patient: Patient) -> Turn | None:
-    """How the template writes the assistant's turn; None: it has no header, or cannot be made out."""
+    """How the template writes the assistant's turn; None if it cannot be found."""
     template, tokenizer = template_of(patient), patient.tokenizer
     if template is None:
         return None
-    asked = messages(patient)
+    conversation = messages(patient)
     try:
-        _, prompt, text = renders(tokenizer, template, asked)
-        _, spans = rendered("probe", asked, None, template=template, tokenizer=tokenizer)
+        _, prompt, text = renders(tokenizer, template, conversation)
+        _, spans = rendered("probe", conversation, None, template=template, tokenizer=tokenizer)
     except (*REFUSALS, BadSample):
         return None
     if not spans or not text.startswith(prompt):
@@ -105,36 +101,35 @@ def find_turn(patient: Patient) -> Turn | None:
     ends = tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
     ids = tokenizer(header, add_special_tokens=False)["input_ids"] if header else []
     last = ends[-1] if ends and ends[-1] in special_ids(tokenizer) else None
-    return Turn(text, header, (start, end), tuple(ids), last)
+    return Turn(header, tuple(ids), last)
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """The tokens that are more than text."""
+    """The special and added tokens."""
     return set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
 
 
 def messages(patient: Patient) -> list[dict[str, Any]]:
-    """A question and its answer; where content may be media, as lists of parts: many such templates know nothing else."""
-    is_in_parts = patient.recipe.data.kind == "multimodal"
-    said = {"user": QUESTION, "assistant": ANSWER}
+    """A question and its answer; multimodal content is a list of parts, because many such templates take nothing else."""
+    has_parts = patient.recipe.data.kind == "multimodal"
     return [
-        {"role": role, "content": [{"type": "text", "text": text}] if is_in_parts else text}
-        for role, text in said.items()
+        {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
+        for role, text in (("user", QUESTION), ("assistant", ANSWER))
     ]
 
 
-def renders(tokenizer: Any, template: str, asked: list[dict[str, Any]]) -> tuple[str, str, str]:
-    """The question alone, with the generation prompt, and with the answer."""
+def renders(tokenizer: Any, template: str, conversation: list[dict[str, Any]]) -> tuple[str, str, str]:
+    """The rendered question alone, with the generation prompt, and with the answer."""
 
     def render(part: list[dict[str, Any]], prompt: bool = False) -> str:
         options = {**tokenizer.special_tokens_map, "chat_template": template, "tools": None}
         return render_jinja_template([part], add_generation_prompt=prompt, **options)[0][0]
 
-    return render(asked[:1]), render(asked[:1], prompt=True), render(asked)
+    return render(conversation[:1]), render(conversation[:1], prompt=True), render(conversation)
 
 
-def _two_files(source: str) -> Iterable[str]:
-    """Of two templates in a folder one is read, and not by everybody the same."""
+def _conflicting_files(source: str) -> Iterable[str]:
+    """Two different templates in one folder: programs differ in which one they read."""
     folder = Path(source)
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if not file.is_file() or not config.is_file():
@@ -144,15 +139,15 @@ def _two_files(source: str) -> Iterable[str]:
         yield f"{file} and chat_template in {config} are different: transformers reads the first, other programs the second."
 
 
-def _marks(patient: Patient, template: str) -> Iterable[str]:
-    """Marks of another model's template are cut into pieces here."""
+def _unknown_tokens(patient: Patient, template: str) -> Iterable[str]:
+    """Special tokens in the template of another model, which this tokenizer splits."""
     try:
         text = renders(patient.tokenizer, template, messages(patient))[2]
     except REFUSALS as error:
         yield f"The template refuses a question with its answer: {error}."
         return
     known = patient.tokenizer.get_vocab()
-    unknown = [mark for mark in dict.fromkeys(MARK.findall(text)) if mark not in known]
+    unknown = [mark for mark in dict.fromkeys(SPECIAL_TOKEN.findall(text)) if mark not in known]
     if unknown:
         pieces = len(patient.tokenizer(unknown[0], add_special_tokens=False)["input_ids"])
         yield (
@@ -162,32 +157,32 @@ def _marks(patient: Patient, template: str) -> Iterable[str]:
 
 
 def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
-    tokenizer, asked = patient.tokenizer, messages(patient)
+    tokenizer, conversation = patient.tokenizer, messages(patient)
     try:
-        bare, prompt, text = renders(tokenizer, template, asked)
-    except REFUSALS:  # told by `_marks`
+        bare, prompt, text = renders(tokenizer, template, conversation)
+    except REFUSALS:  # reported by `_unknown_tokens`
         return
     try:
-        _, spans = rendered("probe", asked, None, template=template, tokenizer=tokenizer)
+        _, spans = rendered("probe", conversation, None, template=template, tokenizer=tokenizer)
     except BadSample as error:
-        yield f"The assistant's turn cannot be looked for in it: {error.reason}."
+        yield f"The assistant's turn cannot be searched for in it: {error.reason}."
         return
     if not text.startswith(prompt):
         yield (
-            f"What generation starts from ({prompt[len(bare) :]!r} behind the question) is not how the assistant's turn begins "
-            f"in training ({text[len(bare) : len(prompt)]!r})."
+            f"The generation prompt ({prompt[len(bare) :]!r} after the question) is not how the assistant's turn begins in "
+            f"training ({text[len(bare) : len(prompt)]!r})."
         )
     answered = [span for span in spans if ANSWER in text[slice(*span)]]
     if not answered:
-        yield "The assistant's turn is not found in it: nothing would be learned."
+        yield "The assistant's turn is not found in it: no token would have a loss."
         return
     start, end = answered[-1]
     if text.startswith(prompt) and start < len(prompt):
-        yield f"It marks {text[start : len(prompt)]!r} as the assistant's, which stands before the turn in generation, too."
-    behind = text[start:end].partition(ANSWER)[2]
-    ids = tokenizer(behind, add_special_tokens=False)["input_ids"] if behind else []
+        yield f"It marks {text[start : len(prompt)]!r} as the assistant's, which is part of the generation prompt."
+    after = text[start:end].partition(ANSWER)[2]
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
     if not ids or ids[-1] not in special_ids(tokenizer):
         yield (
-            f"The learned turn ends with {behind[-20:] or ANSWER[-8:]!r}, which is not a special token "
+            f"The part of the turn that has a loss ends with {after[-20:] or ANSWER[-8:]!r}, which is not a special token "
             f"({text[end:].strip()[:20]!r} follows): the model would not learn where to stop."
         )

@@ -1,4 +1,4 @@
-"""All checks, one after the other, and the table of what they found."""
+"""Runs all checks, and formats the table of their findings."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.data import DataError
-from patchgen.runtime.doctor import calls
 from patchgen.runtime.doctor.chat_template import ChatTemplate
-from patchgen.runtime.doctor.computing import Kernels, Packing, Router
+from patchgen.runtime.doctor.computation import Kernels, Packing, Router
 from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, Check, Finding, failed, not_checked
-from patchgen.runtime.doctor.judged import ObjectiveCheck
 from patchgen.runtime.doctor.labels import Data, Labels
 from patchgen.runtime.doctor.losses import Alternatives, FirstLoss
-from patchgen.runtime.doctor.patient import Needs, Patient
-from patchgen.runtime.doctor.plain import Export, PlainTransformers
-from patchgen.runtime.doctor.planning import Proof, RecipeIsValid
-from patchgen.runtime.doctor.stepping import Layout, Step
+from patchgen.runtime.doctor.objective_data import ObjectiveCheck
+from patchgen.runtime.doctor.patient import MissingPart, Patient
+from patchgen.runtime.doctor.plain_transformers import Export, PlainTransformers
+from patchgen.runtime.doctor.recipe_checks import Proof, RecipeIsValid
+from patchgen.runtime.doctor.step_checks import Layout, Step
 from patchgen.runtime.doctor.tokens import Padding, Tokenizer
 from patchgen.runtime.doctor.weights import TrainedParameters, Weights
 from patchgen.runtime.train.recipe import Recipe, RecipeError
+from patchgen.runtime.verify.verdict import one_line
 
 CHECKS: tuple[type[Check], ...] = (
     RecipeIsValid,
@@ -45,12 +45,12 @@ CHECKS: tuple[type[Check], ...] = (
     Packing,
     Kernels,
     Router,
-    Export,  # from here on the memory of the model is needed by others
+    Export,  # from here on other models need the memory
     PlainTransformers,
     Step,
     Layout,
 )
-"""In the order in which they run: each asks for no more than those before it."""
+"""In the order in which they run, from what needs least."""
 SIGNS = {PASSED: "passed", FAILED: "FAILED", NOT_CHECKED: "-"}
 WIDTH = 120
 
@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass
 class Report:
-    """What all checks found, in their order."""
+    """The findings of all checks, in their order."""
 
     recipe: str
     entries: list[Entry] = field(default_factory=list)
@@ -84,18 +84,18 @@ class Report:
         return next(entry.finding for entry in self.entries if entry.check == name)
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The report as plain values."""
         checks = [
             {"check": one.check, "seconds": round(one.seconds, 2), **asdict(one.finding)} for one in self.entries
         ]
         return {"recipe": self.recipe, "failed": list(self.failed), "checks": checks}
 
     def text(self) -> str:
-        """The table: a check a line, what to do below those that failed, samples and figures at the end."""
-        return "\n".join([*map(row_of, self.entries), self.rest()])
+        """The table with a row per check, then the details."""
+        return "\n".join([*map(format_entry, self.entries), self.details()])
 
-    def rest(self) -> str:
-        """What stands below the table: samples and figures, and how many checks passed."""
+    def details(self) -> str:
+        """The text below the table: samples and figures, and how many checks passed."""
         lines = []
         for entry in self.entries:
             if entry.finding.shown:
@@ -105,13 +105,13 @@ class Report:
         return "\n".join(lines)
 
 
-def row_of(entry: Entry) -> str:
-    """A check in the table, with what to do if it failed."""
+def format_entry(entry: Entry) -> str:
+    """A row of the table, with advice if the check failed."""
     width, finding = max(len(check.name) for check in CHECKS), entry.finding
-    why = f"not checked: {finding.found}" if finding.status == NOT_CHECKED else finding.found
-    lines = [*_wrapped(f"{entry.check:<{width}}  {SIGNS[finding.status]:<6}  ", why)]
+    text = f"not checked: {finding.found}" if finding.status == NOT_CHECKED else finding.found
+    lines = [*_wrapped(f"{entry.check:<{width}}  {SIGNS[finding.status]:<6}  ", text)]
     if finding.advice:
-        lines += _wrapped(" " * (width + 2) + "to do   ", finding.advice)
+        lines += _wrapped(" " * (width + 2) + "to fix  ", finding.advice)
     return "\n".join(lines)
 
 
@@ -120,15 +120,15 @@ def examine(
     *,
     skip: Collection[str] = (),
     memory: int | None = None,
-    tell: Callable[[Entry], None] = lambda entry: None,
+    on_entry: Callable[[Entry], None] = lambda entry: None,
 ) -> Report:
     """Runs every check on a recipe.
 
     Args:
         skip: names of checks that do not run.
-        memory: the most bytes that a model may take: of a larger one, one layer after another is held. None: nine tenths of
-            what is free.
-        tell: called with what each check found as soon as it has.
+        memory: the most bytes that a model may take; a larger one is loaded layer by layer. None: nine tenths of the free
+            memory.
+        on_entry: called with each entry as soon as its check has run.
 
     Raises:
         RecipeError: `skip` names no check.
@@ -138,35 +138,35 @@ def examine(
     try:
         for check in CHECKS:
             started = time.perf_counter()
-            finding = not_checked("it was skipped (--skip).") if check.name in skip else _asked(check(), patient)
+            finding = not_checked("it was skipped (--skip).") if check.name in skip else _run_check(check(), patient)
             report.entries.append(Entry(check.name, time.perf_counter() - started, finding))
-            tell(report.entries[-1])
+            on_entry(report.entries[-1])
     finally:
         patient.close()
     return report
 
 
-def _asked(check: Check, patient: Patient) -> Finding:
-    """What a check finds; an error is a finding, too."""
-    patient.asking = check.name
+def _run_check(check: Check, patient: Patient) -> Finding:
+    """The finding of a check; errors become findings."""
+    patient.current_check = check.name
     try:
-        # What a run prints as it starts is not part of the table, nor of its JSON.
+        # Output of a starting run must not get into the table or its JSON.
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             return check.run(patient)
-    except Needs as needs:
+    except MissingPart as needs:
         return not_checked(str(needs))
     except (RecipeError, DataError, CheckpointError) as error:
         return failed(str(error), "As the message says; `patchgen train` would refuse it, too.")
-    except Exception as error:  # whatever it is, the other checks run
+    except Exception as error:  # the other checks still run
         return failed(
-            f"{type(error).__name__}: {calls.first_line(error)}",
-            "This is not a refusal but an error in the code that ran: of the modeling file, of the data's code, or of the doctor.",
+            one_line(f"{type(error).__name__}: {error}"),
+            "This is not a refusal but an error in the modeling file, in the code of the data, or in the doctor.",
         )
 
 
 def require_names(names: Collection[str]) -> None:
-    """Raises RecipeError for a name of no check, with the nearest."""
+    """Raises RecipeError for a name of no check, with the closest name."""
     known = [check.name for check in CHECKS]
     for name in names:
         if name not in known:

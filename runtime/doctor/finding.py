@@ -1,4 +1,4 @@
-"""What a check of the doctor finds, and what a check is."""
+"""Checks of the doctor, and their findings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Finding:
 
     Attributes:
         status: PASSED, FAILED or NOT_CHECKED.
-        found: what was seen, with its figures; of what was not checked, why.
-        advice: what to do about a failure.
-        shown: lines for the reader to look at: samples with their labels, figures by layer.
+        found: the result with its figures, or why nothing was checked.
+        advice: how to fix a failure.
+        shown: further lines: samples with their labels, losses of alternatives.
     """
 
     status: str
@@ -31,45 +31,42 @@ class Finding:
 
 
 def passed(found: str, shown: str = "") -> Finding:
-    """It is as it should be."""
     return Finding(PASSED, found, shown=shown)
 
 
 def failed(found: str, advice: str, shown: str = "") -> Finding:
-    """It is not, and this is what to do."""
     return Finding(FAILED, found, advice, shown)
 
 
 def not_checked(why: str) -> Finding:
-    """Nothing is known."""
     return Finding(NOT_CHECKED, why)
 
 
-def few(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names, and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+def first_names(names: Sequence[str], limit: int = 3) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
-def told_size(count: float) -> str:
-    """Bytes in a unit that shows them."""
+def format_bytes(count: float) -> str:
+    """A size in GiB or MiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 class Check(ABC):
-    """One question, asked of a recipe with its checkpoint and data.
+    """One check of a recipe with its checkpoint and data.
 
     Attributes:
-        name: as the table and `--skip` call it.
+        name: in the table and for `--skip`.
     """
 
     name: str
 
     @abstractmethod
     def run(self, patient: Patient) -> Finding:
-        """The answer.
+        """The finding.
 
         Raises:
-            Needs: a part of the patient is not to be had, which another check tells of.
-            RecipeError, DataError, CheckpointError: in the words of what refuses; the check has failed with them.
+            MissingPart: a part of the patient is unavailable; another check reports why.
+            RecipeError, DataError, CheckpointError: the check has failed with this message.
         """

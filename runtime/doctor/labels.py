@@ -1,4 +1,4 @@
-"""Are labels the tokens that follow, learned where an answer stands and nowhere else? The first samples, to look at."""
+"""Are labels unshifted ids, with a loss on answers and nowhere else? Shows the first samples."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any
 from patchgen.runtime.data import DataError
 from patchgen.runtime.doctor.chat_template import WITHOUT, Turn, find_turn, special_ids
 from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
-from patchgen.runtime.doctor.judged import of_classes, of_pairs
-from patchgen.runtime.doctor.samples import Sample, own_samples
+from patchgen.runtime.doctor.objective_data import class_problems, pair_problems
+from patchgen.runtime.doctor.samples import Sample, transform_outputs
 from patchgen.runtime.parallel.batch import IGNORED
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
-SHOWN = 2
-MOST_LABELS = 10
+NUM_SHOWN = 2
+MAX_LABELS = 10
 SHOWN_CHARACTERS = 400
-UNKNOWN_SHARE = 0.01
-OWN_LABELS = (
-    "Hand over labels that are the ids of the same places, -100 where nothing is learned: the model shifts them itself (the "
-    "transform of this source makes them)."
+MAX_UNKNOWN_SHARE = 0.01
+LABEL_ADVICE = (
+    "Let the transform of this source return labels equal to the ids, -100 for tokens without a loss: the model shifts them "
+    "itself."
 )
-LEAST_REPEATED = 4
-"""Of one token, from which on it is shown once."""
-REACH = 3
+MIN_REPEATED = 4
+"""Repetitions of a special token from which on it is shown once, with their number."""
+MAX_OFFSET = 3
 """Tokens by which a mask may be off and still be recognised."""
 
 
 class Data(Check):
-    """The first samples can be made."""
+    """The first samples of the data can be encoded."""
 
     name = "data"
 
@@ -40,51 +40,55 @@ class Data(Check):
         try:
             samples = patient.samples
         except DataError as error:
-            shifted = next(filter(None, map(shift_of, own_samples(patient.recipe.data))), None)
+            shifted = next(filter(None, map(shift_problem, transform_outputs(patient.recipe.data))), None)
             return failed(
-                f"{error}{f' The {shifted}' if shifted else ''}", OWN_LABELS if shifted else "As the message says."
+                f"{error}{f' The {shifted}' if shifted else ''}", LABEL_ADVICE if shifted else "As the message says."
             )
         ids = [token for sample in samples for token in sample.ids]
         unknown = patient.tokenizer.unk_token_id
-        if unknown is not None and ids.count(unknown) > UNKNOWN_SHARE * len(ids):
+        if unknown is not None and ids.count(unknown) > MAX_UNKNOWN_SHARE * len(ids):
             return failed(
-                f"{ids.count(unknown)} of the first {len(ids)} tokens are {patient.tokenizer.unk_token!r}: the tokenizer has none "
-                "for these texts.",
-                "Look at the texts (their encoding, their script), or take a model whose tokenizer has their alphabet.",
+                f"{ids.count(unknown)} of the first {len(ids)} tokens are {patient.tokenizer.unk_token!r}: the tokenizer does not "
+                "know the characters of these texts.",
+                "Check the encoding and script of the texts, or take a model whose tokenizer has their alphabet.",
             )
-        return passed(f"{len(samples)} samples of {len(ids)} tokens, from {samples[0].where} on.")
+        return passed(f"{len(samples)} samples with {len(ids)} tokens, starting at {samples[0].where}.")
 
 
 class Labels(Check):
     """Labels are the ids themselves (the model shifts them) or classes, and cover each answer from its first token to its last;
-    pairs share what they answer, classes exist."""
+    pairs share their prompt, classes exist."""
 
     name = "labels"
 
     def run(self, patient: Patient) -> Finding:
         samples = patient.samples
-        shown = "\n".join(show(one, patient.tokenizer) for one in samples[:SHOWN])
+        shown = "\n".join(show(one, patient.tokenizer) for one in samples[:NUM_SHOWN])
         for sample in samples if patient.recipe.data.kind != "token_classes" else ():
-            wrong = shift_of(sample)
-            if wrong is not None:
-                return failed(f"{sample.place}: {wrong}", OWN_LABELS, shown)
-        for problem, advice in (*_masks(patient, samples), *of_pairs(samples, patient), *of_classes(samples, patient)):
+            problem = shift_problem(sample)
+            if problem is not None:
+                return failed(f"{sample.place}: {problem}", LABEL_ADVICE, shown)
+        for problem, advice in (
+            *_masks(patient, samples),
+            *pair_problems(samples, patient),
+            *class_problems(samples, patient),
+        ):
             return failed(problem, advice, shown)
-        return passed(_told(patient, samples), shown)
+        return passed(_label_summary(samples), shown)
 
 
-def _told(patient: Patient, samples: Sequence[Sample]) -> str:
-    """What is learned of the samples."""
+def _label_summary(samples: Sequence[Sample]) -> str:
+    """Which labels the samples have."""
     counts = Counter(one.label for one in samples if one.label is not None)
     if counts:
-        told = ", ".join(f"{label:g} ({count} x)" for label, count in sorted(counts.items())[:MOST_LABELS])
-        more = f" and {len(counts) - MOST_LABELS} more" if len(counts) > MOST_LABELS else ""
-        return f"{len(samples)} samples have the labels {told}{more}."
+        summary = ", ".join(f"{label:g} ({count} x)" for label, count in sorted(counts.items())[:MAX_LABELS])
+        more = f" and {len(counts) - MAX_LABELS} more" if len(counts) > MAX_LABELS else ""
+        return f"{len(samples)} samples have the labels {summary}{more}."
     total = sum(len(one.ids) for one in samples)
     learned = sum(label != IGNORED for one in samples for label in one.labels)
     pairs = sum(one.half == "chosen" for one in samples)
-    what = f"{pairs} pairs, each of one prompt," if pairs else f"{len(samples)} samples"
-    return f"{learned} of {total} tokens in {what} are learned."
+    what = f"{pairs} pairs, each with one prompt," if pairs else f"{len(samples)} samples"
+    return f"{learned} of {total} tokens in {what} have a loss."
 
 
 def _masks(patient: Patient, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
@@ -92,34 +96,34 @@ def _masks(patient: Patient, samples: Sequence[Sample]) -> Iterator[tuple[str, s
         return
     turn = find_turn(patient)
     for sample in samples:
-        wrong = _mask_problem(sample, turn, patient.tokenizer)
-        if wrong:
+        problem = _mask_problem(sample, turn, patient.tokenizer)
+        if problem:
             yield (
-                f"{sample.place}: {wrong}",
-                "Learn from the first token behind the header of the turn through the token that ends it: fix the transform, "
-                "or the {% generation %} marks of the chat template.",
+                f"{sample.place}: {problem}",
+                "Put the loss on all tokens after the header of the turn, including its end token: fix the transform, or the "
+                "{% generation %} marks of the chat template.",
             )
 
 
-def shift_of(sample: Sample) -> str | None:
-    """What labels are instead of the ids; None: they are these."""
+def shift_problem(sample: Sample) -> str | None:
+    """How labels differ from the ids; None: they do not."""
     ids, labels = sample.ids, sample.labels
     if all(label in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
         return None
     learned = [place for place, label in enumerate(labels) if label != IGNORED]
-    for distance, told in ((1, "shifted to the left"), (-1, "shifted to the right")):
+    for distance, direction, neighbour in ((1, "left", "next"), (-1, "right", "previous")):
         inside = [place for place in learned if 0 <= place + distance < len(ids)]
         if inside and all(labels[place] == ids[place + distance] for place in inside):
             return (
-                f"labels are {told} by one already: each is the id of the {'next' if distance == 1 else 'last'} place. The "
-                "model shifts again, and would learn the token after the next."
+                f"labels are shifted to the {direction} by one already: each is the id of the {neighbour} token. The model "
+                "shifts them again and would learn the wrong token."
             )
     place = next(place for place in learned if labels[place] != ids[place])
     return f"the label of token {place} is {labels[place]}, and the token is {ids[place]}."
 
 
 def runs(labels: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and behind-the-last place of each stretch that is learned."""
+    """Start and end of each run of tokens with a loss."""
     start = None
     for place, label in enumerate([*labels, IGNORED]):
         if label != IGNORED and start is None:
@@ -130,53 +134,53 @@ def runs(labels: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _mask_problem(sample: Sample, turn: Turn | None, tokenizer: Any) -> str:
-    """Where the learned stretches of a conversation do not begin behind the header of a turn, or miss its end."""
+    """Where the runs with a loss do not begin after the header of a turn, or do not stop with its end token."""
     ids, labels = sample.ids, sample.labels
-    stretches = list(runs(labels))
-    if len(ids) > 1 and stretches == [(0, len(ids))]:
-        return "every token is learned, those of the user as well."
+    learned = list(runs(labels))
+    if len(ids) > 1 and learned == [(0, len(ids))]:
+        return "every token has a loss, those of the user included."
     if turn is None:
         return ""
     header, size = list(turn.header_ids), len(turn.header_ids)
-    for start, end in stretches:
+    for start, end in learned:
         if size and ids[max(0, start - size) : start] != header:
-            for off in (*range(1, REACH + 1), *range(-REACH, 0)):
+            for off in (*range(1, MAX_OFFSET + 1), *range(-MAX_OFFSET, 0)):
                 if start + off >= size and ids[start + off - size : start + off] == header:
-                    first = tokenizer.decode(ids[min(start, start + off) : max(start, start + off)])
-                    late = "early" if off > 0 else "late"
-                    what = "which belongs to the header" if off > 0 else "which is not learned"
-                    return f"the mask of the answer begins {abs(off)} token(s) too {late}: {first!r}, {what}."
+                    text = tokenizer.decode(ids[min(start, start + off) : max(start, start + off)])
+                    direction = "early" if off > 0 else "late"
+                    what = "belongs to the header" if off > 0 else "has no loss"
+                    return f"the mask of the answer begins {abs(off)} token(s) too {direction}: {text!r} {what}."
         if turn.end_id is None or (sample.is_cut and end == len(ids)) or ids[end - 1] == turn.end_id:
             continue
-        before, behind = ids[max(start, end - 1 - REACH) : end - 1][::-1], ids[end : end + REACH]
-        told = f"{tokenizer.convert_ids_to_tokens(turn.end_id)!r}, which ends the turn"
-        if turn.end_id in behind:
-            off = behind.index(turn.end_id) + 1
-            return f"the mask of the answer ends {off} token(s) too early: {told}, is not learned."
+        before, after = ids[max(start, end - 1 - MAX_OFFSET) : end - 1][::-1], ids[end : end + MAX_OFFSET]
+        end_token = f"the end token {tokenizer.convert_ids_to_tokens(turn.end_id)!r}"
+        if turn.end_id in after:
+            off = after.index(turn.end_id) + 1
+            return f"the mask of the answer ends {off} token(s) too early: {end_token} has no loss."
         if turn.end_id in before:
             off = before.index(turn.end_id) + 1
-            return f"the mask of the answer ends {off} token(s) too late: it goes on behind {told}."
+            return f"the mask of the answer ends {off} token(s) too late: it continues after {end_token}."
     return ""
 
 
 def show(sample: Sample, tokenizer: Any) -> str:
-    """A sample as text, what is learned between double brackets; one with a label is learned as a whole."""
-    parts, behind = [], 0
+    """A sample as text, with the tokens that have a loss in double brackets, or with its label."""
+    parts, shown_to = [], 0
     for start, end in runs(sample.labels) if sample.label is None else ():
-        parts += [_text(sample.ids[behind:start], tokenizer), f"[[{_text(sample.ids[start:end], tokenizer)}]]"]
-        behind = end
-    text = "".join([*parts, _text(sample.ids[behind:], tokenizer)])
-    cut = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
-    said = "" if sample.label is None else f", label {sample.label:g}"
-    return f"{sample.place}{said}: {cut}"
+        parts += [_text(sample.ids[shown_to:start], tokenizer), f"[[{_text(sample.ids[start:end], tokenizer)}]]"]
+        shown_to = end
+    text = "".join([*parts, _text(sample.ids[shown_to:], tokenizer)])
+    shortened = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
+    label = "" if sample.label is None else f", label {sample.label:g}"
+    return f"{sample.place}{label}: {shortened}"
 
 
 def _text(ids: Sequence[int], tokenizer: Any) -> str:
-    """Tokens as text, the places of a picture as one with their number."""
+    """Tokens as text, repeated placeholders as one with their number."""
     found, plain, special = [], [], special_ids(tokenizer)
     for token, group in itertools.groupby(ids):
         count = len(list(group))
-        if count >= LEAST_REPEATED and token in special:
+        if count >= MIN_REPEATED and token in special:
             found += [tokenizer.decode(plain), f"{tokenizer.decode([token])} (x {count})"]
             plain = []
         else:

@@ -1,7 +1,7 @@
-"""The first loss, and whether it is lower when a part of the model or of its config is taken otherwise.
+"""The first loss, and whether changing a part of the model or of its config lowers it.
 
-A trained model is at its best as it is. Where another base of the rotary positions, gate and up exchanged, a matrix
-transposed or a head at another scale makes the loss much lower, that is what was wrong.
+A trained model has its lowest loss unchanged. If another rotary base, exchanging gate and up, transposing a matrix or
+rescaling the head makes the loss much lower, that is the fault.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
+from patchgen.runtime.doctor.kernel_calls import expert_calls
 from patchgen.runtime.doctor.layerwise import Change
-from patchgen.runtime.doctor.patient import Needs
-from patchgen.runtime.doctor.recorded_experts import expert_calls
+from patchgen.runtime.doctor.patient import MissingPart
 from patchgen.runtime.train import first_loss
 
 if TYPE_CHECKING:
@@ -29,74 +29,74 @@ if TYPE_CHECKING:
 
     from patchgen.runtime.doctor.patient import Patient
 
-GAIN = 0.05
-"""Nats, and share of the loss, by which other weights must be better: those of a trained model are the best that it has."""
-GAIN_OF_NUMBERS = 0.3
-"""The same for a scale or a base, of which another may happen to suit a text a little better."""
+MIN_GAIN = 0.05
+"""Nats, or share of the loss if it is above 1, by which changed weights must be better."""
+MIN_NUMBER_GAIN = 0.3
+"""The same for a scale or a rotary base, of which another may suit a text a little better by chance."""
 SAME = 1e-3
-"""Nats by which two ways do not differ: the one that was tried first is told."""
+"""Two alternatives whose losses differ by fewer nats are equal: the one that was tried first is reported."""
 SCALES = (100.0, 10.0, 0.1, 0.01)
 BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
-TRIED = 6
-"""Square matrices of which the gradient says most that they may be transposed."""
-TOO_GOOD = 0.3
-"""Of ln V: random weights that are below see the tokens that they should predict."""
+NUM_TRANSPOSED = 6
+"""Square matrices that are tried transposed: those whose gradient promises most."""
+TOO_LOW = 0.3
+"""Share of ln V below which random weights must see the tokens that they should predict."""
 
 
 class FirstLoss(Check):
-    """The loss of the first samples is that of a model that has, or has not yet, learned."""
+    """The loss of the first samples is plausible for trained or for random weights."""
 
     name = "first loss"
 
     def run(self, patient: Patient) -> Finding:
         loss, size = patient.loss, patient.config.get_text_config().vocab_size
         untrained = math.log(size)
-        told = f"{loss:.3f} nats per label; ln V = {untrained:.2f}"
+        summary = f"{loss:.3f} nats per label; ln V = {untrained:.2f}"
         limit = patient.recipe.train.first_loss_limit
         too_high = first_loss.Expected(size, limit).refusal(loss)
         known = first_loss.KNOWN * untrained
         if not math.isfinite(loss):
             return failed(
                 f"The loss is {loss}.",
-                "Look at the weights of the layer where the first value is lost (torch.autograd.detect_anomaly).",
+                "Look at the weights of the first layer whose output is not finite (torch.autograd.detect_anomaly).",
             )
         if too_high:
-            return failed(f"{told}: implausibly high.", f"{too_high}")
+            return failed(f"{summary}: implausibly high.", too_high)
         if not patient.is_trained:
-            if loss < TOO_GOOD * untrained:
+            if loss < TOO_LOW * untrained:
                 return failed(
-                    f"{told}: implausibly low for random weights.",
+                    f"{summary}: implausibly low for random weights.",
                     "The model sees the tokens that it predicts: look at its mask.",
                 )
-            return passed(f"{told}, of random weights{'' if patient.checkpoint is None else ' in parts'}.")
+            return passed(f"{summary}, with random weights{'' if patient.checkpoint is None else ' in some parts'}.")
         if loss > (known if limit is None else limit):
             return failed(
-                f"{told}: these weights are hardly better than untrained ones on these tokens.",
+                f"{summary}: these weights are hardly better than untrained ones on these tokens.",
                 "Look at the failures of tokenizer, labels, weights and alternatives in this table; if these weights were never "
                 "trained, or not on data of this kind, set train.first_loss_limit.",
             )
         first_loss.keep_level(patient.recipe, loss)
-        return passed(f"{told}. A run with these weights and data is held to it.")
+        return passed(f"{summary}. Runs with these weights and data are compared with it.")
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to take the model: what it is, what to do if it is better by `gain`, and other values of its tensors."""
+    """A changed model: what was changed, how to fix the fault if it is better by `gain`, and the new values of tensors."""
 
     what: str
     advice: str
     changes: Sequence[Change]
-    gain: float = GAIN
+    gain: float = MIN_GAIN
 
 
 class Alternatives(Check):
-    """The loss is lowest with the model as it is."""
+    """No change of the model makes the loss much lower."""
 
     name = "alternatives"
 
     def run(self, patient: Patient) -> Finding:
         if not patient.is_trained:
-            return not_checked("weights are random: no way to take them is better than another.")
+            return not_checked("weights are random, so no change can make them better.")
         loss, tried = patient.loss, []
         known = first_loss.KNOWN * math.log(patient.config.get_text_config().vocab_size)
         best: tuple[float, Alternative] | None = None
@@ -111,17 +111,17 @@ class Alternatives(Check):
         shown = "\n".join(tried)
         if best is not None:
             return failed(f"The loss is {loss:.3f}, and {best[0]:.3f} with {best[1].what}.", best[1].advice, shown)
-        return passed(f"The loss is {loss:.3f}, and not much lower in any of {len(tried)} other ways.", shown)
+        return passed(f"The loss is {loss:.3f}, and not much lower with any of {len(tried)} changes.", shown)
 
 
 def alternatives(patient: Patient) -> Iterator[Alternative]:
-    """All that is tried, one after the other; the model is as it was between them."""
+    """All changes that are tried; each applies to the original model."""
     model = patient.model
     yield from _scaled_heads(model)
     yield from _tied(model)
     yield from _rotary(model)
     yield from _exchanged(patient)
-    with contextlib.suppress(Needs):
+    with contextlib.suppress(MissingPart):
         yield from _transposed(patient)
 
 
@@ -136,10 +136,10 @@ def _scaled_heads(model: PreTrainedModel) -> Iterator[Alternative]:
     for scale in SCALES:
         yield Alternative(
             f"the head divided by {scale:g}",
-            f"The weights of the head are about {scale:g} times what they were trained as: write them again where they were "
-            "made (a merge, a conversion, a change of dtype).",
+            f"The weights of the head are about {scale:g} times the trained ones: repeat the merge or conversion that wrote "
+            "them.",
             [(head.weight, lambda scale=scale: head.weight / scale)],
-            GAIN_OF_NUMBERS,
+            MIN_NUMBER_GAIN,
         )
 
 
@@ -151,21 +151,15 @@ def _tied(model: PreTrainedModel) -> Iterator[Alternative]:
         "the head tied to the embeddings",
         "These weights were trained with a tied head: set tie_word_embeddings: true in config.json, and leave the head's own "
         "matrix out.",
-        [(head.weight, lambda: _weight(embeddings))],
+        [(head.weight, lambda: embeddings.get_parameter("weight"))],
     )
-
-
-def _weight(layer: nn.Module) -> Tensor:
-    weight = layer.weight
-    assert isinstance(weight, Tensor), "embeddings are a matrix"
-    return weight
 
 
 # ------------------------------------------------------------------------------------------------- positions
 
 
 def _rotary(model: PreTrainedModel) -> Iterator[Alternative]:
-    """Modules of the language model that make their frequencies of a base that their config has."""
+    """Other bases for the rotary modules of the language model that compute their frequencies from the config."""
     found = ((m, _base(m)) for m in model.get_decoder().modules() if "inv_freq" in m._buffers)
     known = [(module, base) for module, base in found if base is not None]
     if not known:
@@ -174,10 +168,10 @@ def _rotary(model: PreTrainedModel) -> Iterator[Alternative]:
     for base in (base for base in BASES if not math.isclose(base, now, rel_tol=0.1)):
         yield Alternative(
             f"rope_theta = {base:g} (the config has {now:g})",
-            "The weights were trained with another base of their rotary positions: take the config.json that came with them, "
-            "and look at model.overrides.",
+            "The weights were trained with another rotary base: take the config.json that came with them, and check "
+            "model.overrides.",
             [(module.get_buffer("inv_freq"), functools.partial(_frequencies, module, base)) for module, _ in known],
-            GAIN_OF_NUMBERS,
+            MIN_NUMBER_GAIN,
         )
 
 
@@ -196,10 +190,10 @@ def _frequencies(module: nn.Module, base: float) -> Tensor:
 
 
 def _exchanged(patient: Patient) -> Iterator[Alternative]:
-    """Gate and up: halves or every other row of stacked experts, or two linear layers of one shape side by side."""
+    """Gate and up exchanged: in stacked experts, or two linear layers of one shape in a module."""
     advice = (
-        "Gate and up were exchanged where these weights were written: `silu(gate(x)) * up(x)` is not the same the other way "
-        "round. Write them again, gate first."
+        "Gate and up were exchanged when these weights were written, and `silu(gate(x)) * up(x)` is not symmetric. Write them "
+        "again, gate first."
     )
     stacks = expert_calls(patient.model, patient.row, patient.kernels)
     if any(call.is_gated for call in stacks):
@@ -230,21 +224,25 @@ def _exchange(one: Tensor, other: Tensor) -> list[Change]:
 
 
 def _transposed(patient: Patient) -> Iterator[Alternative]:
-    """Square matrices: their shape does not say which way round they lie."""
+    """Square matrices transposed: their shape does not show their orientation."""
     parameters = dict(patient.model.named_parameters())
-    squares = [(gain, name, place) for name, slope in patient.slopes.items() for place, gain in enumerate(slope.gains)]
-    for _, name, place in sorted(squares, key=lambda one: -one[0])[:TRIED]:
+    squares = [
+        (gain, name, place)
+        for name, summary in patient.gradient_summaries.items()
+        for place, gain in enumerate(summary.transposition_gains)
+    ]
+    for _, name, place in sorted(squares, key=lambda one: -one[0])[:NUM_TRANSPOSED]:
         parameter = parameters[name]
         yield Alternative(
             f"{name}[{place}] transposed" if parameter.ndim > 2 else f"{name} transposed",
-            "This matrix lies the wrong way round in the checkpoint: transpose it where the weights were written (linear layers "
-            "are [out, in]; stacked experts as the config's model has them).",
-            [(parameter, functools.partial(_turned, parameter, place))],
+            "This matrix is stored transposed in the checkpoint: transpose it where the weights were written (linear layers "
+            "are [out, in]; stacked experts as in the model's class).",
+            [(parameter, functools.partial(_with_transposed, parameter, place))],
         )
 
 
 @torch.no_grad()
-def _turned(parameter: nn.Parameter, place: int) -> Tensor:
+def _with_transposed(parameter: nn.Parameter, place: int) -> Tensor:
     """A parameter with one of its square matrices transposed."""
     values = parameter.detach().clone()
     matrix = values.view(-1, *values.shape[-2:])[place]

@@ -1,11 +1,11 @@
-"""What is examined: a recipe and what it names, each part made when a check first asks for it.
+"""What is examined: a recipe and everything it names, each part built when a check first needs it.
 
     patient = Patient(recipe)
     patient.samples        # the first of the data, as training reads them
     patient.model          # with its weights, on this machine's device
-    patient.release()      # the model is gone: the next may take its memory
+    patient.release()      # frees the model's memory for the next one
 
-A part that cannot be made is told once, by the check that first asks; the others learn what they lack (`Needs`).
+If a part cannot be built, the check that first needs it reports the error; for the others it is a `MissingPart`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from patchgen.runtime.checkpoint.in_parts import WeightsInParts
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.data.collate import collate
 from patchgen.runtime.doctor import calls, layerwise, traces
-from patchgen.runtime.doctor.finding import told_size
+from patchgen.runtime.doctor.finding import format_bytes
 from patchgen.runtime.doctor.layerwise import Change, Layerwise
 from patchgen.runtime.doctor.samples import ANY_TWO, Sample, first_samples
 from patchgen.runtime.objectives import choose
@@ -39,30 +39,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-class Needs(Exception):
-    """A check cannot run without a part that could not be made, or that this machine has no room for."""
+class MissingPart(Exception):
+    """A check needs a part that could not be built."""
 
 
-class NoRoom(Needs):
-    """The memory of this machine is too small for what is asked."""
+class NotEnoughMemory(MissingPart):
+    """The memory of this machine is too small for a part."""
 
 
-def part(named: str) -> Callable[[Callable[[Any], Any]], property]:
-    """A property that is made once. Its failure is raised once as it is, and from then on as `Needs`, which names the check
-    that told of it."""
+def cached_part(named: str) -> Callable[[Callable[[Any], Any]], property]:
+    """A property that is built once. An error is raised once as it is, then as `MissingPart` with the name of the check that
+    reported it."""
 
     def decorate(make: Callable[[Any], Any]) -> property:
         @functools.wraps(make)
         def get(self: Patient) -> Any:
             if make.__name__ in self.failures:
-                raise Needs(f"it needs {named}: {self.failures[make.__name__]}.")
+                raise MissingPart(f"it needs {named}: {self.failures[make.__name__]}.")
             if make.__name__ not in self.made:
                 try:
                     self.made[make.__name__] = make(self)
                 except Exception as error:
-                    if isinstance(error, Needs) and not isinstance(error, NoRoom):
+                    if isinstance(error, MissingPart) and not isinstance(error, NotEnoughMemory):
                         raise
-                    self.failures[make.__name__] = f"see '{self.asking}'"
+                    self.failures[make.__name__] = f"see '{self.current_check}'"
                     raise
             return self.made[make.__name__]
 
@@ -75,19 +75,19 @@ class Patient:
     """A recipe with its checkpoint and data.
 
     Attributes:
-        recipe: as given, until the proof has said which attention runs and which modalities share no row.
-        is_decided: whether it has.
+        recipe: as given; the proof sets its attention and the modalities that share no row.
+        proof_has_run: whether the proof has set them.
         device: the first GPU, or the CPU.
         scratch: a folder that is deleted at the end.
         checkpoint: the folder or name of the weights; None: they are random.
-        asking: the name of the check that runs now.
-        memory: the most bytes that models may take; None: nine tenths of what is free.
-        layerwise: the weights of a model that is larger, layer by layer; None: it is held whole.
-        weights: what they are read from then; None: they are random.
+        current_check: the name of the check that is running.
+        memory: the most bytes that models may take; None: nine tenths of the free memory.
+        layerwise: the weights of a model that is loaded layer by layer; None: it is loaded at once.
+        weights: the checkpoint that `layerwise` reads; None: weights are random.
     """
 
     def __init__(self, recipe: Recipe, *, memory: int | None = None) -> None:
-        self.recipe, self.asking, self.is_decided, self.memory = recipe, "", False, memory
+        self.recipe, self.current_check, self.proof_has_run, self.memory = recipe, "", False, memory
         self.layerwise: Layerwise | None = None
         self.weights: WeightsInParts | None = None
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -101,47 +101,47 @@ class Patient:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What layers compute in, as in the run."""
+        """The dtype in which layers compute in the run."""
         return models.compute_dtype(self.recipe, self.device.type)
 
-    @part("the place of the weights")
+    @cached_part("the place of the weights")
     def checkpoint(self) -> Path | str | None:
         return models.find_weights(self.recipe.model)
 
     @property
     def is_trained(self) -> bool:
-        """Whether the whole model comes from a checkpoint, no new part of it random."""
+        """Whether the complete model comes from a checkpoint, without new random parts."""
         return models.is_from_checkpoint(self.recipe, self.blueprint)
 
-    @part("the config")
+    @cached_part("the config")
     def config(self) -> PreTrainedConfig:
         return models.read_config(self.recipe.model)
 
-    @part("the tokenizer")
+    @cached_part("the tokenizer")
     def parts(self) -> setup.DataParts:
-        _ = self.blueprint  # what is wrong with it is not the tokenizer's
+        _ = self.blueprint  # its errors must not be reported as the tokenizer's
         return setup.data_parts(self.recipe)
 
     @property
     def tokenizer(self) -> Any:
         return self.parts.tokenizer
 
-    @part("the data")
+    @cached_part("the data")
     def samples(self) -> list[Sample]:
-        """The first documents of each source, at least one; of pairs both halves, one behind the other."""
-        apart = self.recipe.data.separate_modalities or ()
-        return first_samples(self.recipe.data, self.parts, apart if self.is_decided else ANY_TWO)
+        """The first documents of each source, at least one; of pairs both halves, the chosen one first."""
+        separate = self.recipe.data.separate_modalities or ()
+        return first_samples(self.recipe.data, self.parts, separate if self.proof_has_run else ANY_TWO)
 
     @property
     def documents(self) -> list[Sample]:
-        """The samples that a language-model head is asked about.
+        """The samples, for a language-model head.
 
         Raises:
-            Needs: the model has none.
+            MissingPart: the model has another head.
         """
         if choose.objective_of(self.recipe.objective).head is not None:
-            raise Needs(
-                f"it asks a language-model head, and objective.name = {self.recipe.objective.name} puts another on the model."
+            raise MissingPart(
+                f"it needs a language-model head, and objective.name = {self.recipe.objective.name} puts another on the model."
             )
         return self.samples
 
@@ -155,21 +155,21 @@ class Patient:
         pad = self.tokenizer.pad_token_id
         return collate([one.fields for one in samples], pad_to=None, pad_token_id=0 if pad is None else pad)
 
-    @part("the shape of the model")
+    @cached_part("the shape of the model")
     def blueprint(self) -> PreTrainedModel:
-        """The model without memory, frozen as the recipe says."""
+        """The model on the meta device, frozen as the recipe says."""
         return models.build_on_meta(self.recipe)
 
-    @part("the model")
+    @cached_part("the model")
     def model(self) -> PreTrainedModel:
-        """The generated model with its weights in the dtype that layers compute in, not sharded, kernels selected; larger
-        than memory, its layers one after another."""
+        """The generated model with its weights in the dtype that layers compute in, not sharded; if it is larger than memory,
+        its layers are loaded one after another."""
         name = str(self.dtype).removeprefix("torch.")
         recipe = replace(self.recipe, model=replace(self.recipe.model, dtype=name))
         model = models.build_on_meta(recipe)
         options = {**models.may_differ(recipe, model), "seed": recipe.train.seed}
-        if not self.has_room(model):
-            self.layerwise, self.weights = self.in_layers(model, options)
+        if not self.fits_in_memory(model):
+            self.layerwise, self.weights = self.load_layerwise(model, options)
             return model.train()
         for module in sharding.kept_in_fp32(model, self.dtype):
             module.float()
@@ -181,15 +181,17 @@ class Patient:
             load_pretrained(model, folder, **options)
         return model.train()
 
-    def has_room(self, model: PreTrainedModel) -> bool:
+    def fits_in_memory(self, model: PreTrainedModel) -> bool:
         """Whether all weights fit into memory at once."""
-        return sum(p.numel() for p in model.parameters()) * self.dtype.itemsize <= self.room
+        return sum(p.numel() for p in model.parameters()) * self.dtype.itemsize <= self.available_bytes
 
-    def in_layers(self, model: PreTrainedModel, options: dict[str, Any]) -> tuple[Layerwise, WeightsInParts | None]:
-        """Gives a model of the meta device, generated or upstream's, the checkpoint's weights, layer by layer.
+    def load_layerwise(
+        self, model: PreTrainedModel, options: dict[str, Any]
+    ) -> tuple[Layerwise, WeightsInParts | None]:
+        """Gives a model on the meta device, generated or upstream's, the checkpoint's weights, layer by layer.
 
         Raises:
-            NoRoom: not even one layer fits.
+            NotEnoughMemory: not even one layer fits.
         """
         for module in sharding.kept_in_fp32(model, self.dtype):
             module.float()
@@ -197,72 +199,76 @@ class Patient:
         parts = None if folder is None else WeightsInParts(model, folder, **options)
         read = parts.read if parts else lambda tensors: initialise(model, list(tensors), seed=options["seed"])
         try:
-            return Layerwise(model, self.device, read, self.room), parts
+            return Layerwise(model, self.device, read, self.available_bytes), parts
         except layerwise.DoesNotFit as error:
-            raise NoRoom(f"{error}, and {self._told_room}: run the doctor where they fit.") from error
+            raise NotEnoughMemory(
+                f"{error}, and {self._memory_limit_text}: use a machine with more memory."
+            ) from error
 
     def changed(self, changes: Sequence[Change]) -> AbstractContextManager[None]:
-        """A block within which some tensors of the model have other values."""
+        """A block in which some tensors of the model have other values."""
         return layerwise.changed(changes) if self.layerwise is None else self.layerwise.changed(changes)
 
-    @part("the kernels that the recipe names")
+    @cached_part("the kernels that the recipe names")
     def kernels(self) -> dict[str, str]:
         """The implementation of each seam that a run selects."""
         return models.configure_seams(self.recipe, self.model)
 
-    @part("the loss of the samples")
+    @cached_part("the loss of the samples")
     def loss(self) -> float:
         return calls.loss(self.model, self.row, self.kernels)
 
-    @part("the gradients")
-    def slopes(self) -> dict[str, calls.Slope]:
-        """What is kept of the gradient of every parameter that one reaches, from one backward of the row."""
+    @cached_part("the gradients")
+    def gradient_summaries(self) -> dict[str, calls.GradientSummary]:
+        """A summary of every gradient, from one backward pass of the row."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.require_room(max((p.numel() * p.element_size() for p in trained), default=0) * 2, "gradients")
-        return calls.slopes(self.model, self.row, self.kernels)
+        self.require_memory(max((p.numel() * p.element_size() for p in trained), default=0) * 2, "gradients")
+        return calls.gradient_summaries(self.model, self.row, self.kernels)
 
     @property
     def probe(self) -> dict[str, Any]:
-        """One sample alone, with media if any has them, as the trainer hands it over."""
+        """One sample, with media if any has them, as the trainer passes it to the model."""
         richest = max(self.documents, key=lambda one: len(one.fields))
-        return calls.handed(self.rows([richest]), self.device)
+        return calls.model_inputs(self.rows([richest]), self.device)
 
-    @part("what the layers of the model compute")
-    def yardstick(self) -> traces.Yardstick:
-        """Of the probe, every kernel eager."""
+    @cached_part("the outputs of the model's layers")
+    def expected_trace(self) -> traces.ExpectedTrace:
+        """The outputs of the layers for the probe, with eager kernels."""
         model, probe, paths = self.model, self.probe, traces.watched(self.model)
-        shaken = traces.record_shaken(model, probe, paths)
-        return traces.Yardstick(traces.record(model, probe, paths), shaken, calls.bar(self.dtype))
+        perturbed = traces.record_perturbed(model, probe, paths)
+        return traces.ExpectedTrace(traces.record(model, probe, paths), perturbed, calls.tolerance(self.dtype))
 
     def release(self) -> None:
-        """Gives the model's memory back; what was made of it stays."""
+        """Frees the model's memory; parts that were computed with it are kept."""
         if "model" in self.made:
             del self.made["model"]
             self.layerwise = self.weights = None
             gc.collect()
-        self.failures |= {"model": "its memory was given to what came next"}
+        self.failures |= {"model": "its memory was freed for the next check"}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @property
-    def room(self) -> int:
-        """How many bytes a model may take."""
+    def available_bytes(self) -> int:
+        """The number of bytes that a model may take."""
         if self.memory is not None:
             return self.memory
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else host_memory.available()
         return int(min(0.9 * free, 1 << 62))
 
     @property
-    def _told_room(self) -> str:
+    def _memory_limit_text(self) -> str:
         if self.memory is not None:
-            return f"--memory allows {told_size(self.memory)}"
-        return f"{told_size(self.room)} may be taken of {setup.device_name(self.device)}"
+            return f"--memory allows {format_bytes(self.memory)}"
+        return f"{format_bytes(self.available_bytes)} are available on {setup.device_name(self.device)}"
 
-    def require_room(self, num_bytes: int, what: str) -> None:
-        """Raises NoRoom unless so many bytes may be taken of the device."""
-        if num_bytes > self.room:
-            raise NoRoom(f"{what} take {told_size(num_bytes)}, and {self._told_room}: run the doctor where they fit.")
+    def require_memory(self, num_bytes: int, what: str) -> None:
+        """Raises NotEnoughMemory unless the device has this many bytes."""
+        if num_bytes > self.available_bytes:
+            raise NotEnoughMemory(
+                f"{what} take {format_bytes(num_bytes)}, and {self._memory_limit_text}: use a machine with more memory."
+            )
 
     def close(self) -> None:
-        """Deletes what was written."""
+        """Deletes the scratch folder."""
         self._scratch.cleanup()

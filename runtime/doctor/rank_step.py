@@ -1,4 +1,4 @@
-"""One step of a recipe, as the trainer takes it, without a run: in this process, or as one of several ranks.
+"""One training step of a recipe without a run: in this process, or as one of several ranks.
 
 python -m patchgen.runtime.doctor.rank_step RECIPE_AS_JSON     # with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 """
@@ -30,10 +30,10 @@ from patchgen.runtime.train.setup import DataParts
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Of one step: its loss and the norm of its gradient over all ranks; seconds of a second step, when kernels are warm.
+    """Loss and gradient norm of a step over all ranks, and the seconds of a second step, when kernels are warm.
 
     Attributes:
-        held_bytes: what parameters, gradients and optimizer of this rank hold.
+        state_bytes: of the parameters, gradients and optimizer states of this rank.
         peak_bytes: of the device; None on a CPU.
     """
 
@@ -42,15 +42,15 @@ class StepFigures:
     seconds: float
     tokens: int
     flops: float
-    held_bytes: int
+    state_bytes: int
     peak_bytes: int | None
 
 
 def one_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int = 1) -> StepFigures:
-    """Two steps of a recipe on this rank; the figures of the first, and the time of the second. Every rank calls it.
+    """Takes two steps of a recipe on this rank; every rank calls it.
 
     Args:
-        groups: batch groups of another layout, all of whose batches this one rank takes: of a stream, each reads others.
+        groups: take the batches of this many batch groups of another layout: of a stream, each group reads others.
     """
     from patchgen.runtime.train.trainer import Trainer
 
@@ -75,13 +75,15 @@ def one_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int
     states = [
         one for state in trainer.optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)
     ]
-    held = gradients + sum(map(_bytes, trainer.model.parameters())) + sum(_bytes(one) for one in states if one.ndim)
+    state_bytes = (
+        gradients + sum(map(_bytes, trainer.model.parameters())) + sum(_bytes(one) for one in states if one.ndim)
+    )
     peak = trainer.peak_memory() if device.type == "cuda" else None
-    return StepFigures(loss, norm, seconds, batches.tokens, batches.flops, held, peak)
+    return StepFigures(loss, norm, seconds, batches.tokens, batches.flops, state_bytes, peak)
 
 
 class _Groups:
-    """What several batch groups read, as the loader of one: of each step the batches of the first, then of the next."""
+    """The batches of several batch groups as one loader: in each step those of the first, then those of the next."""
 
     def __init__(self, recipe: Recipe, parts: DataParts, groups: int, num_micro_batches: int) -> None:
         self._loaders = [setup.loader_of_group(recipe.data, parts, index, groups) for index in range(groups)]
@@ -92,7 +94,7 @@ class _Groups:
             yield from step
 
     def state_dict(self) -> dict[str, Any]:
-        """No run goes on from here."""
+        """Empty: nothing is resumed from here."""
         return {}
 
 

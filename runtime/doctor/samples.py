@@ -1,4 +1,4 @@
-"""The first samples of a recipe's data, made as training makes them, without reading or caching the rest."""
+"""The first samples of a recipe's data, encoded as in training, without reading or caching the others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from patchgen.runtime.data.transform import FIRST_ROWS, Inputs, Transform, check
 from patchgen.runtime.train.setup import DataParts
 
 TOKENS = 2048
-"""Of all samples together: enough for a loss that means something, few enough for whole logits."""
-LONGEST = 512
-MOST_RECORDS = 64
+"""Of all samples: enough for a meaningful loss, few enough to keep all logits."""
+MAX_LENGTH = 512
+MAX_RECORDS = 64
 Pairs = Collection[tuple[str, str]]
 ANY_TWO: Pairs = tuple(itertools.combinations(get_args(Modality), 2))
-"""What a row may not hold together as long as nobody has tried what the model can tell apart."""
+"""Pairs of modalities that share no row as long as the proof has not found which ones the model distinguishes."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Sample:
     """One document as `collate` takes it.
 
     Attributes:
-        where: the place that it was read from.
-        is_cut: its end was cut off here.
-        modalities: which of image, video and audio it holds.
-        half: of a pair, its name (`formats.HALVES`), one behind the other; else empty.
-        label: what people say of it; None: nothing.
-        is_cut_in_run: a run cuts its end off as well.
+        where: the file and line that it was read from.
+        is_cut: whether it was truncated here.
+        modalities: which of image, video and audio it contains.
+        half: the half of a pair that it is (`formats.HALVES`); else empty.
+        label: of the document; None: it has none.
+        is_cut_in_run: whether a run truncates it as well.
     """
 
     where: str
@@ -65,23 +65,24 @@ class Sample:
         return self.fields["labels"].tolist()
 
 
-def first_samples(config: DataConfig, parts: DataParts, apart: Pairs = ANY_TWO) -> list[Sample]:
-    """The first samples of every source in turn, `TOKENS` in all; longer ones are cut as `on_long: truncate` does, where
-    that leaves something to learn and no image, video or sound in pieces.
+def first_samples(config: DataConfig, parts: DataParts, separate: Pairs = ANY_TWO) -> list[Sample]:
+    """The first samples of all sources in turn, up to `TOKENS`; longer ones are cut as by `on_long: truncate`, unless that
+    would cut off every label or a part of an image, video or sound.
 
     Args:
-        apart: modalities that the model cannot tell apart in a row: a sample that has one is left out behind the other.
+        separate: pairs of modalities that the model does not distinguish in one row: a sample with one is left out after
+            a sample with the other.
 
     Raises:
-        DataError: a sample cannot be read where the recipe refuses that, or none can.
+        DataError: a sample is bad and the recipe does not skip bad ones, or all are.
     """
     sources = [open_source(source) for source in config.sources]
     check_first_rows(config, sources)
-    cut = _prepare(replace(config, max_length=min(config.longest, LONGEST), on_long="truncate"), parts)
-    whole = _prepare(config, parts)
+    truncated = _prepare(replace(config, max_length=min(config.longest, MAX_LENGTH), on_long="truncate"), parts)
+    full = _prepare(config, parts)
     found, used, problems = [], 0, []
     for number, record in _in_turn(sources):
-        prepared, is_cut_in_run = _cut_or_whole(cut, whole, number, record)
+        prepared, is_cut_in_run = _truncated_or_full(truncated, full, number, record)
         outcome, where, reason = prepared.problem or ("", record.where, "")
         if not prepared.samples:
             problems.append(f"{where}: {reason}")
@@ -91,36 +92,37 @@ def first_samples(config: DataConfig, parts: DataParts, apart: Pairs = ANY_TWO) 
             if found and used + len(fields["input_ids"]) > min(TOKENS, config.tokens_per_batch):
                 return found
             samples = _samples(record.where, fields, prepared, config, is_cut_in_run=is_cut_in_run)
-            if all(fits_beside(sample, found, apart) for sample in samples):
+            if all(fits_in_row_with(sample, found, separate) for sample in samples):
                 found += samples
                 used += len(fields["input_ids"])
     if not found:
-        raise DataError(f"No sample could be made of the data. The first: {problems[0] if problems else 'no record'}.")
+        first = problems[0] if problems else "no record"
+        raise DataError(f"No record of the data gives a sample: expected at least one, found {first}.")
     return found
 
 
 def _samples(
     where: str, fields: dict[str, Any], prepared: Prepared, config: DataConfig, *, is_cut_in_run: bool
 ) -> list[Sample]:
-    """The document of a sample, or the two of a pair: of one that was cut, those that have the most tokens are."""
+    """The document of a sample, or the two of a pair; if it was cut, those of maximal length were."""
     halves = documents_of(fields)
     was_cut = prepared.problem is not None and prepared.problem[0] == "truncated"
     samples = []
     for half, name in zip(halves, HALVES.get(config.kind, ("",)), strict=True):
-        is_cut = was_cut and half["input_ids"].shape[-1] == min(config.longest, LONGEST)
-        beside = {"half": name, "label": fields.get("label"), "is_cut_in_run": is_cut and is_cut_in_run}
-        samples.append(Sample(where, half, is_cut, prepared.modalities, **beside))
+        is_cut = was_cut and half["input_ids"].shape[-1] == min(config.longest, MAX_LENGTH)
+        options = {"half": name, "label": fields.get("label"), "is_cut_in_run": is_cut and is_cut_in_run}
+        samples.append(Sample(where, half, is_cut, prepared.modalities, **options))
     return samples
 
 
-def fits_beside(sample: Sample, others: Collection[Sample], apart: Pairs) -> bool:
-    """Whether a row may hold a sample beside others, as the packer of a run decides it."""
-    together = sample.modalities.union(*(other.modalities for other in others))
-    return not others or not any(together.issuperset(pair) for pair in apart)
+def fits_in_row_with(sample: Sample, others: Collection[Sample], separate: Pairs) -> bool:
+    """Whether a row may contain a sample together with others, as the packer of a run decides it."""
+    modalities = sample.modalities.union(*(other.modalities for other in others))
+    return not others or not any(modalities.issuperset(pair) for pair in separate)
 
 
 def first_texts(config: DataConfig) -> Iterator[str]:
-    """All strings in the first records of the sources, as they stand there."""
+    """All strings in the first records of the sources."""
     for _, record in itertools.islice(_in_turn([open_source(source) for source in config.sources]), FIRST_ROWS):
         with contextlib.suppress(BadSample):
             yield from _strings(record.fields())
@@ -134,8 +136,8 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def own_samples(config: DataConfig) -> Iterator[Sample]:
-    """The first rows that transforms make samples of, as they hand them over."""
+def transform_outputs(config: DataConfig) -> Iterator[Sample]:
+    """The samples that transforms return for the first rows."""
     sources = [open_source(source) for source in config.sources]
     for mapper, source in zip(mappers_of(config), sources, strict=True):
         rows: Iterable[tuple[Record, Any]] = source.read() if isinstance(mapper, Transform) else ()
@@ -153,20 +155,19 @@ def _prepare(config: DataConfig, parts: DataParts) -> Prepare:
     return PrepareText(encoders, limit=config.longest, on_long=config.on_long)
 
 
-def _cut_or_whole(cut: Prepare, whole: Prepare, number: int, record: Record) -> tuple[Prepared, bool]:
-    """What is made of a record: its beginning, or, of one that a cut would spoil, what a run makes of it; and whether a run
-    cuts it, too."""
-    prepared = cut(number, record)
+def _truncated_or_full(truncated: Prepare, full: Prepare, number: int, record: Record) -> tuple[Prepared, bool]:
+    """The truncated sample of a record, or the sample of a run if truncating spoils it; and whether a run truncates it too."""
+    prepared = truncated(number, record)
     outcome = prepared.problem[0] if prepared.problem is not None else ""
     if outcome not in ("skipped", "truncated"):
         return prepared, False
-    in_run = whole(number, record)
+    in_run = full(number, record)
     is_cut = in_run.problem is not None and in_run.problem[0] == "truncated"
     return in_run if outcome == "skipped" else prepared, is_cut
 
 
 def _in_turn(sources: list[Any]):
-    """The first records of all sources, one of each in turn, with the number of their source."""
+    """The first records of all sources, one of each in turn, with the index of the source."""
     readers = [((number, record) for record, _ in source.read()) for number, source in enumerate(sources)]
     merged = (pair for turn in itertools.zip_longest(*readers) for pair in turn if pair is not None)
-    return itertools.islice(merged, MOST_RECORDS)
+    return itertools.islice(merged, MAX_RECORDS)

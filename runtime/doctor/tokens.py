@@ -1,4 +1,4 @@
-"""Is the tokenizer that of the model, and is its padding told apart from text?"""
+"""Does the tokenizer belong to the model, and is its padding distinguished from text?"""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
 from patchgen.runtime.doctor.samples import first_texts
 
 if TYPE_CHECKING:
-    from patchgen.runtime.data.items import as_list
-from patchgen.runtime.doctor.patient import Patient
+    from patchgen.runtime.doctor.patient import Patient
 
 MEDIA = ("image", "video", "audio")
 
@@ -26,19 +25,19 @@ class Tokenizer(Check):
 
     def run(self, patient: Patient) -> Finding:
         tokenizer = patient.tokenizer
-        problems = [*_stops(patient), *_places(patient)]
+        problems = [*_stop_problems(patient), *_placeholder_problems(patient)]
         if problems:
             return failed(
                 " ".join(problems),
                 "Take tokenizer.json, tokenizer_config.json and special_tokens_map.json from where the weights come from; if "
-                "tokens were added on purpose, say so in config.json and generation_config.json.",
+                "tokens were added on purpose, add them to config.json and generation_config.json.",
             )
         size = patient.config.get_text_config().vocab_size
         return passed(f"{type(tokenizer).__name__}, {len(tokenizer)} tokens for {size} embeddings.")
 
 
 def stop_tokens(patient: Patient) -> set[int]:
-    """The tokens at which generation stops, as config.json and generation_config.json name them; empty: none is named."""
+    """The tokens at which generation stops, from config.json and generation_config.json."""
     text = patient.config.get_text_config()
     named = [patient.config.eos_token_id, text.eos_token_id] if hasattr(patient.config, "eos_token_id") else []
     generation = _generation_config(patient)
@@ -46,7 +45,7 @@ def stop_tokens(patient: Patient) -> set[int]:
 
 
 def _generation_config(patient: Patient) -> Mapping[str, Any]:
-    """Of a checkpoint, which need not have one."""
+    """The generation config of the checkpoint; empty if it has none."""
     if patient.checkpoint is None:
         return {}
     try:
@@ -55,30 +54,30 @@ def _generation_config(patient: Patient) -> Mapping[str, Any]:
         return {}
 
 
-def _stops(patient: Patient) -> Iterable[str]:
-    """A tokenizer of another model has its end token elsewhere."""
-    own, stops = patient.tokenizer.eos_token_id, stop_tokens(patient)
-    if patient.checkpoint is not None and own is not None and stops and own not in stops:
-        said = ", ".join(f"{token} ({patient.tokenizer.convert_ids_to_tokens(token)!r})" for token in sorted(stops))
+def _stop_problems(patient: Patient) -> Iterable[str]:
+    """An end token that the model's configs do not have: the tokenizer is that of another model."""
+    end, stops = patient.tokenizer.eos_token_id, stop_tokens(patient)
+    if patient.checkpoint is not None and end is not None and stops and end not in stops:
+        names = ", ".join(f"{token} ({patient.tokenizer.convert_ids_to_tokens(token)!r})" for token in sorted(stops))
         yield (
-            f"The tokenizer ends a text with {patient.tokenizer.eos_token!r} = {own}; the model's configs say {said}: this "
+            f"The tokenizer ends a text with {patient.tokenizer.eos_token!r} = {end}; the model's configs have {names}: this "
             "is the tokenizer of another model, or its special tokens were changed."
         )
 
 
-def _places(patient: Patient) -> Iterable[str]:
-    """Places of images, videos and sounds: a token that the processor knows for them is the one that the model looks for."""
+def _placeholder_problems(patient: Patient) -> Iterable[str]:
+    """Placeholders of media that the processor writes and the model does not look for."""
     processor, tokenizer = patient.parts.processor, patient.tokenizer
     for kind in MEDIA if processor is not None else ():
-        wanted = getattr(patient.config, f"{kind}_token_id", None)
-        known = _known(processor, tokenizer, kind)
-        if wanted is not None and known and wanted not in known:
-            told = ", ".join(f"{tokenizer.convert_ids_to_tokens(one)!r} = {one}" for one in sorted(known))
-            yield f"The processor marks {kind}s with {told}; config.{kind}_token_id = {wanted}."
+        expected = getattr(patient.config, f"{kind}_token_id", None)
+        written = _placeholder_ids(processor, tokenizer, kind)
+        if expected is not None and written and expected not in written:
+            names = ", ".join(f"{tokenizer.convert_ids_to_tokens(one)!r} = {one}" for one in sorted(written))
+            yield f"The processor marks {kind}s with {names}; config.{kind}_token_id = {expected}."
 
 
-def _known(processor: Any, tokenizer: Any, kind: str) -> set[int]:
-    """The ids that stand for a kind of media: of gemma3 the processor's is where an image begins, the tokenizer's its places."""
+def _placeholder_ids(processor: Any, tokenizer: Any, kind: str) -> set[int]:
+    """The ids for a kind of media: gemma3's processor has the start of an image, its tokenizer the placeholder."""
     token = getattr(processor, f"{kind}_token", None)
     ids = [getattr(owner, f"{kind}_token_id", None) for owner in (processor, tokenizer)]
     ids.append(tokenizer.convert_tokens_to_ids(token) if token is not None else None)
@@ -86,7 +85,7 @@ def _known(processor: Any, tokenizer: Any, kind: str) -> set[int]:
 
 
 class Padding(Check):
-    """No token of the texts is taken for padding."""
+    """No token of the texts is mistaken for padding."""
 
     name = "padding"
 
@@ -96,17 +95,17 @@ class Padding(Check):
         texts = list(first_texts(patient.recipe.data)) if pad is not None and pad != tokenizer.eos_token_id else []
         if count := sum(text.count(token) for text in texts):
             return failed(
-                f"The pad token {token!r} = {pad} stands {count} times in the texts of the first records: wherever padding is "
+                f"The pad token {token!r} = {pad} occurs {count} times in the texts of the first records: wherever padding is "
                 "recognised by its id, these tokens are lost.",
-                "Name a token that no text has (pad_token in tokenizer_config.json); one of the reserved ones, or a new one "
-                "with an embedding.",
+                "Name a token that no text contains (pad_token in tokenizer_config.json): a reserved one, or a new one with an "
+                "embedding.",
             )
         ids = [one for sample in patient.samples for one in sample.ids]
         for path, module in patient.blueprint.named_modules():
             row = module.padding_idx if isinstance(module, nn.Embedding) else None
             if row is not None and row in ids and row not in {pad, tokenizer.eos_token_id}:
                 return failed(
-                    f"config.pad_token_id = {row} is {tokenizer.convert_ids_to_tokens(row)!r}, which stands {ids.count(row)} "
+                    f"config.pad_token_id = {row} is {tokenizer.convert_ids_to_tokens(row)!r}, which occurs {ids.count(row)} "
                     f"times among the first {len(ids)} tokens of the data: {path} gives that row no gradient, so the "
                     "embedding of this token never learns.",
                     f"Set pad_token_id in config.json to the tokenizer's ({pad}), or to null (model.overrides).",

@@ -1,6 +1,6 @@
-"""What each layer of a model computes of one row, and where two models first differ.
+"""The outputs of a model's layers for one row, and where two models first differ.
 
-The modules of every layer are watched two levels deep, in the order in which they end, so the first that differs is the
+Modules are recorded two levels deep in every layer, in the order in which they return, so the first that differs is the
 innermost: `model.layers.3.mlp.gate` before `model.layers.3.mlp`.
 """
 
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.parallel import sharding
-from patchgen.runtime.verify.conditioning import ROUNDING
+from patchgen.runtime.verify.conditioning import ROUNDING_FACTOR
 from patchgen.runtime.verify.training_inputs import without_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEPTH = 2
-MOST = 0.3
-"""No rounding excuses more: what is wrong differs by about its own size."""
+MAX_ROUNDING = 0.3
+"""Rounding explains no larger relative difference."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The outputs of modules by path, in the order in which they ended, and the logits `(S, V)`; on the CPU, in fp32."""
+    """The outputs of modules by path, in the order in which they returned, and the logits `(S, V)`; on the CPU, in fp32."""
 
     outputs: Mapping[str, Tensor]
     logits: Tensor
@@ -36,14 +36,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first module whose outputs differ by more than the bar, and by how much."""
+    """The first module whose output differs by more than rounding, and by how much, relative."""
 
     path: str
     share: float
 
 
 def watched(model: nn.Module) -> list[str]:
-    """The paths of the layers and of what they hold, two levels deep."""
+    """The paths of the layers and of their modules, two levels deep."""
     layers = {id(layer) for layer in sharding.find_layers(model, None)}
     roots = [path for path, module in model.named_modules() if id(module) in layers]
     found = []
@@ -55,23 +55,23 @@ def watched(model: nn.Module) -> list[str]:
 
 
 def record(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
-    """What a generated model computes eagerly, attention included."""
+    """A generated model with eager kernels and attention."""
     with calls.eager_attention(model):
-        return record_as(model, inputs, paths, {})
+        return record_with(model, inputs, paths, {})
 
 
-def record_as(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str], chosen: Mapping[str, str]) -> Trace:
-    """What a generated model computes with these kernels and the attention that it has."""
-    with calls.selected(chosen):
+def record_with(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str], chosen: Mapping[str, str]) -> Trace:
+    """A generated model with these kernels and its own attention."""
+    with calls.using_kernels(chosen):
         return record_plain(model, without_labels(inputs), paths)
 
 
 @torch.no_grad()
 def record_plain(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
-    """What any model computes of inputs without labels."""
+    """Any model on inputs without labels."""
     outputs: dict[str, Tensor] = {}
     known = dict(model.named_modules())
-    handles = [known[path].register_forward_hook(_keeper(path, outputs)) for path in paths if path in known]
+    handles = [known[path].register_forward_hook(_output_hook(path, outputs)) for path in paths if path in known]
     was_training = model.training
     model.eval()
     try:
@@ -83,24 +83,24 @@ def record_plain(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[st
     return Trace(outputs, logits[0].float().cpu())
 
 
-def _keeper(path: str, outputs: dict[str, Tensor]) -> Callable:
-    def keep(module: nn.Module, args: tuple, output: Any) -> None:
+def _output_hook(path: str, outputs: dict[str, Tensor]) -> Callable:
+    def record(module: nn.Module, args: tuple, output: Any) -> None:
         first = output[0] if isinstance(output, tuple | list) and output else output
         if isinstance(first, Tensor) and first.is_floating_point():
             outputs[path] = first.float().cpu()
 
-    return keep
+    return record
 
 
-def record_shaken(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
-    """As `record`, the embeddings of the tokens moved by their last bit: how far rounding alone carries."""
+def record_perturbed(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
+    """As `record`, with token embeddings perturbed by eps: how far rounding errors propagate."""
     generator = torch.Generator().manual_seed(0)
 
-    def shake(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def perturb(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         noise = torch.rand(output.shape, generator=generator).to(output) * 2 - 1
         return output * (1 + noise * torch.finfo(output.dtype).eps)
 
-    handle = model.get_input_embeddings().register_forward_hook(shake)
+    handle = model.get_input_embeddings().register_forward_hook(perturb)
     try:
         return record(model, inputs, paths)
     finally:
@@ -108,34 +108,34 @@ def record_shaken(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequ
 
 
 @dataclass(frozen=True)
-class Yardstick:
-    """What one model computes eagerly, and what of it rounding moves.
+class ExpectedTrace:
+    """An eager trace, and how far rounding errors move it.
 
-    In 16 bits a token near a tie goes to other experts, and the layers behind carry that on: a fixed bar would be too low
-    for deep models, or too high for shallow ones.
+    In 16 bits a token near a tie goes to other experts, and later layers propagate that: a fixed tolerance would be too
+    small for deep models, or too large for shallow ones.
     """
 
     expected: Trace
-    shaken: Trace
-    bar: float
+    perturbed: Trace
+    tolerance: float
 
     def first_divergence(self, actual: Trace) -> Divergence | None:
-        """Where another trace first differs from what is expected by more than rounding; None: nowhere."""
+        """Where another trace first differs by more than rounding; None: nowhere."""
         for path, output in self.expected.outputs.items():
             other = actual.outputs.get(path)
             if other is None or other.numel() != output.numel():
                 continue
             share = calls.difference(other.flatten(), output.flatten())
-            moved = self.shaken.outputs[path]
-            if not share <= self._bound(calls.difference(moved.flatten(), output.flatten())):
+            perturbed = self.perturbed.outputs[path]
+            if not share <= self._bound(calls.difference(perturbed.flatten(), output.flatten())):
                 return Divergence(path, share)
         share = calls.difference(actual.logits, self.expected.logits)
-        return None if share <= self.of_logits else Divergence("the logits", share)
+        return None if share <= self.logits_tolerance else Divergence("the logits", share)
 
     @property
-    def of_logits(self) -> float:
-        """What rounding may make of logits."""
-        return self._bound(calls.difference(self.shaken.logits, self.expected.logits))
+    def logits_tolerance(self) -> float:
+        """How far rounding may move the logits."""
+        return self._bound(calls.difference(self.perturbed.logits, self.expected.logits))
 
     def _bound(self, moved: float) -> float:
-        return min(MOST, max(self.bar, ROUNDING * moved))
+        return min(MAX_ROUNDING, max(self.tolerance, ROUNDING_FACTOR * moved))

@@ -1,4 +1,4 @@
-"""Do the weights fit the model, and do those train that should?"""
+"""Do the weights fit the model, and does training update those that it should?"""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import assemble
 from patchgen.runtime.checkpoint.load import stored_leaves
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
-from patchgen.runtime.doctor.finding import Check, Finding, failed, few, passed
-from patchgen.runtime.doctor.patient import Needs
+from patchgen.runtime.doctor.finding import Check, Finding, failed, first_names, passed
+from patchgen.runtime.doctor.patient import MissingPart
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train import lora_targets
 from patchgen.runtime.train import model as models
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Weights(Check):
-    """Every parameter comes from the checkpoint, in its shape and without losing digits; every token has an embedding."""
+    """Every parameter comes from the checkpoint, in its shape and without rounding; every token has a trained embedding."""
 
     name = "weights"
 
@@ -42,13 +42,13 @@ class Weights(Check):
         except CheckpointError as error:
             return failed(str(error), _advice(patient, str(error)))
         folder = models.weights_folder(patient.recipe.model)
-        assert folder is not None, "the place of the weights was found above"
+        assert folder is not None, "patient.checkpoint is not None"
         for problem, advice in (*_rounded(patient, folder), *_untrained(patient, model)):
             return failed(problem, advice)
         tied = "tied to the embeddings" if _is_tied(model) else "a matrix of its own"
         count = sum(p.numel() for p in model.parameters())
-        held = "" if patient.layerwise is None else "; larger than memory: its layers are held one after another"
-        return passed(f"{count:,} parameters from {folder}; the head is {tied}{held}.")
+        note = "" if patient.layerwise is None else "; larger than memory: its layers are loaded one after another"
+        return passed(f"{count:,} parameters from {folder}; the head is {tied}{note}.")
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -56,26 +56,26 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is embeddings.weight
 
 
-def _advice(patient: Patient, told: str) -> str:
-    """What the refusal of a checkpoint means, where shapes or ties say it."""
+def _advice(patient: Patient, error: str) -> str:
+    """What to do about a checkpoint that was refused with `error`."""
     folder = models.weights_folder(patient.recipe.model)
-    assert folder is not None, "a checkpoint that was refused lies somewhere"
+    assert folder is not None, "a checkpoint was read"
     stored, state = read_folder(folder), patient.blueprint.state_dict()
-    turned = [
+    transposed = [
         name
         for name, tensor in state.items()
         if name in stored and tensor.ndim > 1 and tuple(stored[name].shape) != tuple(tensor.shape)
         and tuple(stored[name].shape) == (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
     ]  # fmt: skip
-    if turned:
-        return f"{few(turned)} lie there transposed: exchange their last two dimensions where they were written."
+    if transposed:
+        return f"{first_names(transposed)} are stored transposed: exchange their last two dimensions where they were written."
     head = next(
         (name for name, p in patient.blueprint.named_parameters(remove_duplicate=False) if _is_head(patient, p)), None
     )
-    if head is not None and head in told:
+    if head is not None and head in error:
         tie = patient.config.tie_word_embeddings
         return (
-            f"config.tie_word_embeddings = {str(tie).lower()}, and the checkpoint says otherwise of {head}: set it to "
+            f"config.tie_word_embeddings = {str(tie).lower()} contradicts the checkpoint's {head}: set it to "
             f"{str(not tie).lower()} in config.json, or export the weights again with it."
         )
     return "Name the weights that belong to this config (model.weights), or the config that belongs to them (model.source)."
@@ -87,7 +87,7 @@ def _is_head(patient: Patient, parameter: nn.Parameter) -> bool:
 
 
 def _rounded(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
-    """Weights and buffers that the checkpoint keeps wider than its others, for a reason, and the model in 16 bits."""
+    """Weights and buffers that the checkpoint stores in float32 beside 16-bit ones, and the recipe rounds."""
     stored, state = read_folder(folder), patient.blueprint.state_dict()
     sizes: Counter[torch.dtype] = Counter()
     for tensor in stored.values():
@@ -111,40 +111,42 @@ def _rounded(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
     ]
     if lost:
         yield (
-            f"The checkpoint keeps {few(lost)} in float32 beside {str(common).removeprefix('torch.')}, and model.dtype = "
-            f"{patient.recipe.model.dtype} rounds them: of a router that is other experts for tokens near a tie.",
-            "Set model.dtype: float32 (layers compute in parallel.param_dtype; upstream says which modules stay wide).",
+            f"The checkpoint keeps {first_names(lost)} in float32 beside {str(common).removeprefix('torch.')}, and model.dtype = "
+            f"{patient.recipe.model.dtype} rounds them: with a rounded router, tokens near a tie go to other experts.",
+            "Set model.dtype: float32 (layers compute in parallel.param_dtype; upstream decides which modules stay in float32).",
         )
 
 
 @torch.no_grad()
 def _untrained(patient: Patient, model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Tokens of the data whose embeddings nobody has trained: rows of zeros, or alike."""
+    """Tokens of the data with untrained embeddings: rows that are zero, or equal to others."""
     try:
         ids = sorted({token for sample in patient.samples for token in sample.ids})
-    except Needs:  # told by the check of the data
+    except MissingPart:  # reported by the check `data`
         return
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor), "embeddings are a table"
     configs = (patient.config, patient.config.get_text_config())
-    places = {value for one in configs for value in vars(one).values() if type(value) is int}  # media among them
-    used = [token for token in ids if token < weight.shape[0] and token not in places]
+    placeholders = {
+        value for one in configs for value in vars(one).values() if type(value) is int
+    }  # of media, or no ids
+    used = [token for token in ids if token < weight.shape[0] and token not in placeholders]
     rows = weight[torch.tensor(used, device=weight.device)].float().cpu()
     empty = [token for token, row in zip(used, rows, strict=True) if not row.any()]
     _, which, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
     alike = [token for token, place in zip(used, which.tolist(), strict=True) if counts[place] > 1]
-    wrong, what = (empty, "embeddings of zeros") if empty else (alike, "one and the same embedding")
+    wrong, what = (empty, "embeddings of zeros") if empty else (alike, "equal embeddings")
     if wrong:
-        shown = few([f"{patient.tokenizer.convert_ids_to_tokens(token)!r} = {token}" for token in wrong])
+        shown = first_names([f"{patient.tokenizer.convert_ids_to_tokens(token)!r} = {token}" for token in wrong])
         yield (
-            f"{len(wrong)} of the {len(used)} tokens in the first samples have {what} ({shown}): the vocabulary was cut or "
-            "padded, and nobody trained them.",
-            "Take the checkpoint with its whole vocabulary, or the tokenizer that has no more tokens than it.",
+            f"{len(wrong)} of the {len(used)} tokens in the first samples have {what} ({shown}): they were never trained, and "
+            "the vocabulary was cut or padded.",
+            "Take the checkpoint with its full vocabulary, or a tokenizer without these tokens.",
         )
 
 
 class TrainedParameters(Check):
-    """What should learn gets a gradient, and nothing else is frozen than what the recipe names."""
+    """What should train gets a gradient, and nothing is frozen except what the recipe names."""
 
     name = "trained parameters"
 
@@ -155,47 +157,46 @@ class TrainedParameters(Check):
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         share = sum(sizes[name] for name in trained) / sum(sizes.values())
-        told = f"{share:.1%} of the parameters train"
-        layers = [layer for layer in sharding.find_layers(model, None) if _is_inside(layer, model.get_decoder())]
-        named = f"model.freeze = {list(patterns)}"
-        if not any(p.requires_grad for layer in layers for p in layer.parameters()):
-            left = few(sorted({name.rpartition(".")[0] for name in trained}))
+        summary = f"{share:.1%} of the parameters train"
+        if not any(p.requires_grad for p in _layer_parameters(model)):
+            left = first_names(sorted({name.rpartition(".")[0] for name in trained}))
             return failed(
-                f"{told}: {named} freezes every layer of the language model; what is left is {left}.",
+                f"{summary}: model.freeze = {list(patterns)} freezes every layer of the language model; what trains is {left}.",
                 "Name the tower that should stay as it is (`model.visual.*`), not the model around it; if a new head alone is to "
                 "learn, say so with --skip 'trained parameters'.",
             )
         unnamed = sorted(set(sizes) - trained) if not patterns else []
         if unnamed:
             return failed(
-                f"{told}: {few(unnamed)} are frozen, and the recipe freezes nothing: the code of the model does.",
+                f"{summary}: {first_names(unnamed)} are frozen, and the recipe freezes nothing: the code of the model does.",
                 "Remove requires_grad = False from the modeling file, and generate it again.",
             )
-        return self._reached(patient, told, trained)
+        return self._reached(patient, summary, trained)
 
     @staticmethod
-    def _reached(patient: Patient, told: str, trained: set[str]) -> Finding:
+    def _reached(patient: Patient, summary: str, trained: set[str]) -> Finding:
         try:
-            slopes = patient.slopes
-        except Needs as error:
-            return passed(f"{told}. Whether gradients reach them was not looked at: {error}")
-        decoder = patient.model.get_decoder()
-        layers = [layer for layer in sharding.find_layers(patient.model, None) if _is_inside(layer, decoder)]
-        inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+            gradients = patient.gradient_summaries
+        except MissingPart as error:
+            return passed(f"{summary}. Whether gradients reach them was not checked: {error}")
+        in_layers = {id(parameter) for parameter in _layer_parameters(patient.model)}
         dead = [
             name
             for name, parameter in patient.model.named_parameters()
-            if name in trained and parameter.ndim > 1 and id(parameter) in inside
-            and (name not in slopes or slopes[name].is_zero)
+            if name in trained and parameter.ndim > 1 and id(parameter) in in_layers
+            and (name not in gradients or gradients[name].is_zero)
         ]  # fmt: skip
         if dead:
             return failed(
-                f"{told}, but no gradient reaches {few(dead)}.",
+                f"{summary}, but no gradient reaches {first_names(dead)}.",
                 "Look for detach(), no_grad() or a branch that is never taken in the forward of these modules.",
             )
-        size = math.hypot(*(one.norm for one in slopes.values()))
-        return passed(f"{told}; the norm of their gradient is {size:.3g}.")
+        size = math.hypot(*(one.norm for one in gradients.values()))
+        return passed(f"{summary}; the norm of their gradient is {size:.3g}.")
 
 
-def _is_inside(layer: nn.Module, whole: nn.Module) -> bool:
-    return any(module is layer for module in whole.modules())
+def _layer_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The parameters of the language model's layers."""
+    decoder_modules = set(model.get_decoder().modules())
+    layers = [layer for layer in sharding.find_layers(model, None) if layer in decoder_modules]
+    return [parameter for layer in layers for parameter in layer.parameters()]

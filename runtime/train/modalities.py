@@ -24,7 +24,7 @@ from patchgen.runtime.verify.media import MediaMaker
 from patchgen.runtime.verify.media_samples import SampleBuilder
 from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_inputs import Documents
-from patchgen.runtime.verify.training_path import on_cpu, one_rank
+from patchgen.runtime.verify.training_path import cpu_attention, single_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -56,9 +56,11 @@ def kept_apart(
     comparison = Comparison(upstream_class, generated_class, config, media=False)
     builder = SampleBuilder(comparison.reference)
     if separates_documents:
-        comparison = comparison.with_documents_apart(separates_documents)
-    comparison.ran_with = on_cpu(attention_name, comparison.choices(comparison.config, {}), comparison.config)
-    with one_rank() as state:
+        comparison = comparison.with_separate_documents(separates_documents)
+    comparison.compared_attention = cpu_attention(
+        attention_name, comparison.choose(comparison.config, {}), comparison.config
+    )
+    with single_rank() as state:
         comparison.state = state
         return tuple(sorted(pair for pair in pairs if not _is_told_apart(pair, builder, comparison)))
 

@@ -43,7 +43,7 @@ from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.slices import refusal_on_ranks
 from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, small_config
-from patchgen.runtime.verify.training_path import asked_of_attention, on_cpu, prove_training_path
+from patchgen.runtime.verify.training_path import asked_of_attention, cpu_attention, prove_training_path
 from patchgen.runtime.verify.verify_model import judge
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def require_trainable(recipe: Recipe) -> Recipe:
 def _refusal_on_ranks(recipe: Recipe, name: Names) -> str:
     """What a small form of the model says to several ranks, or to a slice of a sequence, under the attention of the run."""
     head, config = _head(recipe)
-    name = on_cpu(name, asked_of_attention(head, config), config)
+    name = cpu_attention(name, asked_of_attention(head, config), config)
     attention.register()
     small = _small(head, config)
     model = head._from_config(small, attn_implementation=name, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Changed sources as modules of upstream's own package, so that their relative imports hold; and the lines that run."""
+"""Changed sources as modules of upstream's own package, so that their relative imports work; and which lines run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from types import FrameType, ModuleType
 _numbers = itertools.count(1)
 
 
-class Changed:
+class ChangedModule:
     """A changed form of an upstream module.
 
     Attributes:
         name: its import path.
-        folder: for what is made of it; gone when the block ends.
+        folder: for files generated from it; deleted when the block ends.
     """
 
     def __init__(self, name: str, folder: Path, package: ModuleType) -> None:
@@ -29,7 +29,7 @@ class Changed:
         self._package, self._replaced = package, {}
 
     def load(self) -> ModuleType:
-        """The changed module, imported; upstream's auto classes build what it defines until the block ends."""
+        """Imports the changed module; until the block ends, upstream's auto classes build its classes."""
         module = importlib.import_module(self.name)
         for name, value in vars(module).items():
             if isinstance(value, type) and value.__module__ == self.name and hasattr(self._package, name):
@@ -43,21 +43,21 @@ class Changed:
 
 
 @contextlib.contextmanager
-def importable(module: str, text: str, beside: Mapping[str, str]) -> Iterator[Changed]:
+def changed_module(module: str, text: str, siblings: Mapping[str, str]) -> Iterator[ChangedModule]:
     """A changed form of `module` that can be imported inside the block.
 
     Args:
         module: the import path of upstream's file.
         text: the changed source.
-        beside: changed or new modules of its package, by their last name.
+        siblings: changed or new modules of its package, by their last name.
     """
     package = importlib.import_module(module.rpartition(".")[0])
     name = f"{module}_changed_{next(_numbers)}"
-    sources = {name: text} | {f"{package.__name__}.{last}": code for last, code in beside.items()}
+    sources = {name: text} | {f"{package.__name__}.{last}": code for last, code in siblings.items()}
     with tempfile.TemporaryDirectory() as folder:
         for source, code in sources.items():
             (Path(folder) / f"{source.rpartition('.')[2]}.py").write_text(code, encoding="utf-8")
-        changed = Changed(name, Path(folder), package)
+        changed = ChangedModule(name, Path(folder), package)
         sys.meta_path.insert(0, finder := _Finder(frozenset(sources), Path(folder)))
         try:
             yield changed
@@ -82,7 +82,7 @@ class _Finder:
 
 
 @contextlib.contextmanager
-def lines_run(file: str) -> Iterator[set[int]]:
+def executed_lines(file: str) -> Iterator[set[int]]:
     """Collects the lines of a file that run inside the block."""
     lines: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""A committed model: where it came from, and what is recorded beside it of proofs."""
+"""A committed model: its provenance and its recorded proofs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Committed:
 
     @property
     def present_proofs(self) -> dict[str, dict]:
-        """Those that are of the very file that stands there."""
+        """The proofs of the present generated file."""
         present = digest(self.folder / f"modeling_{self.name}.py")
         return {layout: proof for layout, proof in self.proofs.items() if proof.get("sha256") == present}
 
@@ -64,21 +64,21 @@ def named(models: list[str], *, every: bool) -> list[str]:
     """
     names = committed() if every else models
     if not names:
-        raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
+        raise UpstreamNotFound("No model was named. To fix: give model types, or --all for the committed ones.")
     return names
 
 
 def docs() -> Path:
-    """The folder of the documentation, which is beside that of the generated models."""
+    """The folder of the documentation, next to that of the generated models."""
     return provenance.generated_root().resolve().parent / "docs"
 
 
 def records_folder() -> Path:
-    """The folder of what sweeps and rounds of mutants recorded, which is beside that of the generated models."""
+    """The folder of the records of sweeps and mutation rounds, next to that of the generated models."""
     return docs().with_name("records")
 
 
 def page_of(record: Path) -> Path:
-    """The page written from a record: in the documentation for one of `records/`, else beside it."""
+    """The page written from a record: in the documentation for one in `records/`, else next to it."""
     folder = docs() if record.parent.resolve() == records_folder() else record.parent
     return folder / f"{record.stem}.md"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,8 @@ from patchgen.runtime.verify.inputs import Case
 
 SEED = 1234
 GRADIENT_FLOOR = 1e-5
-"""A gradient smaller than this share of the model's largest counts as that share when a relative difference is taken:
-below it there is only rounding (a key bias, for one, has no gradient in exact arithmetic)."""
+"""Relative differences of gradients are divided by at least this share of the largest gradient norm: below it there is only
+rounding (a key bias, for one, has no gradient in exact arithmetic)."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Step:
     outputs: Mapping[str, Tensor]
     """Every floating-point tensor of the model's output by its path: "loss", "logits", "aux_loss", ..."""
     gradients: Mapping[str, Tensor | None]
-    """The gradient of every parameter, None where the step left none."""
+    """The gradient of every parameter, None if the step computed none."""
 
     def dead(self) -> list[str]:
-        """Parameters without a gradient, or with one that is zero throughout: this step says nothing about them."""
+        """Parameters without a gradient, or with one that is all zeros: this step tests nothing about them."""
         return [name for name, gradient in self.gradients.items() if gradient is None or not gradient.any()]
 
 
@@ -43,10 +43,15 @@ class Difference:
     """|a - b| / |b|, both in the 2-norm"""
 
     def worst(self, other: Difference) -> Difference:
-        """The larger of both, number by number."""
+        """The elementwise maximum of both."""
         return Difference(
             self.is_equal and other.is_equal, max(self.absolute, other.absolute), max(self.relative, other.relative)
         )
+
+
+def worst_of(differences: Iterable[Difference]) -> Difference:
+    """The elementwise maximum of all; `EQUAL` of none."""
+    return functools.reduce(Difference.worst, differences, EQUAL)
 
 
 EQUAL = Difference(True)
@@ -56,8 +61,7 @@ DIFFERENT_STRUCTURE = Difference(False, float("inf"), float("inf"))
 def train_step(model: nn.Module, case: Case, *, training: bool = True) -> Step:
     """Runs forward and backward, in training mode or (`training=False`) in evaluation mode.
 
-    Without labels in the case, or a loss in the output, a fixed random projection of the logits, or of all outputs, is
-    differentiated.
+    An output without a loss is differentiated through a fixed random projection of its logits, or of all its tensors.
     """
     model.train(training)
     model.zero_grad(set_to_none=True)
@@ -85,10 +89,10 @@ def floating_tensors(value: object, path: str = "") -> list[tuple[str, Tensor]]:
 
 
 def difference(actual: Tensor | None, expected: Tensor | None, *, floor: float = 0.0) -> Difference:
-    """The difference of two tensors; one that exists on one side only, or has another shape, is infinitely far.
+    """The difference of two tensors; infinite if only one exists, or if shape or dtype differ.
 
     Args:
-        floor: the least 2-norm of `expected` that a relative difference is taken from.
+        floor: the smallest norm that the relative difference is divided by.
     """
     if actual is None and expected is None:
         return EQUAL
@@ -110,17 +114,22 @@ def compare_outputs(actual: Step, expected: Step) -> dict[str, Difference]:
 
 def compare_gradients(actual: Step, expected: Step) -> dict[str, Difference]:
     """The difference of each parameter's gradient."""
-    norms = [gradient.double().norm().item() for gradient in expected.gradients.values() if gradient is not None]
-    floor = GRADIENT_FLOOR * max(norms, default=0.0)
+    floor = GRADIENT_FLOOR * max_gradient_norm(expected)
     names = dict.fromkeys([*expected.gradients, *actual.gradients])
     return {name: difference(actual.gradients.get(name), expected.gradients.get(name), floor=floor) for name in names}
+
+
+def max_gradient_norm(step: Step) -> float:
+    """The largest 2-norm of a parameter's gradient."""
+    norms = (gradient.double().norm().item() for gradient in step.gradients.values() if gradient is not None)
+    return max(norms, default=0.0)
 
 
 def _projection(outputs: Mapping[str, Tensor]) -> Tensor:
     if not outputs:
         raise ValueError("The model's output has no floating-point tensor: there is nothing to differentiate.")
     generator = torch.Generator().manual_seed(SEED)
-    told = [outputs["logits"]] if "logits" in outputs else [one for one in outputs.values() if one.requires_grad]
-    weights = [torch.randn(one.shape, generator=generator).to(one.device) for one in told]
-    parts = [(one * weight).mean() for one, weight in zip(told, weights, strict=True)]
+    projected = [outputs["logits"]] if "logits" in outputs else [one for one in outputs.values() if one.requires_grad]
+    weights = [torch.randn(one.shape, generator=generator).to(one.device) for one in projected]
+    parts = [(one * weight).mean() for one, weight in zip(projected, weights, strict=True)]
     return functools.reduce(torch.add, parts)

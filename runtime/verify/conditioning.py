@@ -1,7 +1,7 @@
-"""How far rounding alone moves a step: what upstream's own result moves by when its weights move by their last bit.
+"""How far rounding alone moves a step: what upstream's own result moves by when its weights are perturbed by eps.
 
-A sum that cancels (the gradient of a decay's bias) loses digits in every order of operations. Where a difference is beyond
-a fixed bar, it is held against what the model itself makes of the last bit of its weights.
+A sum that cancels (the gradient of a decay's bias) loses digits in every order of operations. A difference beyond a fixed
+bar is therefore compared with the model's own sensitivity to a rounding error in its weights.
 """
 
 from __future__ import annotations
@@ -12,75 +12,89 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from patchgen.runtime.verify.comparison import GRADIENT_FLOOR, Step
+from patchgen.runtime.verify.comparison import GRADIENT_FLOOR, Difference, Step, max_gradient_norm
 
-ROUNDING = 8.0
-SHAKES = 3
+ROUNDING_FACTOR = 8.0
+"""How many times further than a perturbed step a compared step may be."""
+NUM_PERTURBATIONS = 3
 WELL_CONDITIONED = 1e-3
-"""Where upstream moves by more than this share, discrete choices (routing) fell out otherwise: it excuses nothing."""
+"""Where upstream moves by more than this share, a discrete choice (routing) came out differently: it excuses nothing."""
 
 
 Result = TypeVar("Result")
+Gradients = Mapping[str, Tensor]
 
 
-def shaken_step(model: nn.Module, reference: Callable[[nn.Module], Result], seed: int) -> Result:
-    """What `reference` makes of upstream's model with every weight off by its last bit."""
+def perturbed_step(model: nn.Module, reference: Callable[[nn.Module], Result], seed: int) -> Result:
+    """`reference` of upstream's model with every weight perturbed by up to eps, relative."""
     generator = torch.Generator().manual_seed(seed)
     weights = [p.detach() for p in model.parameters() if p.is_floating_point()]
-    kept = [weight.clone() for weight in weights]
+    originals = [weight.clone() for weight in weights]
     try:
         for weight in weights:
             noise = torch.rand(weight.shape, generator=generator) * 2 - 1
             weight.mul_(1 + noise.to(weight) * torch.finfo(weight.dtype).eps)
         return reference(model)
     finally:
-        for weight, before in zip(weights, kept, strict=True):
-            weight.copy_(before)
+        for weight, original in zip(weights, originals, strict=True):
+            weight.copy_(original)
 
 
-Gradients = Mapping[str, Tensor]
+def relative_difference(actual: Tensor | None, expected: Tensor, floor: float) -> float:
+    """The largest absolute difference over the largest absolute expected value, or over `floor` if that is larger.
+
+    None counts as zeros.
+    """
+    deviation = expected if actual is None else actual - expected
+    return float(deviation.abs().max() / expected.abs().max().clamp(min=floor))
 
 
-def relative_difference(got: Tensor | None, expected: Tensor, least: float) -> float:
-    """The largest difference, by the largest number that is expected, which is taken for `least` at least; None: zeros."""
-    apart = expected if got is None else got - expected
-    return float(apart.abs().max() / expected.abs().max().clamp(min=least))
-
-
-def moved_gradients(
-    model: nn.Module, reference: Callable[[nn.Module], tuple[float, Gradients]], expected: Gradients, least: float
+def gradient_sensitivity(
+    model: nn.Module, reference: Callable[[nn.Module], tuple[float, Gradients]], expected: Gradients, floor: float
 ) -> dict[str, float]:
-    """How far upstream's own gradients move when its weights move by their last bit; 0 where more than rounding did."""
-    shaken = [shaken_step(model, reference, seed)[1] for seed in range(SHAKES)]
+    """How far perturbed weights move upstream's own gradients; 0 where that is more than rounding."""
+    perturbed = [perturbed_step(model, reference, seed)[1] for seed in range(NUM_PERTURBATIONS)]
     moved = {
-        name: max(relative_difference(one.get(name), expected[name], least) for one in shaken) for name in expected
+        name: max(relative_difference(gradients.get(name), expected[name], floor) for gradients in perturbed)
+        for name in expected
     }
     return {name: size if size <= WELL_CONDITIONED else 0.0 for name, size in moved.items()}
 
 
-def is_rounding(key: str, actual: Step, expected: Step, shaken: Sequence[Step]) -> bool:
-    """Whether upstream's own result moves about as far when its weights move by their last bit."""
+def beyond_rounding(
+    differences: Mapping[str, Difference],
+    actual: Step,
+    expected: Step,
+    model: nn.Module,
+    reference: Callable[[nn.Module], Step],
+) -> dict[str, Difference]:
+    """The differences that rounding alone does not explain.
+
+    Args:
+        differences: by the name of an output, or "gradient of NAME".
+        model: upstream's; `reference` computes `expected` from it.
+    """
+    if not differences:
+        return {}
+    perturbed = [perturbed_step(model, reference, seed) for seed in range(NUM_PERTURBATIONS)]
+    return {key: found for key, found in differences.items() if not is_rounding(key, actual, expected, perturbed)}
+
+
+def is_rounding(key: str, actual: Step, expected: Step, perturbed: Sequence[Step]) -> bool:
+    """Whether upstream's own result moves about as far when its weights are perturbed."""
     pick = _picker(key)
-    mine, theirs = pick(actual), pick(expected)
-    if mine is None or theirs is None or mine.shape != theirs.shape:
+    ours, theirs = pick(actual), pick(expected)
+    if ours is None or theirs is None or ours.shape != theirs.shape:
         return False
-    others = [one for step in shaken if (one := pick(step)) is not None]  # all of them: it is there in the first
+    others = [one for step in perturbed if (one := pick(step)) is not None]
     moved = max((float((one.double() - theirs.double()).norm()) for one in others), default=0.0)
-    norm = max(float(theirs.double().norm()), _floor(key, expected))
-    last_bit = torch.finfo(theirs.dtype).eps * _floor(key, expected) / GRADIENT_FLOOR  # of the largest gradient
-    # All terms of its sum cancel upstream, bit by bit: another order of operations leaves a last bit.
-    if not theirs.any():
-        return float(mine.double().norm()) <= last_bit
-    by_rounding = max(WELL_CONDITIONED * norm, ROUNDING * last_bit)  # a few last bits are no choice
-    return moved <= by_rounding and float((mine.double() - theirs.double()).norm()) <= ROUNDING * moved
-
-
-def _floor(key: str, expected: Step) -> float:
-    """What a gradient is at least taken for: one that is zero in exact arithmetic has nothing but rounding."""
-    if not key.startswith("gradient of "):
-        return 0.0
-    norms = [gradient.double().norm().item() for gradient in expected.gradients.values() if gradient is not None]
-    return GRADIENT_FLOOR * max(norms, default=0.0)
+    largest = max_gradient_norm(expected) if key.startswith("gradient of ") else 0.0
+    norm = max(float(theirs.double().norm()), GRADIENT_FLOOR * largest)
+    rounding_error = torch.finfo(theirs.dtype).eps * largest
+    if not theirs.any():  # all terms of its sum cancel upstream; another order of operations leaves a rounding error
+        return float(ours.double().norm()) <= rounding_error
+    limit = max(WELL_CONDITIONED * norm, ROUNDING_FACTOR * rounding_error)  # a few rounding errors are no choice
+    return moved <= limit and float((ours.double() - theirs.double()).norm()) <= ROUNDING_FACTOR * moved
 
 
 def _picker(key: str) -> Callable[[Step], Tensor | None]:

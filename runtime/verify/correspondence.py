@@ -1,4 +1,4 @@
-"""Which tensors of upstream's each tensor of a generated model is made of: lists of experts upstream are stacks in ours.
+"""Which of upstream's tensors each tensor of a generated model is built from: upstream's lists of experts are stacks in ours.
 
     upstream                                   generated
     embed_tokens.weight                        embed_tokens.weight
@@ -6,9 +6,8 @@
     experts.0.up_proj.weight   [I, H]   >      experts.gate_up_proj [E, 2I, H]
     ...                                /
 
-The generated class's own checkpoint conversion says how, so that a proof compares what a checkpoint would be loaded as. It is
-linear and loses nothing: gradients go the same way as weights. Tensors of one name are compared as they are; where all names
-agree nothing is converted.
+The generated class's own checkpoint conversion is used, so a proof compares what a checkpoint would be loaded as. It is linear
+and invertible, so gradients convert like weights. Tensors whose name is in both models are not converted.
 """
 
 from __future__ import annotations
@@ -33,45 +32,45 @@ class Correspondence:
     """How tensors of upstream's model become those of the generated one.
 
     Attributes:
-        made: name in the generated model -> how it is made of tensors that upstream calls otherwise.
-        problems: sentences about tensors that cannot be made.
+        conversions: name in the generated model -> how it is built from tensors with other names upstream.
+        problems: sentences about tensors that cannot be built.
     """
 
-    made: Mapping[str, Moved] = field(default_factory=dict)
+    conversions: Mapping[str, Moved] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     @property
     def is_identity(self) -> bool:
-        """Whether both models call their tensors alike."""
-        return not self.made
+        """Whether both models have the same tensor names."""
+        return not self.conversions
 
-    def apply(self, theirs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def to_generated(self, theirs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Upstream's tensors by the generated model's names.
 
-        One that is made of nothing but None is None; beside others None is zeros: an expert without tokens has no gradient
-        of its own, and zeros in a stack.
+        A tensor built from None only is None. Otherwise None becomes zeros: an expert without tokens has no gradient
+        upstream, and zeros in a stack.
         """
         if self.is_identity:
             return dict(theirs)
-        used = {part.name for moved in self.made.values() for part in leaves(moved)}
-        kept = {name: tensor for name, tensor in theirs.items() if name not in used}
-        return kept | {name: _made(moved, theirs) for name, moved in self.made.items()}
+        used = {part.name for moved in self.conversions.values() for part in leaves(moved)}
+        unchanged = {name: tensor for name, tensor in theirs.items() if name not in used}
+        return unchanged | {name: _convert(moved, theirs) for name, moved in self.conversions.items()}
 
-    def present(self, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Upstream's gradients by the generated model's names, without those that are not there."""
-        return {name: tensor for name, tensor in self.apply(theirs).items() if tensor is not None}
+    def existing(self, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`to_generated` without the tensors that are None."""
+        return {name: tensor for name, tensor in self.to_generated(theirs).items() if tensor is not None}
 
     def step(self, theirs: Step) -> Step:
         """Upstream's step with its gradients by the generated model's names."""
-        return theirs if self.is_identity else replace(theirs, gradients=self.apply(theirs.gradients))
+        return theirs if self.is_identity else replace(theirs, gradients=self.to_generated(theirs.gradients))
 
-    def undo(self, model: PreTrainedModel, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_upstream(self, model: PreTrainedModel, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a generated model by upstream's names."""
         return dict(ours) if self.is_identity else disassemble(model, ours, layout=None, origin=None)
 
 
 def correspondence(upstream: PreTrainedModel, generated: PreTrainedModel) -> Correspondence:
-    """Of two models with one config."""
+    """The correspondence of two models with one config."""
     theirs, ours = dict(upstream.named_parameters()), dict(generated.named_parameters())
     stored = {
         name: leaf(name, tensor.shape, tensor.dtype, None) for name, tensor in theirs.items() if name not in ours
@@ -79,23 +78,23 @@ def correspondence(upstream: PreTrainedModel, generated: PreTrainedModel) -> Cor
     if not stored:
         return Correspondence()
     found = assemble(generated, stored)
-    made = {
+    conversions = {
         name: moved
         for name, moved in found.parameters.items()
-        if name not in theirs and not isinstance(moved.origin, Leaf)  # another name alone is a difference
+        if name not in theirs and not isinstance(moved.origin, Leaf)  # a mere renaming is a structural difference
     }
-    return Correspondence(made, tuple(found.problems))
+    return Correspondence(conversions, tuple(found.problems))
 
 
-def _made(moved: Moved, theirs: Mapping[str, Tensor | None]) -> Tensor | None:
-    present = [one for part in leaves(moved) if (one := theirs.get(part.name)) is not None]
-    if not present:
+def _convert(moved: Moved, theirs: Mapping[str, Tensor | None]) -> Tensor | None:
+    existing = [one for part in leaves(moved) if (one := theirs.get(part.name)) is not None]
+    if not existing:
         return None
-    out = torch.zeros(moved.shape, dtype=present[0].dtype)
+    out = torch.zeros(moved.shape, dtype=existing[0].dtype)
     found = pull(moved, whole(moved.shape), out)
-    for part, box, target in found.reads:
+    for part, bounds_by_dim, target in found.reads:
         if (one := theirs.get(part.name)) is not None:
-            target.copy_(one.detach()[tuple(slice(*bounds) for bounds in box)])
+            target.copy_(one.detach()[tuple(slice(*bounds) for bounds in bounds_by_dim)])
         else:
             target.zero_()
     for finish in found.finishes:

@@ -1,13 +1,13 @@
-"""Relations between the configs of a composite: what a field of one says of another holds for the small ones as well.
+"""Relations between the sub-configs of a composite config, restored among the small ones.
 
-| relation | read off |
+| relation | found by |
 | --- | --- |
 | `vision_feature_layer` names layers of `vision_config` | the field's name |
 | `x.reshape(-1, self.config.audio_config.intermediate_size)` groups frames: it is a whole number of widths | the modeling file |
 | `self.config.audio_config.projection_bias`, which the class of the part does not have | the modeling file |
 | a vocabulary has an id for each code of an image tokenizer | names in the modeling file |
 | the text model has the layers that `spatial_target_layers` names | the field's name |
-| a chunk of samples holds whole hops | `hop_length` of the part that takes them |
+| a chunk of samples is a multiple of the hop | `hop_length` of the part that takes them |
 """
 
 from __future__ import annotations
@@ -15,31 +15,22 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.verify import field_semantics as sizes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from patchgen.runtime.verify.small_config import SmallConfig
 
-LAYERS_OF_A_TOWER = re.compile(r"(\w+)_feature_layers?$")
-LAYERS_OF_TEXT = re.compile(r"\w+_target_layers$")
-READ = re.compile(r"\bconfig\.(\w+_config)\.(\w+)\b(?!\()")
+TOWER_LAYER_FIELD = re.compile(r"(\w+)_feature_layers?$")
+TEXT_LAYER_FIELD = re.compile(r"\w+_target_layers$")
+SUB_CONFIG_READ = re.compile(r"\bconfig\.(\w+_config)\.(\w+)\b(?!\()")
 NAMED_IDS = re.compile(r"""vocab_map\.get\(["'](.+?)["']\)""")
-GROUPS = re.compile(r"\.(?:reshape|view)\([^()]*\bconfig\.(\w+)\.(\w+)\s*,?\s*\)")
+GROUPING_RESHAPE = re.compile(r"\.(?:reshape|view)\([^()]*\bconfig\.(\w+)\.(\w+)\s*,?\s*\)")
 
 
-class Part(Protocol):
-    """A sub-config: as its class gives it, and its small form."""
-
-    @property
-    def full(self) -> PreTrainedConfig: ...
-    @property
-    def config(self) -> PreTrainedConfig: ...
-
-
-def relate_parts(parts: Mapping[str, Part], source: str) -> None:
-    """Sets the fields of the small parts that say something of each other.
+def relate_parts(parts: Mapping[str, SmallConfig], source: str) -> None:
+    """Sets the fields of small sub-configs that depend on each other.
 
     Args:
         parts: by the name of the sub-config.
@@ -48,11 +39,11 @@ def relate_parts(parts: Mapping[str, Part], source: str) -> None:
     for part in parts.values():
         for name, value in layer_numbers(vars(part.config), parts).items():
             setattr(part.config, name, value)
-    for key, name in READ.findall(source):
+    for key, name in SUB_CONFIG_READ.findall(source):
         rule = sizes.rule_for(name)
         if key in parts and not hasattr(parts[key].config, name) and (rule is not None or name.endswith("_bias")):
             setattr(parts[key].config, name, False if rule is None else rule.small(sys.maxsize))
-    for key, name in GROUPS.findall(source):
+    for key, name in GROUPING_RESHAPE.findall(source):
         if key not in parts:
             continue
         width, grouped = (getattr(parts[key].full, field, None) for field in ("hidden_size", name))
@@ -60,8 +51,8 @@ def relate_parts(parts: Mapping[str, Part], source: str) -> None:
             setattr(parts[key].config, name, grouped // width * parts[key].config.hidden_size)
 
 
-def distinct_placeholders(parts: Mapping[str, Part], special_ids: Iterator[int]) -> None:
-    """Gives the placeholders of parts ids of their own: what stands for an image stands for no sound."""
+def distinct_placeholders(parts: Mapping[str, SmallConfig], special_ids: Iterator[int]) -> None:
+    """Gives the placeholders of each modality a different id."""
     found: dict[int, str] = {}
     for part in parts.values():
         for name in sizes.PLACEHOLDERS:
@@ -69,10 +60,10 @@ def distinct_placeholders(parts: Mapping[str, Part], special_ids: Iterator[int])
                 setattr(part.config, name, next(special_ids))
 
 
-def vocabulary(
-    values: Mapping[str, object], parts: Mapping[str, Part], source: str, special_ids: Iterator[int]
+def vocabulary_map(
+    values: Mapping[str, object], parts: Mapping[str, SmallConfig], source: str, special_ids: Iterator[int]
 ) -> dict[str, object]:
-    """The ids by name that a modeling file reads off a config which leaves them open, with as many codes as are drawn."""
+    """The `vocabulary_map` that a modeling file reads, if the config has none: named ids, and codes of an image tokenizer."""
     prefix = next((prefix for prefix in sizes.IMAGE_CODES if f'startswith("{prefix}")' in source), None)
     if prefix is None or values.get("vocabulary_map", {}) is not None:
         return {}
@@ -86,26 +77,26 @@ def vocabulary(
     }
 
 
-def layer_numbers(values: Mapping[str, object], parts: Mapping[str, Part]) -> dict[str, object]:
-    """The fields among `values` that name layers which a small tower lacks, with layers that it has, in the same order."""
+def layer_numbers(values: Mapping[str, object], parts: Mapping[str, SmallConfig]) -> dict[str, object]:
+    """The fields among `values` with numbers of layers that a small tower lacks, mapped to its layers in the same order."""
     found: dict[str, object] = {}
     for name, value in values.items():
-        if LAYERS_OF_TEXT.match(name) and isinstance(value, (list, tuple)) and "text_config" in parts:
+        if TEXT_LAYER_FIELD.match(name) and isinstance(value, (list, tuple)) and "text_config" in parts:
             found[name] = list(range(1, len(value) + 1))
             parts["text_config"].config.num_hidden_layers = len(value) + 1
-        match = LAYERS_OF_A_TOWER.match(name)
+        match = TOWER_LAYER_FIELD.match(name)
         tower = parts.get(f"{match[1]}_config") if match else None
         count = getattr(tower.config, "num_hidden_layers", None) if tower else None
         numbers: Any = value if isinstance(value, (list, tuple)) else [value]
         if type(count) is not int or any(type(number) is not int for number in numbers):
             continue
-        small = [_small_number(number, numbers, count) for number in numbers]
+        small = [_small_layer_number(number, numbers, count) for number in numbers]
         if small != list(numbers):
             found[name] = type(value)(small) if isinstance(value, (list, tuple)) else small[0]
     return found
 
 
-def _small_number(number: int, numbers: list[int] | tuple[int, ...], count: int) -> int:
+def _small_layer_number(number: int, numbers: list[int] | tuple[int, ...], count: int) -> int:
     if number < 0:
         return max(number, -count)
     if all(other < count for other in numbers):
@@ -114,8 +105,8 @@ def _small_number(number: int, numbers: list[int] | tuple[int, ...], count: int)
     return max(count - 1 - later, 0)
 
 
-def chunks_of_hops(values: Mapping[str, object], parts: Mapping[str, Part]) -> dict[str, int]:
-    """Lengths of chunks in samples: as many hops of a part as a window has tokens."""
+def chunk_lengths(values: Mapping[str, object], parts: Mapping[str, SmallConfig]) -> dict[str, int]:
+    """Lengths of chunks in samples: `WINDOW` hops of the sub-config that takes them."""
     hops = {
         full: part.config.hop_length
         for part in parts.values()

@@ -1,8 +1,7 @@
 """What the fields of a model config mean, by the names that transformers uses across models, and their small values.
 
-A rule maps a field name to a small value; it never enlarges what upstream declares (but one expert, which routes
-nothing). The rules know dimensions and their relations (heads, groups, ranks, windows, experts), not models: a new
-model that speaks the common vocabulary needs nothing here, and one that brings a word of its own gets one rule for it.
+A rule maps a field name to a small value, never above the declared one. The rules know dimensions (heads, groups, ranks,
+windows, experts), not models: a new model with common field names needs nothing here, and a new field name needs one rule.
 
 Sizes of a small model:
 
@@ -32,16 +31,16 @@ SEQUENCE = 24
 IMAGE = 32
 PATCH = 8
 IMAGE_TOKENS = (IMAGE // PATCH // 2) ** 2
-"""Where two by two patches of an image are merged."""
+"""With two by two patches of an image merged."""
 MAMBA_HEADS = 8
-INDEX_HEADS = 16  # fewer that all vote zero leave keys equal, and which of them is chosen is nobody's promise
+INDEX_HEADS = 16  # with fewer, all may vote zero: keys tie, and the choice among ties is undefined
 NUM_RESERVED_IDS = 32
-"""The upper part of the small vocabulary is kept for special tokens; test inputs draw from below."""
+"""The upper part of the small vocabulary is reserved for special tokens; inputs are drawn from below."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Fields whose name matches `pattern` get `small(declared value)`; `meaning` is for the reader of a report."""
+    """Fields whose name matches `pattern` get `small(declared value)`."""
 
     meaning: str
     pattern: re.Pattern[str]
@@ -52,7 +51,7 @@ def _rule(meaning: str, pattern: str, limit: int) -> Rule:
     return Rule(meaning, re.compile(rf"(?:{pattern})$"), lambda declared: min(declared, limit))
 
 
-# The first rule that matches holds, so the special names stand above the general ones.
+# The first match wins, so special names come before general ones.
 INTEGER_RULES: tuple[Rule, ...] = (
     _rule("vocabulary", r"(.*_)?vocab(_size)?(_.*)?|vocabulary_size|num_embeddings", VOCAB),
     _rule("hash table", r"split_.*_parts", 4),
@@ -64,7 +63,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("period of layer kinds", r".*(_interval|_period|_step|_pattern|every_n_layers|layer_group_size)", 2),
     _rule("layers per attention residual block", r"n_layers_per_.*", 2),
     _rule("offset in a period of layer kinds", r".*_layer_offset", 1),
-    _rule("layer of a tower behind which it merges patches", r"insert_layer_id", 0),
+    _rule("layer of a tower after which it merges patches", r"insert_layer_id", 0),
     _rule(
         "layers of a stack", r"(num_|n_)?(.*_)?(layers?|depth)|num_.*_layers|num_layers_per_stack|num_blocks", LAYERS
     ),
@@ -142,8 +141,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("other width", r"(.*_)?(dim|size|rank|channels|num_buckets)", 32),
 )
 
-# A field with one of these meanings that is still None once the class has derived what it can is required by the
-# model: released checkpoints always say it.
+# Meanings of fields that the model requires: released checkpoints always set them, even if the class's default is None.
 REQUIRED = frozenset(
     {
         "experts", "experts per token", "shared experts", "expert groups", "expert groups kept", "expert width",
@@ -154,17 +152,17 @@ REQUIRED = frozenset(
 
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
-# What released configs carry without the class declaring it, by the name of the sub-config.
+# Fields of released configs that the class does not declare, by the name of the sub-config.
 UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}
 
-# What released configs say where the class leaves it open.
-UNSAID: dict[str, object] = {"downsample_rate": "1/2", "deepstack_layer_map": [[1, 0]]}
+# Values of released configs for fields whose default is None.
+RELEASED: dict[str, object] = {"downsample_rate": "1/2", "deepstack_layer_map": [[1, 0]]}
 
 IMAGE_CODES: dict[str, Callable[[int], str]] = {
     "IMGIMG": lambda number: f"IMGIMG{chr(ord('A') + number // 10)}{chr(ord('A') + number % 10)}Z",
     "<|visual token": lambda number: f"<|visual token {number:06d}|>",
 }
-"""How vocabularies that have the codes of an image tokenizer name them, by what the names begin with."""
+"""The names of an image tokenizer's codes in vocabularies, by the prefix of the names."""
 NUM_IMAGE_CODES = 16
 
 DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|jitter|drop_path|_drop)(_.*)?$|^drop.*|vae_std$")
@@ -172,31 +170,27 @@ SPECIAL_ID = re.compile(r"(.*_)?(token_id|token_index|token_ids|pad_index|unk_in
 
 
 def rule_for(*names: str) -> Rule | None:
-    """The rule of a field, given its own name and (first) the common name that upstream's `attribute_map` gives it."""
-    for name in names:
-        for rule in INTEGER_RULES:
-            if rule.pattern.match(name):
-                return rule
-    return None
+    """The rule of a field, given the common name that upstream's `attribute_map` gives it, then its own name."""
+    return next((rule for name in names for rule in INTEGER_RULES if rule.pattern.match(name)), None)
 
 
 def counts_experts(*names: str) -> bool:
-    """Whether a field says how many experts there are."""
+    """Whether a field is a number of experts."""
     rule = rule_for(*names)
     return rule is not None and rule.meaning == "experts"
 
 
 def is_dropout(name: str) -> bool:
-    """Whether a field is a probability or a size of random noise in training, which a comparison sets to zero."""
+    """Whether a field is a probability or scale of random noise in training, which comparisons set to zero."""
     return DROPOUT.match(name) is not None
 
 
 def is_input_width(name: str) -> bool:
-    """Whether a field holds widths between the parts of a tower, which no other field says."""
+    """Whether a field is the input width of a later part of a tower, which no other field determines."""
     rule = rule_for(name)
     return rule is not None and rule.meaning == "input width of a later part"
 
 
 def is_special_id(name: str) -> bool:
-    """Whether a field holds ids of the vocabulary."""
+    """Whether a field is a special token id, or a list of them."""
     return SPECIAL_ID.match(name) is not None

@@ -1,7 +1,7 @@
-"""The inputs of a head that need a rule of packing (`parallel/batch_fields.py`): what its processors make and what its cases hold.
+"""The inputs of a head that need a packing rule (`parallel/batch_fields.py`): outputs of its processors and tensors of its cases.
 
-Processors are read, not imported: many need packages that are not here. What they make and the head's forward does not take
-is used up on the way.
+Processors are parsed, not imported: many need packages that are not installed. Outputs that the head's forward does not take
+are ignored.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from patchgen.runtime.parallel.batch_fields import RULES
 
 MODELS = Path(transformers.__file__).parent / "models"
 MAPPING = re.compile(r"(PROCESSOR|FEATURE_EXTRACTOR)_MAPPING_NAMES$")
-"""The tables of transformers' auto classes that name processors, and their parts, by model type. Read as they are written: when
-imported, they have none for classes whose packages are not here."""
-DECLARED = "model_input_names"
-"""What processors call the list of what they make."""
+"""The tables of transformers' auto classes that name processors, and their parts, by model type. They are parsed because, when
+imported, they lack classes whose packages are not installed."""
+OUTPUT_NAMES = "model_input_names"
+"""The attribute with which processors declare their outputs."""
 
 
 def without_rule(head: type, model_type: str, fed: Iterable[str]) -> list[str]:
-    """The inputs of a head that no rule says how to pack.
+    """The inputs of a head without a packing rule.
 
     Args:
-        head: a generated class, loaded (`registry.GeneratedModel.load`): the rules of its inputs hold.
-        fed: the tensors that the cases of its proof hold; what is yes or no of a whole batch is nothing to pack.
+        head: a generated class; loading it (`registry.GeneratedModel.load`) has registered its own rules.
+        fed: the names of tensors in the cases of its proof; flags of a whole batch are not packed.
     """
     taken = inspect.signature(head.forward).parameters
-    return sorted(name for name in {*made_for(model_type), *fed} if name in taken and name not in RULES)
+    return sorted(name for name in {*processor_outputs(model_type), *fed} if name in taken and name not in RULES)
 
 
-def made_for(model_type: str) -> frozenset[str]:
-    """What the processors of a model type say that they make."""
-    return frozenset(made for name in _processors().get(model_type, ()) for made in _said_by(name))
+def processor_outputs(model_type: str) -> frozenset[str]:
+    """The outputs that the processors of a model type declare."""
+    return frozenset(output for name in _processors().get(model_type, ()) for output in _declared_outputs(name))
 
 
 @functools.cache
@@ -69,21 +69,21 @@ def _constants(node: ast.AST) -> Iterator[str]:
 
 
 @functools.cache
-def _said_by(name: str) -> frozenset[str]:
-    """The names in the list of a processor class, or of the classes that it extends."""
+def _declared_outputs(name: str) -> frozenset[str]:
+    """The outputs that a processor class, or the classes that it extends, declare."""
     file = _files().get(name)
     if file is None:
         return frozenset()
     tree = ast.parse(file.read_text(encoding="utf-8"))
     node = next(one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name)
-    inherited = (_said_by(base.id) for base in node.bases if isinstance(base, ast.Name) and base.id != name)
-    return frozenset(_strings(node)).union(*inherited)
+    inherited = (_declared_outputs(base.id) for base in node.bases if isinstance(base, ast.Name) and base.id != name)
+    return frozenset(_own_outputs(node)).union(*inherited)
 
 
-def _strings(node: ast.ClassDef) -> Iterator[str]:
+def _own_outputs(node: ast.ClassDef) -> Iterator[str]:
     for one in node.body:
         names = [target.id for target in getattr(one, "targets", ()) if isinstance(target, ast.Name)]
-        if DECLARED in (*names, getattr(one, "name", None)):
+        if OUTPUT_NAMES in (*names, getattr(one, "name", None)):
             yield from _constants(one)
 
 

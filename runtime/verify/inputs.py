@@ -1,11 +1,11 @@
-"""The fixed inputs of a proof: seeded text batches with everything that a training batch may carry.
+"""The fixed inputs of a proof: seeded text batches with every field that a training batch may have.
 
 Shapes: B batch, S sequence.
 
     plain    ids and labels; some labels are -100
     padded   the second row ends in padding: attention mask 0, labels -100
-    packed   two documents in each row: position ids start again at 0 in the middle
-    step     the plain rows as a trainer hands them in, with the number of labels of the step that they are a part of
+    packed   two documents in each row: position ids restart at 0 in the middle
+    step     the plain rows as a trainer passes them, with the number of labels of the whole step
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEQUENCE = sizes.SEQUENCE
 IGNORED = -100
 NUM_PADDED = 7
 FIRST_DOCUMENT = 15
-ITEMS = "num_items_in_batch"
+NUM_ITEMS = "num_items_in_batch"
 ITEMS_OF_STEP = 100
 
 
@@ -45,8 +45,8 @@ def text_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: 
     """The cases that the forward of `model_class` takes.
 
     Args:
-        config: its special token ids are never drawn; its vocabulary bounds the others.
-        model_class: arguments that its forward does not name are left out, and with them the cases that need them.
+        config: ids are drawn from its vocabulary without its special tokens.
+        model_class: cases with arguments that its forward does not take are left out.
 
     Returns:
         ids, labels, mask and position ids are int64 `[B, S]`.
@@ -71,24 +71,25 @@ def text_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: 
         Case("plain", {"input_ids": ids, "labels": labels}),
         Case("padded", {"input_ids": ids, "labels": padded_labels, "attention_mask": mask}),
         Case("packed", {"input_ids": ids, "labels": packed_labels, "position_ids": positions}),
-        Case("step", {"input_ids": ids, "labels": labels, ITEMS: torch.tensor(ITEMS_OF_STEP)}),
+        Case("step", {"input_ids": ids, "labels": labels, NUM_ITEMS: torch.tensor(ITEMS_OF_STEP)}),
     )
     parameters = inspect.signature(model_class.forward).parameters
-    known = set(parameters)
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and "labels" in known:
-        known |= {ITEMS} if getattr(model_class, "accepts_loss_kwargs", True) else set()
-    if (kind := head_kinds.kind_of(model_class.__name__)) is not None:
-        known -= {ITEMS}  # a mean over a step is a language model's
-        return tuple(
-            Case(case.name, head_kinds.batch_of(kind, config, parameters, case.batch))
-            for case in cases
-            if _takes(known, case)
-        )
-    return tuple(_without(case, "labels" if "labels" not in known else "") for case in cases if _takes(known, case))
+    taken = set(parameters)
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and "labels" in taken:
+        taken |= {NUM_ITEMS} if getattr(model_class, "accepts_loss_kwargs", True) else set()
+    kind = head_kinds.kind_of(model_class.__name__)
+    if kind is not None:
+        taken -= {NUM_ITEMS}  # only language models' losses are means over a step
+    cases = tuple(case for case in cases if case.batch.keys() <= taken | {"labels"})
+    if kind is not None:
+        return tuple(Case(one.name, head_kinds.head_batch(kind, config, parameters, one.batch)) for one in cases)
+    if "labels" in taken:
+        return cases
+    return tuple(Case(one.name, {k: v for k, v in one.batch.items() if k != "labels"}) for one in cases)
 
 
 def drawable_ids(config: PreTrainedConfig) -> list[int]:
-    """The ids of the vocabulary that no field of the config, or of a sub-config, gives a special meaning."""
+    """The ids of the vocabulary that are no special tokens of the config or of its sub-configs."""
     text = config.get_text_config(decoder=True)
     vocab = min(vars(text).get(type(text).attribute_map.get("vocab_size", "vocab_size")) or sizes.VOCAB, sizes.VOCAB)
     special = set(special_ids(config))
@@ -96,7 +97,7 @@ def drawable_ids(config: PreTrainedConfig) -> list[int]:
 
 
 def special_ids(config: PreTrainedConfig) -> list[int]:
-    """The ids that fields of the config and of its sub-configs give a special meaning."""
+    """The special tokens of the config and of its sub-configs."""
     from transformers import PreTrainedConfig
 
     found = []
@@ -106,11 +107,3 @@ def special_ids(config: PreTrainedConfig) -> list[int]:
         elif sizes.is_special_id(name) and value is not None:
             found += value if isinstance(value, (list, tuple)) else [value]
     return found
-
-
-def _takes(known: set[str], case: Case) -> bool:
-    return all(name in known for name in case.batch if name != "labels")
-
-
-def _without(case: Case, name: str) -> Case:
-    return Case(case.name, {key: value for key, value in case.batch.items() if key != name})

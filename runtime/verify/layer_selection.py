@@ -1,11 +1,11 @@
-"""The few layers of a small model that show every kind of layer which the full model has.
+"""Selects the layers of a small model: one of each kind of the full model.
 
-A config says per layer what the layer is, in two shapes:
+A config describes its layers in two ways:
 
     one entry per layer     layer_types = ["linear_attention", "linear_attention", "full_attention", ...]
     a list of layer numbers mlp_only_layers = [0, 1]
 
-Read side by side these lists give each layer one column, its kind. The first layer of each kind is kept, in order:
+Side by side these lists give each layer one column, its kind. The first layer of each kind is kept, in order:
 
     layer            0       1       2       3       4  ...       kept     0       1       3
     layer_types      linear  linear  linear  full    linear       ->       linear  linear  full
@@ -25,7 +25,7 @@ INDEX_LIST_NAME = re.compile(r".*(layers|_idxs|_ids|_indices|_indexes)$")
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """The layers kept (numbers in the full model), and what the per-layer fields become."""
+    """The numbers of the kept layers in the full model, and the new values of the per-layer fields."""
 
     kept: tuple[int, ...]
     overrides: dict[str, list] = field(default_factory=dict)
@@ -36,8 +36,8 @@ def select_layers(values: Mapping[str, Any], num_layers: int, min_layers: int) -
 
     Args:
         values: the fields of the full config.
-        num_layers: layers of the full config.
-        min_layers: if there are fewer kinds than this, the last kind is repeated.
+        num_layers: of the full config.
+        min_layers: with fewer kinds than this, the last kind is repeated.
     """
     per_layer = {name: value for name, value in values.items() if _is_per_layer(name, value, num_layers)}
     indices = {name: value for name, value in values.items() if _is_index_list(name, value, num_layers)}
@@ -48,7 +48,7 @@ def select_layers(values: Mapping[str, Any], num_layers: int, min_layers: int) -
         kinds.setdefault(kind, layer)
     kept = sorted(kinds.values())
     for name, value in indices.items():
-        if name.endswith("_indexes") and len(value) > 1:  # taps of a tower: with one, their order would not show
+        if name.endswith("_indexes") and len(value) > 1:  # outputs of tower layers: one alone has no order to test
             kept = sorted({*kept, *value[:2]})
     if values.get("num_kv_shared_layers"):
         kept.append(kept[-1])  # the last layers reuse the keys of an earlier layer of their own kind
@@ -69,6 +69,6 @@ def _is_index_list(name: str, value: object, num_layers: int) -> bool:
 
 def _is_per_layer(name: str, value: Any, num_layers: int) -> bool:
     is_list = isinstance(value, (list, tuple)) and len(value) == num_layers
-    # Of a single layer a list of one number says nothing of layers; a name is that of its kind.
-    tells_kinds = num_layers > 1 or (is_list and isinstance(value[0], str))
-    return is_list and tells_kinds and not _is_index_list(name, value, num_layers)
+    # With a single layer, a list of one number need not be per layer; a list of one name is its kind.
+    is_by_layer = num_layers > 1 or (is_list and isinstance(value[0], str))
+    return is_list and is_by_layer and not _is_index_list(name, value, num_layers)

@@ -15,7 +15,7 @@ class Layout:
     """Ranks in groups of `sp` that share a sequence, of `ep` that share the experts.
 
     Raises:
-        ConfigError: they form no whole groups, or experts are to be divided without FSDP2.
+        ConfigError: `sp` or `ep` does not divide `ranks`, or experts would be divided without FSDP2.
     """
 
     ranks: int
@@ -27,13 +27,13 @@ class Layout:
         for option, size, who in (("--sp", self.sp, "a sequence"), ("--ep", self.ep, "the experts")):
             if self.ranks % size:
                 raise ConfigError(
-                    f"{option} {size} does not divide --ranks {self.ranks}: the ranks that share {who} form whole groups."
+                    f"{option} {size} does not divide --ranks {self.ranks}: the ranks that share {who} form equal groups."
                 )
         if self.ep > 1 and not self.fsdp:
-            raise ConfigError(f"--ep {self.ep} divides experts over ranks, which FSDP2 does: add --fsdp.")
+            raise ConfigError(f"--ep {self.ep} needs FSDP2, which divides experts over ranks. To fix: add --fsdp.")
 
     @property
     def name(self) -> str:
-        """How records call it: `4 ranks, sp 2, FSDP`."""
+        """The name in records: `4 ranks, sp 2, FSDP`."""
         shared = f"sp {self.sp}, ep {self.ep}" if self.ep > 1 else f"sp {self.sp}"
         return f"{self.ranks} ranks, {shared}, {'FSDP' if self.fsdp else 'whole parameters'}"

@@ -1,12 +1,12 @@
 """Images, videos and audio as a model's forward takes them, small and random, from its config.
 
-| layout | told by | tensors |
+| layout | used if | tensors |
 | --- | --- | --- |
 | packed patches | the forward takes `image_grid_thw` | `pixel_values [P, C * T * p * p]` or `[P, C, p, p]`, grids `[N, 3]` |
 | patches side by side | the forward takes `target_sizes` | `pixel_values [1, C, p, P * p]`, sizes `[N, 2]` in patches |
-| whole images | otherwise | `pixel_values [N, C, H, W]` or `[N, crops, C, H, W]`, `image_sizes [N, 2]` where needed |
+| unpacked images | otherwise | `pixel_values [N, C, H, W]` or `[N, crops, C, H, W]`, `image_sizes [N, 2]` where needed |
 | spectrograms | the forward takes `input_features` | `input_features [N, mel, F]`, `feature_attention_mask [N, F]` |
-| sounds as recorded | it takes `input_values` | `input_values [N, samples]` or `[N, 1, samples]`, a mask of samples |
+| waveforms | it takes `input_values` | `input_values [N, samples]` or `[N, 1, samples]`, a mask of samples |
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ SOUND = "sound"
 """The kind of a video with its audio."""
 FLAT_PATCHES, CROPS, SOUND_FRAMES = "flattened_patches", "image_pixel_values", "audio_input_features"
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
-"""What is made of each modality."""
+"""The argument of each modality."""
 OTHER_INPUTS = {
     IMAGE: ("pixel_values_images", CROPS, FLAT_PATCHES),
     AUDIO: (WAVEFORM, "audio_values", "audio_input_ids", "input_audio_embeds", SOUND_FRAMES),
 }
-"""Other names under which a forward takes a modality: nothing is made of them, but for sounds as they were recorded."""
+"""Other arguments of a modality; only some of them can be made here."""
 
-# In merged tokens, so that a model which merges n x n patches gets whole tokens: time, height, width.
+# Time, height and width in merged tokens: a model that merges n x n patches gets n times as many patches per side.
 IMAGE_GRIDS = ((1, 2, 3), (1, 1, 2), (1, 3, 2))
 VIDEO_GRIDS = ((2, 1, 2), (3, 2, 1))
 AUDIO_FRAMES = (20, 230, 75)
 FREE_MERGE = 2
-"""Patches of an item that are merged in each direction, where the item itself says how many."""
+"""Patches that are merged in each direction, if the item itself says how many."""
 AUDIO_TOKENS = (3, 7, 5)
-"""Of sounds as they were recorded."""
+"""Of waveforms."""
 SECONDS_PER_GRID = (1.0, 0.5)
 AUDIO_MASKS = ("feature_attention_mask", "input_features_mask")
 
 
 @dataclass(frozen=True)
 class Item:
-    """One image, video or sound: the forward's arguments for it alone; `parts` where it is a video with its audio."""
+    """One image, video or sound: the forward's arguments for it alone; `parts` if it is a video with its audio."""
 
     kind: str
     arguments: dict[str, Tensor]
@@ -74,7 +74,7 @@ class Item:
 
 
 class MediaMaker:
-    """Makes items for one model, and asks it how many tokens each takes."""
+    """Makes items for one model; the model itself says how many tokens each takes."""
 
     def __init__(self, model: PreTrainedModel, generator: torch.Generator) -> None:
         self.model = model
@@ -89,26 +89,28 @@ class MediaMaker:
 
     @staticmethod
     def modalities_of(model_class: type) -> tuple[str, ...]:
-        """What can be made of what the forward of a class takes beside text."""
-        known = inspect.signature(model_class.forward).parameters
+        """The modalities that the forward of a class takes and that can be made here."""
+        parameters = inspect.signature(model_class.forward).parameters
         names = {IMAGE: (CROPS, FLAT_PATCHES), AUDIO: (WAVEFORM, SOUND_FRAMES)}
-        return tuple(kind for kind, one in INPUTS.items() if {one, *names.get(kind, ())} & known.keys())
+        return tuple(kind for kind, one in INPUTS.items() if {one, *names.get(kind, ())} & parameters.keys())
 
     @staticmethod
     def taken_by(model_class: type) -> dict[str, str]:
-        """Every modality that the forward of a class takes, with the name of the argument; what can be made of it or not."""
-        known = inspect.signature(model_class.forward).parameters
+        """Every modality that the forward of a class takes, with the name of the argument."""
+        parameters = inspect.signature(model_class.forward).parameters
         names = {kind: (INPUTS[kind], *OTHER_INPUTS.get(kind, ())) for kind in INPUTS}
-        found = {kind: next((name for name in own if name in known), None) for kind, own in names.items()}
+        found = {
+            kind: next((name for name in arguments if name in parameters), None) for kind, arguments in names.items()
+        }
         return {kind: name for kind, name in found.items() if name is not None}
 
     def item(self, kind: str, number: int) -> Item:
-        """The item of that kind; different numbers have different sizes."""
+        """An item of a modality; different numbers have different sizes."""
         found = {IMAGE: self._image, VIDEO: self._video, AUDIO: self._audio}[kind](number)
-        return replace(found, arguments=found.arguments | self._own_inputs(kind))
+        return replace(found, arguments=found.arguments | self._declared_inputs(kind))
 
-    def _own_inputs(self, kind: str) -> dict[str, Tensor]:
-        """The inputs of a modality that the model's class has rules and examples for: a row of numbers for each item."""
+    def _declared_inputs(self, kind: str) -> dict[str, Tensor]:
+        """The inputs of a modality that the model's class declares with an example: a row of numbers per item."""
         return {
             name: self._noise(1, *rule["example"]["shape"])
             for name, rule in getattr(type(self.model), "input_rules", {}).items()
@@ -120,7 +122,7 @@ class MediaMaker:
         return with_sound(self.item(VIDEO, number), self.item(AUDIO, number))
 
     def count(self, item: Item) -> int:
-        """The placeholder tokens of an item: the rows of features that upstream computes for it.
+        """The number of placeholder tokens of an item: the rows of features that upstream computes for it.
 
         Raises:
             AttributeError: the model has no `get_<modality>_features`.
@@ -128,10 +130,10 @@ class MediaMaker:
         key = (item.kind, *(tuple(tensor.shape) for tensor in item.arguments.values()), item.frames)
         key += tuple(str(t.tolist()) for name, t in item.arguments.items() if name.endswith((*GRIDS, "mask", "sizes")))
         if key not in self._counts:
-            self._counts[key] = self._ask(item)
+            self._counts[key] = self._count_features(item)
         return self._counts[key]
 
-    def _ask(self, item: Item) -> int:
+    def _count_features(self, item: Item) -> int:
         method = self._features(item.kind)
         named = set(self._parameters(item.kind))
         arguments = {name: value for name, value in item.arguments.items() if name in named or not named}
@@ -150,19 +152,20 @@ class MediaMaker:
         return any(hasattr(one, f"get_{kind}_features") for one in (self.model, *self.model.children()))
 
     def _features(self, kind: str) -> Callable[..., Any]:
-        """The method of the model, or of the one in it, that computes features of a modality."""
+        """The method of the model or of its inner model that computes features of a modality."""
         name = f"get_{kind}_features"
-        owner = next((model for model in (self.model, *self.model.children()) if _names_arguments(model, name)), None)
-        owner = owner or next((one for one in (self.model, *self.model.children()) if hasattr(one, name)), self.model)
+        models = (self.model, *self.model.children())
+        owner = next((model for model in models if _names_arguments(model, name)), None)
+        owner = owner or next((model for model in models if hasattr(model, name)), self.model)
         return getattr(owner, name)
 
     def _parameters(self, kind: str) -> dict[str, inspect.Parameter]:
-        """What the method takes by name: of a head that hands on whatever it is given, what the model in it takes as well."""
+        """The named parameters of the method; if it forwards `**kwargs`, also those of the inner model's method."""
         name = f"get_{kind}_features"
         found = dict(inspect.signature(self._features(kind)).parameters)
         if any(one.kind is one.VAR_KEYWORD for one in found.values()):
             inner = [getattr(model, name) for model in self.model.children() if hasattr(model, name)]
-            # What the model in it requires is required, even where the head has a default for it.
+            # The inner model's parameters win: what it requires is required even if the head has a default.
             found |= {n: one for method in inner for n, one in inspect.signature(method).parameters.items()}
         return {n: one for n, one in found.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
 
@@ -180,46 +183,46 @@ class MediaMaker:
                 self._form = self._accepted_form()
             except REFUSALS as refusal:
                 self._candidates[IMAGE] = self._accepted_candidate(IMAGE, refusal)
-        return self._whole_image(*self._form) if self._form is not None else self._candidate(IMAGE)
+        return self._unpacked_image(*self._form) if self._form is not None else self._candidate(IMAGE)
 
     def _plain_image(self) -> Item:
-        """An image that nothing is said of."""
+        """An image for a model without `get_image_features`."""
         vision = layout.tower_config(self.config, IMAGE)
         image = layout.channels(vision), *layout.image_size(vision)
-        if CROPS in self.known:  # the whole, and one crop of it
+        if CROPS in self.known:  # the full image, and one crop of it
             sides = [one // vision.patch_size for one in image[1:]]
-            beside = {"image_sizes": torch.tensor([image[1:]]), "image_attention_mask": torch.ones(1, 2, *sides)}
-            return Item(IMAGE, {CROPS: self._noise(1, 2, *image), **beside})
+            extra = {"image_sizes": torch.tensor([image[1:]]), "image_attention_mask": torch.ones(1, 2, *sides)}
+            return Item(IMAGE, {CROPS: self._noise(1, 2, *image), **extra})
         if "aspect_ratio_ids" not in self.known:
-            several = (1,) if "image_attention_mask" in self.known else ()  # which images of its row a token sees
-            return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, *several, *image)})
+            per_row = (1,) if "image_attention_mask" in self.known else ()  # a dimension of images per row
+            return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, *per_row, *image)})
         tiles = vision.max_num_tiles
-        beside = {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long), "aspect_ratio_mask": torch.ones(1, 1, tiles)}
-        return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, 1, tiles, *image), **beside})
+        extra = {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long), "aspect_ratio_mask": torch.ones(1, 1, tiles)}
+        return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, 1, tiles, *image), **extra})
 
     def _flat_patches(self) -> Item:
-        """An image as a row of patches, each behind its row and column, counted from 1."""
+        """An image as a row of patches, each preceded by its row and column, counted from 1."""
         vision = layout.tower_config(self.config, IMAGE)
         places = torch.cartesian_prod(torch.arange(1, 3), torch.arange(1, 4)).float()
         patches = torch.cat([places, self._noise(len(places), vision.patch_embed_hidden_size)], dim=1)
         return Item(IMAGE, {FLAT_PATCHES: patches[None]})
 
     def _candidate(self, kind: str) -> Item:
-        """An item of the form that was found by trying, with numbers of its own."""
+        """An item of the accepted candidate form, with new random values."""
         (first, values), *others = self._candidates[kind].items()
         return Item(kind, {first: self._noise(*values.shape), **dict(others)})
 
     def _accepted_candidate(self, kind: str, refusal: Exception) -> dict[str, Tensor]:
-        """The first form of a minimal input, as `media_forms` tries them, that upstream takes and the forward knows.
+        """The first candidate of `minimal_media` that the forward has arguments for and upstream takes.
 
         Raises:
-            Exception: `refusal`, where upstream takes none.
+            Exception: `refusal`, if upstream takes none.
         """
         try:
             for arguments in candidates(self._features(kind), sp=1, like=torch.zeros(1)):
                 if arguments.keys() <= self.known and self._is_taken(Item(kind, arguments)):
                     return arguments
-        except REFUSALS:  # the config does not say what one looks like
+        except REFUSALS:  # the config does not describe such a tower
             pass
         raise refusal
 
@@ -229,24 +232,24 @@ class MediaMaker:
         except REFUSALS:
             return False
 
-    def _whole_image(self, dimensions: tuple[int, ...], with_sizes: bool) -> Item:
+    def _unpacked_image(self, dimensions: tuple[int, ...], with_sizes: bool) -> Item:
         vision = layout.tower_config(self.config, IMAGE)
         height, width = layout.image_size(vision)
         arguments = {"pixel_values": self._noise(1, *dimensions, layout.channels(vision), height, width)}
         if with_sizes:
             arguments["image_sizes"] = torch.tensor([[height, width]])
-        beside = beside_image(self.config, self._parameters(IMAGE), dimensions, torch.zeros(()))
-        noise = {name: self._noise(*one.shape) for name, one in beside.items() if one.is_floating_point()}
-        return Item(IMAGE, arguments | beside | noise)
+        extra = beside_image(self.config, self._parameters(IMAGE), dimensions, torch.zeros(()))
+        noise = {name: self._noise(*one.shape) for name, one in extra.items() if one.is_floating_point()}
+        return Item(IMAGE, arguments | extra | noise)
 
     def _accepted_form(self) -> tuple[tuple[int, ...], bool]:
-        """The form of a whole image that upstream takes: `[N, C, H, W]`, or in so many crops `[N, crops, C, H, W]`."""
+        """The form of an unpacked image that upstream takes: `[N, C, H, W]`, or with crops `[N, crops, C, H, W]`."""
         refusal: Exception = TypeError("there is no form of an image to try")
         for dimensions, with_sizes in image_forms(takes_sizes="image_sizes" in self.known):
             try:
-                self.count(self._whole_image(dimensions, with_sizes))
+                self.count(self._unpacked_image(dimensions, with_sizes))
             except REFUSALS as error:
-                # The first refusal says most, but that an argument is missing says least.
+                # Report the first refusal, unless it is a TypeError: a missing argument says little.
                 refusal = error if isinstance(refusal, TypeError) else refusal
             else:
                 return dimensions, with_sizes
@@ -274,24 +277,24 @@ class MediaMaker:
 
     @functools.cached_property
     def _takes_one_frame_only(self) -> bool:
-        """Whether upstream refuses packed clips of several steps in time, and takes one."""
+        """Whether upstream takes packed clips of one step in time only."""
         return not self._is_taken(self.patches(VIDEO, (2, 1, 2))) and self._is_taken(self.patches(VIDEO, (1, 1, 2)))
 
     def with_seconds(self, item: Item, seconds: float) -> Item:
-        """A video that says how long a step in time is, where the model takes that."""
+        """Adds the length of a step in time, if the model takes it."""
         for name in ("video_second_per_grid", "second_per_grid_ts"):
             if name in self.known:
                 item.arguments[name] = torch.tensor([seconds])
         return item
 
     def patches(self, kind: str, merged: tuple[int, int, int]) -> Item:
-        """An image or video of packed patches, of so many merged tokens in time, height and width."""
+        """An image or video of packed patches, with `merged` tokens in time, height and width."""
         if self._patch is None:
             self._patch = self._accepted_patch(kind, merged)
         return self._packed(kind, merged, self._patch)
 
     def side_by_side(self, kind: str, merged: tuple[int, int, int]) -> Item:
-        """An image or video whose patches stand side by side in one image, with the sizes of each frame in patches."""
+        """An image or video whose patches are concatenated into one wide image, with the size of each frame in patches."""
         vision = layout.tower_config(self.config, kind)
         merge = layout.total_merge(self.config, vision)
         t, h, w = merged[0], merged[1] * merge, merged[2] * merge
@@ -304,7 +307,7 @@ class MediaMaker:
         merge = 1 if patch == layout.token_shape(vision) else layout.packed_merge(self.config, vision)
         steps = layout.first_int(vision, "temporal_merge_size", default=1) if kind == VIDEO else 1
         arguments = {}
-        if f"{kind}_merge_sizes" in self.known:  # each item says its own, and none is the model's
+        if f"{kind}_merge_sizes" in self.known:  # given per item instead of by the config
             merge *= FREE_MERGE
             arguments[f"{kind}_merge_sizes"] = torch.tensor([merge])
         t, h, w = -(-merged[0] // steps) * steps, merged[1] * merge, merged[2] * merge
@@ -314,7 +317,7 @@ class MediaMaker:
         return Item(kind, arguments, frames=t)
 
     def _accepted_patch(self, kind: str, merged: tuple[int, int, int]) -> tuple[int, ...]:
-        """The shape of a packed patch that upstream takes; the first where it refuses all."""
+        """The shape of a packed patch that upstream takes; the first candidate if it refuses all."""
         first, *others = layout.patch_shapes(layout.tower_config(self.config, kind))
         return next((shape for shape in (first, *others) if self._is_taken(self._packed(kind, merged, shape))), first)
 
@@ -322,7 +325,7 @@ class MediaMaker:
 
     def _audio(self, number: int) -> Item:
         if SOUND_FRAMES in self.known:
-            return self._plain_sound()
+            return self._sized_sound()
         if INPUTS[AUDIO] not in self.known:
             samples = AUDIO_TOKENS[number] * layout.samples_per_token(self.config)
             forms = (self.waveform(samples, channel) for channel in CHANNELS)
@@ -336,24 +339,23 @@ class MediaMaker:
             return self._candidate(AUDIO)
         return self.spectrogram(self._frames.get(number, AUDIO_FRAMES[number]))
 
-    def _plain_sound(self) -> Item:
-        """A sound that says how many tokens it takes."""
+    def _sized_sound(self) -> Item:
+        """A sound that comes with its number of tokens."""
         tower = layout.tower_config(self.config, AUDIO)
         frames = self._noise(1, AUDIO_TOKENS[0] * tower.time_reduction, layout.mel_bins(tower))
         return Item(AUDIO, {SOUND_FRAMES: frames, "audio_embed_sizes": torch.tensor([AUDIO_TOKENS[0]])})
 
     def _accepted_frames(self) -> dict[int, int]:
-        """The lengths of sounds where upstream takes one length only; empty where it takes any."""
+        """The lengths of sounds if upstream takes a single length only; empty if it takes any."""
         try:
             self.count(self.spectrogram(AUDIO_FRAMES[0]))
         except REFUSALS:
-            whole = whole_frames(layout.tower_config(self.config, AUDIO))
-            self.count(self.spectrogram(whole or AUDIO_FRAMES[0]))
-            return dict.fromkeys(range(len(AUDIO_FRAMES)), whole)
+            fixed = whole_frames(layout.tower_config(self.config, AUDIO))
+            self.count(self.spectrogram(fixed or AUDIO_FRAMES[0]))
+            return dict.fromkeys(range(len(AUDIO_FRAMES)), fixed)
         return {}
 
     def spectrogram(self, frames: int) -> Item:
-        """A sound of so many frames."""
         tower = layout.tower_config(self.config, AUDIO)
         arguments = {"input_features": self._noise(1, layout.mel_bins(tower), frames)}
         for name in (*AUDIO_MASKS, *self._required(AUDIO, "_mask")):
@@ -365,13 +367,13 @@ class MediaMaker:
         return Item(AUDIO, arguments)
 
     def waveform(self, samples: int, channel: tuple[int, ...] = ()) -> Item:
-        """A sound as it was recorded, of so many samples, and which of them are real."""
+        """A waveform, with a mask of its samples."""
         masks = {name for name in self._parameters(AUDIO) if name.endswith("_mask")} & self.known
         mask = torch.ones(1, samples, dtype=torch.long)
         return Item(AUDIO, {WAVEFORM: self._noise(1, *channel, samples), **dict.fromkeys(sorted(masks), mask)})
 
     def _required(self, kind: str, ending: str) -> set[str]:
-        """The arguments without which there are no features, and which say how long each sound is: masks, or lengths."""
+        """The required arguments with the length of each sound: masks, or lengths."""
         parameters = self._parameters(kind)
         return {name for name, one in parameters.items() if one.default is one.empty and name.endswith(ending)}
 
@@ -380,7 +382,7 @@ class MediaMaker:
 
 
 def _names_arguments(model: object, method: str) -> bool:
-    """Whether a model has the method, and it says what it takes: heads often hand on whatever they are given."""
+    """Whether a model has the method with named parameters: heads often have `*args, **kwargs` only."""
     found = getattr(model, method, None)
     if found is None:
         return False
@@ -389,12 +391,12 @@ def _names_arguments(model: object, method: str) -> bool:
 
 
 def with_sound(video: Item, audio: Item) -> Item:
-    """A video that brings its audio."""
+    """A video with its audio."""
     return Item(SOUND, {}, parts=(replace(video, inside=True), replace(audio, inside=True)))
 
 
 def collate_items(items: Iterable[Item]) -> dict[str, Any]:
-    """The arguments of all items together, in order; sounds padded to the longest."""
+    """The concatenated arguments of all items; sounds are padded to the longest."""
     found: dict[str, list[Tensor]] = {}
     for item in items:
         for name, tensor in item.arguments.items():
@@ -413,11 +415,11 @@ def _same_length(name: str, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def features_of(output: Any) -> Any:
-    """The features in what `get_<modality>_features` returns: `pooler_output` where there is one, or what a layer takes."""
+    """The features in the output of `get_<modality>_features`: `pooler_output`, or what a decoder layer takes."""
     for name in ("pooler_output", "last_hidden_state"):
         if getattr(output, name, None) is not None:
             return getattr(output, name)
-    if (deepstack := getattr(output, "deepstack_features", None)) is not None:  # nothing else: of the first layer
+    if (deepstack := getattr(output, "deepstack_features", None)) is not None:  # of the first layer
         return deepstack[0][1]
     return output
 

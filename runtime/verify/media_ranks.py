@@ -2,9 +2,8 @@
 
     patchgen verify qwen3_vl --ranks 4 --sp 2 --fsdp
 
-Every batch is given to upstream's class in one process, whole, and to the generated class on gloo ranks: its samples
-divided over the ranks that hold batches, the tokens of each over the ranks that share one. Compared are the loss and
-every gathered gradient.
+Upstream's class in one process gets the full batch; the generated class on gloo ranks gets it split: samples over batch
+ranks, tokens over the ranks that share a sequence. Loss and every gathered gradient are compared.
 
     images    several per sample, across the boundary of two slices, on one slice only, and a sample without
     video, audio, sound, mixed, text, packed
@@ -30,21 +29,30 @@ from patchgen.runtime import model_calls, parallel, seams
 from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.verify.conditioning import ROUNDING, moved_gradients, relative_difference
+from patchgen.runtime.verify.conditioning import ROUNDING_FACTOR, gradient_sensitivity, relative_difference
 from patchgen.runtime.verify.media import AUDIO
 from patchgen.runtime.verify.media_samples import Sample
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
-from patchgen.runtime.verify.yardstick import NotApplicable, Subject, Yardstick, find, state_of, yardstick
+from patchgen.runtime.verify.reference_model import (
+    NotApplicable,
+    ReferenceModel,
+    Subject,
+    find,
+    reference_model,
+    state_of,
+)
 
+LossAndGradients = tuple[float, dict[str, Tensor]]
 TOLERANCE = 1e-5
-WATCHDOG = 60.0  # seconds: a batch that takes longer on the ranks hangs
+"""Relative, on the loss and on every gradient; beyond it, what rounding alone explains (`conditioning.py`)."""
+TIMEOUT = 60.0  # seconds: a batch that takes longer on the ranks hangs
 MIXED_RANKS = "one modality each"
 PACKED = "packed"
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """One batch on the ranks against one rank; relative differences, `reason` empty where everything agrees."""
+    """One batch on the ranks against one rank: relative differences; `reason` is empty if everything agrees."""
 
     case: str
     loss: float = math.nan
@@ -53,68 +61,66 @@ class RankResult:
     seconds: float = 0.0
     reason: str = ""
     towers: dict[str, str] = field(default_factory=dict)
-    """How each tower that ran was computed on the ranks that share a sequence."""
+    """How the ranks that share a sequence computed each tower that ran."""
 
 
 # ------------------------------------------------------------------------------------------ on every rank
 
 
 def case_names(model: Subject, head: str, *, has_several_batches: bool = False) -> list[str]:
-    """The batches of a model; runs on every rank, the answer is the same.
+    """The names of a model's batches; runs on every rank, with the same result on all.
 
     Args:
-        has_several_batches: whether ranks may hold batches of different modalities, if the model takes any.
+        has_several_batches: whether several ranks hold batches, which may be of different modalities.
     """
-    known = yardstick(model, head)
-    return [*known.batches(), PACKED, *([MIXED_RANKS] if has_several_batches and known.builder.layouts else [])]
+    reference = reference_model(model, head)
+    mixed = [MIXED_RANKS] if has_several_batches and reference.builder.layouts else []
+    return [*reference.batches(), PACKED, *mixed]
 
 
 def compare(
     model: Subject, head: str, name: str, *, sp: int, fsdp: bool, ep: int = 1, training: bool = True
 ) -> dict[str, Any]:
-    """One batch on this layout against one rank; runs on every rank, with the same answer on all."""
-    return compare_with(yardstick(model, head), name, sp=sp, fsdp=fsdp, ep=ep, training=training)
+    """One batch on this layout against one rank; runs on every rank, with the same result on all."""
+    return compare_case(reference_model(model, head), name, sp=sp, fsdp=fsdp, ep=ep, training=training)
 
 
-def compare_with(
-    known: Yardstick, name: str, *, sp: int, fsdp: bool, ep: int = 1, training: bool = True
+def compare_case(
+    reference: ReferenceModel, name: str, *, sp: int, fsdp: bool, ep: int = 1, training: bool = True
 ) -> dict[str, Any]:
-    """`compare`, of models that are built."""
+    """`compare` with a reference that is built."""
     started = time.perf_counter()
     state = state_of(sp, ep)
-    whole, mine = inputs_of(known, name, state)
-    one_rank = functools.partial(known.one_rank, whole, is_one_row=name == PACKED, training=training)
-    expected_loss, expected = one_rank()
-    generated = known.generated()
+    full_batches, local_batch = case_inputs(reference, name, state)
+    generated = reference.generated()
     if fsdp:
         sharding.shard_model(generated, state)
-    kernels = known.seams
-    got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp, training=training, kernels=kernels)
+    actual = step_on_ranks(
+        generated, local_batch, state, pad=reference.pad, fsdp=fsdp, training=training, kernels=reference.seams
+    )
     row = {"case": name, "seconds": time.perf_counter() - started, "towers": media.describe(generated, sp)}
-    return row | differences(got_loss, got, expected_loss, expected, _moved(known, one_rank, expected))
+    packed_rows = [0] * len(full_batches) if name == PACKED else None
+    step = functools.partial(reference.loss_and_gradients, full_batches, packed_rows=packed_rows, training=training)
+    return row | compare_steps(reference.model, lambda _model: step(), actual)
 
 
-def _moved(known: Yardstick, one_rank: Callable[[], tuple], expected: Mapping[str, Tensor]) -> Callable:
-    return lambda least: moved_gradients(known.model, lambda _model: one_rank(), expected, least)
+def compare_all_cases(model: Subject, head: str, *, sp: int, ep: int, separates: Separated) -> dict[str, Any]:
+    """The worst differences over all batches of a model, up to the first that fails; runs on every rank.
 
-
-def compare_all(model: Subject, head: str, *, sp: int, ep: int, separates: Separated) -> dict[str, Any]:
-    """Every batch of a model, until one differs: the worst of all; runs on every rank.
-
-    Where ranks hold batches of their own, a step for each modality, and one for text, on every rank in turn, follows.
+    If several ranks hold batches, steps follow in which each rank has another modality (`mixed_steps`).
 
     Args:
         separates: whether documents are computed in rows of their own.
     """
-    known = yardstick(model, head)
-    known.separates = separates
+    reference = reference_model(model, head)
+    reference.separates = separates
     rows = []
     for name in case_names(model, head, has_several_batches=dist.get_world_size() > sp):
         if name == MIXED_RANKS:
-            rows += mixed_steps(model, head, sp=sp, ep=ep, num_steps=len(known.builder.layouts) + 1)
+            rows += mixed_steps(model, head, sp=sp, ep=ep, num_steps=len(reference.builder.layouts) + 1)
         else:
             with contextlib.suppress(NotApplicable):
-                rows.append(compare_with(known, name, sp=sp, ep=ep, fsdp=True))
+                rows.append(compare_case(reference, name, sp=sp, ep=ep, fsdp=True))
         if any(row.get("reason") for row in rows):
             break
     reason = next((f"{row['case']}: {row['reason']}" for row in rows if row.get("reason")), "")
@@ -125,96 +131,106 @@ def compare_all(model: Subject, head: str, *, sp: int, ep: int, separates: Separ
 def mixed_steps(
     model: Subject, head: str, *, sp: int = 1, ep: int = 1, num_steps: int = 10, fsdp: bool = True
 ) -> list[dict[str, Any]]:
-    """Each batch index its own modality, optimizer steps in a row; runs on every rank.
+    """Consecutive optimizer steps in which each batch index has another modality; runs on every rank.
 
     With four ranks and an omni model: images, video, audio and text only. In every step the gradients of the ranks are
-    compared with those of one rank that takes the whole batch from the same weights.
+    compared with those of one rank with the full batch and the same weights.
     """
-    known = yardstick(model, head)
+    reference = reference_model(model, head)
     state = state_of(sp, ep)
-    generated = known.generated()
+    generated = reference.generated()
     if fsdp:
         sharding.shard_model(generated, state)
     optimizer = torch.optim.SGD(generated.parameters(), lr=1e-2)
-    start = {name: tensor.clone() for name, tensor in known.model.state_dict().items()}
+    start = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
     rows = []
     try:
         for number in range(num_steps):
             started = time.perf_counter()
-            samples = one_modality_each(known, state.config.num_batches, number)
-            # Some models tell images and videos by nothing but the batch that they are in: upstream takes no mixed one.
-            refused = known.refusal("mixed", samples)
-            pieces = [[sample] for sample in samples] if refused else [samples]
-            whole = [dict(known.builder.case("mixed", piece).batch) for piece in pieces]
-            mine = dict(known.builder.case("mixed", [samples[state.batch_index]]).batch)
-            mine["position_ids"] = known.positions(mine)
-            known.model.load_state_dict(known.correspondence.undo(generated, _whole_state(generated)))
-            one_rank = functools.partial(known.one_rank, whole)
-            expected_loss, expected = one_rank()
-            got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp, kernels=known.seams)
+            samples = one_modality_each(reference, state.config.num_batches, number)
+            # Some models distinguish images and videos only by the batch they are in: upstream refuses a mixed batch.
+            pieces = [[sample] for sample in samples] if reference.refusal("mixed", samples) else [samples]
+            full_batches = [dict(reference.builder.case("mixed", piece).batch) for piece in pieces]
+            local_batch = dict(reference.builder.case("mixed", [samples[state.batch_index]]).batch)
+            local_batch["position_ids"] = reference.positions(local_batch)
+            weights = reference.correspondence.to_upstream(generated, _full_state(generated))
+            reference.model.load_state_dict(weights)
+            actual = step_on_ranks(
+                generated, local_batch, state, pad=reference.pad, fsdp=fsdp, kernels=reference.seams
+            )
+            step = functools.partial(reference.loss_and_gradients, full_batches)
+            row = compare_steps(reference.model, lambda _model, step=step: step(), actual)
             optimizer.step()
             optimizer.zero_grad()
-            row = differences(got_loss, got, expected_loss, expected, _moved(known, one_rank, expected))
             rows.append({"case": f"step {number}", "seconds": time.perf_counter() - started} | row)
     finally:
-        known.model.load_state_dict(start)
+        reference.model.load_state_dict(start)
     return rows
 
 
-def one_modality_each(known: Yardstick, num_batches: int, number: int) -> list[Sample]:
-    """A sample for each batch index: the model's modalities, then text only, moved on by one each step."""
-    kinds = [*known.builder.layouts, None]
+def one_modality_each(reference: ReferenceModel, num_batches: int, number: int) -> list[Sample]:
+    """A sample for each batch index: the model's modalities, then text only, rotated by one each step."""
+    kinds = [*reference.builder.layouts, None]
     samples = []
     for rank in range(num_batches):
         kind = kinds[(rank + number) % len(kinds)]
-        items = [] if kind is None else [known.builder.maker.item(kind, number % 2)]
-        samples.append(known.builder.sample([3 + rank, *items, 5]))
+        items = [] if kind is None else [reference.builder.maker.item(kind, number % 2)]
+        samples.append(reference.builder.sample([3 + rank, *items, 5]))
     return samples
 
 
-def _whole_state(model: nn.Module) -> dict[str, Tensor]:
+def _full_state(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
         for name, value in model.state_dict().items()
     }
 
 
-def differences(
-    got_loss: float,
-    got: dict[str, Tensor],
-    expected_loss: float,
-    expected: dict[str, Tensor],
-    moved: Callable[[float], Mapping[str, float]] = lambda _least: {},
+def compare_steps(
+    model: nn.Module,
+    reference_step: Callable[[nn.Module], LossAndGradients],
+    actual: LossAndGradients,
+    floor: float = 2e-2,
 ) -> dict[str, Any]:
     """Loss and the worst gradient, relative, and why they do not agree.
 
     Args:
-        moved: how far rounding alone moves each gradient (`conditioning.py`): asked where one is beyond the bar.
+        model: upstream's, from which `reference_step` computes what is expected.
+        actual: of the ranks.
+        floor: differences are divided by at least this share of the largest gradient, because some gradients are sums
+            that cancel (biases of keys, decay rates) and consist of rounding errors. By default they need not be closer
+            than 2e-7 of the largest gradient, about two rounding errors of fp32.
     """
-    # Some gradients are sums that cancel (biases of keys, decay rates): what is left is rounding. Nothing is asked to be
-    # closer than 2e-7 of the largest gradient of all, which is two roundings of fp32.
-    least = 2e-2 * max(float(gradient.abs().max()) for gradient in expected.values())
-    found = {name: relative_difference(got.get(name), gradient, least) for name, gradient in expected.items()}
+    (actual_loss, actual_gradients), (expected_loss, expected) = actual, reference_step(model)
+    least = floor * max(float(gradient.abs().max()) for gradient in expected.values())
+    found = {
+        name: relative_difference(actual_gradients.get(name), gradient, least) for name, gradient in expected.items()
+    }
     found |= {
         parameter: math.inf
-        for parameter, gradient in got.items()
+        for parameter, gradient in actual_gradients.items()
         if parameter not in expected and bool(gradient.any())
     }
     worst = max(found, key=found.__getitem__)
     beyond = {name: difference for name, difference in found.items() if not difference <= TOLERANCE}
     if any(name in expected for name in beyond):
-        bars = moved(least)
-        beyond = {name: far for name, far in beyond.items() if not far <= ROUNDING * bars.get(name, 0.0)}
-    row = {"loss": abs(got_loss - expected_loss) / abs(expected_loss), "gradient": found[worst], "parameter": worst}
-    if not row["loss"] <= TOLERANCE:
-        row["reason"] = f"loss {got_loss:.7f}, upstream {expected_loss:.7f}"
+        sensitivity = gradient_sensitivity(model, reference_step, expected, least)
+        beyond = {
+            name: difference
+            for name, difference in beyond.items()
+            if not difference <= ROUNDING_FACTOR * sensitivity.get(name, 0.0)
+        }
+    loss_difference = abs(actual_loss - expected_loss) / abs(expected_loss)
+    row = {"loss": loss_difference, "gradient": found[worst], "parameter": worst}
+    if not loss_difference <= TOLERANCE:
+        row["reason"] = f"loss {actual_loss:.7f}, upstream {expected_loss:.7f}"
     elif beyond:
         furthest = max(beyond, key=beyond.__getitem__)
         row["reason"] = f"gradient of {furthest} differs by {beyond[furthest]:.1e}"
     return row
 
 
-def on_ranks(
+def step_on_ranks(
     model: nn.Module,
     inputs: dict[str, Any],
     state: ParallelState,
@@ -224,16 +240,17 @@ def on_ranks(
     training: bool = True,
     kernels: Mapping[str, str] | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
-    """A forward and backward of this rank's part of a batch; loss and gradients summed over the ranks.
+    """Forward and backward of this rank's batch; loss and gradients summed over the ranks.
 
     Args:
+        inputs: the batch of this rank's SP group.
         kernels: implementations of seams by name; the others are eager.
     """
-    mine = batch.slice_batch(inputs, sp=state.sp, sp_rank=state.sp_rank, pad_token_id=pad)
-    items = loss.count_items([mine], "cpu")
+    local = batch.slice_batch(inputs, sp=state.sp, sp_rank=state.sp_rank, pad_token_id=pad)
+    items = loss.count_items([local], "cpu")
     model.train(training)
     with parallel.using(state), loss.step(items), seams.using(**(kernels or {})):
-        share = model(**mine, num_items_in_batch=items, use_cache=False).loss
+        share = model(**local, num_items_in_batch=items, use_cache=False).loss
         share.backward()
     total = share.detach().clone()
     dist.all_reduce(total)
@@ -245,71 +262,72 @@ def on_ranks(
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)  # what a step of an optimizer takes is that of all ranks
+        dist.all_reduce(parameter.grad)  # in place, as an optimizer step follows
         gradients[name] = parameter.grad.clone()
     return float(total), gradients
 
 
-def inputs_of(known: Yardstick, name: str, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What one rank is given, and the samples of it that the ranks of this SP group hold, with their positions.
+def case_inputs(
+    reference: ReferenceModel, name: str, state: ParallelState
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The batches of the single reference rank, and the batch of this rank's SP group, with its position ids.
 
-    One rank takes the batch as a whole; where upstream's features of an item depend on what else is in its batch, the
-    batches of the ranks one after the other. Chunks of sounds are padded to the longest of a batch, and convolutions see
-    that padding; a batch norm takes its statistics over a batch.
+    The reference takes one batch, or the batches of the ranks one by one if upstream's features of an item depend on what
+    else is in its batch: sounds are padded to the longest and convolutions see that padding; a batch norm computes its
+    statistics over a batch.
     """
     if name == PACKED:
-        return _packed_inputs(known, state)
-    samples = known.batches()[name]
-    # Every batch index gets samples: what is missing is filled up with text.
-    while len(samples) < state.config.num_batches:
-        samples = (*samples, known.builder.sample([9]))
-    pieces = divided(samples, state.config.num_batches)
+        return _packed_inputs(reference, state)
+    samples = reference.batches()[name]
+    while len(samples) < state.config.num_batches:  # every batch index gets a sample
+        samples = (*samples, reference.builder.sample([9]))
+    pieces = split_samples(samples, state.config.num_batches)
     samples = [sample for piece in pieces for sample in piece]
     has_sound = any(AUDIO in (item.kind, *(part.kind for part in item.parts)) for one in samples for item in one.items)
-    is_by_batch = has_sound or normalises_by_batch(known.model)
-    whole = [dict(known.builder.case(name, piece).batch) for piece in (pieces if is_by_batch else [samples])]
-    mine = dict(known.builder.case(name, pieces[state.batch_index]).batch)
-    mine["position_ids"] = known.positions(mine)
-    return whole, mine
+    depends_on_batch = has_sound or normalises_by_batch(reference.model)
+    full_batches = [
+        dict(reference.builder.case(name, piece).batch) for piece in (pieces if depends_on_batch else [samples])
+    ]
+    local_batch = dict(reference.builder.case(name, pieces[state.batch_index]).batch)
+    local_batch["position_ids"] = reference.positions(local_batch)
+    return full_batches, local_batch
 
 
-def _packed_inputs(known: Yardstick, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The samples of the richest batch, padded for one rank and in one row for many; upstream does not keep documents
-    apart in every kind of layer. All batch indices hold the same row, and one of them its labels."""
-    batches = known.batches()
+def _packed_inputs(reference: ReferenceModel, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The samples of the richest batch, padded for the reference and in one row for the ranks, because upstream does not
+    separate documents in every kind of layer. All batch indices have the same row, only the first its labels."""
+    batches = reference.batches()
     samples = next(batches[name] for name in ("mixed", "images", "audio", "video", "text") if name in batches)
-    whole = dict(known.builder.case("mixed", samples).batch)
-    case = known.builder.packed(whole, samples)
+    padded = dict(reference.builder.case("mixed", samples).batch)
+    case = reference.builder.packed(padded, samples)
+    full_batches = [padded]
     if case is not None:
-        whole, mine = [whole], dict(case.batch)
-    elif whole.get("use_audio_in_video") or known.positions(whole).ndim != 2:
-        raise NotApplicable(
-            "a row of several samples needs multimodal positions that upstream does not compute for one"
-        )
+        local_batch = dict(case.batch)
+    elif padded.get("use_audio_in_video") or reference.positions(padded).ndim != 2:
+        raise NotApplicable("upstream does not compute the multimodal positions of several samples in one row")
     else:
         positions = torch.cat([torch.arange(len(sample.ids)) for sample in samples])[None]
-        mine = dict(known.builder.in_one_row(whole, positions).batch)
-        # Padding changes what upstream's overlays see: each sample by itself. Sounds are padded to the longest of a batch.
-        alone = [dict(known.builder.case("mixed", [sample]).batch) for sample in samples]
-        is_by_batch = set(known.builder.layouts) == {AUDIO} or normalises_by_batch(known.model)
-        whole = [whole] if is_by_batch else alone
+        local_batch = dict(reference.builder.in_one_row(padded, positions).batch)
+        # Padding changes what upstream's overlays see, so samples go one by one. Sounds are padded to the longest of a batch.
+        if set(reference.builder.layouts) != {AUDIO} and not normalises_by_batch(reference.model):
+            full_batches = [dict(reference.builder.case("mixed", [sample]).batch) for sample in samples]
     if state.batch_index:
-        mine["labels"] = torch.full_like(mine["labels"], batch.IGNORED)
-    return whole, mine
+        local_batch["labels"] = torch.full_like(local_batch["labels"], batch.IGNORED)
+    return full_batches, local_batch
 
 
 def normalises_by_batch(model: nn.Module) -> bool:
-    """Whether training normalises by the statistics of a batch: the features of an item are not its own."""
+    """Whether a batch norm makes the features of an item depend on the other items of its batch."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def divided(samples: Sequence[Sample], num_batches: int) -> list[list[Sample]]:
+def split_samples(samples: Sequence[Sample], num_batches: int) -> list[list[Sample]]:
     """The samples of each batch index."""
     shares = torch.arange(len(samples)).tensor_split(num_batches)
     return [[samples[place] for place in places.tolist()] for places in shares]
 
 
-# --------------------------------------------------------------------------------------------- all of it
+# ------------------------------------------------------------------------------------- from the main process
 
 
 def verify_on_ranks(
@@ -326,34 +344,33 @@ def verify_on_ranks(
     """Proves a generated model on gloo ranks; prints nothing.
 
     Args:
-        model: it, its name, or the folder of one outside `generated_models/`.
         pool: processes on this machine.
-        sp: how many of them share a sequence.
-        fsdp: whether parameters are sharded over all ranks; otherwise every rank holds all.
-        ep: how many of them share the experts; they are divided by FSDP2.
+        sp: how many ranks share a sequence.
+        fsdp: whether parameters are sharded over all ranks.
+        ep: how many ranks share the experts, which FSDP2 divides.
         head: the class to prove; default: the first head.
         cases: names of batches; default: all that upstream takes, and ten steps with one modality per rank.
-        training: whether both are in training mode.
+        training: whether both models are in training mode.
     """
     head = head or find(model).heads[0]
     head_class = getattr(find(model).load(), head)
-    if local := loss.not_shared(head_class):
-        return [RankResult("its loss", reason=local)]
+    if reason := loss.not_shared(head_class):
+        return [RankResult("its loss", reason=reason)]
     if sp > 1 and not model_calls.takes_documents(head_class):
         return [RankResult("its documents", reason=model_calls.no_slices(head, sp))]
     options: dict[str, Any] = {"sp": sp, "ep": ep, "fsdp": fsdp}
     results = []
     try:
         several = pool.world > sp
-        names = cases or pool.run(case_names, model, head, has_several_batches=several, timeout=4 * WATCHDOG)[0]
+        names = cases or pool.run(case_names, model, head, has_several_batches=several, timeout=4 * TIMEOUT)[0]
     except CaseFailed as failure:
         return [RankResult("its batches", reason=str(failure))]
     for name in names:
         try:
             if name == MIXED_RANKS:
-                results.append(_together(name, pool.run(mixed_steps, model, head, **options, timeout=WATCHDOG)[0]))
+                results.append(_worst_step(name, pool.run(mixed_steps, model, head, **options, timeout=TIMEOUT)[0]))
                 continue
-            found = pool.run(compare, model, head, name, **options, training=training, timeout=WATCHDOG)[0]
+            found = pool.run(compare, model, head, name, **options, training=training, timeout=TIMEOUT)[0]
             results.append(RankResult(**found))
         except CaseFailed as failure:
             if NotApplicable.__name__ not in str(failure):
@@ -361,8 +378,8 @@ def verify_on_ranks(
     return results
 
 
-def _together(name: str, rows: Sequence[dict[str, Any]]) -> RankResult:
-    """Steps as one result: the worst of each figure."""
+def _worst_step(name: str, rows: Sequence[dict[str, Any]]) -> RankResult:
+    """Several steps as one result: the worst of each figure."""
     worst = max(rows, key=lambda row: row["gradient"])
     reasons = [f"{row['case']}: {row['reason']}" for row in rows if row.get("reason")]
     return RankResult(

@@ -1,4 +1,4 @@
-"""Samples of text and media for one model: what its config says, and what upstream answers where it does not.
+"""Samples of text and media for one model, made from its config or, where that is silent, by trying upstream's class.
 
 Shapes: B samples, S tokens of the longest sample, P patches, F frames.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,26 +24,26 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-TYPE_OF = {IMAGE: 1, VIDEO: 2, AUDIO: 3}
+MODALITY_IDS = {IMAGE: 1, VIDEO: 2, AUDIO: 3}
 """The modality of a token in `mm_token_type_ids`; 0 is text."""
-PLACES = "image_embeds_position_mask"
-"""The argument that says where images stand in the text, whatever their tokens are."""
-TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids", PLACES)
-"""The arguments that say the modality of each token."""
-MOST_TOKENS = 64
-"""Of an item that no method computes features of."""
+IMAGE_POSITION_MASK = "image_embeds_position_mask"
+"""The argument that marks the positions of images, whatever their tokens are."""
+MODALITY_FIELDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids", IMAGE_POSITION_MASK)
+"""The arguments with the modality of each token."""
+MAX_TOKENS = 64
+"""The most tokens tried for an item whose features no method computes."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How an item stands in the text."""
+class PlaceholderLayout:
+    """How an item is written in the text."""
 
     placeholder: int
     start: int | None
     end: int | None
     per_frame: bool = False
     count: int | None = None
-    """The tokens of each item, where no method of the model computes its features; 0: text attends to it from beside."""
+    """The tokens of each item, if no method of the model computes its features; 0: text cross-attends to it."""
 
 
 @dataclass(frozen=True)
@@ -56,34 +57,34 @@ class Sample:
 
 
 class SampleBuilder:
-    """Samples for one model: what its config says, and what upstream answers where it does not.
+    """Makes samples and batches for one model.
 
     Attributes:
-        layouts: how each modality that upstream takes stands in the text.
-        refused: why upstream takes no other.
-        not_implemented: the modalities of which upstream itself says that it does not serve them.
+        layouts: how each modality that upstream takes is written in the text.
+        refused: why upstream does not take the others.
+        not_implemented: the modalities for which upstream raises NotImplementedError.
     """
 
     def __init__(self, model: PreTrainedModel, *, seed: int = 0) -> None:
         self.model = model
         self.config = model.config
-        self.known = set(inspect.signature(type(model).forward).parameters)
+        self.forward_parameters = set(inspect.signature(type(model).forward).parameters)
         self.generator = torch.Generator().manual_seed(seed)
         self.maker = MediaMaker(model, self.generator)
         self.drawable = torch.tensor(drawable_ids(model.config))
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, PlaceholderLayout] = {}
         self.refused: dict[str, str] = {}
         self.not_implemented: list[str] = []
         for kind in MediaMaker.modalities_of(type(model)):
             try:
                 self.layouts[kind] = self._layout(kind)
             except REFUSALS as refusal:
-                self.refused[kind] = refusal_in_a_line(refusal)
+                self.refused[kind] = one_line_refusal(refusal)
                 if isinstance(refusal, NotImplementedError):
                     self.not_implemented.append(kind)
 
     def batches(self) -> Iterator[tuple[str, tuple[Sample, ...]]]:
-        """The batches by name, each of samples that differ."""
+        """The batches by name, each with different samples."""
         item = self.maker.item
         if IMAGE in self.layouts:
             yield "images", self._images()
@@ -106,17 +107,14 @@ class SampleBuilder:
                 ),
             )
         if len(self.layouts) > 1:
-            together = [item(kind, 1) for kind in self.layouts]
-            alone = [self.sample([3, item(kind, 0), 4]) for kind in self.layouts]
-            row: list = [4]
-            for one in together:
-                row += [one, 3]
-            yield "mixed", (self.sample(row), *alone, self.sample([10]))
+            all_kinds: list = [4, *itertools.chain.from_iterable((item(kind, 1), 3) for kind in self.layouts)]
+            single_kind = [self.sample([3, item(kind, 0), 4]) for kind in self.layouts]
+            yield "mixed", (self.sample(all_kinds), *single_kind, self.sample([10]))
 
     def _images(self) -> tuple[Sample, ...]:
-        """Several images, one, and none where upstream takes that."""
+        """Several images, one, and none if upstream takes that."""
         item = self.maker.item
-        if self.layouts[IMAGE].count == 0:  # beside the text: one for each row
+        if self.layouts[IMAGE].count == 0:  # cross-attention: one for each row
             return self.sample([5, item(IMAGE, 0), 3]), self.sample([2, item(IMAGE, 1), 9])
         several = (
             self.sample([5, item(IMAGE, 0), 3, item(IMAGE, 1), 4]),
@@ -128,20 +126,20 @@ class SampleBuilder:
     def takes(self, samples: Sequence[Sample]) -> bool:
         """Whether upstream takes a batch of these."""
         try:
-            self.ask(self.case("", samples).batch)
+            self.run_upstream(self.case("", samples).batch)
         except REFUSALS:
             return False
         return True
 
     @property
     def takes_sound(self) -> bool:
-        """Whether the model knows videos that bring their audio."""
-        return {IMAGE, VIDEO, AUDIO} <= self.layouts.keys() and "use_audio_in_video" in self.known
+        """Whether the model takes videos with their audio."""
+        return {IMAGE, VIDEO, AUDIO} <= self.layouts.keys() and "use_audio_in_video" in self.forward_parameters
 
     # ------------------------------------------------------------------------------------------- one sample
 
-    def sample(self, parts: Sequence[int | Item], layouts: Mapping[str, Layout] | None = None) -> Sample:
-        """A row of text (a number of tokens) and items, in order; placeholders carry no label."""
+    def sample(self, parts: Sequence[int | Item], layouts: Mapping[str, PlaceholderLayout] | None = None) -> Sample:
+        """A row of text (numbers of random tokens) and items, in order; placeholders have no label."""
         layouts = layouts or self.layouts
         ids: list[int] = []
         types: list[int] = []
@@ -152,7 +150,7 @@ class SampleBuilder:
                 tokens = self.drawable[drawn].tolist()
                 ids, types = ids + tokens, types + [0] * part
                 continue
-            for token, kind in self._run(part, layouts):
+            for token, kind in self._item_tokens(part, layouts):
                 ids.append(token)
                 types.append(kind)
             items += part.parts or [part]
@@ -162,7 +160,7 @@ class SampleBuilder:
         ]
         return Sample(ids, types, labels, tuple(items))
 
-    def _run(self, item: Item, layouts: Mapping[str, Layout]) -> Iterator[tuple[int, int]]:
+    def _item_tokens(self, item: Item, layouts: Mapping[str, PlaceholderLayout]) -> Iterator[tuple[int, int]]:
         """The tokens of an item with the modality of each."""
         if item.kind == SOUND:
             yield from self._interleaved(item, layouts)
@@ -174,26 +172,26 @@ class SampleBuilder:
             if frame:  # upstream's processors write a time stamp between frames
                 yield int(self.drawable[0]), 0
             if count:
-                yield self._mark(layout.start), 0
-            yield from ((layout.placeholder, TYPE_OF[item.kind]) for _ in range(count))
+                yield self._or_default(layout.start), 0
+            yield from ((layout.placeholder, MODALITY_IDS[item.kind]) for _ in range(count))
             if count:
-                yield self._mark(layout.end), 0
+                yield self._or_default(layout.end), 0
 
-    def _mark(self, token: int | None) -> int:
+    def _or_default(self, token: int | None) -> int:
         return int(self.drawable[1]) if token is None else token
 
-    def _interleaved(self, item: Item, layouts: Mapping[str, Layout]) -> Iterator[tuple[int, int]]:
-        """`<vision><audio> ... </audio></vision>`: the placeholders of both, in turn; no model reads their order here."""
+    def _interleaved(self, item: Item, layouts: Mapping[str, PlaceholderLayout]) -> Iterator[tuple[int, int]]:
+        """`<vision><audio> ... </audio></vision>` with the placeholders of both; no model reads their order here."""
         video, audio = item.parts
         outer, inner = layouts[VIDEO], layouts[AUDIO]
         counts = {VIDEO: self.maker.count(video), AUDIO: self.maker.count(audio)}
-        yield self._mark(outer.start), 0
-        yield self._mark(inner.start), 0
-        yield from ((outer.placeholder, TYPE_OF[VIDEO]) for _ in range(counts[VIDEO] // 2))
-        yield from ((inner.placeholder, TYPE_OF[AUDIO]) for _ in range(counts[AUDIO]))
-        yield from ((outer.placeholder, TYPE_OF[VIDEO]) for _ in range(counts[VIDEO] - counts[VIDEO] // 2))
-        yield self._mark(inner.end), 0
-        yield self._mark(outer.end), 0
+        yield self._or_default(outer.start), 0
+        yield self._or_default(inner.start), 0
+        yield from ((outer.placeholder, MODALITY_IDS[VIDEO]) for _ in range(counts[VIDEO] // 2))
+        yield from ((inner.placeholder, MODALITY_IDS[AUDIO]) for _ in range(counts[AUDIO]))
+        yield from ((outer.placeholder, MODALITY_IDS[VIDEO]) for _ in range(counts[VIDEO] - counts[VIDEO] // 2))
+        yield self._or_default(inner.end), 0
+        yield self._or_default(outer.end), 0
 
     # -------------------------------------------------------------------------------------------- one batch
 
@@ -210,18 +208,18 @@ class SampleBuilder:
             "input_ids": padded((sample.ids for sample in samples), pad),
             "labels": padded((sample.labels for sample in samples), IGNORED),
             "attention_mask": padded(([1] * len(sample.ids) for sample in samples), 0),
-            **dict.fromkeys(TYPES, types),
+            **dict.fromkeys(MODALITY_FIELDS, types),
             **collate_items(item for sample in samples for item in sample.items),
         }
         if "aspect_ratio_mask" in batch:  # each token sees all tiles of the images of its row
             tiles = batch["aspect_ratio_mask"].shape[1:]
             batch["cross_attention_mask"] = torch.ones(*batch["input_ids"].shape, *tiles, dtype=torch.long)
-        if "image_attention_mask" in self.known and "pixel_values" in batch:
+        if "image_attention_mask" in self.forward_parameters and "pixel_values" in batch:
             seen = *batch["input_ids"].shape, batch["pixel_values"].shape[1]
             batch["image_attention_mask"] = torch.ones(seen, dtype=torch.long)
         if any(item.inside for sample in samples for item in sample.items):
             batch["use_audio_in_video"] = True
-        return Case(name, {key: value for key, value in batch.items() if key in self.known})
+        return Case(name, {key: value for key, value in batch.items() if key in self.forward_parameters})
 
     def packed(self, batch: Mapping[str, Any], samples: Sequence[Sample]) -> Case | None:
         """The samples of a batch in one row; None for models without multimodal positions."""
@@ -230,10 +228,10 @@ class SampleBuilder:
         )
         if source is None or batch.get("use_audio_in_video"):
             return None
-        wanted = set(inspect.signature(source.compute_3d_position_ids).parameters)
         embeds = self.model.get_input_embeddings()(batch["input_ids"])
-        known = {"audio_feature_lengths": _lengths(batch), **batch, "inputs_embeds": embeds}
-        positions = source.compute_3d_position_ids(**{name: known.get(name) for name in wanted})
+        arguments = {"audio_feature_lengths": _lengths(batch), **batch, "inputs_embeds": embeds}
+        parameters = inspect.signature(source.compute_3d_position_ids).parameters
+        positions = source.compute_3d_position_ids(**{name: arguments.get(name) for name in parameters})
         source.rope_deltas = None
         if positions is None:
             return None
@@ -248,13 +246,13 @@ class SampleBuilder:
         labels = batch["labels"].clone()
         labels[:, 0] = IGNORED  # the first token of a document has no context
         out = {name: value for name, value in batch.items() if name not in ("attention_mask", "labels")}
-        for name in ("input_ids", *TYPES):
+        for name in ("input_ids", *MODALITY_FIELDS):
             if name in out:
                 out[name] = out[name][mask][None]
         return Case("packed media", {**out, "labels": labels[mask][None], "position_ids": positions})
 
-    def handed_in(self, batch: Mapping[str, Any]) -> Case | None:
-        """A batch with what a collator computes on the host: bounds, patch positions and sizes of each image and video.
+    def with_host_values(self, batch: Mapping[str, Any]) -> Case | None:
+        """A batch with the values that a collator computes on the host: bounds, patch positions and sizes of images and videos.
 
         None for models without packed patches.
         """
@@ -276,10 +274,10 @@ class SampleBuilder:
             out[f"{kind}_split_sizes"] = (grid.prod(-1) // merge**2).tolist()
         return Case("handed in", out)
 
-    # --------------------------------------------------------------------------------------- asking upstream
+    # --------------------------------------------------------------------------------------- trying upstream
 
-    def ask(self, batch: Mapping[str, Any]) -> Any:
-        """What upstream's forward returns for a batch; raises what upstream raises."""
+    def run_upstream(self, batch: Mapping[str, Any]) -> Any:
+        """The output of upstream's forward, in evaluation mode and without gradients; raises what upstream raises."""
         training = self.model.training
         self.model.eval()
         try:
@@ -288,57 +286,58 @@ class SampleBuilder:
         finally:
             self.model.train(training)
 
-    def _layout(self, kind: str) -> Layout:
-        """The first of the layouts that the config allows which upstream takes."""
+    def _layout(self, kind: str) -> PlaceholderLayout:
+        """The first layout that the config allows and upstream takes."""
         item = self.maker.item(kind, 0)
         if not self.maker.has_features(kind):
-            return self._found_layout(kind, item)
+            return self._search_layout(kind, item)
         self.maker.count(item)
         refusal: Exception = ValueError(f"the config names no placeholder token for {kind}")
         for candidate in self._candidates(kind):
             sample = self.sample([3, item, 3], {kind: candidate})
             try:
-                self.ask(self.case(kind, [sample]).batch)
+                self.run_upstream(self.case(kind, [sample]).batch)
             except REFUSALS as error:
                 refusal = error
                 continue
             return candidate
         raise refusal
 
-    def _found_layout(self, kind: str, item: Item) -> Layout:
-        """The layout of a modality that no method computes features of: so many tokens as upstream takes, and reads."""
+    def _search_layout(self, kind: str, item: Item) -> PlaceholderLayout:
+        """The layout of a modality whose features no method computes, with a number of tokens that upstream takes and uses."""
         found, refusal, is_taken = None, ValueError("no number of tokens was tried"), False
-        known = next(self._candidates(kind), Layout(int(self.drawable[2]), None, None))
-        for count in range(MOST_TOKENS + 1):
-            candidate = replace(known, count=count)
+        layout = next(self._candidates(kind), PlaceholderLayout(int(self.drawable[2]), None, None))
+        for count in range(MAX_TOKENS + 1):
+            candidate = replace(layout, count=count)
             batch = self.case(kind, [self.sample([3, item, 3], {kind: candidate})]).batch
             try:
-                self.ask(batch)
+                self.run_upstream(batch)
             except REFUSALS as error:
                 refusal = error
                 if found is not None:
                     return found
                 continue
             is_taken = True
-            found = candidate if self._is_read(kind, batch) else None
-            if found is not None and not count:  # it stands beside the text
+            found = candidate if self._affects_logits(kind, batch) else None
+            if found is not None and not count:  # cross-attention
                 return found
         if found is None:
             raise ValueError(f"upstream's logits are the same whatever the {kind} is") if is_taken else refusal
         return found
 
-    def _is_read(self, kind: str, batch: Mapping[str, Any]) -> bool:
-        """Whether upstream's logits tell an item from another."""
-        fresh, self.model = self.model, copy.deepcopy(self.model)
-        perturb(self.model)  # gates that begin at zero let nothing through
+    def _affects_logits(self, kind: str, batch: Mapping[str, Any]) -> bool:
+        """Whether another item changes upstream's logits."""
+        original, self.model = self.model, copy.deepcopy(self.model)
+        perturb(self.model)  # gates that are initialised to zero block everything
+        other = self.maker.item(kind, 0).arguments
         try:
-            found = [self.ask({**batch, **more}).logits for more in ({}, self.maker.item(kind, 0).arguments)]
+            found = [self.run_upstream({**batch, **arguments}).logits for arguments in ({}, other)]
         finally:
-            self.model = fresh
+            self.model = original
         return not torch.equal(*found)
 
-    def _candidates(self, kind: str) -> Iterator[Layout]:
-        names = [kind, IMAGE] if kind == VIDEO else [kind]  # some write video frames with the images' placeholder
+    def _candidates(self, kind: str) -> Iterator[PlaceholderLayout]:
+        names = [kind, IMAGE] if kind == VIDEO else [kind]  # some models write video frames with the image placeholder
         for name in names:
             placeholder = self._id(f"{name}_token_id", f"{name}_token_index")
             if placeholder is None:
@@ -351,7 +350,7 @@ class SampleBuilder:
             start = self._id(*(f"{p}start_token_id" for p in prefixes), "boi_token_index")
             end = self._id(*(f"{p}end_token_id" for p in prefixes), "eoi_token_index")
             for per_frame in (False, True) if kind == VIDEO else (False,):
-                yield Layout(placeholder, start, end, per_frame)
+                yield PlaceholderLayout(placeholder, start, end, per_frame)
 
     def _id(self, *names: str) -> int | None:
         parts = [getattr(self.config, key, None) for key in self.config.sub_configs]
@@ -367,6 +366,6 @@ def _lengths(batch: Mapping[str, Any]) -> Tensor | None:
     return None if mask is None else mask.sum(-1)
 
 
-def refusal_in_a_line(refusal: Exception) -> str:
-    """What upstream said, for a report."""
+def one_line_refusal(refusal: Exception) -> str:
+    """Upstream's error, for a report."""
     return " ".join(f"{type(refusal).__name__}: {refusal}".split())[:200]

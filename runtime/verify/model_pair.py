@@ -1,4 +1,4 @@
-"""Upstream's model and the generated one, built from the same config and holding the same weights."""
+"""Upstream's model and the generated one, built from the same config and with the same weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONSTANT_SPREAD = 0.1
 
 @dataclass
 class ModelPair:
-    """Both models, and where their structure differs (`problems` is empty when they can be compared)."""
+    """Both models, and where their structure differs (`problems` is empty if they can be compared)."""
 
     upstream: PreTrainedModel
     generated: PreTrainedModel
@@ -29,43 +29,42 @@ class ModelPair:
     """How upstream's tensors become those of the generated model."""
     problems: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
-    """Classes in the generated model that live in modeling files of other models; towers of their own right."""
+    """Classes in the generated model from modeling files of other models (towers)."""
 
 
 def config_class_of(model_class: type[PreTrainedModel]) -> type[PreTrainedConfig]:
     """The class of the configs that a model is built from."""
     if model_class.config_class is None:
-        raise TypeError(f"{model_class.__name__} names no config_class: nothing says which configs it takes.")
+        raise TypeError(f"{model_class.__name__}.config_class is None: expected the class of its configs.")
     return model_class.config_class
 
 
 def build_pair(
     upstream_class: type[PreTrainedModel], generated_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> ModelPair:
-    """Builds both models in fp32 with eager attention and experts; both hold upstream's perturbed weights."""
+    """Builds both models in fp32 with eager attention and experts, with the same perturbed weights."""
     upstream = build_model(upstream_class, config)
     perturb(upstream)
     return paired(upstream, generated_class, config)
 
 
 def paired(upstream: PreTrainedModel, generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> ModelPair:
-    """The generated class, built as `upstream` was and with its weights."""
+    """A pair of `upstream` and the generated class with its weights."""
     generated = build_model(generated_class, config)
     pair = ModelPair(upstream, generated, correspondence(upstream, generated))
     pair.problems += [*_class_problems(pair.generated, type(upstream)), *pair.correspondence.problems]
-    theirs = pair.correspondence.apply(dict(pair.upstream.named_parameters()))
+    theirs = pair.correspondence.to_generated(dict(pair.upstream.named_parameters()))
     pair.problems += _tensor_problems("parameter", dict(pair.generated.named_parameters()), theirs.items())
     pair.problems += _tensor_problems("buffer", dict(pair.generated.named_buffers()), pair.upstream.named_buffers())
     pair.foreign = _foreign_classes(pair.generated, type(upstream))
     if pair.problems:
         return pair
-    pair.generated.load_state_dict(pair.correspondence.apply(pair.upstream.state_dict()), strict=True)
+    pair.generated.load_state_dict(pair.correspondence.to_generated(pair.upstream.state_dict()), strict=True)
     pair.problems += _buffer_value_problems(pair)
     return pair
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Lets the model recompute its layers in the backward pass."""
     if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.23
         model.activation_checkpointing_enable()
     else:
@@ -73,10 +72,10 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
 
 
 def perturb(model: nn.Module, seed: int = SEED) -> None:
-    """Moves every floating-point weight off its initial value, constants (zero routers, unit norms) the furthest.
+    """Adds noise to every floating-point weight, most to constant ones (zero routers, unit norms).
 
-    A comparison on fresh weights would not see an unused bias or a norm without its weight. Buffers that are saved
-    (score corrections, ...) move as parameters do; what is derived from the config stays.
+    A comparison on fresh weights would not see an unused bias or a norm without its weight. Constant buffers that are saved
+    (score corrections, ...) change like parameters; those derived from the config do not.
     """
     generator = torch.Generator().manual_seed(seed)
     parameters = dict(model.named_parameters())
@@ -93,7 +92,7 @@ def perturb(model: nn.Module, seed: int = SEED) -> None:
 
 
 def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model in fp32 and training mode, with eager attention and experts and a seeded init; `config` stays."""
+    """A model in fp32 and training mode, with eager attention and experts and a seeded init; `config` is not changed."""
     torch.manual_seed(SEED)
     return model_class._from_config(
         copy.deepcopy(config), attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
@@ -101,20 +100,20 @@ def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
 
 
 def _class_problems(generated: nn.Module, upstream_class: type[nn.Module]) -> list[str]:
-    """Live modules whose class is upstream's, the outermost of each: no pass acts there, and all numbers agree."""
+    """The outermost modules whose class is upstream's: no pass changed them, so all their numbers agree."""
     upstreams = {
         path for path, module in generated.named_modules() if type(module).__module__ == upstream_class.__module__
     }
     return [
         f"Module '{path}' of the generated model is upstream's {type(module).__name__} ({type(module).__module__}), "
-        "so no pass acts on it. Let the pass local_classes build the class of the generated file."
+        "so no pass changes it. To fix: let the pass local_classes build the class of the generated file."
         for path, module in generated.named_modules()
         if path in upstreams and not upstreams.intersection(_ancestors(path))
     ]
 
 
 def _ancestors(path: str) -> list[str]:
-    """The paths of the modules around the one at `path`: `a.b.c` lies in `a.b`, `a` and the model itself, ``."""
+    """The paths of the modules that contain the one at `path`: of `a.b.c` the paths ``, `a` and `a.b`."""
     names = path.split(".") if path else []
     return [".".join(names[:length]) for length in range(len(names))]
 
@@ -133,7 +132,7 @@ def _tensor_problems(kind: str, generated: dict, upstream) -> list[str]:
     expected = dict(upstream)
     problems = [f"The generated model lacks {kind} '{name}'." for name in expected if name not in generated]
     problems += [
-        f"The generated model has {kind} '{name}', upstream has not." for name in generated if name not in expected
+        f"The generated model has {kind} '{name}', upstream does not." for name in generated if name not in expected
     ]
     for name in expected.keys() & generated.keys():
         ours, theirs = generated[name], expected[name]
@@ -146,7 +145,7 @@ def _tensor_problems(kind: str, generated: dict, upstream) -> list[str]:
 
 
 def _buffer_value_problems(pair: ModelPair) -> list[str]:
-    """Buffers that are computed from the config (rotary frequencies, masks) and not part of a checkpoint."""
+    """Differences in buffers, most of which are computed from the config (rotary frequencies, masks)."""
     generated = dict(pair.generated.named_buffers())
     return [
         f"Buffer '{name}' has other values in the generated model."

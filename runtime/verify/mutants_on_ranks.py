@@ -5,12 +5,12 @@
 
 Layouts, each with rows of one document and with a packed row:
 
-    sp 2            the tokens of a row divided; before it the check of slices that a run makes at its start
+    sp 2            the tokens of a row divided, after the check of slices that a run makes at its start
     ep 2, fsdp      experts divided, everything else sharded; models with experts
     fsdp            parameters sharded, rows divided
 
-Upstream's changed class in one process says what is right. Where its logits of a row depend on the other rows, nothing that
-divides rows can be equal: those layouts are not compared.
+The reference is upstream's changed class in one process. If its logits of a row depend on the other rows, layouts that divide
+rows cannot be equal and are not compared.
 """
 
 from __future__ import annotations
@@ -31,34 +31,39 @@ from torch import Tensor
 from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.parallel import selfcheck, sharding
 from patchgen.runtime.verify import mutants
-from patchgen.runtime.verify.changed_modules import importable
+from patchgen.runtime.verify.changed_modules import changed_module
 from patchgen.runtime.verify.comparison import Step, compare_gradients, difference
-from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, is_rounding, shaken_step
+from patchgen.runtime.verify.conditioning import ROUNDING_FACTOR, WELL_CONDITIONED, beyond_rounding
 from patchgen.runtime.verify.layout import Layout
-from patchgen.runtime.verify.media_ranks import PACKED, inputs_of, on_ranks
-from patchgen.runtime.verify.ranks import CaseFailed, RankPool
+from patchgen.runtime.verify.media_ranks import PACKED, case_inputs, step_on_ranks
+from patchgen.runtime.verify.ranks import NO_END, CaseFailed, RankPool
+from patchgen.runtime.verify.reference_model import (
+    NotApplicable,
+    ReferenceModel,
+    state_of,
+    training_choices,
+    training_config,
+)
 from patchgen.runtime.verify.seam_proof import all_eager
-from patchgen.runtime.verify.yardstick import NotApplicable, Yardstick, choices, state_of, training_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOLERANCE = mutants.TOLERANCE
 SECONDS = 120.0
-NO_END = "did not end"
-WHOLE_ROWS = "plain"
+PLAIN = "plain"
 RUNTIME = Path(parallel.__file__).parents[1].as_posix()
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A mutant and what was generated from it.
+    """A mutant and the files generated from it.
 
     Attributes:
         module: the import path of upstream's file.
         head: the class that is compared.
         text, modules: of the mutant.
-        files: what was generated, by the names of files.
+        files: generated files by name.
     """
 
     module: str
@@ -72,99 +77,100 @@ LAYOUTS = (Layout(2, sp=2), Layout(2, ep=2, fsdp=True), Layout(2, fsdp=True))
 
 
 def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
-    """Of a mutant on two ranks."""
+    """The verdict on a mutant on two ranks."""
     try:
-        answers = pool.run(compare, subject, timeout=SECONDS)
+        verdicts = pool.run(compare, subject, timeout=SECONDS)
     except CaseFailed as failure:
-        told = _last_line(str(failure))
-        # A machine that is busy elsewhere, or ranks that wait for each other: no verdict, and it is counted as none.
-        kind = mutants.NOT_RUN if told.endswith(NO_END) else mutants.WRONG
-        return mutants.Verdict(kind, f"on ranks: {told}")
-    # A rank may refuse what another would compute: the first that is not equal speaks.
-    return next((one for one in answers if one.kind != mutants.EQUAL), answers[0])
+        # A busy machine or a deadlock: no verdict.
+        kind = mutants.NOT_RUN if failure.first_error.endswith(NO_END) else mutants.WRONG
+        return mutants.Verdict(kind, f"on ranks: {failure.first_error}")
+    # A rank may refuse what another would compute.
+    return next((one for one in verdicts if one.kind != mutants.EQUAL), verdicts[0])
 
 
 def compare(subject: Subject) -> mutants.Verdict:
     """Runs on every rank."""
     attention.register()
-    with importable(subject.module, subject.text, subject.modules) as changed:
+    with changed_module(subject.module, subject.text, subject.modules) as changed:
         generated = changed.folder / "generated"
         generated.mkdir()
         for file, text in subject.files.items():
             (generated / file).write_text(text, encoding="utf-8")
         upstream_class = getattr(changed.load(), subject.head)
         try:
-            known = Yardstick(registry.read_model(generated), subject.head, changed.name)
+            reference = ReferenceModel(registry.read_model(generated), subject.head, changed.name)
         except Exception as error:
-            if _starts(upstream_class):
-                return _raised(error, "start")
+            if _takes_training_rows(upstream_class):
+                return _verdict_on_error(error, "start")
             return mutants.Verdict(
                 mutants.NOT_RUN, "on ranks: upstream's changed class fails on the rows of a run, too"
             )
         for layout in LAYOUTS:
-            if layout.ep > 1 and not sharding.own_plan(known.generated()):
+            if layout.ep > 1 and not sharding.own_plan(reference.generated()):
                 continue
-            for case in (WHOLE_ROWS, PACKED):
-                found = _compared(known, layout, case)
+            for case in (PLAIN, PACKED):
+                found = _compare_layout(reference, layout, case)
                 if found.kind != mutants.EQUAL:
                     return found
     return mutants.Verdict(mutants.EQUAL)
 
 
-def _starts(upstream_class: type[PreTrainedModel]) -> bool:
-    """Whether upstream's changed class takes the rows of a run at all: it may fail on other lengths than it was tried with."""
+def _takes_training_rows(upstream_class: type[PreTrainedModel]) -> bool:
+    """Whether upstream's changed class takes the rows of a run: it may fail on lengths that it was not tried with."""
     try:
-        choices(upstream_class, upstream_class, training_config(upstream_class))
+        training_choices(upstream_class, upstream_class, training_config(upstream_class))
     except Exception:
         return False
     return True
 
 
-def _compared(known: Yardstick, layout: Layout, case: str) -> mutants.Verdict:
+def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mutants.Verdict:
     state = state_of(layout.sp, layout.ep)
     where = f"{layout.name}, {case}"
     try:
-        whole, mine = inputs_of(known, case, state)
+        full_batches, local_batch = case_inputs(reference, case, state)
     except (NotApplicable, KeyError):
         return mutants.Verdict(mutants.EQUAL)
-    if layout.sp == 1 and case == WHOLE_ROWS and _rows_depend(known, whole[0]):
+    if layout.sp == 1 and case == PLAIN and _rows_are_dependent(reference, full_batches[0]):
         return mutants.Verdict(mutants.EQUAL)
-    if case == PACKED and not _counts_labels(known, whole[0]):
+    if case == PACKED and not _divides_by_num_items(reference, full_batches[0]):
         return mutants.Verdict(mutants.EQUAL)
-    model = known.generated()
+    model = reference.generated()
     try:
         if layout.fsdp:
             sharding.shard_model(model, state)
         if layout.sp > 1:
-            with parallel.using(state), all_eager(), seams.using(**known.seams):
+            with parallel.using(state), all_eager(), seams.using(**reference.seams):
                 selfcheck.require_sliceable(model, state, vocab_size=model.config.get_text_config().vocab_size)
-        kernels = known.seams
-        loss, gradients = on_ranks(model, mine, state, pad=known.pad, fsdp=layout.fsdp, kernels=kernels)
+        kernels = reference.seams
+        loss, gradients = step_on_ranks(
+            model, local_batch, state, pad=reference.pad, fsdp=layout.fsdp, kernels=kernels
+        )
     except Exception as error:
-        return _raised(error, where)
-    actual = _step(known, loss, gradients)
-    found = _judged(known, whole, case, where, actual)
+        return _verdict_on_error(error, where)
+    actual = _step(reference, loss, gradients)
+    found = _judge(reference, full_batches, case, where, actual)
     if found.kind == mutants.WRONG:
-        with _attending_as_a_run(known):
-            found = _judged(known, whole, case, where, actual)
+        with _training_conditions(reference):
+            found = _judge(reference, full_batches, case, where, actual)
     return found
 
 
 @contextlib.contextmanager
-def _attending_as_a_run(known: Yardstick) -> Iterator[None]:
-    """Upstream's model under the attention of a run, and with a mask of its router loss."""
-    module = vars(sys.modules[type(known.model).__module__])
-    before = {name: module[name] for name in known.router_functions if inspect.isfunction(module.get(name))}
+def _training_conditions(reference: ReferenceModel) -> Iterator[None]:
+    """Upstream's model with the attention of a run, and with a mask for its router loss."""
+    module = vars(sys.modules[type(reference.model).__module__])
+    before = {name: module[name] for name in reference.router_functions if inspect.isfunction(module.get(name))}
     module.update({name: _with_mask(function) for name, function in before.items()})
     try:
-        with mutants.attending_as_a_run(known.model, known.attention):
+        with mutants.training_attention(reference.model, reference.attention):
             yield
     finally:
         module.update(before)
 
 
 def _with_mask(function: Callable) -> Callable:
-    """A router loss that is told of each token that it is none of padding, as it is on a rank that has some."""
+    """A router loss that gets a mask of ones where it gets none, as on a rank that has padding."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -177,64 +183,56 @@ def _with_mask(function: Callable) -> Callable:
     return masked
 
 
-def _judged(known: Yardstick, whole: list, case: str, where: str, actual: Step) -> mutants.Verdict:
-    expected = _reference(known, whole, case)
+def _judge(reference: ReferenceModel, full_batches: list, case: str, where: str, actual: Step) -> mutants.Verdict:
+    packed_rows = [0] * len(full_batches) if case == PACKED else None
+
+    def reference_step(_: torch.nn.Module) -> Step:
+        return _step(reference, *reference.loss_and_gradients(full_batches, packed_rows=packed_rows))
+
+    expected = reference_step(reference.model)
     found = {"loss": difference(actual.outputs["loss"], expected.outputs["loss"])}
     found |= {f"gradient of {name}": one for name, one in compare_gradients(actual, expected).items()}
     beyond = {name: one for name, one in found.items() if not one.relative <= TOLERANCE}
-    if beyond and all(one.relative <= ROUNDING * WELL_CONDITIONED for one in beyond.values()):
-        shaken = [shaken_step(known.model, lambda _: _reference(known, whole, case), seed) for seed in range(SHAKES)]
-        beyond = {name: one for name, one in beyond.items() if not is_rounding(name, actual, expected, shaken)}
+    if all(one.relative <= ROUNDING_FACTOR * WELL_CONDITIONED for one in beyond.values()):
+        beyond = beyond_rounding(beyond, actual, expected, reference.model, reference_step)
     if not beyond:
         return mutants.Verdict(mutants.EQUAL)
     worst = max(beyond, key=lambda name: beyond[name].relative)
     return mutants.Verdict(mutants.WRONG, f"{where}: {worst} differs by {beyond[worst].relative:.1e}")
 
 
-def _reference(known: Yardstick, whole: list, case: str) -> Step:
-    return _step(known, *known.one_rank(whole, is_one_row=case == PACKED))
-
-
-def _step(known: Yardstick, loss: float, gradients: Mapping[str, Tensor]) -> Step:
-    """A parameter that nothing reaches has no gradient in one process and a sum of zeros on ranks: zeros for both."""
-    found = {name: gradients.get(name, torch.zeros_like(one)) for name, one in known.model.named_parameters()}
+def _step(reference: ReferenceModel, loss: float, gradients: Mapping[str, Tensor]) -> Step:
+    """A step with zeros for missing gradients: an unused parameter has none in one process and zeros on ranks."""
+    found = {name: gradients.get(name, torch.zeros_like(one)) for name, one in reference.model.named_parameters()}
     return Step({"loss": torch.tensor(loss)}, found)
 
 
 @torch.no_grad()
-def _counts_labels(known: Yardstick, inputs: Mapping) -> bool:
-    """Whether upstream's loss divides by the number of labels that a step hands in: else the losses of documents do not add up."""
+def _divides_by_num_items(reference: ReferenceModel, inputs: Mapping) -> bool:
+    """Whether upstream's loss uses `num_items_in_batch`: otherwise the losses of documents do not add up."""
     with all_eager():
-        losses = [known.model(**inputs, num_items_in_batch=torch.tensor(number)).loss for number in (50, 100)]
+        losses = [reference.model(**inputs, num_items_in_batch=torch.tensor(number)).loss for number in (50, 100)]
     return bool(losses[0] != losses[1])
 
 
 @torch.no_grad()
-def _rows_depend(known: Yardstick, inputs: Mapping) -> bool:
-    """Whether upstream's logits of a row are others beside other rows."""
-    known.model.eval()
+def _rows_are_dependent(reference: ReferenceModel, inputs: Mapping) -> bool:
+    """Whether upstream's logits of a row depend on the other rows of its batch."""
+    reference.model.eval()
     rows = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
     if set(inputs) - {"input_ids", "attention_mask", "labels", "position_ids"}:
-        return False  # with images, a row is not cut out of a batch so simply
+        return False  # a batch with images cannot simply be cut into rows
     half = len(rows["input_ids"]) // 2
     with all_eager():
-        both = known.model(**rows, use_cache=False).logits
-        first = known.model(**{key: value[:half] for key, value in rows.items()}, use_cache=False).logits
+        both = reference.model(**rows, use_cache=False).logits
+        first = reference.model(**{key: value[:half] for key, value in rows.items()}, use_cache=False).logits
     return difference(both[:half], first).relative > TOLERANCE
 
 
-def _raised(error: Exception, where: str) -> mutants.Verdict:
-    """A refusal, where the runtime raised it; wrong, where the model did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = Path(frames[-1].filename).as_posix()
-    told = f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"[:240]
-    if own.startswith(RUNTIME) and isinstance(error, ValueError | NotImplementedError):
-        return mutants.Verdict(mutants.REFUSED, told, f"runtime/{Path(own).relative_to(RUNTIME).as_posix()}")
-    return mutants.Verdict(mutants.WRONG, told)
-
-
-def _last_line(trace: str) -> str:
-    lines = [
-        line for line in trace.splitlines() if line and not line.startswith((" ", "rank ", "ranks ", "Traceback"))
-    ]
-    return (lines[0] if lines else trace.strip())[:200]
+def _verdict_on_error(error: Exception, where: str) -> mutants.Verdict:
+    """Refused if the runtime raised the error on purpose, wrong if the model did."""
+    file = Path(traceback.extract_tb(error.__traceback__)[-1].filename).as_posix()
+    detail = f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"[:240]
+    if file.startswith(RUNTIME) and isinstance(error, ValueError | NotImplementedError):
+        return mutants.Verdict(mutants.REFUSED, detail, f"runtime/{Path(file).relative_to(RUNTIME).as_posix()}")
+    return mutants.Verdict(mutants.WRONG, detail)

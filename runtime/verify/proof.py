@@ -3,12 +3,12 @@
 Everything is compared in fp32, with eager attention and experts, from the same weights:
 
     structure    no live module of upstream's file, the same parameters and buffers by name, shape and dtype
-    eager seams  outputs (loss, logits, router logits, ...) and every gradient, bit for bit; but for rounding where a list
+    eager seams  outputs (loss, logits, router logits, ...) and every gradient, bit for bit; up to rounding where a list
                  of experts became stacks
-    fused seams  loss and every gradient within 1e-4 relative, and the kernel was really called
-    round trip   a checkpoint saved by one is loaded whole by the other
+    fused seams  loss and every gradient within 1e-4 relative, and the kernel was actually called
+    round trip   each loads the checkpoint that the other saved, completely
 
-What a run computes instead, with its own attention, kernels and packed rows, is compared in `training_path.py`.
+The path of a training run, with its own attention, kernels and packed rows, is compared in `training_path.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from patchgen.runtime.verify.comparison import (
     compare_gradients,
     compare_outputs,
     train_step,
+    worst_of,
 )
-from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, is_rounding, shaken_step
+from patchgen.runtime.verify.conditioning import ROUNDING_FACTOR, WELL_CONDITIONED, beyond_rounding
 from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.model_pair import ModelPair, build_pair, enable_checkpointing
 from patchgen.runtime.verify.round_trip import round_trip_problems
@@ -40,9 +41,10 @@ if TYPE_CHECKING:
     from patchgen.runtime.verify.training_path import TrainingPath
 
 REORDERED = 1e-6
-"""The relative difference that is equal where a list of experts became stacks; beyond it, what rounding alone moves."""
+"""The relative difference that passes where a list of experts became stacks, since one matrix product computes what two did;
+beyond it, what rounding alone explains."""
 NUM_NAMED = 3
-"""How many of several like failures are named; the others are counted."""
+"""How many failures of a kind are named; the others are counted."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Proof:
     model: str
     head: str
     overrides: Mapping[str, object] = field(default_factory=dict)
-    """What the small config was given, for a reader to see what ran."""
+    """The fields that the small config sets."""
     cases: list[CaseResult] = field(default_factory=list)
     seams: list[SeamResult] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
@@ -79,18 +81,17 @@ class Proof:
     refused_inputs: dict[str, str] = field(default_factory=dict)
     """Multimodal inputs that upstream's own class refuses, with its reason."""
     not_compared: dict[str, str] = field(default_factory=dict)
-    """Modalities that the head takes and that were in no case, with the reason: what is said of the others holds not for
-    them."""
+    """Modalities that the head takes and no case contained, with the reason: the proof does not cover them."""
     inputs: tuple[str, ...] = ()
-    """The names of all tensors that its cases held."""
+    """The names of all tensors in its cases."""
     upstream_version: str | None = ""
-    """Of transformers; None: it was made from a file."""
+    """Of transformers; None: the model was generated from a file."""
     file_sha256: str = ""
     """Of the generated file."""
     unclassified: tuple[str, ...] = ()
-    """Large config fields whose meaning no rule knew: they kept upstream's value."""
+    """Config fields with a large value that no rule covers: they kept upstream's value."""
     training: TrainingPath | None = None
-    """The comparison as a run computes; None where it was not made."""
+    """The comparison on the training path; None if there was none."""
 
     @property
     def is_equal(self) -> bool:
@@ -99,7 +100,7 @@ class Proof:
 
     @property
     def is_proven(self) -> bool:
-        """Whether it also does so on the path that a run takes."""
+        """Whether it also does so on the training path."""
         return verdict.of(self).status == verdict.PROVEN
 
     @property
@@ -127,10 +128,10 @@ def prove(
 
     Args:
         cases: the inputs; the fused seams run on the first.
-        variant: what distinguishes this config, for the record.
+        variant: the name of this config in the record.
         gradient_checkpointing: whether both models recompute their layers in the backward pass.
-        training: whether the models are in training mode; gradients are compared in both.
-        implementations: names of the implementations of seams to compare; None for all, empty for none.
+        training: whether the models are in training mode; gradients are compared in either.
+        implementations: names of the seam implementations to compare; None for all, empty for none.
         round_trip: whether checkpoints are exchanged.
     """
     proof = Proof(type(config).model_type, upstream_class.__name__)
@@ -149,12 +150,13 @@ def prove(
         with all_eager():
             actual = train_step(pair.generated, case, training=training)
         first = first or (case, expected)
-        reordered = (
-            None if pair.correspondence.is_identity else _Reordered(pair.upstream, upstream_step, actual, expected)
-        )
-        result, failures = _compare(case.name, variant, actual, expected, reordered)
-        proof.cases.append(result)
-        proof.failures += failures
+        outputs, gradients = compare_outputs(actual, expected), compare_gradients(actual, expected)
+        unequal = {name: found for name, found in outputs.items() if not found.is_equal}
+        unequal |= {f"gradient of {name}": found for name, found in gradients.items() if not found.is_equal}
+        if not pair.correspondence.is_identity:
+            unequal = _beyond_reordering(unequal, actual, expected, pair.upstream, upstream_step)
+        proof.cases.append(_case_result(case.name, variant, outputs, gradients, expected))
+        proof.failures += _failures(f"case {case.name}, variant {variant}", unequal, expected)
     if first is not None and not proof.failures:
         proof.seams = prove_seams(pair.generated, *first, implementations)
         proof.failures += [
@@ -182,60 +184,53 @@ def _upstream_step(pair: ModelPair, case: Case, training: bool, upstream: nn.Mod
         return pair.correspondence.step(train_step(upstream, case, training=training))
 
 
-@dataclass
-class _Reordered:
-    """What counts as equal where lists of experts became stacks: one product of matrices computes what two did."""
-
-    upstream: nn.Module
-    step: Callable[[nn.Module], Step]
-    actual: Step
-    expected: Step
-
-    @functools.cached_property
-    def shaken(self) -> list[Step]:
-        return [shaken_step(self.upstream, self.step, seed) for seed in range(SHAKES)]
-
-    def excuses(self, key: str, found: Difference) -> bool:
-        if found.relative <= REORDERED or found.relative > ROUNDING * WELL_CONDITIONED:
-            return found.relative <= REORDERED
-        return is_rounding(key, self.actual, self.expected, self.shaken)
+def _beyond_reordering(
+    unequal: Mapping[str, Difference],
+    actual: Step,
+    expected: Step,
+    upstream: nn.Module,
+    upstream_step: Callable[[nn.Module], Step],
+) -> dict[str, Difference]:
+    """The differences that another order of operations does not explain."""
+    beyond = {key: found for key, found in unequal.items() if not found.relative <= REORDERED}
+    maybe_rounding = {
+        key: found for key, found in beyond.items() if found.relative <= ROUNDING_FACTOR * WELL_CONDITIONED
+    }
+    unexplained = beyond_rounding(maybe_rounding, actual, expected, upstream, upstream_step)
+    return {key: found for key, found in beyond.items() if key not in maybe_rounding or key in unexplained}
 
 
-def _compare(
-    name: str, variant: str, actual: Step, expected: Step, reordered: _Reordered | None
-) -> tuple[CaseResult, list[str]]:
-    outputs = compare_outputs(actual, expected)
-    gradients = compare_gradients(actual, expected)
-    where = f"case {name}, variant {variant}"
-    failures = _failures(f"{where}: output", outputs, reordered, "")
-    failures += _failures(f"{where}: gradient of", gradients, reordered, "gradient of ")
-    dead = expected.dead()
-    if len(dead) == len(gradients):
-        failures.append(f"{where}: upstream's own step gives no parameter a gradient, so nothing was compared.")
-    if not all(tensor.isfinite().all() for key, tensor in expected.outputs.items() if key in ("loss", "logits")):
-        failures.append(f"{where}: upstream's own loss or logits are not finite.")
+def _case_result(
+    name: str, variant: str, outputs: Mapping[str, Difference], gradients: Mapping[str, Difference], expected: Step
+) -> CaseResult:
     return CaseResult(
         name=name,
         variant=variant,
         loss=outputs.get("loss", EQUAL),
         logits=outputs.get("logits", EQUAL),
-        outputs=_worst(outputs),
-        gradient=_worst(gradients),
+        outputs=worst_of(outputs.values()),
+        gradient=worst_of(gradients.values()),
         num_parameters=len(gradients),
-        dead_parameters=tuple(dead),
-    ), failures
+        dead_parameters=tuple(expected.dead()),
+    )
 
 
-def _failures(
-    what: str, differences: Mapping[str, Difference], reordered: _Reordered | None, prefix: str
-) -> list[str]:
-    failing = {name: found for name, found in differences.items() if not found.is_equal}
-    if reordered is not None:
-        failing = {name: one for name, one in failing.items() if not reordered.excuses(prefix + name, one)}
-    named = sorted(failing.items(), key=lambda item: -item[1].relative)[:NUM_NAMED]
-    failures = [f"{what} '{name}' differs: {_describe(found)}." for name, found in named]
-    if len(failing) > NUM_NAMED:
-        failures.append(f"{what} ... and {len(failing) - NUM_NAMED} more.")
+def _failures(where: str, unequal: Mapping[str, Difference], expected: Step) -> list[str]:
+    """What is wrong with a case: the worst differing outputs and gradients, and an upstream step that tests nothing."""
+    failures = []
+    for kind, is_gradient in (("output", False), ("gradient of", True)):
+        keys = [key for key in unequal if key.startswith("gradient of ") == is_gradient]
+        ranked = sorted(keys, key=lambda key: -unequal[key].relative)
+        failures += [
+            f"{where}: {kind} '{key.removeprefix('gradient of ')}' differs: {_describe(unequal[key])}."
+            for key in ranked[:NUM_NAMED]
+        ]
+        if len(ranked) > NUM_NAMED:
+            failures.append(f"{where}: {kind} ... and {len(ranked) - NUM_NAMED} more.")
+    if len(expected.dead()) == len(expected.gradients):
+        failures.append(f"{where}: upstream's own step gives no parameter a gradient, so nothing was compared.")
+    if not all(tensor.isfinite().all() for key, tensor in expected.outputs.items() if key in ("loss", "logits")):
+        failures.append(f"{where}: upstream's own loss or logits are not finite.")
     return failures
 
 
@@ -243,10 +238,3 @@ def _describe(found: Difference) -> str:
     if found.absolute == float("inf"):
         return "it exists on one side only, or its shape or dtype differs"
     return f"absolute {found.absolute:.1e}, relative {found.relative:.1e}"
-
-
-def _worst(differences: Mapping[str, Difference]) -> Difference:
-    worst = EQUAL
-    for found in differences.values():
-        worst = worst.worst(found)
-    return worst

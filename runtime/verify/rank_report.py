@@ -1,4 +1,4 @@
-"""What a proof on ranks says: printed as it goes, and kept in `verify_ranks.json` beside the generated file."""
+"""The results of a proof on ranks: printed, and recorded in `verify_ranks.json` next to the generated file."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify.media_ranks import RankResult
+from patchgen.runtime.verify.report import one_digit
 
 FILE_NAME = "verify_ranks.json"
 
 
 def print_results(model: str, layout: str, results: Sequence[RankResult]) -> None:
-    """A line for each batch: relative differences of the loss and of the worst gradient."""
+    """Prints a line for each batch: relative differences of the loss and of the worst gradient."""
     print(f"{model} on {layout}")
     for path, how in towers_of(results).items():
         print(f"  {path}: {how}")
@@ -25,7 +26,7 @@ def print_results(model: str, layout: str, results: Sequence[RankResult]) -> Non
 def write_results(
     file: Path, layout: str, results: Sequence[RankResult], made_with: Mapping[str, str] | None = None
 ) -> Path:
-    """Writes one layout into the record beside a generated file; other layouts of the same file stay.
+    """Writes one layout into the record next to a generated file; other layouts of the same file are kept.
 
     Args:
         made_with: the sources and releases that this proof depends on.
@@ -36,7 +37,7 @@ def write_results(
     layouts = before.get("layouts", {}) if before.get("sha256") == sha256 else {}
     layouts[layout] = {
         "cases": {
-            one.case: {"loss": _bound(one.loss), "gradient": _bound(one.gradient)}
+            one.case: {"loss": one_digit(one.loss), "gradient": one_digit(one.gradient)}
             | ({"failed": one.reason.strip().splitlines()[-1]} if one.reason else {})
             for one in results
         },
@@ -54,8 +55,3 @@ def write_results(
 def towers_of(results: Sequence[RankResult]) -> dict[str, str]:
     """How each tower was computed, over all batches."""
     return {path: how for one in results for path, how in sorted(one.towers.items())}
-
-
-def _bound(difference: float) -> str:
-    """The order of magnitude: rounding differs from machine to machine."""
-    return f"{difference:.0e}" if difference else "0"

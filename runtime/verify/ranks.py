@@ -1,7 +1,7 @@
 """Real ranks for proofs and tests: gloo processes on this machine that start once and run many cases.
 
 Starting processes and importing torch costs more than most cases, so a `RankPool` keeps its ranks and sends them
-functions. A case is a function of an importable module; every rank runs it and its return values come back.
+functions. A case is a function of an importable module; every rank runs it and returns its result.
 
     pool = RankPool(world=4)
     pool.run(some_module.some_case, "argument")   # -> [result of rank 0, ..., result of rank 3]
@@ -24,12 +24,23 @@ PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.modeling_utils"]
 COLLECTIVE_TIMEOUT = 90.0
 
 
+NO_END = "did not end"
+
+
 class CaseFailed(AssertionError):
     """A case raised on a rank, or did not end."""
 
+    @property
+    def first_error(self) -> str:
+        """The last line of the first traceback, or which ranks did not end."""
+        text = str(self)
+        skipped = (" ", "rank ", "ranks ", "Traceback")
+        lines = [line for line in text.splitlines() if line and not line.startswith(skipped)]
+        return (lines[0] if lines else text.strip())[:200]
+
 
 class RankPool:
-    """`world` gloo ranks on this machine; a failed case ends them, the next one gets fresh ranks."""
+    """`world` gloo ranks on this machine; a failed case ends them, and the next case starts new ones."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -38,7 +49,7 @@ class RankPool:
         self._folder: tempfile.TemporaryDirectory | None = None
 
     def run(self, case: Callable, *args, timeout: float = 240.0, **kwargs) -> list:
-        """Runs `case(*args, **kwargs)` on every rank.
+        """The results of `case(*args, **kwargs)` on every rank.
 
         Raises:
             CaseFailed: with the tracebacks of the ranks that raised, and the ranks that did not end in time.
@@ -73,7 +84,7 @@ class RankPool:
         self.close()
         parts = [f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())]
         if silent:
-            parts.append(f"ranks {silent} did not end")
+            parts.append(f"ranks {silent} {NO_END}")
         raise CaseFailed("\n".join(parts))
 
     def close(self) -> None:
@@ -126,7 +137,7 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
         except EOFError:
             os._exit(0)
         try:
-            with seams.using(**seams.selected()):  # a case that configures seams does so for itself
+            with seams.using(**seams.selected()):  # restores seams that a case configures
                 answer = (True, case(*args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())

@@ -1,9 +1,9 @@
-"""The loss of a step and its gradients by upstream's class in one process, for comparisons with ranks.
+"""Loss and gradients of a step by upstream's class in one process, for comparisons with ranks.
 
-The language-model loss is the mean over the labels of all batches. The router loss is what `parallel/router_loss.py` defines: the
-mean over the rows of upstream's own formula on that row without its padding, each row weighted by its tokens. Upstream's
-forward computes it over whatever is in a call, so its function is replaced while the forward runs by one that keeps the
-router logits, and is called for each row afterwards.
+The language-model loss is the mean over the labels of all batches. The router loss is defined as in `parallel/router_loss.py`:
+upstream's formula on each row without its padding, averaged over rows with their token counts as weights. Upstream's forward
+computes it over all rows of a call, so during the forward its function is replaced by one that records the router logits, and
+the original is called for each row afterwards.
 
     B rows   S tokens per row   E experts
 """
@@ -26,10 +26,15 @@ from patchgen.runtime.parallel.batch import IGNORED
 
 
 @dataclass
-class RouterLoss:
-    """What upstream's forward asked its router loss, and what the loss of the model does with the answer."""
+class RouterLossCall:
+    """A call of upstream's router loss.
 
-    answer: Tensor
+    Attributes:
+        result: the zero that the call returned; the gradient of the model's loss with respect to it is the loss's weight.
+        function: upstream's; None: it was not called.
+    """
+
+    result: Tensor
     function: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
     logits: Sequence[Tensor] = ()
@@ -41,7 +46,7 @@ def functions_of(record: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in hits if name.isidentifier()))
 
 
-def one_rank(
+def loss_and_gradients(
     model: nn.Module,
     batches: Sequence[Mapping[str, Any]],
     *,
@@ -53,11 +58,11 @@ def one_rank(
     """Loss and gradients of upstream's class over all batches, as one step.
 
     Args:
-        batches: `input_ids`, `labels` and perhaps `attention_mask`, each `(B, S)`, with what else the forward takes.
+        batches: `input_ids`, `labels` and perhaps `attention_mask`, each `(B, S)`, and further arguments of the forward.
         router_functions: names of upstream's functions that compute a router loss.
-        packed_rows: for each batch, which of the packed rows that ranks hold its rows are documents of; None: every row
-            is one by itself.
-        generated_class: tells whether upstream's head writes its loss out: the mean over its own labels, of no step.
+        packed_rows: for each batch, the index of the packed row that its rows are documents of; None: nothing is packed.
+        generated_class: says whether upstream's head computes its loss inline: as the mean over the labels of the call,
+            without `num_items_in_batch`.
     """
     model.zero_grad()
     model.train(training)
@@ -66,70 +71,71 @@ def one_rank(
     rows: dict[Any, list[list[Tensor]]] = {}
     for number, inputs in enumerate(batches):
         count = (inputs["labels"][:, 1:] != IGNORED).sum()
-        handed = loss.upstream_labels(generated_class, dict(inputs))
+        arguments = loss.upstream_labels(generated_class, dict(inputs))
         is_mean = hasattr(generated_class, loss.LOSS_FORM)  # over the labels of the call
-        with recorded(model, router_functions) as asked:
-            share = model(**handed, **({} if is_mean else {"num_items_in_batch": items})).loss
+        with _recorded_router_loss(model, router_functions) as call:
+            share = model(**arguments, **({} if is_mean else {"num_items_in_batch": items})).loss
         total = total + (share if not is_mean else share * (count / items) if count else torch.zeros(()))
-        forget_positions(model)
-        if asked.function is not None:
-            router = asked, _factor(share, asked.answer)
-            for place, layers in enumerate(_rows(asked.logits, inputs)):
+        reset_rope_deltas(model)
+        if call.function is not None:
+            router = call, _weight_of(call.result, share)
+            for place, layers in enumerate(_rows(call.logits, inputs)):
                 row = (number, place) if packed_rows is None else packed_rows[number]
                 rows.setdefault(row, []).append(layers)
     if router is not None:
-        asked, factor = router
-        total = total + factor * _over_rows(asked, [_joined(documents) for documents in rows.values()])
+        call, weight = router
+        packed = [[torch.cat(layers) for layers in zip(*documents, strict=True)] for documents in rows.values()]
+        total = total + weight * _mean_over_rows(call, packed)
     total.backward()
     return float(total.detach()), {
         name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
     }
 
 
-def forget_positions(model: nn.Module) -> None:
-    """Some fusion models keep the offset of their last batch for generating."""
+def reset_rope_deltas(model: nn.Module) -> None:
+    """Clears the position offset that some fusion models keep from their last batch, for generating."""
     for module in model.modules():
         if getattr(module, "rope_deltas", None) is not None:
-            setattr(module, "rope_deltas", None)  # noqa: B010  # no tensor and no module, as its type wants them
+            setattr(module, "rope_deltas", None)  # noqa: B010  # nn.Module's annotations allow tensors and modules only
 
 
 @contextlib.contextmanager
-def recorded(model: nn.Module, functions: Sequence[str]) -> Iterator[RouterLoss]:
-    """Within the block the router loss of upstream's module is a zero whose factor the gradient tells."""
-    asked = RouterLoss(torch.zeros((), requires_grad=True))
+def _recorded_router_loss(model: nn.Module, functions: Sequence[str]) -> Iterator[RouterLossCall]:
+    """Within the block the router loss of upstream's module returns zero and records its call."""
+    call = RouterLossCall(torch.zeros((), requires_grad=True))
     module = sys.modules[type(model).__module__]
     originals = {name: one for name in functions if inspect.isfunction(one := getattr(module, name, None))}
     for name, original in originals.items():
-        setattr(module, name, _keeping(asked, original))
+        setattr(module, name, _recording(call, original))
     try:
-        yield asked
+        yield call
     finally:
         for name, original in originals.items():
             setattr(module, name, original)
 
 
-def _keeping(asked: RouterLoss, original: Any) -> Any:
+def _recording(call: RouterLossCall, original: Any) -> Any:
     signature = inspect.signature(original)
     if "gate_logits" not in signature.parameters:
         raise ValueError(
-            f"{original.__module__}.{original.__name__} computes a router loss and has no parameter `gate_logits`, so "
-            "what it should be on ranks cannot be told."
+            f"{original.__module__}.{original.__name__} computes a router loss without a parameter `gate_logits`, so its "
+            "value on ranks is undefined."
         )
 
-    def keep(*args: Any, **kwargs: Any) -> Tensor:
+    def record(*args: Any, **kwargs: Any) -> Tensor:
         bound = signature.bind(*args, **kwargs)
-        asked.function, asked.arguments = original, dict(bound.arguments)
-        asked.logits = asked.arguments.pop("gate_logits")
-        asked.arguments.pop("attention_mask", None)
-        return asked.answer
+        call.function, call.arguments = original, dict(bound.arguments)
+        call.logits = call.arguments.pop("gate_logits")
+        call.arguments.pop("attention_mask", None)
+        return call.result
 
-    return keep
+    return record
 
 
-def _factor(share: Tensor, answer: Tensor) -> Tensor:
-    """What the model multiplies its router loss with."""
-    (factor,) = torch.autograd.grad(share, answer, retain_graph=True, allow_unused=True)
-    return torch.zeros(()) if factor is None else factor
+def _weight_of(router_loss: Tensor, total: Tensor) -> Tensor:
+    """The coefficient of the router loss in the model's loss."""
+    (weight,) = torch.autograd.grad(total, router_loss, retain_graph=True, allow_unused=True)
+    return torch.zeros(()) if weight is None else weight
 
 
 def _rows(logits: Sequence[Tensor], inputs: Mapping[str, Any]) -> list[list[Tensor]]:
@@ -140,14 +146,10 @@ def _rows(logits: Sequence[Tensor], inputs: Mapping[str, Any]) -> list[list[Tens
     return [[layer.view(B, S, -1)[row][real[row]] for layer in logits] for row in range(B)]
 
 
-def _joined(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [torch.cat(layers) for layers in zip(*rows, strict=True)]
-
-
-def _over_rows(asked: RouterLoss, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+def _mean_over_rows(call: RouterLossCall, rows: Sequence[Sequence[Tensor]]) -> Tensor:
     tokens = [layers[0].shape[0] for layers in rows]
     shares = [
-        asked.function(tuple(layers), **asked.arguments) * (count / sum(tokens))
+        call.function(tuple(layers), **call.arguments) * (count / sum(tokens))
         for layers, count in zip(rows, tokens, strict=True)
     ]
     return functools.reduce(torch.add, shares)

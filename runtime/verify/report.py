@@ -1,4 +1,4 @@
-"""What a reader sees of a proof: a table on the terminal, and `verify.json` beside the generated file."""
+"""The report of a proof: a table on the terminal, and `verify.json` next to the generated file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILE_NAME = "verify.json"
 def print_proof(proof: Proof, console: Console | None = None) -> None:
     """Prints the small config, every case, every seam, and what failed."""
     console = console or Console()
-    against = "the file that it was made from, with " if proof.upstream_version is None else ""
+    against = "the file that it was generated from, with " if proof.upstream_version is None else ""
     console.print(f"[bold]{proof.model}[/bold] {proof.head} against {against}transformers {transformers.__version__}")
     console.print(f"small config: {_describe_overrides(proof.overrides)}", style="dim", highlight=False)
     table = Table("case", "variant", "loss", "logits", "all outputs", "gradients", "gradients compared")
@@ -67,9 +67,10 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
 
 def _print_training(path: TrainingPath, console: Console) -> None:
     kernels = ", ".join(f"{seam}={implementation}" for seam, implementation in path.seams.items()) or "no seams"
-    stand_in = f" (compared with {path.ran_with}, which runs on the CPU)" if path.ran_with != path.attention else ""
-    console.print(f"as a run computes: {path.attention}{stand_in}, {kernels}", style="dim", highlight=False)
-    table = Table("as a run computes", "loss", "logits", "gradients")
+    replaced = path.compared_attention != path.attention
+    replacement = f" (compared with {path.compared_attention}, which runs on the CPU)" if replaced else ""
+    console.print(f"training path: {path.attention}{replacement}, {kernels}", style="dim", highlight=False)
+    table = Table("training path", "loss", "logits", "gradients")
     for check in path.checks:
         table.add_row(check.name, *map(_cell, (check.loss, check.logits, check.gradient)))
     console.print(table)
@@ -82,15 +83,15 @@ def _print_training(path: TrainingPath, console: Console) -> None:
 def write_proof(proof: Proof, directory: Path, made_with: Mapping[str, str] | None = None) -> Path:
     """Writes `verify.json` into `directory` and returns its path.
 
-    Its content follows from the proof alone: no times, no paths. Other releases that the same generated file, byte
-    for byte, was proven with stay listed; the installed one is listed if this proof holds.
+    Its content depends on the proof alone: no times, no paths. Other releases that the same generated file was proven with
+    are kept; the installed one is listed if this proof passes.
 
     Args:
         made_with: the sources and releases that the proof depends on.
     """
     path = directory / FILE_NAME
     record: dict[str, Any] = proof_record(proof) | {"made_with": dict(made_with or {})}
-    if copies := _copies(directory, proof.model):
+    if copies := _copied_files(directory, proof.model):
         record["copies"] = copies
     if path.is_file():
         before = json.loads(path.read_text())
@@ -101,8 +102,8 @@ def write_proof(proof: Proof, directory: Path, made_with: Mapping[str, str] | No
     return path
 
 
-def _copies(directory: Path, model: str) -> dict[str, str]:
-    """Hashes of what stands beside a generated file and was copied along: a configuration of the user's own."""
+def _copied_files(directory: Path, model: str) -> dict[str, str]:
+    """Hashes of the files that were copied along with a generated file: a configuration of the user's own."""
     files = (file for file in sorted(directory.glob("*.py")) if file.name != f"modeling_{model}.py")
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
@@ -156,8 +157,8 @@ def proof_record(proof: Proof) -> dict[str, object]:
 
 
 def read_training(directory: Path, file: Path, head: str) -> dict | None:
-    """What the record beside a generated file says of the path of a run; None unless it proves this very file and head
-    with the installed releases and the code that stands here."""
+    """The training path in the record next to a generated file; None unless the record proves this file and head with the
+    installed releases and the present code."""
     path = directory / FILE_NAME
     record = json.loads(path.read_text()) if path.is_file() else {}
     holds = (
@@ -165,7 +166,7 @@ def read_training(directory: Path, file: Path, head: str) -> dict | None:
         and record.get("made_with", {}).get("prover") == source_closure.prover()
         and record["head"] == head
         and record["sha256"] == digest(file)
-        and record.get("copies", {}) == _copies(directory, record["model"])
+        and record.get("copies", {}) == _copied_files(directory, record["model"])
         and transformers.__version__ in record["transformers"]
         and record["torch"] == torch.__version__.partition("+")[0]
     )
@@ -173,15 +174,15 @@ def read_training(directory: Path, file: Path, head: str) -> dict | None:
 
 
 def read_kinds(training: Mapping[str, Any]) -> tuple[Kind, ...]:
-    """What each kind of layer asks of its attention, by the record of a comparison as a run computes."""
+    """What each kind of layer requires of its attention, from the record of a training path."""
     return tuple(Kind(one["layers"], one["config"], tuple(one["asked"])) for one in training["asked"])
 
 
 def training_record(path: TrainingPath) -> dict[str, object]:
-    """What a record says of the comparison as a run computes."""
+    """The record of the comparison of the training path."""
     return {
         "attention": path.attention,
-        "compared_with": path.ran_with,
+        "compared_with": path.compared_attention,
         "asked": [{"layers": kind.layers, "config": kind.config, "asked": list(kind.asked)} for kind in path.asked],
         "separates_documents": path.separates_documents,
         "seams": dict(path.seams),
@@ -200,9 +201,14 @@ def training_record(path: TrainingPath) -> dict[str, object]:
 def _number(found: Difference) -> dict[str, object]:
     return {
         "equal": found.is_equal,
-        "absolute": f"{found.absolute:.0e}" if found.absolute else "0",
-        "relative": f"{found.relative:.0e}" if found.relative else "0",
+        "absolute": one_digit(found.absolute),
+        "relative": one_digit(found.relative),
     }
+
+
+def one_digit(difference: float) -> str:
+    """Records keep one digit: rounding differs between machines."""
+    return f"{difference:.0e}" if difference else "0"
 
 
 def _cell(found: Difference) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints in both directions: saved by one of the two classes, loaded by the other, nothing lost or invented."""
+"""Checkpoints in both directions: saved by one class and loaded by the other, with the same keys and values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ if TYPE_CHECKING:
 
 
 NUM_NAMED = 3
-"""How many of several like problems are named; the others are counted."""
+"""How many problems of a kind are named; the others are counted."""
 
 
 def round_trip_problems(pair: ModelPair) -> list[str]:
-    """What goes wrong between the two: empty if both directions keep every key and every value.
-
-    The models of `pair` hold the same weights; what each saves is loaded by the other's class and compared with the other.
-    """
+    """The problems in either direction; both models of `pair` have the same weights."""
     with tempfile.TemporaryDirectory() as directory, _no_progress_bars():
         ours, theirs = Path(directory) / "generated", Path(directory) / "upstream"
         pair.generated.save_pretrained(ours)
@@ -76,7 +73,7 @@ def _some(names: Iterable[object]) -> str:
 
 
 def _load_problems(
-    model_class: type[PreTrainedModel], directory: Path, same: PreTrainedModel, direction: str
+    model_class: type[PreTrainedModel], directory: Path, expected: PreTrainedModel, direction: str
 ) -> list[str]:
     loaded_with_info: Any = model_class.from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True, local_files_only=True
@@ -90,7 +87,7 @@ def _load_problems(
     actual = loaded.state_dict()
     changed = [
         name
-        for name, tensor in same.state_dict().items()
+        for name, tensor in expected.state_dict().items()
         if name not in actual or not torch.equal(tensor, actual[name])
     ]
     if changed:

@@ -1,4 +1,4 @@
-"""A small form of somebody's own config: its options stay, its sizes become those of `small_config`.
+"""A small form of a user's config: its options are kept, its sizes become those of `small_config`.
 
 shrink(config).config        # yarn, windows, router loss, layer patterns as in `config`; hidden 64, four layers
 """
@@ -21,18 +21,18 @@ def shrink(config: PreTrainedConfig) -> small.SmallConfig:
     """The small form of a config, without dropout.
 
     Raises:
-        SmallConfigError: the class refuses the sizes beside these options.
+        SmallConfigError: the class refuses the small sizes with these options.
     """
     return _shrink(config, small.SpecialIds())
 
 
 def _shrink(config: PreTrainedConfig, ids: small.SpecialIds) -> small.SmallConfig:
     makers = {name: functools.partial(_shrink, sub) for name, sub in _sub_configs(config).items()}
-    return small.shrink(type(config), options(config), {}, ids, makers)
+    return small.small_form(type(config), non_default_fields(config), {}, ids, makers)
 
 
-def options(config: PreTrainedConfig) -> dict[str, object]:
-    """The fields, of its class or not, in which a config is not what its class gives by default."""
+def non_default_fields(config: PreTrainedConfig) -> dict[str, object]:
+    """The fields of a config, declared or not, that differ from the defaults of its class."""
     try:
         default = vars(type(config)())
     except small.REFUSALS:
@@ -41,7 +41,7 @@ def options(config: PreTrainedConfig) -> dict[str, object]:
     own = small.own_fields(type(config))
     found = {}
     for name, value in vars(config).items():
-        is_undeclared = name not in declared and not name.startswith("_") and name not in _RECORDS
+        is_undeclared = name not in declared and not name.startswith("_") and name not in _METADATA
         if name in config.sub_configs or not (name in own or is_undeclared):
             continue
         if name not in default or value != default[name]:
@@ -49,8 +49,8 @@ def options(config: PreTrainedConfig) -> dict[str, object]:
     return found
 
 
-# Written into a config file by who saved it; no option.
-_RECORDS = ("transformers_version", "architectures", "model_type", "auto_map", "torch_dtype", "dtype", "name_or_path")
+# Written when a config is saved; no options.
+_METADATA = ("transformers_version", "architectures", "model_type", "auto_map", "torch_dtype", "dtype", "name_or_path")
 
 
 def _sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
@@ -60,7 +60,7 @@ def _sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
 
 
 def with_dropout(config: PreTrainedConfig, original: PreTrainedConfig) -> PreTrainedConfig:
-    """A small config with the dropout of the config that it was made from."""
+    """A small config with the dropout of its original."""
     found = copy.deepcopy(config)
     for name, value in vars(original).items():
         if sizes.is_dropout(name) and isinstance(value, (int, float)):

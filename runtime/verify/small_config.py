@@ -2,10 +2,10 @@
 
     small_config("qwen3_moe").overrides                 # hidden_size=64, num_experts=4, mlp_only_layers=[0], ...
 
-The class is built once with its defaults. Each field is then read by its meaning (`field_semantics.py`), the layers
-are thinned to one of each kind (`layer_selection.py`), sub-configs are treated alike, and relations that hold among
-the defaults (as many key/value heads as heads, hidden = heads x head size, ...) are made to hold again. What a class
-derives for itself (fields declared as None) is left for it to derive. Relations between sub-configs: `field_relations.py`.
+The class is built once with its defaults. Each field then gets a small value by its meaning (`field_semantics.py`), one layer
+of each kind is kept (`layer_selection.py`), sub-configs likewise, and relations among the defaults (as many key/value heads as
+heads, hidden = heads x head size, ...) are restored. Fields declared as None are left for the class to derive. Relations
+between sub-configs: `field_relations.py`.
 """
 
 from __future__ import annotations
@@ -29,39 +29,36 @@ if TYPE_CHECKING:
 
 
 class SmallConfigError(ValueError):
-    """A config class that no small config could be derived for, with the overrides that were tried.
-
-    `reason` is upstream's own, in one line.
-    """
+    """No small config could be derived for a config class; `reason` is upstream's own, in one line."""
 
     def __init__(self, config_class: type[PreTrainedConfig], overrides: Mapping[str, object], cause: Exception):
         self.reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         super().__init__(
             f"{config_class.__name__} refuses a small config: {self.reason}\nTried {dict(overrides)}. "
-            "Give the field that is to blame a rule in runtime/verify/field_semantics.py."
+            "To fix: add a rule for the field at fault to runtime/verify/field_semantics.py."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class SmallConfig:
-    """A small config, and what was given to its class to get it (nested for sub-configs)."""
+    """A small config, and the arguments of its class that give it (nested for sub-configs)."""
 
     config: PreTrainedConfig
     full: PreTrainedConfig
-    """The config that it is the small form of."""
+    """The config that was made small."""
     overrides: dict[str, object]
     unclassified: tuple[str, ...] = ()
-    """Fields with a large number whose meaning no rule knows: they keep upstream's value."""
+    """Fields with a large number that no rule covers: they keep upstream's value."""
 
 
-# What a config class raises on values that do not fit together.
+# What a config class raises on inconsistent values.
 REFUSALS = (
     StrictDataclassError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError,
     ZeroDivisionError,
 )  # fmt: skip
 
 
-# What they raise on a config or an input that they do not serve.
+# What upstream's classes raise on a config or an input that they do not support.
 UPSTREAM_REFUSALS = (
     SmallConfigError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError,
 )  # fmt: skip
@@ -93,11 +90,18 @@ def small_config(config_class: type[PreTrainedConfig] | str, *, variant: str = "
         from transformers import CONFIG_MAPPING
 
         config_class = CONFIG_MAPPING[config_class]
-    return shrink(config_class, {}, VARIANTS[variant], SpecialIds())
+    return small_form(config_class, {}, VARIANTS[variant], SpecialIds())
+
+
+def set_router_loss(config: PreTrainedConfig, is_on: bool) -> None:
+    """Switches the router loss of a model, if it has one."""
+    for one in (config, config.get_text_config(decoder=True)):
+        if hasattr(one, "output_router_logits"):
+            one.output_router_logits = is_on
 
 
 def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str, ...]:
-    """The variants that say something about this config: those that change a field it has."""
+    """The variants that change a field of this config."""
     base = small_config(config_class).config
     found = ["base"]
     if "output_router_logits" in _all_fields(base):
@@ -129,12 +133,12 @@ def _all_fields(config: PreTrainedConfig) -> set[str]:
 
 
 def _needs_window(config_class: type[PreTrainedConfig], fields: Mapping[str, dataclasses.Field]) -> bool:
-    """Whether a config that gives no window has windowed layers all the same: by `layer_types`, without a switch."""
+    """Whether a config without a window may have windowed layers: by `layer_types`, without a switch."""
     if not {"sliding_window", "layer_types"} <= fields.keys() or "use_sliding_window" in fields:
         return False
     is_open = declared_value(fields["sliding_window"]) is None and declared_value(fields["layer_types"]) is None
-    written_for = [code for code in modeling_source(config_class).split("\nclass ") if config_class.__name__ in code]
-    return is_open and any("create_sliding_window_causal_mask(" in code for code in written_for)
+    users = [code for code in modeling_source(config_class).split("\nclass ") if config_class.__name__ in code]
+    return is_open and any("create_sliding_window_causal_mask(" in code for code in users)
 
 
 def _field(config_class: type[PreTrainedConfig], name: str) -> dataclasses.Field | None:
@@ -144,7 +148,7 @@ def _field(config_class: type[PreTrainedConfig], name: str) -> dataclasses.Field
 # ------------------------------------------------------------------------------------------- one config class
 
 
-def shrink(
+def small_form(
     config_class: type[PreTrainedConfig],
     given: Mapping[str, object],
     variant: Mapping,
@@ -154,7 +158,7 @@ def shrink(
     """The small form of `config_class(**given)`; its ids are taken from `special_ids`, after those of its sub-configs.
 
     Args:
-        sub_configs: make the small forms of the sub-configs; None: they are those of what the class gives by default.
+        sub_configs: functions that make the small sub-configs; None: from the defaults of the class.
     """
     fields = own_fields(config_class)
     explicit = dict(given) | {name: value for name, value in variant.items() if name in fields}
@@ -175,7 +179,7 @@ def shrink(
     overrides |= own
     unclassified += large
     for name in _undeclared_ids(config_class):
-        is_placeholder = name in sizes.PLACEHOLDERS  # None: of a checkpoint that takes no such input
+        is_placeholder = name in sizes.PLACEHOLDERS  # None in checkpoints without that modality
         if not hasattr(prototype, name) or (is_placeholder and getattr(prototype, name) is None):
             overrides[name] = next(special_ids)
     overrides |= {
@@ -184,15 +188,15 @@ def shrink(
     overrides |= layers_of(config_class, values, per_layer_config(prototype))
     overrides |= related(fields, values, explicit, overrides)
     source = modeling_source(config_class)
-    overrides |= {name: one for name, one in sizes.UNSAID.items() if values.get(name, one) is None}
-    overrides |= field_relations.vocabulary(values, parts, source, special_ids)
-    overrides |= field_relations.layer_numbers(values, parts) | field_relations.chunks_of_hops(values, parts)
+    overrides |= {name: one for name, one in sizes.RELEASED.items() if values.get(name, one) is None}
+    overrides |= field_relations.vocabulary_map(values, parts, source, special_ids)
+    overrides |= field_relations.layer_numbers(values, parts) | field_relations.chunk_lengths(values, parts)
     rope = small_rope(with_sections(config_class, values.get("rope_parameters")), overrides, values)
     if rope is not None:
         overrides["rope_parameters"] = rope
     config = _construct(config_class, overrides)
-    said: dict[str, object] = {key: part.overrides for key, part in parts.items()}
-    return SmallConfig(config, prototype, overrides | said, tuple(unclassified))
+    nested: dict[str, object] = {key: part.overrides for key, part in parts.items()}
+    return SmallConfig(config, prototype, overrides | nested, tuple(unclassified))
 
 
 def _own_values(
@@ -202,7 +206,7 @@ def _own_values(
     known: set[str],
     special_ids: SpecialIds,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The small values of the fields that are not known yet, and the names of large numbers that no rule knows."""
+    """The small values of fields that are not in `known`, and the names of large numbers that no rule covers."""
     found: dict[str, Any] = {}
     large = []
     common_names = {own: common for common, own in config_class.attribute_map.items()}
@@ -217,7 +221,7 @@ def _own_values(
             declared = values[name]  # derived by the class, but not from other fields
         small = small_value(declared, names, special_ids)
         if small == 1 and name not in explicit and sizes.counts_experts(*names):
-            small = sizes.EXPERTS  # the class leaves it to the checkpoint; one has nothing to route
+            small = sizes.EXPERTS  # set by checkpoints; with one expert there is no routing
         if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
             large.append(name)
         if small != declared or name in explicit:
@@ -234,7 +238,7 @@ def _parts(
     sub_configs: Mapping[str, Callable[[SpecialIds], SmallConfig]],
     special_ids: SpecialIds,
 ) -> dict[str, SmallConfig]:
-    """The small sub-configs, with what one says of another; their ids are left out of `special_ids`."""
+    """The small sub-configs with their relations; their ids are removed from `special_ids`."""
     parts: dict[str, SmallConfig] = {}
     for key, make in sub_configs.items():
         own_ids = SpecialIds()
@@ -253,6 +257,7 @@ def _construct(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any
 
 
 def own_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Field]:
+    """The fields of a config class without those of `PreTrainedConfig`."""
     from transformers import PreTrainedConfig
 
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
@@ -260,7 +265,7 @@ def own_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Fi
 
 
 def _fields(config_class: type[PreTrainedConfig]) -> list[dataclasses.Field]:
-    """The fields of a config class; of one with an `__init__` of its own the parameters that have a default, too."""
+    """The fields of a config class, and the parameters with a default of its own `__init__`."""
     found = {field.name: field for field in dataclasses.fields(config_class)}
     for name, parameter in inspect.signature(config_class.__init__).parameters.items():
         if name not in found and parameter.default is not inspect.Parameter.empty:
@@ -273,18 +278,18 @@ def _default_sub_configs(
     config_class: type[PreTrainedConfig], variant: Mapping
 ) -> dict[str, Callable[[SpecialIds], SmallConfig]]:
     return {
-        key: lambda ids, of=sub_class, given=given: shrink(of, given, variant, ids)
+        key: lambda ids, of=sub_class, given=given: small_form(of, given, variant, ids)
         for key, (sub_class, given) in _sub_configs(config_class).items()
     }
 
 
 def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, tuple[type[PreTrainedConfig], dict]]:
-    """The classes of the sub-configs, with what upstream gives them by default."""
+    """The classes of the sub-configs, with upstream's default arguments."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     found = {}
     specs = getattr(config_class, "sub_configs_defaults", {})  # not in older releases
-    declared: Any = config_class.sub_configs  # of a class, what transformers' property makes of it
+    declared: Any = config_class.sub_configs  # a class property in transformers
     for key, sub_class in declared.items():
         given = dict(specs[key].init_kwargs) if key in specs else {}
         if not issubclass(sub_class, PreTrainedConfig):  # AutoConfig: the spec names the default model type
@@ -298,7 +303,7 @@ def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, tuple[type[P
 
 
 def _undeclared_ids(config_class: type[PreTrainedConfig]) -> list[str]:
-    """The token ids that the modeling file reads off a composite config and released checkpoints bring along."""
+    """The token ids that the modeling file reads from a composite config and that only released checkpoints set."""
     if not config_class.sub_configs:
         return []
     source = modeling_source(config_class)

@@ -1,4 +1,4 @@
-"""The layers of a small config, one of each kind, and the relations of its fields that hold among the defaults."""
+"""The layers of a small config, one of each kind, and relations among its fields that the defaults satisfy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MLP_KINDS = ("sparse", "dense")  # named in `mlp_layer_types`; every other kind 
 
 
 def declared_value(field: dataclasses.Field) -> object:
-    """What a class declares for a field, None where it must be given."""
+    """The default of a field; None if it has none."""
     if field.default is not dataclasses.MISSING:
         return field.default
     if field.default_factory is not dataclasses.MISSING:
@@ -35,7 +35,7 @@ _LAYER_PATTERN = re.compile(
 def layers_of(
     config_class: type[PreTrainedConfig], values: Mapping, by_layer: Mapping[int, Mapping]
 ) -> dict[str, object]:
-    """The number of layers, and the fields that say what each layer is; `by_layer` is what single layers override."""
+    """The number of layers and the per-layer fields; `by_layer` are the overrides of single layers."""
     count_name = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     num_layers = values.get(count_name)
     if type(num_layers) is not int:
@@ -65,10 +65,8 @@ def layers_of(
 
 
 def _with_every_kind(config_class: type[PreTrainedConfig], values: Mapping) -> list[str]:
-    """The layers of a config that are all of one kind by default, ending in one of each other kind there is code for.
-
-    Windowed kinds need a window: without one (None, or 0 where a switch is off) they are left out.
-    """
+    """`layer_types` of a config whose layers are all of one kind by default, its end replaced by one of each other kind in
+    the modeling file. Windowed kinds are left out if the config has no window."""
     layer_types = list(values["layer_types"])
     has_window = bool(values.get("sliding_window"))
     others = [kind for kind in _kinds_in_source(config_class) if kind not in layer_types]
@@ -80,7 +78,7 @@ def _with_every_kind(config_class: type[PreTrainedConfig], values: Mapping) -> l
 
 
 def per_layer_config(config: PreTrainedConfig) -> dict[int, dict[str, object]]:
-    """What a heterogeneous config overrides for single layers, by layer number."""
+    """The overrides of single layers in a heterogeneous config, by layer number."""
     by_layer = config.to_dict().get("per_layer_config") or {}
     return {int(layer): overrides for layer, overrides in by_layer.items()}
 
@@ -93,7 +91,7 @@ def _equal_heads(values: Mapping) -> dict[str, object]:
 
 
 def _kinds_in_source(config_class: type[PreTrainedConfig]) -> list[str]:
-    """The kinds of layer that the modeling file beside a config class knows, for a class that leaves them unsaid."""
+    """The kinds of layer in the modeling file of a config class."""
     from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
     source = modeling_source(config_class)
@@ -101,7 +99,7 @@ def _kinds_in_source(config_class: type[PreTrainedConfig]) -> list[str]:
 
 
 def related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides: Mapping) -> dict[str, object]:
-    """What keeps the relations that hold among the defaults."""
+    """The fields that restore relations among the defaults."""
     found: dict[str, object] = {}
     small = dict(values) | dict(overrides)
     heads, key_value = "num_attention_heads", "num_key_value_heads"
@@ -120,9 +118,7 @@ def related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides: 
     if len(factors) == 4 and factors[0] * factors[1] == factors[2] * factors[3]:
         found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
     inner, width = (explicit.get(name) for name in ("intermediate_size", "hidden_size"))
-    if (
-        type(inner) is int and type(width) is int and inner < width and width % inner == 0
-    ):  # who asks for both means a part
+    if type(inner) is int and type(width) is int and inner < width and width % inner == 0:  # given as a fraction
         found["intermediate_size"] = small["hidden_size"] // (width // inner)
     if {"window_size", "patch_size", "spatial_merge_size"} <= own_fields.keys():  # in pixels: two merged patches wide
         found["window_size"] = 2 * small["patch_size"] * small["spatial_merge_size"]

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class SpecialIds(Iterator[int]):
-    """The ids of the small vocabulary that are kept for special tokens, from the top down.
+    """The ids of the small vocabulary that are reserved for special tokens, from the top down.
 
-    A config and the sub-configs in it share no id: one that meant the end of a text and an image would be both. Two
-    sub-configs beside each other (the halves of an omni model) may.
+    A config and its sub-configs share no id, since one token cannot mean both an image and the end of a text. Sibling
+    sub-configs (the halves of an omni model) may.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class SpecialIds(Iterator[int]):
         return self._next + 1
 
     def skip(self, used: SpecialIds) -> None:
-        """Leaves out the ids that a sub-config took."""
+        """Skips the ids that a sub-config took."""
         self._next = min(self._next, used._next)
 
 
@@ -39,7 +39,12 @@ NO_IDS: Iterator[int] = iter(())
 
 
 def small_value(declared: object, names: tuple[str, ...], special_ids: Iterator[int] = NO_IDS) -> object:
-    """The small form of a field; `names` are its common name and its own, `special_ids` the ids not yet given away."""
+    """The small form of a field.
+
+    Args:
+        names: its common name, if it has another one, and its own.
+        special_ids: the ids that are still free.
+    """
     if sizes.is_special_id(names[-1]):
         return _small_id(declared, special_ids)
     if isinstance(declared, bool):
@@ -66,13 +71,13 @@ def _small_id(declared: object, special_ids: Iterator[int]) -> object:
     return declared
 
 
-# Read off rotary parameters with nothing or a list to fall back to; of time, height and width where nothing is said.
+# Sections read from rotary parameters, with or without a default list; `_SECTIONS` (time, height, width) if without.
 _SECTIONS_READ = re.compile(r"""rope_\w+(?:\.get\(|\[)["']mrope_section["'](?:,\s*\[([\d, ]+)\])?[)\]]""")
 _SECTIONS = [24, 20, 20]
 
 
 def with_sections(config_class: type[PreTrainedConfig], rope: object) -> object:
-    """Rotary parameters with the sections that the modeling file reads, or falls back to, where a config names none."""
+    """Rotary parameters with the sections that the modeling file reads, if a config has none."""
     read = _SECTIONS_READ.search(modeling_source(config_class))
     if read is None or not isinstance(rope, dict) or "rope_type" not in rope or "mrope_section" in rope:
         return rope
@@ -83,9 +88,9 @@ def with_sections(config_class: type[PreTrainedConfig], rope: object) -> object:
 
 
 def small_rope(rope: object, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> dict | None:
-    """Rotary parameters with sections that fit the small head, None where nothing in them is a size."""
+    """Rotary parameters with sections that fit the small head; None if they contain no size."""
     kinds = overrides.get("layer_types") or values.get("layer_types")
-    if rope == {} and kinds:  # per kind of layer, left to the checkpoint
+    if rope == {} and kinds:  # per kind of layer, set by checkpoints
         section = split(sizes.HEAD_DIM // 2, _SECTIONS)
         return {kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section} for kind in set(kinds)}
     if not isinstance(rope, dict) or "section" not in str(rope):
@@ -102,7 +107,7 @@ def small_rope(rope: object, overrides: Mapping[str, Any], values: Mapping[str, 
 
 
 def split(total: int, shares: list[int]) -> list[int]:
-    """Splits `total` in proportion to `shares`, each part at least 1 and equal shares into equal parts while that is possible."""
+    """Splits `total` in proportion to `shares`: each part is at least 1, and equal shares give equal parts if possible."""
     parts = [max(1, total * share // sum(shares)) for share in shares]
     rest = total - sum(parts)
     first = next((share for share in shares if rest % shares.count(share) == 0), None)
@@ -113,6 +118,7 @@ def split(total: int, shares: list[int]) -> list[int]:
 
 
 def modeling_source(config_class: type[PreTrainedConfig]) -> str:
+    """The text of the modeling file next to a config class; empty if there is none."""
     config_file = Path(inspect.getfile(config_class))
     modeling_file = config_file.with_name(config_file.name.replace("configuration_", "modeling_"))
     return modeling_file.read_text() if modeling_file.is_file() else ""

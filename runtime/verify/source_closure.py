@@ -1,8 +1,8 @@
 """What code a proof depends on, as a hash: the modules that a module imports, and those that these import.
 
-At the top of a file or in a function, and modules that are named in a string to be imported later. Comments and docstrings
-do not count, so that words can be mended without making a result old. Nothing is imported here: the files are read; and
-nothing of the generator is needed, for a machine that trains may have none.
+Imports count at the top of a file or in a function, and so do modules named in a string, to be imported later. Comments and
+docstrings do not, so they can change without making a result stale. Files are parsed, not imported, and the generator is not
+needed: a machine that trains may not have it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from patchgen.runtime.code_hash import short_hash, symbol_hash, without_docstrin
 
 PACKAGE = "patchgen"
 RUNTIME = (f"{PACKAGE}.runtime", f"{PACKAGE}.kernels")
-# What a proof executes, beside what generated code imports (`ops`). Built from parts: a whole name counts as an import.
+# What a proof executes, besides what generated code imports (`ops`). Built from parts: a full name counts as an import.
 PROVER = tuple(f"{PACKAGE}.{name}" for name in ("commands.examination", "runtime.verify.verify_model", "runtime.ops"))
 RANK_PROVER = tuple(f"{PACKAGE}.runtime.{name}" for name in ("verify.parallel_coverage", "verify.media_ranks", "ops"))
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def prover() -> str:
-    """A hash of what decides the result of a proof in one process, but for the generated file."""
+    """A hash of the sources that decide the result of a proof in one process, without the generated file."""
     return hash_of(closure(PROVER, RUNTIME).values())
 
 
@@ -46,12 +46,12 @@ def closure(roots: Iterable[str], packages: tuple[str, ...], *, without: tuple[s
     while waiting:
         name, path = waiting.pop()
         if path is None:
-            raise FileNotFoundError(f"There is no module {name}: what a record depends on cannot be told.")
+            raise FileNotFoundError(f"There is no module {name}, which records depend on.")
         if name in found:
             continue
         found[name] = path
         for other in imported(path.read_text(encoding="utf-8"), name, is_package=path.name == "__init__.py"):
-            inside = _lies_in(other, packages) and not _lies_in(other, without)
+            inside = _is_in(other, packages) and not _is_in(other, without)
             if inside and other not in found and (file := _file_of(other)) is not None:
                 waiting.append((other, file))
     return dict(sorted(found.items()))
@@ -59,7 +59,7 @@ def closure(roots: Iterable[str], packages: tuple[str, ...], *, without: tuple[s
 
 @functools.cache
 def imported(text: str, name: str, *, is_package: bool) -> frozenset[str]:
-    """The modules that a source may import; names out of modules are listed too, as if they were modules."""
+    """The modules that a source may import; names imported from modules are listed as if they were modules."""
     found: set[str] = set()
     for node in _executed(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -73,7 +73,7 @@ def imported(text: str, name: str, *, is_package: bool) -> frozenset[str]:
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only a type checker reads."""
+    """All nodes except those that only a type checker reads."""
     yield node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
@@ -88,7 +88,7 @@ def _base(node: ast.ImportFrom, name: str, is_package: bool) -> str:
     return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
 
 
-def _lies_in(name: str, packages: tuple[str, ...]) -> bool:
+def _is_in(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
@@ -101,7 +101,7 @@ def _file_of(name: str) -> Path | None:
 
 
 def hash_of(files: Iterable[Path]) -> str:
-    """A hash of the code in files: comments, formatting and docstrings do not change it."""
+    """A hash of the code in files, without comments, formatting and docstrings."""
     return short_hash(*(_code_hash(path.read_text(encoding="utf-8")) for path in files))
 
 

@@ -1,4 +1,4 @@
-"""The comparisons of `training_path.py`, one by one: the generated class as the trainer calls it, and upstream's, eager.
+"""The checks of `training_path.py`: the generated class as the trainer calls it, against upstream's, eager.
 
 B rows   S tokens per row   V vocabulary
 """
@@ -23,19 +23,13 @@ from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.parallel import loss, report
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import training_inputs as inputs
-from patchgen.runtime.verify.comparison import (
-    EQUAL,
-    SEED,
-    Difference,
-    Step,
-    compare_gradients,
-    difference,
-)
-from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, is_rounding, shaken_step
+from patchgen.runtime.verify.comparison import EQUAL, SEED, Difference, Step, compare_gradients, difference, worst_of
+from patchgen.runtime.verify.conditioning import ROUNDING_FACTOR, WELL_CONDITIONED, beyond_rounding
 from patchgen.runtime.verify.correspondence import Correspondence, correspondence
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.multimodal_inputs import takes_media
 from patchgen.runtime.verify.seam_proof import all_eager
+from patchgen.runtime.verify.small_config import set_router_loss
 from patchgen.runtime.verify.training_inputs import Batch, Documents
 
 if TYPE_CHECKING:
@@ -43,13 +37,13 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-5
 CHUNK = 7
-UNSEEN = 5
-"""Tokens at the end of a row that are changed."""
+NUM_CHANGED = 5
+"""Tokens at the end of a row that the causality check replaces."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: the largest relative differences of what it compared."""
+    """The largest differences that one comparison found."""
 
     name: str
     loss: Difference = EQUAL
@@ -63,7 +57,16 @@ class Check:
 
 
 class Comparison:
-    """Both models with the same weights, and the comparisons one by one."""
+    """Both models with the same weights, and a method for each check.
+
+    Attributes:
+        count_labels: how many labels a batch's loss is a mean over.
+        needs_media: upstream refuses text alone, so every check uses rows with media.
+        positions: the model's position function (`get_position_id_func()`), if it has one.
+        seams: implementations that a run selects; `compared_seams` are those of them that run on the CPU.
+        separates_documents: whether the generated model computes each packed document in a row of its own.
+        only: the names of the checks to run; empty: all.
+    """
 
     def __init__(
         self,
@@ -75,20 +78,20 @@ class Comparison:
         self.generated_class, self.config = generated_class, config
         self.reference = build_model(reference_class, config)
         perturb(self.reference)
-        self.draw = inputs.TextDraw(config)
-        self.plain = inputs.plain_rows(self.draw)
-        self.text = inputs.text_documents(self.draw)
-        self.items: Callable[[Batch], int] = inputs.num_labels
-        self.needs_media = takes_media(reference_class) and self.upstream_refusal() is not None
+        self.tokens = inputs.TokenSampler(config)
+        self.plain = inputs.plain_rows(self.tokens)
+        self.text = inputs.text_documents(self.tokens)
+        self.count_labels: Callable[[Batch], int] = inputs.num_labels
+        self.needs_media = takes_media(reference_class) and self.upstream_error() is not None
         self.media = inputs.media_documents(self.reference) if media or self.needs_media else {}
-        if self.needs_media and self.media:  # rows of text alone are none that it is trained on
+        if self.needs_media and self.media:  # it is never trained on text alone
             self.text = next(iter(self.media.values()))
-            self.plain = dict(self.text.whole_batch())
+            self.plain = dict(self.text.require_padded())
         self.seams: dict[str, str] = {}
-        self.ran_seams: dict[str, str] = {}
+        self.compared_seams: dict[str, str] = {}
         self.positions: Any = None
         self.state: ParallelState | None = None
-        self.ran_with: Names = ""
+        self.compared_attention: Names = ""
         self.separates_documents: Separated = not model_calls.takes_documents(generated_class)
         self.only: tuple[str, ...] = ()
         self.correspondence = Correspondence()
@@ -97,65 +100,64 @@ class Comparison:
         self.left_out: dict[str, str] = {}
 
     def _generated(self, name: Names, config: PreTrainedConfig) -> PreTrainedModel:
-        """The generated class under an attention, with upstream's weights."""
+        """The generated class with this attention and upstream's weights."""
         torch.manual_seed(SEED)
         model = self.generated_class._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
         self.correspondence = correspondence(self.reference, model)
-        model.load_state_dict(self.correspondence.apply(self.reference.state_dict()), strict=True)
+        model.load_state_dict(self.correspondence.to_generated(self.reference.state_dict()), strict=True)
         return model.train()
 
     @cached_property
     def generated(self) -> PreTrainedModel:
-        """The generated class as it is compared."""
-        model = self._generated(self.ran_with, self.config)
+        model = self._generated(self.compared_attention, self.config)
         if self.separates_documents:
             model_calls.separate_documents(model, self.separates_documents)
         return model
 
-    def with_documents_apart(self, how: Separated = True) -> Comparison:
-        """The same comparison, nothing compared yet, of a model that computes packed documents in rows of their own."""
+    def with_separate_documents(self, how: Separated = True) -> Comparison:
+        """A fresh copy of this comparison whose generated model computes packed documents in rows of their own."""
         other = copy.copy(self)
         other.__dict__.pop("generated", None)
         other.separates_documents, other.checks, other.failures, other.left_out = how, [], [], {}
         return other
 
-    def choices(self, config: PreTrainedConfig, named_seams: Mapping[str, str | None]) -> tuple[Kind, ...]:
-        """Finds the seams of a run and its position function; returns what each kind of layer asks of its attention.
-
-        Rows of the data pipeline are run for that, with `config`.
-        """
+    def choose(self, config: PreTrainedConfig, named_seams: Mapping[str, str | None]) -> tuple[Kind, ...]:
+        """Sets the seams of a run and its position function; returns what each kind of layer requires of its attention,
+        found by running rows of the data pipeline with `config`."""
         model = self._generated(attention.ORDER[-1], config)
         if self.separates_documents:
             model_calls.separate_documents(model, self.separates_documents)
         finder = getattr(model, "get_position_id_func", None)
         self.positions = finder() if finder is not None else None
         self.seams = seams.for_training(report.seam_users(model), named_seams)
-        self.ran_seams = {seam: self._runnable(model, seam) for seam in seams.CHOSEN_UNASKED if seam in self.seams}
+        self.compared_seams = {
+            seam: self._runnable(model, seam) for seam in seams.CHOSEN_UNASKED if seam in self.seams
+        }
         packed = [self.text.packed(), *(one.packed(self.positions) for one in self.media.values())]
         with attention.recording() as asked, torch.no_grad(), all_eager():
             for rows in packed:
-                model(**inputs.without_labels(inputs.handed(rows)), use_cache=False)
+                model(**inputs.without_labels(inputs.trainer_inputs(rows)), use_cache=False)
         return attention_kinds.asked_by(model, asked)
 
     def _runnable(self, model: PreTrainedModel, seam: str) -> str:
-        """The implementation of a seam that a run selects, or the choice of the CPU where it needs another device."""
+        """The implementation of a seam that a run selects, or "auto" if that one needs another device."""
         try:
             with torch.no_grad(), attention.recording(), _selected({seam: self.seams[seam]}):
                 model(**self.plain, use_cache=False)
         except (NotImplementedError, ImportError):
             return seams.AUTO
         except Exception:
-            pass  # the comparison says it
+            pass  # the check that runs it fails with this error
         return self.seams[seam]
 
     # ------------------------------------------------------------------------------------------- the checks
 
     def run(self) -> None:
-        """All comparisons; a comparison that raises has failed, and the others go on."""
+        """All checks; one that raises has failed, and the others go on."""
         packed = self.text.packed()
         steps: list[tuple[str, Callable[[], None]]] = [
             ("causality", self.causality),
-            ("plain", lambda: self.rows("plain", self.plain, spare=3)),
+            ("plain", lambda: self.rows("plain", self.plain, other_labels=3)),
             ("leak", lambda: self.leak(packed)),
             ("packed", lambda: self.documents("packed", self.text, packed)),
             ("padded right", lambda: self.rows("padded right", inputs.padded_rows(self.plain, left=False))),
@@ -164,14 +166,14 @@ class Comparison:
             ("accumulation", lambda: self.accumulation(packed)),
             ("router loss", self.router_loss),
         ]
-        if self.needs_media:  # the others are of other tokens, and of text alone
+        if self.needs_media:  # the others replace tokens or are text alone
             steps = [one for one in steps if one[0] in ("plain", "packed", "chunks", "accumulation")]
         if self.only:
             steps = [one for one in steps if one[0] in self.only]
         for name, media in self.media.items():
             if self.only:
                 steps.append(
-                    (f"rows with {name}", lambda n=name, d=media: self.rows(f"rows with {n}", d.whole_batch()))
+                    (f"rows with {name}", lambda n=name, d=media: self.rows(f"rows with {n}", d.require_padded()))
                 )
                 continue
             packed_media = lambda n=name, d=media: self.documents(f"packed {n}", d, d.packed(self.positions))  # noqa: E731
@@ -181,17 +183,16 @@ class Comparison:
             try:
                 step()
             except Exception as error:
-                self.failures.append(f"{_SUBJECT.get(name, name)}: {told(error)}")
+                self.failures.append(f"{_SUBJECT.get(name, name)}: {one_line_error(error)}")
             media = self.media.get(name.partition(" ")[2])
-            takes_it = self.reference._supports_sdpa and len(self.failures) > before
-            if takes_it and media is not None and (own := self._beside_sdpa(media)) > TOLERANCE:
-                reason = (
-                    f"{name}: upstream's own logits under sdpa differ from its eager ones by {own:.0e} of their size."
-                )
-                self.failures[before:] = [reason]
+            has_failed = self.reference._supports_sdpa and len(self.failures) > before
+            if has_failed and media is not None and (deviation := self._sdpa_deviation(media)) > TOLERANCE:
+                self.failures[before:] = [
+                    f"{name}: upstream's own logits with sdpa differ from its eager ones by {deviation:.0e}, relative."
+                ]
 
-    def _beside_sdpa(self, documents: Documents) -> float:
-        """How far upstream's own class, under the attention that it takes unasked, is from itself, eager."""
+    def _sdpa_deviation(self, documents: Documents) -> float:
+        """How far upstream's own class with sdpa, its default attention, is from itself with eager attention."""
         other = copy.deepcopy(self.reference)
         other.set_attn_implementation("sdpa")
         rows = documents.reference()
@@ -199,52 +200,53 @@ class Comparison:
 
     def causality(self) -> None:
         """Tokens at the end of a row change no logits before them, unless they do so upstream."""
-        place = slice(self.plain["input_ids"].shape[1] - UNSEEN, None)
-        changed = inputs.changed(self.plain, place, self.draw)
+        place = slice(self.plain["input_ids"].shape[1] - NUM_CHANGED, None)
+        changed = inputs.changed(self.plain, place, self.tokens)
         upstream = [self._reference_logits(self.reference, rows)[:, : place.start] for rows in (self.plain, changed)]
-        own = [self._logits(inputs.handed(rows))[:, : place.start] for rows in (self.plain, changed)]
         if difference(*upstream).relative > TOLERANCE:
-            return  # it sees later tokens upstream, too: the rows below are compared with it
-        found = difference(*own)
+            return  # upstream is not causal either: the other checks compare with it
+        found = difference(
+            *(self._logits(inputs.trainer_inputs(rows))[:, : place.start] for rows in (self.plain, changed))
+        )
         self.checks.append(Check("causality", logits=found))
         if not found.relative <= TOLERANCE:
             self.failures.append(
-                f"a later token changes earlier logits by {found.relative:.0e} of their size, and upstream it does not."
+                f"a later token changes earlier logits by {found.relative:.0e}, relative, and upstream it does not."
             )
 
-    def rows(self, name: str, rows: Batch, spare: int = 0) -> None:
-        """Rows without packing, in a step that has `spare` labels elsewhere."""
-        items = self.items(rows) + spare
-        counts = rows.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
-        failed = len(self.failures)
-        handed = inputs.handed(rows)
-        if "attention_mask" in rows:  # a run never pads by a mask: others may
+    def rows(self, name: str, rows: Batch, other_labels: int = 0) -> None:
+        """Rows without packing, in a step that has `other_labels` more labels than these rows."""
+        items = self.count_labels(rows) + other_labels
+        is_real = rows.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
+        num_failures = len(self.failures)
+        batch = inputs.trainer_inputs(rows)
+        if "attention_mask" in rows:  # our trainer never pads by a mask; other trainers do
             targets = loss.upstream_labels(self.generated_class, rows)["labels"]
-            handed = rows if targets is rows["labels"] else {**rows, "shift_labels": targets}
-        logits = lambda model: {"logits": self._reference_logits(model, rows)[counts]}  # noqa: E731
+            batch = rows if targets is rows["labels"] else {**rows, "shift_labels": targets}
+        logits = lambda model: {"logits": self._reference_logits(model, rows)[is_real]}  # noqa: E731
         self._compare(
             name,
-            actual=self._step([handed], items, {"logits": self._logits(handed)[counts]}),
+            actual=self._step([batch], items, {"logits": self._logits(batch)[is_real]}),
             upstream_step=lambda model: self._reference_step(model, [rows], items, logits(model)),
         )
-        # What attention makes of padding is each implementation's own: nothing to compare where upstream reads that.
-        if len(self.failures) > failed and not counts.all() and self._reads_padding_upstream(rows, counts):
+        # Attention outputs at padding are undefined: a model whose upstream reads them cannot be compared.
+        if len(self.failures) > num_failures and not is_real.all() and self._reads_padding_upstream(rows, is_real):
             found = self.checks.pop()
-            self.left_out[name] = f"upstream reads the padding itself; ours differs by {found.worst:.0e} of its size"
-            del self.failures[failed:]
+            self.left_out[name] = f"upstream reads the padding itself; ours differs by {found.worst:.0e}, relative"
+            del self.failures[num_failures:]
 
-    def _reads_padding_upstream(self, rows: Batch, counts: Tensor) -> bool:
-        """Whether other tokens behind the zeros of the mask change upstream's logits of the others."""
-        other = {**rows, "input_ids": torch.where(counts, rows["input_ids"], self.draw.others(rows["input_ids"]))}
-        found = [self._reference_logits(self.reference, one)[counts] for one in (rows, other)]
+    def _reads_padding_upstream(self, rows: Batch, is_real: Tensor) -> bool:
+        """Whether other token ids at masked positions change upstream's logits elsewhere."""
+        other = {**rows, "input_ids": torch.where(is_real, rows["input_ids"], self.tokens.others(rows["input_ids"]))}
+        found = [self._reference_logits(self.reference, one)[is_real] for one in (rows, other)]
         return not difference(*found).relative <= TOLERANCE
 
     def documents(self, name: str, documents: Documents, packed: Batch, chunk: int | None = None) -> None:
-        """A packed row against its documents alone."""
-        items = sum(map(self.items, documents.rows))
-        rows = documents.reference()
+        """A packed row against its documents one by one."""
+        items = sum(map(self.count_labels, documents.rows))
+        rows, batch = documents.reference(), inputs.trainer_inputs(packed)
         with largest_chunk(chunk) if chunk else contextlib.nullcontext():
-            actual = self._step([inputs.handed(packed)], items, {"logits": self._logits(inputs.handed(packed))})
+            actual = self._step([batch], items, {"logits": self._logits(batch)})
         self._compare(
             name,
             actual,
@@ -253,41 +255,40 @@ class Comparison:
 
     def leak(self, packed: Batch) -> None:
         """Other tokens in one document change no logits of the others."""
-        worst = self._leak(packed, lambda rows: self._logits(inputs.handed(rows)))
+        worst = self._leak(packed, lambda rows: self._logits(inputs.trainer_inputs(rows)))
         self.checks.append(Check("leak", logits=worst))
         if not worst.relative <= TOLERANCE:
             self.failures.append(
-                f"packed rows: other tokens in one document change the logits of others by {worst.relative:.0e} of their "
-                "size."
+                f"packed rows: other tokens in one document change the logits of others by {worst.relative:.0e}, relative."
             )
 
     def _leak(self, packed: Batch, logits: Callable[[Batch], Tensor]) -> Difference:
         """How far other tokens in one document change the logits of the others."""
         before, worst = logits(packed), EQUAL
         for place in self.text.bounds():
-            after = logits(inputs.changed(packed, place, self.draw))
+            after = logits(inputs.changed(packed, place, self.tokens))
             others = torch.ones(before.shape[1], dtype=torch.bool)
             others[place] = False
             worst = worst.worst(difference(after[:, others], before[:, others]))
         return worst
 
     def mixes_documents_upstream(self) -> bool:
-        """Whether upstream's own class, eager, mixes documents that only their position ids tell apart, or fails on them."""
-        known = inspect.signature(type(self.reference).forward).parameters
-        packed = {name: self.text.packed()[name] for name in ("input_ids", "position_ids") if name in known}
+        """Whether upstream's own class, eager, mixes documents that only position ids distinguish, or fails on them."""
+        parameters = inspect.signature(type(self.reference).forward).parameters
+        packed = {name: self.text.packed()[name] for name in ("input_ids", "position_ids") if name in parameters}
         try:
             found = self._leak(packed, lambda rows: self._reference_logits(self.reference, rows))
             for documents in self.media.values():
-                rows = {n: v for n, v in documents.packed(self.positions).items() if n in known}
-                apart = self._row_of_logits(self.reference, documents.reference())
-                found = found.worst(difference(self._reference_logits(self.reference, rows), apart))
+                rows = {n: v for n, v in documents.packed(self.positions).items() if n in parameters}
+                separate = self._row_of_logits(self.reference, documents.reference())
+                found = found.worst(difference(self._reference_logits(self.reference, rows), separate))
         except Exception:
             return True
         return not found.relative <= TOLERANCE
 
-    def upstream_refusal(self) -> Exception | None:
-        """What upstream's own class, eager, raises in training on a document by itself."""
-        items = sum(map(self.items, self.text.rows))
+    def upstream_error(self) -> Exception | None:
+        """What upstream's own class, eager, raises in a training step on single documents."""
+        items = sum(map(self.count_labels, self.text.rows))
         try:
             self._reference_step(self.reference, self.text.rows, items)
         except Exception as error:
@@ -296,88 +297,86 @@ class Comparison:
 
     def accumulation(self, packed: Batch) -> None:
         """Two micro-batches of different size are one step over both."""
-        rows = [*inputs.same_rows([self.text]), *(self.text.rows if self.needs_media else [self.plain])]
-        items = sum(map(self.items, rows))
+        rows = [*self.text.rows, *(self.text.rows if self.needs_media else [self.plain])]
+        items = sum(map(self.count_labels, rows))
         second = packed if self.needs_media else self.plain
         self._compare(
             "accumulation",
-            self._step([inputs.handed(packed), inputs.handed(second)], items),
+            self._step([inputs.trainer_inputs(packed), inputs.trainer_inputs(second)], items),
             lambda model: self._reference_step(model, rows, items),
         )
 
     def router_loss(self) -> None:
-        """One row with the router loss, whose definition over several rows is the run's own (docs/parallel.md)."""
-        switch = "output_router_logits"
-        owners = [
-            one
-            for model in (self.reference, self.generated)
-            for one in (model.config, model.config.get_text_config(decoder=True))
-            if hasattr(one, switch)
-        ]
-        if not owners:
+        """One row with the router loss; over several rows a run defines it differently (docs/parallel.md)."""
+        configs = (self.reference.config, self.generated.config)
+        if not any(
+            hasattr(one, "output_router_logits") for c in configs for one in (c, c.get_text_config(decoder=True))
+        ):
             return
         row = {name: tensor[:1] for name, tensor in self.plain.items()}
-        with contextlib.ExitStack() as stack:
-            for one in owners:
-                stack.callback(setattr, one, switch, getattr(one, switch))
-                setattr(one, switch, True)
-            items = self.items(row)
+        items = self.count_labels(row)
+        try:
+            for config in configs:
+                set_router_loss(config, True)
             self._compare(
                 "router loss",
-                self._step([inputs.handed(row)], items),
+                self._step([inputs.trainer_inputs(row)], items),
                 lambda model: self._reference_step(model, [row], items),
             )
+        finally:
+            for config in configs:
+                set_router_loss(config, False)  # as in the other checks
 
     # ------------------------------------------------------------------------------------- as the trainer calls
 
     def _logits(self, rows: Batch) -> Tensor:
-        """`(B, S, V)` of the generated model, as evaluation would call it."""
-        with torch.no_grad(), _selected(self.ran_seams), parallel.using(self.state):
+        """`(B, S, V)` of the generated model, called without labels."""
+        with torch.no_grad(), _selected(self.compared_seams), parallel.using(self.state):
             return self.generated(**inputs.without_labels(rows), use_cache=False).logits
 
     def _step(self, micro_batches: Sequence[Batch], items: int, outputs: Mapping[str, Tensor] | None = None) -> Step:
         """Loss and gradients of one step, as the trainer takes it."""
         model, total = self.generated, torch.zeros(())
         model.zero_grad(set_to_none=True)
-        number = torch.tensor(items)
-        with _selected(self.ran_seams), self._as_a_run(number, len(micro_batches)):
+        num_items = torch.tensor(items)
+        with _selected(self.compared_seams), self._in_training_step(num_items, len(micro_batches)):
             for rows in micro_batches:
                 torch.manual_seed(SEED)
-                share = model(**copy.deepcopy(rows), num_items_in_batch=number, use_cache=False).loss
+                share = model(**copy.deepcopy(rows), num_items_in_batch=num_items, use_cache=False).loss
                 share.backward()
                 total = total + share.detach()
         return Step({"loss": total, **(outputs or {})}, {name: p.grad for name, p in model.named_parameters()})
 
     @contextlib.contextmanager
-    def _as_a_run(self, items: Tensor, micro_batches: int) -> Iterator[None]:
-        """A step of the trainer; heads of whole rows train in others', which call them without one."""
+    def _in_training_step(self, num_items: Tensor, micro_batches: int) -> Iterator[None]:
+        """The context of a trainer's step; heads that take unpacked rows only are trained by other trainers, without it."""
         if self.only:
             yield
         else:
-            with parallel.using(self.state), loss.step(items, micro_batches):
+            with parallel.using(self.state), loss.step(num_items, micro_batches):
                 yield
 
     @staticmethod
     def _reference_logits(model: nn.Module, rows: Batch) -> Tensor:
-        handed = inputs.in_dtype_of(model, inputs.without_labels(rows))
+        batch = inputs.in_dtype_of(model, inputs.without_labels(rows))
         with torch.no_grad(), all_eager():
-            return model(**handed, use_cache=False).logits
+            return model(**batch, use_cache=False).logits
 
     def _reference_step(
         self, model: nn.Module, rows: Sequence[Batch], items: int, outputs: Mapping[str, Tensor] | None = None
     ) -> Step:
-        """The step of documents one by one: each mean counts with its share of the labels."""
+        """The step over documents one by one: each mean loss is weighted by its share of the labels."""
         model.train()
         model.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64)
         for row in rows:
-            labels = self.items(row)
+            labels = self.count_labels(row)
             if not labels:
                 continue
             torch.manual_seed(SEED)
-            handed = inputs.in_dtype_of(model, loss.upstream_labels(self.generated_class, copy.deepcopy(dict(row))))
+            batch = inputs.in_dtype_of(model, loss.upstream_labels(self.generated_class, copy.deepcopy(dict(row))))
             with all_eager():
-                mean = model(**handed, use_cache=False).loss
+                mean = model(**batch, use_cache=False).loss
                 share = mean * (labels / items)
                 share.backward()
             total += share.detach()
@@ -390,8 +389,8 @@ class Comparison:
         """The logits of documents one after the other, `(1, S, V)`, without those of padding."""
         parts = []
         for row in rows:
-            counts = row.get("attention_mask", torch.ones_like(row["input_ids"])).bool()
-            parts.append(self._reference_logits(model, row)[counts])
+            is_real = row.get("attention_mask", torch.ones_like(row["input_ids"])).bool()
+            parts.append(self._reference_logits(model, row)[is_real])
         return torch.cat(parts)[None]
 
     # --------------------------------------------------------------------------------------------- comparing
@@ -403,22 +402,17 @@ class Comparison:
         expected = reference(self.reference)
         found = {key: difference(actual.outputs[key], expected.outputs[key]) for key in actual.outputs}
         gradients = compare_gradients(actual, expected)
-        worst = EQUAL
-        for one in gradients.values():
-            worst = worst.worst(one)
-        self.checks.append(Check(name, found["loss"], found.get("logits", EQUAL), worst))
+        self.checks.append(Check(name, found["loss"], found.get("logits", EQUAL), worst_of(gradients.values())))
+        found |= {f"gradient of {key}": one for key, one in gradients.items()}
         beyond = {key: one for key, one in found.items() if not one.relative <= TOLERANCE}
-        beyond |= {f"gradient of {key}": one for key, one in gradients.items() if not one.relative <= TOLERANCE}
-        hopeless = ROUNDING * WELL_CONDITIONED
-        if beyond and all(one.relative <= hopeless for one in beyond.values()):
-            shaken = [shaken_step(self.reference, reference, seed) for seed in range(SHAKES)]
-            beyond = {key: one for key, one in beyond.items() if not is_rounding(key, actual, expected, shaken)}
+        if all(one.relative <= ROUNDING_FACTOR * WELL_CONDITIONED for one in beyond.values()):
+            beyond = beyond_rounding(beyond, actual, expected, self.reference, reference)
         if beyond:
-            telling = (key for key in ("logits", "loss") if key in beyond)
-            key = next(telling, max(beyond, key=lambda name: beyond[name].relative))
+            worst = max(beyond, key=lambda name: beyond[name].relative)
+            key = next((key for key in ("logits", "loss") if key in beyond), worst)
             verb = "differ" if key == "logits" else "differs"
-            whose = "upstream's" if name in UNPACKED or self.only else "upstream's for the documents alone"
-            self.failures.append(f"{_SUBJECT.get(name, name)}: {key} {verb} from {whose} by {_size(beyond[key])}.")
+            whose = "upstream's" if name in UNPACKED or self.only else "upstream's for the documents one by one"
+            self.failures.append(f"{_SUBJECT.get(name, name)}: {key} {verb} from {whose} by {_describe(beyond[key])}.")
 
 
 UNPACKED = ("plain", "padded right", "padded left", "router loss")
@@ -431,10 +425,10 @@ _SUBJECT = {
 }
 
 
-def _size(found: Difference) -> str:
+def _describe(found: Difference) -> str:
     if found.absolute == float("inf"):
-        return "all of it: it is there on one side only"
-    return f"{found.relative:.0e} of its size"
+        return "infinity: it exists on one side only, or its shape or dtype differs"
+    return f"{found.relative:.0e}, relative"
 
 
 @contextlib.contextmanager
@@ -443,7 +437,7 @@ def _selected(chosen: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def told(error: Exception) -> str:
+def one_line_error(error: Exception) -> str:
     """An exception in one line, ending in a full stop."""
     text = " ".join(str(error).split()) or "no message"
     named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

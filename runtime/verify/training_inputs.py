@@ -1,15 +1,15 @@
-"""What the trainer would hand to a model, and the same content as upstream takes it: document by document.
+"""Batches as the trainer passes them to a model, and the same content as upstream takes it: document by document.
 
-documents      rows of their own, upstream's arguments only: the reference
-packed row     the same documents one after the other, as the collator makes it: positions, lengths
-padded rows    an attention mask, zeros behind or before the tokens
+documents      one row each, upstream's arguments only: the reference
+packed row     the same documents concatenated by the collator: positions, lengths
+padded rows    an attention mask, padding right or left of the tokens
 
 B rows   S tokens per row   n tokens of a document
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from patchgen.runtime.data.collate import collate
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.inputs import drawable_ids
-from patchgen.runtime.verify.media_samples import TYPES, SampleBuilder
+from patchgen.runtime.verify.media_samples import MODALITY_FIELDS, SampleBuilder
 from patchgen.runtime.verify.multimodal_inputs import takes_media
 
 if TYPE_CHECKING:
@@ -29,34 +29,33 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 
 LENGTHS = (9, 15, 2, 12)
-"""Of the documents of a packed row: longer and shorter than a window, none that a chunk or a row divides."""
+"""Of the documents in a packed row: longer and shorter than a window, none a divisor of a chunk or of the row."""
 NUM_PADDED = 7
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents as rows `(1, n)` of their own, with `labels` not yet shifted and what else upstream's forward takes."""
+    """Documents as rows `(1, n)`, with unshifted `labels` and the other arguments of upstream's forward."""
 
     rows: tuple[Batch, ...]
-    together: Batch | None = None
-    """The same as one padded batch, where upstream's own result of a document depends on what else is in the batch: towers
-    that pad sounds to the longest."""
+    padded: Batch | None = None
+    """All as one padded batch, if upstream's result for a document depends on the others in its batch: towers that pad
+    sounds to the longest."""
 
-    def whole_batch(self) -> Batch:
-        """All documents as one padded batch."""
-        if self.together is None:
-            raise ValueError("These documents are rows of their own: nothing was made of them together.")
-        return self.together
+    def require_padded(self) -> Batch:
+        if self.padded is None:
+            raise ValueError("These documents have no padded batch: expected media documents, found text.")
+        return self.padded
 
     def reference(self) -> list[Batch]:
-        """What upstream is handed."""
-        return [self.together] if self.together is not None else list(self.rows)
+        """The batches that upstream gets."""
+        return [self.padded] if self.padded is not None else list(self.rows)
 
     def packed(self, positions: Any = None) -> Batch:
-        """One row of all documents as the data pipeline makes it.
+        """All documents in one row, as the data pipeline packs them.
 
         Args:
-            positions: the model's position function (`get_position_id_func()`); None: positions count.
+            positions: the model's position function (`get_position_id_func()`); None: 0, 1, 2, ... in each document.
         """
         return collate([_sample(row, positions) for row in self.rows], pad_to=None, pad_token_id=0)
 
@@ -70,24 +69,22 @@ class Documents:
 
 
 def _sample(row: Mapping[str, Any], positions: Any) -> Batch:
-    """A document as data workers hand it to the collator."""
-    sample = {
-        name: value for name, value in row.items() if isinstance(value, Tensor) and name not in ("attention_mask",)
-    }
-    for name in ("input_ids", "labels", *TYPES):
+    """A document as data workers pass it to the collator."""
+    sample = {name: value for name, value in row.items() if isinstance(value, Tensor) and name != "attention_mask"}
+    for name in ("input_ids", "labels", *MODALITY_FIELDS):
         if name in sample:
             sample[name] = sample[name][0]
     text = torch.arange(len(sample["input_ids"]))
     sample["position_ids"] = text
     if positions is not None:
-        known = {name: value for name, value in row.items() if isinstance(value, Tensor) and name != "labels"}
-        found = positions(**known)["position_ids"]
+        arguments = {name: value for name, value in row.items() if isinstance(value, Tensor) and name != "labels"}
+        found = positions(**arguments)["position_ids"]
         sample["position_ids"] = torch.cat([text[None].to(found.dtype), found.reshape(3, -1)])
     return sample
 
 
-class TextDraw:
-    """Seeded ids that mean nothing special to a model, and labels of some of them."""
+class TokenSampler:
+    """Seeded token ids without special ones, and labels for some of them."""
 
     def __init__(self, config: PreTrainedConfig, seed: int = 1) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -98,7 +95,7 @@ class TextDraw:
         return self.drawable[torch.randint(len(self.drawable), (rows, length), generator=self.generator)]
 
     def others(self, ids: Tensor) -> Tensor:
-        """Ids of the same shape, none of them the same."""
+        """Ids of the same shape that differ everywhere."""
         step = 1 + int(torch.randint(len(self.drawable) - 1, (), generator=self.generator))
         return self.drawable[(torch.searchsorted(self.drawable, ids.contiguous()) + step) % len(self.drawable)]
 
@@ -109,23 +106,23 @@ class TextDraw:
         return ids.masked_fill(ignored, IGNORED)
 
 
-def plain_rows(draw: TextDraw) -> Batch:
+def plain_rows(tokens: TokenSampler) -> Batch:
     """Two rows of one document each, `(2, S)`."""
-    ids = draw.ids(2, sizes.SEQUENCE)
-    return {"input_ids": ids, "labels": draw.labels(ids)}
+    ids = tokens.ids(2, sizes.SEQUENCE)
+    return {"input_ids": ids, "labels": tokens.labels(ids)}
 
 
-def text_documents(draw: TextDraw) -> Documents:
+def text_documents(tokens: TokenSampler) -> Documents:
     """Documents of `LENGTHS` tokens."""
     rows = []
     for length in LENGTHS:
-        ids = draw.ids(1, length)
-        rows.append({"input_ids": ids, "labels": draw.labels(ids)})
+        ids = tokens.ids(1, length)
+        rows.append({"input_ids": ids, "labels": tokens.labels(ids)})
     return Documents(tuple(rows))
 
 
 def padded_rows(rows: Batch, *, left: bool) -> Batch:
-    """The rows with the second shorter by `NUM_PADDED` tokens, which are padding behind it, or before."""
+    """The rows, with the first (`left`) or last `NUM_PADDED` positions of the second one padding."""
     out = {name: tensor.clone() for name, tensor in rows.items()}
     mask = torch.ones_like(out["input_ids"])
     mask[1, slice(None, NUM_PADDED) if left else slice(-NUM_PADDED, None)] = 0
@@ -138,28 +135,29 @@ def padded_rows(rows: Batch, *, left: bool) -> Batch:
     return {**out, "attention_mask": mask}
 
 
-def changed(rows: Mapping[str, Any], place: slice, draw: TextDraw) -> Batch:
-    """The rows with other tokens in one place."""
+def changed(rows: Mapping[str, Any], place: slice, tokens: TokenSampler) -> Batch:
+    """The rows with other tokens at `place`."""
     ids = rows["input_ids"].clone()
-    ids[:, place] = draw.others(ids[:, place])
+    ids[:, place] = tokens.others(ids[:, place])
     return {**rows, "input_ids": ids}
 
 
 def without_labels(rows: Mapping[str, Any]) -> Batch:
-    """What gives logits instead of a loss."""
+    """The batch for which a model returns logits instead of a loss."""
     return {name: value for name, value in rows.items() if name not in ("labels", "shift_labels")}
 
 
 def num_labels(rows: Mapping[str, Any]) -> int:
-    """The labels that count, shifted: the first of a row is nobody's target."""
+    """The number of labels that are targets; the first of a row is none."""
     return int((rows["labels"][:, 1:] != IGNORED).sum())
 
 
 def media_documents(model: PreTrainedModel) -> dict[str, Documents]:
-    """The media batches of a model sample by sample, by name; empty for models that take none.
+    """The media batches of a model as documents, by batch name; empty for models that take none.
 
     Args:
-        model: upstream's head from the small config. What it refuses alone is left out: the eager proof has the reason.
+        model: upstream's head from the small config. A batch is left out if it refuses a sample of it alone; the eager
+            proof reports why.
     """
     if not takes_media(type(model)):
         return {}
@@ -167,7 +165,7 @@ def media_documents(model: PreTrainedModel) -> dict[str, Documents]:
     found = {}
     for name, samples in builder.batches():
         if any(item.inside for sample in samples for item in sample.items):
-            continue  # whether a video brings its audio is one flag for all of a batch
+            continue  # use_audio_in_video is one flag for a whole batch
         samples = [sample for sample in samples if sample.items or builder.takes([sample])]
         rows = tuple(dict(builder.case(name, [sample]).batch) for sample in samples)
         if not all(builder.takes([sample]) for sample in samples):
@@ -176,13 +174,8 @@ def media_documents(model: PreTrainedModel) -> dict[str, Documents]:
     return found
 
 
-def same_rows(documents: Sequence[Documents]) -> list[Batch]:
-    """The rows of several sets of documents, one after the other."""
-    return [row for one in documents for row in one.rows]
-
-
-def handed(rows: Batch) -> Batch:
-    """The rows as the trainer hands them to a model, on one rank."""
+def trainer_inputs(rows: Batch) -> Batch:
+    """The rows as the trainer passes them to a model on one rank."""
     return slice_batch(rows, sp=1, sp_rank=0)
 
 

@@ -1,7 +1,7 @@
-"""How far a proof reaches, in the words that every record, page and refusal uses.
+"""How far a proof reaches, as every record, page and refusal states it.
 
-proven                       equal to upstream, eager and as a run computes it
-proven, eager only: REASON   equal to upstream with eager attention on one process; a run would compute otherwise, or fail
+proven                       equal to upstream, eager and on the training path
+proven, eager only: REASON   equal to upstream with eager attention in one process; a run would compute something else, or fail
 generated: REASON            there is generated code, and it is not equal to upstream or was not compared
 """
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 PROVEN = "proven"
 EAGER_ONLY = "proven, eager only"
 GENERATED = "generated"
-LONGEST = 320
-"""Letters of a reason: messages of others may be pages long."""
+MAX_LENGTH = 320
+"""Characters of a reason: messages of other libraries may be pages long."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """Both, as a person reads them."""
+        """The status and its reason."""
         return f"{self.status}: {self.reason}" if self.reason else self.status
 
 
 def of(proof: Proof) -> Verdict:
-    """The verdict on a proof of all that a model has."""
+    """The verdict on a merged proof of all variants."""
     if proof.failures:
         return Verdict(GENERATED, one_line(proof.failures[0]))
     if not proof.cases:
@@ -50,6 +50,6 @@ def of(proof: Proof) -> Verdict:
 
 
 def one_line(text: object) -> str:
-    """A message in one line of at most `LONGEST` letters."""
+    """A message in one line of at most `MAX_LENGTH` characters."""
     line = " ".join(str(text).split())
-    return line if len(line) <= LONGEST else line[: LONGEST - 3].rstrip() + "..."
+    return line if len(line) <= MAX_LENGTH else line[: MAX_LENGTH - 3].rstrip() + "..."

@@ -1,4 +1,4 @@
-"""`patchgen verify MODEL`: the proof of one generated model, over the variants that its config knows."""
+"""`patchgen verify MODEL`: the proof of one generated model, over the variants of its config."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from patchgen.runtime.verify.inputs import Case, text_cases
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, takes_media, without_media
 from patchgen.runtime.verify.proof import Proof, merge, prove
+from patchgen.runtime.verify.reference_model import Subject, find
 from patchgen.runtime.verify.small_config import (
     UPSTREAM_REFUSALS,
     SmallConfig,
@@ -23,7 +24,6 @@ from patchgen.runtime.verify.small_config import (
     small_config,
 )
 from patchgen.runtime.verify.training_path import TrainingPath, merge_paths, prove_training_path
-from patchgen.runtime.verify.yardstick import Subject, find
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -32,12 +32,10 @@ BASE = "base"
 CHECKPOINTING = "checkpointing"
 TEXT_ALONE = "text alone"
 EVALUATION = "evaluation"  # of models that take media, whose towers may differ there
-# Variants that change what a mask or a packed batch does: the router loss weighs tokens by the mask, a window cuts the
-# attention of each document. They run every case; the others, which change neither, the first.
+# Variants that change the effect of a mask or a packed batch: the router loss weights tokens by the mask, a window limits
+# the attention of each document. They run every case, the others the first.
 ALL_CASES = ("router_logits", "window", "no_window")
-
-
-# Variants that ask other features of the attention, or have other layers: each is compared as a run computes it.
+# Variants with other attention features or other layers: each is compared on the training path.
 TRAINED = (BASE, "window", "no_window", "experts")
 
 
@@ -49,52 +47,50 @@ def verify_model(
     implementations: Collection[str] | None = None,
     training_path: bool = True,
 ) -> Proof:
-    """Proves a generated model against what it was made from: the upstream module that `provenance.json` names, or the
-    user's own file.
+    """Proves a generated model against its source: the upstream module that `provenance.json` names, or the user's file.
 
     Args:
-        model: it, its name among the installed ones ("qwen3_moe"), or the folder that holds `modeling_<model>.py` and
-            `provenance.json`.
-        head: the class to prove; default: the first of the heads in `provenance.json`.
-        variants: names out of `small_config.VARIANTS`, "checkpointing" and "evaluation"; default: all that the config knows.
-        implementations: names of the implementations of seams to compare (compiled ones take seconds); default: all.
-        training_path: compare as a run computes, too, if the eager comparison found nothing.
+        model: the model, its name among the installed ones ("qwen3_moe"), or its folder.
+        head: the class to prove; default: the first head in `provenance.json`.
+        variants: keys of `small_config.VARIANTS`, "checkpointing" and "evaluation"; default: all that apply to the config.
+        implementations: names of the seam implementations to compare (compiled ones take seconds); default: all.
+        training_path: also compare the training path, if the eager comparison passes.
 
     Raises:
         registry.UnknownModelError: no such model, or no such head in it.
-        registry.NoUpstreamError: the model was made from a file on disk, which is not known or has changed.
+        registry.NoUpstreamError: the model was generated from a file on disk that is unknown or has changed.
         SmallConfigError: upstream's config class refuses every small config.
     """
     generated = find(model)
-    head = _known(head or generated.heads[0], generated)
+    head = _require_class(head or generated.heads[0], generated)
     upstream_class = getattr(generated.upstream(), head)
     generated_class = getattr(generated.load(), head)
     config_class, kind = upstream_class.config_class, head_kinds.kind_of(head)
     chosen = tuple(variants) if variants is not None else _variants(upstream_class)
     if not chosen:
-        raise ValueError("No variant was asked for: nothing would be proven. Leave `variants` out for all of them.")
+        raise ValueError("`variants` is empty, so nothing would be proven. To fix: leave it out for all variants.")
     proofs: list[Proof] = []
-    fed: set[str] = set()
+    covered_inputs: set[str] = set()
     trained: dict[str, PreTrainedConfig] = {}
     refused: dict[str, str] = {}
     for variant in chosen:
         try:
             small = small_config(config_class, variant=BASE if variant in (CHECKPOINTING, EVALUATION) else variant)
-            head_kinds.prepared(small.config, kind)
+            head_kinds.with_special_tokens(small.config, kind)
         except SmallConfigError as error:
             if variant in (BASE, CHECKPOINTING, EVALUATION):
                 raise
             refused[variant] = error.reason
             continue
         pair = upstream_class, generated_class
-        proof = _proof_of(pair, small, variant, fed, is_first=not proofs, implementations=implementations)
+        proof = _proof_of(pair, small, variant, covered_inputs, is_first=not proofs, implementations=implementations)
         proofs.append(proof)
         if variant in TRAINED:
             trained[variant] = small.config
     merged = merge(proofs)
     merged.refused = refused
-    merged.not_compared = merged.not_compared | _without_example(upstream_class, fed)
-    merged.inputs = tuple(sorted(fed))
+    merged.not_compared = merged.not_compared | _without_example(upstream_class, covered_inputs)
+    merged.inputs = tuple(sorted(covered_inputs))
     merged.model, merged.head = generated.name, head
     merged.file_sha256 = digest(generated.file)
     merged.upstream_version = generated.upstream_version
@@ -107,14 +103,14 @@ def _proof_of(
     pair: tuple[type[PreTrainedModel], type[PreTrainedModel]],
     small: SmallConfig,
     variant: str,
-    fed: set[str],
+    covered_inputs: set[str],
     *,
     is_first: bool,
     implementations: Collection[str] | None,
 ) -> Proof:
-    """The proof of one variant; the first has all that is proven once. The names of what it is fed are added to `fed`."""
+    """The proof of one variant; seams are proven in the first only. Adds the names of its input tensors to `covered_inputs`."""
     cases, media = _cases(pair[0], small.config, variant, takes_all=is_first or variant in ALL_CASES)
-    fed.update(name for case in cases for name, value in case.batch.items() if isinstance(value, Tensor))
+    covered_inputs.update(name for case in cases for name, value in case.batch.items() if isinstance(value, Tensor))
     proof = prove(
         *pair,
         small.config,
@@ -130,7 +126,7 @@ def _proof_of(
     return proof
 
 
-def _known(head: str, generated: registry.GeneratedModel) -> str:
+def _require_class(head: str, generated: registry.GeneratedModel) -> str:
     if head not in generated.classes:
         raise registry.UnknownModelError(
             f"The generated model '{generated.name}' has no class '{head}'. Heads: {', '.join(generated.heads)}; "
@@ -142,68 +138,63 @@ def _known(head: str, generated: registry.GeneratedModel) -> str:
 def _cases(
     upstream_class: type[PreTrainedModel], config: PreTrainedConfig, variant: str, *, takes_all: bool
 ) -> tuple[tuple[Case, ...], MediaCases]:
-    """What a variant is compared on: text, all cases of it or the first, and media."""
+    """The cases of a variant: all text cases or the first, and media."""
     texts = text_cases(config, upstream_class)
     cases: Sequence[Case] = texts if takes_all else texts[:1]
     media = MediaCases()
     if takes_media(upstream_class):
         built = build_model(upstream_class, config).train(variant != EVALUATION)
         media = media_cases(built)
-        if media.cases:  # what upstream refuses in its own words is no case: those with media prove
+        if media.cases:  # then text that upstream refuses may be left out
             cases, refusal = without_media(built, cases)
             media.refused.update({TEXT_ALONE: refusal} if refusal else {})
     return (*cases, *media.cases), media
 
 
-def _without_example(upstream_class: type, fed: Collection[str]) -> dict[str, str]:
-    """The inputs of a model's own that no case held."""
-    reason = (
-        "input_rules of the model's class gives no example of it that its cases hold: {'of': 'image', 'shape': [2]}"
-    )
-    return {name: reason for name in getattr(upstream_class, "input_rules", {}) if name not in fed}
+def _without_example(upstream_class: type, covered_inputs: Collection[str]) -> dict[str, str]:
+    """The inputs that a model's class declares and no case contains."""
+    reason = "its entry in the class's input_rules has no usable example, expected e.g. {'of': 'image', 'shape': [2]}"
+    return {name: reason for name in getattr(upstream_class, "input_rules", {}) if name not in covered_inputs}
 
 
 def judge(
     model: Subject, *, head: str | None, implementations: Collection[str] | None = None
 ) -> tuple[verdict.Verdict, Proof | None]:
-    """The verdict on a model with all its variants, and the proof; None where upstream's class or config refused it."""
+    """The verdict on a model with all its variants, and its proof; None if upstream's class or config failed."""
     try:
         proof = verify_model(model, head=head, implementations=implementations)
     except SmallConfigError as refusal:
         return verdict.Verdict(verdict.GENERATED, verdict.one_line(f"no small config is known: {refusal}")), None
     except UPSTREAM_REFUSALS as refusal:
-        own = _upstream_refusal(find(model), head)
-        found = f"upstream's own class fails: {_named(own)}" if own else f"not compared: {_named(refusal)}"
-        return verdict.Verdict(verdict.GENERATED, verdict.one_line(found)), None
+        upstream_error = _upstream_error(find(model), head)
+        error, prefix = (upstream_error, "upstream's own class fails") if upstream_error else (refusal, "not compared")
+        reason = verdict.one_line(f"{prefix}: {type(error).__name__}: {error}")
+        return verdict.Verdict(verdict.GENERATED, reason), None
     return verdict.of(proof), proof
 
 
-def _upstream_refusal(generated: registry.GeneratedModel, head: str | None) -> Exception | None:
-    """What upstream's class alone raises on a small config or on what it is compared with, if it does."""
+def _upstream_error(generated: registry.GeneratedModel, head: str | None) -> Exception | None:
+    """What upstream's class alone raises on a small config or on the cases of its proof, if it does."""
     try:
         upstream_class = getattr(generated.upstream(), head or generated.heads[0])
         kind = head_kinds.kind_of(upstream_class.__name__)
-        config = head_kinds.prepared(small_config(upstream_class.config_class).config, kind)
+        config = head_kinds.with_special_tokens(small_config(upstream_class.config_class).config, kind)
         model = build_model(upstream_class, config)
         media = media_cases(model).cases if takes_media(upstream_class) else ()
         texts = text_cases(config, upstream_class)
         for case in (*(without_media(model, texts)[0] if media else texts), *media):
             step = train_step(model, case)
             if "labels" in case.batch and "loss" not in step.outputs:
-                return ValueError("it takes labels and returns no loss, so nothing trains it.")
+                return ValueError("it takes labels and returns no loss, so it cannot be trained.")
     except UPSTREAM_REFUSALS as refusal:
         return refusal
     return None
 
 
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _training_path(
     upstream_class: type, generated_class: type, configs: Mapping[str, PreTrainedConfig]
 ) -> TrainingPath | None:
-    """The comparison as a run computes, over variants; with media on the first."""
+    """The comparison of the training path, over variants; with media for the first."""
     paths = {
         variant: prove_training_path(upstream_class, generated_class, config, media=variant == BASE)
         for variant, config in configs.items()
@@ -213,7 +204,7 @@ def _training_path(
 
 def _variants(upstream_class: type) -> tuple[str, ...]:
     if head_kinds.kind_of(upstream_class.__name__) is not None:
-        return (BASE,)  # the others are of the model below, which the proof of its language model compares
+        return (BASE,)  # the others concern the base model, which the proof of its language model covers
     variants = applicable_variants(upstream_class.config_class)
     if upstream_class.supports_gradient_checkpointing:
         variants = (*variants, CHECKPOINTING)

@@ -10,7 +10,7 @@ from patchgen.runtime import attention, minimal_media, ops, parallel
 from patchgen.runtime.parallel import gradients, media, sharding
 from patchgen.runtime.verify import media_ranks
 from patchgen.runtime.verify.media_ranks import RankResult
-from patchgen.runtime.verify.yardstick import find, state_of, yardstick
+from patchgen.runtime.verify.reference_model import find, reference_model, state_of
 
 
 def agrees(model: str, name: str, *, sp: int, fsdp: bool = True, training: bool = True) -> None:
@@ -37,17 +37,17 @@ def steps_agree(model: str, *, sp: int, num_steps: int) -> None:
 def steps_without_images(model: str) -> list[tuple[set[str], set[str]]]:
     """The parameters that an optimizer would be given gradients of, and those that have one upstream on one rank: after a step
     of text on all ranks, and after one in which one rank has an image."""
-    known, state = yardstick(model, find(model).heads[0]), state_of(1)
-    generated = sharding.shard_model(known.generated(), state)
-    maker, found = known.builder, []
+    reference, state = reference_model(model, find(model).heads[0]), state_of(1)
+    generated = sharding.shard_model(reference.generated(), state)
+    maker, found = reference.builder, []
     for image in (False, True):
         samples = [maker.sample([3 + rank, 5]) for rank in range(2)]
         if image:
-            samples[1] = media_ranks.one_modality_each(known, 1, 0)[0]
+            samples[1] = media_ranks.one_modality_each(reference, 1, 0)[0]
         mine = dict(maker.case("mixed", [samples[state.batch_index]]).batch)
-        mine["position_ids"] = known.positions(mine)
-        _, expected = known.one_rank([dict(maker.case("mixed", [sample]).batch) for sample in samples])
-        media_ranks.on_ranks(generated, mine, state, pad=known.pad, fsdp=True, kernels=known.seams)
+        mine["position_ids"] = reference.positions(mine)
+        _, expected = reference.loss_and_gradients([dict(maker.case("mixed", [sample]).batch) for sample in samples])
+        media_ranks.step_on_ranks(generated, mine, state, pad=reference.pad, fsdp=True, kernels=reference.seams)
         assert gradients.accept(generated, gradients.norm(generated.parameters()), on_nonfinite="stop")
         own = {name for name, parameter in generated.named_parameters() if parameter.grad is not None}
         found.append((own, {name for name, gradient in expected.items() if bool(gradient.any())}))
@@ -57,21 +57,20 @@ def steps_without_images(model: str) -> list[tuple[set[str], set[str]]]:
 
 def agrees_with(model: str, name: str, *, sp: int, undivided: bool = False, recomputed: bool = False) -> None:
     """As `agrees`, with towers computed whole as where heads do not divide, or layers run again in the backward."""
-    known = yardstick(model, find(model).heads[0])
+    reference = reference_model(model, find(model).heads[0])
     state = state_of(sp)
-    whole, mine = media_ranks.inputs_of(known, name, state)
-    expected = known.one_rank(whole)
-    generated = known.generated()
+    full_batches, local_batch = media_ranks.case_inputs(reference, name, state)
+    generated = reference.generated()
     towers = [module for module in generated.modules() if type(module).__name__ == "ModuleList"]
     if undivided:
         for layers in towers:
             media._DIVIDES(layers)[sp] = False
     if recomputed:
         getattr(generated, "activation_checkpointing_enable", generated.gradient_checkpointing_enable)()
-    got = media_ranks.on_ranks(generated, mine, state, pad=known.pad, fsdp=False)
+    actual = media_ranks.step_on_ranks(generated, local_batch, state, pad=reference.pad, fsdp=False)
     hows = set(media.describe(generated, sp).values())
     assert hows == {"whole: heads do not divide" if undivided else "each rank a slice of the rows"}
-    row = media_ranks.differences(*got, *expected)
+    row = media_ranks.compare_steps(reference.model, lambda _: reference.loss_and_gradients(full_batches), actual)
     assert not row.get("reason"), row
 
 
@@ -128,9 +127,9 @@ def a_tower_without_a_minimal_input_is_refused_on_all_ranks() -> None:
 
 def minimal_inputs_of_a_sharded_model(model: str) -> None:
     """Ranks that search at different times find the same, and make no collective: one of them searches alone."""
-    known = yardstick(model, find(model).heads[0])
+    reference = reference_model(model, find(model).heads[0])
     state = state_of(1)
-    generated = known.generated()
+    generated = reference.generated()
     sharding.shard_model(generated, state)
     if state.batch_index == 0:
         found = minimal_media.minimal_inputs(generated.model.get_image_features, sp=1, like=torch.zeros(1))

@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 from patchgen.runtime.parts import parts_of
-from patchgen.runtime.verify import media_ranks, yardstick
+from patchgen.runtime.verify import media_ranks, reference_model
 from patchgen.runtime.verify.small_config import small_config
 
 HEAD = "LlavaForConditionalGeneration"
@@ -14,7 +14,7 @@ HEAD = "LlavaForConditionalGeneration"
 
 def compare(folder: str, text_type: str, names: list[str], **layout: object) -> list[dict]:
     """The batches through Llava around a text model of that type: loss and worst gradient against upstream's on one rank."""
-    own = yardstick.training_config
+    own = reference_model.training_config
 
     def around(upstream_class: type) -> object:
         config = own(upstream_class)
@@ -22,10 +22,10 @@ def compare(folder: str, text_type: str, names: list[str], **layout: object) -> 
         config.text_config.use_cache = False
         return config
 
-    with mock.patch.object(yardstick, "training_config", around):
-        known = yardstick.Yardstick(yardstick.find(Path(folder)), HEAD)
-    file = next(file.__name__ for _, _, file in parts_of(known.generated()))
+    with mock.patch.object(reference_model, "training_config", around):
+        reference = reference_model.ReferenceModel(reference_model.find(Path(folder)), HEAD)
+    file = next(file.__name__ for _, _, file in parts_of(reference.generated()))
     if not file.endswith(f"modeling_{text_type}"):
         raise AssertionError(f"the language model is of {file}, not of the generated file of {text_type}")
-    experts = len(known.generated().get_parallel_plan().expert_parameters)
-    return [media_ranks.compare_with(known, name, **layout) | {"experts": experts} for name in names]
+    experts = len(reference.generated().get_parallel_plan().expert_parameters)
+    return [media_ranks.compare_case(reference, name, **layout) | {"experts": experts} for name in names]

@@ -15,7 +15,7 @@ from patchgen.runtime import attention, model_calls, parallel
 from patchgen.runtime.document_rows import LEFT, DocumentRows
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.verify.model_pair import build_model, perturb
-from patchgen.runtime.verify.slices import one_of_ranks
+from patchgen.runtime.verify.slices import fake_rank
 from patchgen.runtime.verify.small_config import small_config
 
 LENGTHS = (7, 12, 5)
@@ -115,7 +115,7 @@ def test_a_slice_of_rows_is_refused_packed_or_not():
     model = module.MambaForCausalLM(small_config("mamba").config)
     model_calls.separate_documents(model)
     positions = torch.arange(16)[None]
-    with one_of_ranks() as state, parallel.using(state):
+    with fake_rank() as state, parallel.using(state):
         for counted in (positions, positions % 5):
             batch = slice_batch({"input_ids": torch.ones_like(counted), "position_ids": counted}, sp=2, sp_rank=0)
             with pytest.raises(

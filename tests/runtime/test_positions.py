@@ -70,7 +70,7 @@ def upstream_positions(builder: SampleBuilder, sample: Sample) -> tuple[torch.Te
     source = next(m for m in (builder.model, *builder.model.children()) if hasattr(m, "get_rope_index"))
     common = {name: batch.get(name) for name in ("input_ids", "image_grid_thw", "video_grid_thw")}
     common["attention_mask"] = torch.ones_like(batch["input_ids"])
-    if "use_audio_in_video" in builder.known:
+    if "use_audio_in_video" in builder.forward_parameters:
         mask = batch.get("feature_attention_mask")
         positions, deltas = source.get_rope_index(
             **common,

@@ -286,11 +286,11 @@ def test_a_term_that_no_number_switches_is_refused(switch):
 
 
 @pytest.mark.parametrize("written", [ALIGNED, KEPT])
-def test_the_yardstick_of_ranks_weighs_the_mean_of_each_batch_by_its_labels(tmp_path, state, written):
+def test_the_reference_of_ranks_weighs_the_mean_of_each_batch_by_its_labels(tmp_path, state, written):
     """Upstream's head hears nothing of a step, and where labels are aligned takes those of the next token."""
     model = built(tmp_path, (UPSTREAM, written))
     batches = [{"input_ids": IDS, "labels": LABELS}, {"input_ids": IDS[:1, :5], "labels": LABELS[:1, :5]}]
-    expected, known = reference_loss.one_rank(model, batches, generated_class=type(model))
+    expected, known = reference_loss.loss_and_gradients(model, batches, generated_class=type(model))
     model.zero_grad()
     items = sum((one["labels"][:, 1:] != -100).sum() for one in batches)
     with parallel.using(state), loss.step(items, len(batches)):

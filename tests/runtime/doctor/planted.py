@@ -1,4 +1,4 @@
-"""Fifteen ways to spoil a checkpoint, its data or its recipe, each where it happens to people.
+"""Faults in a checkpoint, its data or its recipe, planted as they happen in practice.
 
 toy = toys.text_toy(folder)                    # qwen3_moe on conversations
 recipe = planted(toy, "scaled head", folder)   # a recipe of a copy with the fault
@@ -306,10 +306,10 @@ FAULTS = {
     "router rounded": Fault(router_rounded, "weights", r"mlp\.gate\.weight.* rounds them"),
     "truncated vocabulary": Fault(truncated_vocabulary, "tokenizer", r"tokens have no embedding"),
     "vocabulary of zeros": Fault(vocabulary_of_zeros, "weights", r"embeddings of zeros"),
-    "wrong pad token": Fault(wrong_pad_token, "padding", r"'e' = \d+ stands \d+ times in the texts"),
+    "wrong pad token": Fault(wrong_pad_token, "padding", r"'e' = \d+ occurs \d+ times in the texts"),
     "wrong padding row": Fault(wrong_padding_row, "padding", r"gives that row no gradient"),
 }
-"""The fifteen of the doctor's promise, some in a second place where they happen as well."""
+"""The fifteen faults that the doctor must find, some of them in a second place."""
 SECOND_PLACES = (
     "other vocabulary",
     "swapped in the file",

@@ -16,10 +16,10 @@ from small_processors import TORCHVISION, byte_tokenizer
 from patchgen.runtime.doctor import CHECKS, examine
 from patchgen.runtime.doctor.chat_template import ChatTemplate
 from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, failed, not_checked, passed
-from patchgen.runtime.doctor.labels import runs, shift_of
+from patchgen.runtime.doctor.labels import runs, shift_problem
 from patchgen.runtime.doctor.patient import Patient
-from patchgen.runtime.doctor.samples import ANY_TWO, LONGEST, Sample, fits_beside
-from patchgen.runtime.doctor.stepping import run_ranks
+from patchgen.runtime.doctor.samples import ANY_TWO, MAX_LENGTH, Sample, fits_in_row_with
+from patchgen.runtime.doctor.step_checks import run_ranks
 from patchgen.runtime.train import first_loss
 from patchgen.runtime.train import recipe as recipes
 from patchgen.runtime.train.recipe import RecipeError, from_dict
@@ -51,7 +51,7 @@ def test_a_planted_fault_is_found_by_what_it_is(toy, fault, tmp_path):
 def test_a_cast_in_the_modeling_file_is_seen_against_plain_transformers(toy, tmp_path):
     report = examine(planted.planted(toy, "bf16 router", tmp_path / "planted"), skip=(*SLOW, "alternatives"))
     assert "model.layers.0.mlp.gate is the first" in report["plain transformers"].found
-    assert "bfloat16 rounds" in report["plain transformers"].found
+    assert "a rounding error of bfloat16" in report["plain transformers"].found
     assert "model.layers.0.mlp.gate is the first" in report["export"].found
 
 
@@ -60,7 +60,7 @@ def test_random_weights_are_judged_by_ln_v_alone(toy):
     values["model"]["weights"] = "random"
     report = examine(from_dict(values), skip=SLOW)
     assert report.exit_status == 0, report.text()
-    assert "of random weights" in report["first loss"].found
+    assert "with random weights" in report["first loss"].found
     assert report["alternatives"].status == report["plain transformers"].status == NOT_CHECKED
     assert report["export"].status == PASSED
 
@@ -77,7 +77,7 @@ def test_a_long_prompt_is_not_cut_before_its_answer(toy, tmp_path):
     patient.close()
     assert len(first.ids) > 600 + 600 and not first.is_cut
     assert shown(first, patient).endswith(f"[[{answer['content']}<|im_end|>]]\n")
-    assert len(second.ids) == LONGEST and second.is_cut
+    assert len(second.ids) == MAX_LENGTH and second.is_cut
 
 
 def shown(sample, patient):
@@ -87,7 +87,7 @@ def shown(sample, patient):
 
 
 @pytest.mark.parametrize(
-    ("held", "own", "apart", "fits"),
+    ("others", "own", "separate", "fits"),
     [
         (["image", ""], "video", [("image", "video")], False),
         (["image", ""], "video", [("audio", "video")], True),
@@ -97,9 +97,9 @@ def shown(sample, patient):
         ([], "image video", ANY_TWO, True),
     ],
 )
-def test_a_row_holds_no_modalities_that_the_model_mixes_up(held, own, apart, fits):
-    sample, *others = (Sample("here", {}, modalities=frozenset(names.split())) for names in (own, *held))
-    assert fits_beside(sample, others, apart) is fits
+def test_a_row_contains_no_modalities_that_the_model_mixes_up(others, own, separate, fits):
+    sample, *in_row = (Sample("here", {}, modalities=frozenset(names.split())) for names in (own, *others))
+    assert fits_in_row_with(sample, in_row, separate) is fits
 
 
 def test_a_rank_that_fails_ends_those_that_wait_for_it():
@@ -134,7 +134,7 @@ UNSEARCHABLE = (
         ("classification", None, NOT_CHECKED, "needs none for plain texts"),
         ("preference", None, FAILED, "no chat template"),
         ("chat", None, FAILED, "no chat template"),
-        ("chat", UNSEARCHABLE, FAILED, "turn cannot be looked for in it: the chat template refuses the messages"),
+        ("chat", UNSEARCHABLE, FAILED, "turn cannot be searched for in it: the chat template refuses the messages"),
     ],
 )
 def test_a_chat_template_is_judged_by_what_its_data_are(toy, kind, template, status, words):
@@ -154,12 +154,13 @@ def test_what_a_failed_part_leaves_unchecked_is_named(toy, tmp_path):
     assert "tie_word_embeddings = true" in report["weights"].advice
 
 
-def test_a_model_that_does_not_fit_is_told_with_both_sizes(toy, monkeypatch):
+def test_a_model_that_does_not_fit_is_reported_with_both_sizes(toy, monkeypatch):
     monkeypatch.setattr("patchgen.runtime.checkpoint.host_memory.available", lambda: 1000.0)
     report = examine(from_dict(toy.values), skip=SLOW)
     assert report.exit_status == 0, report.text()
     assert report["weights"].status == report["kernels"].status == NOT_CHECKED
-    assert "layer and what lies around the layers take 0.09 MiB, and 0.00 MiB may be taken" in report["weights"].found
+    found = report["weights"].found
+    assert "layer and the parameters outside the layers take 0.09 MiB, and 0.00 MiB are available" in found
     assert report["kernels"] == not_checked("it needs the model: see 'weights'.")
     assert report["labels"].status == PASSED
 
@@ -179,8 +180,8 @@ def test_the_command_prints_json_and_exits_by_what_failed(toy, tmp_path, capsys)
     asked = ["recipe", "tokenizer", "step"]
     skip = [check.name for check in CHECKS if check.name not in asked]
     assert doctor(file, [], skip=skip, as_json=True) == 0
-    told = json.loads(capsys.readouterr().out)  # and nothing of what the step prints as it begins
-    assert [one["check"] for one in told["checks"] if one["status"] == PASSED] == asked
+    report = json.loads(capsys.readouterr().out)  # and nothing of what the step prints as it begins
+    assert [one["check"] for one in report["checks"] if one["status"] == PASSED] == asked
     assert doctor(file, ["model.freeze=[model.*]"], skip=skip, as_json=False) == 1
     assert "FAILED  model.freeze = ['model.*'] leaves nothing to train" in capsys.readouterr().out
 
@@ -202,7 +203,7 @@ def test_findings_have_a_status_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("labels", "told"),
+    ("labels", "expected"),
     [
         ([5, 6, 7, 8], None),
         ([-100, 6, 7, -100], None),
@@ -211,11 +212,11 @@ def test_findings_have_a_status_of_their_own():
         ([5, 9, 7, 8], "the label of token 1 is 9, and the token is 6"),
     ],
 )
-def test_labels_are_the_ids_of_their_own_places(labels, told):
+def test_labels_are_the_ids_of_their_own_places(labels, expected):
     import torch
 
-    found = shift_of(Sample("here", {"input_ids": torch.tensor([5, 6, 7, 8]), "labels": torch.tensor(labels)}))
-    assert found is None if told is None else told in found
+    found = shift_problem(Sample("here", {"input_ids": torch.tensor([5, 6, 7, 8]), "labels": torch.tensor(labels)}))
+    assert found is None if expected is None else expected in found
 
 
 def test_a_processor_whose_mark_in_the_text_is_another_token_than_its_places_is_sound(home, tmp_path):
@@ -229,7 +230,7 @@ def test_a_processor_whose_mark_in_the_text_is_another_token_than_its_places_is_
     assert "<image_soft_token> (x 4)" in report["labels"].shown and "\n\n" in report["labels"].shown
 
 
-def test_learned_stretches():
+def test_runs_of_tokens_with_a_loss():
     assert list(runs([-100, 1, 2, -100, 3])) == [(1, 3), (4, 5)]
     assert list(runs([-100])) == []
 

@@ -1,4 +1,4 @@
-"""A checkpoint larger than memory is looked at layer by layer: the same verdicts, the same faults found, never more held."""
+"""A checkpoint larger than memory is examined layer by layer: the same verdicts and faults, and the memory limit is kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from patchgen.runtime.doctor import examine
-from patchgen.runtime.doctor.calls import Slope
+from patchgen.runtime.doctor.calls import GradientSummary
 from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED
 from patchgen.runtime.doctor.patient import Patient
 from patchgen.runtime.train.recipe import from_dict
@@ -22,8 +22,8 @@ LIMIT = 130_000
 
 
 @pytest.fixture
-def most_held() -> Iterator[list[int]]:
-    """The most bytes that all parameters of a model lay in when one of its modules had computed."""
+def peak_bytes() -> Iterator[list[int]]:
+    """The most bytes that all parameters of a model occupied when one of its modules returned."""
     most, running = [0], []
 
     def begin(module: nn.Module, args: tuple) -> None:
@@ -41,12 +41,12 @@ def most_held() -> Iterator[list[int]]:
         handle.remove()
 
 
-def test_the_verdicts_are_those_of_the_whole_model_and_no_more_is_held(toy, most_held):
+def test_the_verdicts_are_those_of_the_full_model_within_the_limit(toy, peak_bytes):
     whole = examine(from_dict(toy.values), skip=SLOW)
-    assert most_held[0] > LIMIT
-    most_held[0] = 0
+    assert peak_bytes[0] > LIMIT
+    peak_bytes[0] = 0
     parts = examine(from_dict(toy.values), skip=SLOW, memory=LIMIT)
-    assert 90_000 < most_held[0] <= LIMIT
+    assert 90_000 < peak_bytes[0] <= LIMIT
     assert {one.check: one.finding.status for one in parts.entries} == {
         one.check: one.finding.status for one in whole.entries
     }, parts.text()
@@ -54,7 +54,7 @@ def test_the_verdicts_are_those_of_the_whole_model_and_no_more_is_held(toy, most
         assert parts[name] == whole[name]
     assert "one after another" in parts["weights"].found
     assert "it was not written" in parts["export"].found
-    assert "of which one layer after another was given" in parts["plain transformers"].found
+    assert "loaded one layer after another" in parts["plain transformers"].found
 
 
 @pytest.mark.parametrize("fault", planted.PROMISED)
@@ -70,20 +70,20 @@ def test_a_file_that_computes_otherwise_is_seen_against_upstreams_layers(toy, tm
 
 
 def test_what_the_gradients_say_is_that_of_the_whole_model(toy):
-    found: list[dict[str, Slope]] = []
+    found: list[dict[str, GradientSummary]] = []
     for memory in (None, LIMIT):
         patient = Patient(from_dict(toy.values), memory=memory)
-        found.append(patient.slopes)
+        found.append(patient.gradient_summaries)
         patient.close()
     whole, parts = found
     assert whole.keys() == parts.keys() == set(dict(patient.blueprint.named_parameters()))
-    for name, slope in whole.items():
-        assert parts[name].is_zero == slope.is_zero
-        assert parts[name].norm == pytest.approx(slope.norm, rel=1e-5)
-        assert parts[name].gains == pytest.approx(slope.gains, rel=1e-3, abs=1e-6)
+    for name, summary in whole.items():
+        assert parts[name].is_zero == summary.is_zero
+        assert parts[name].norm == pytest.approx(summary.norm, rel=1e-5)
+        assert parts[name].transposition_gains == pytest.approx(summary.transposition_gains, rel=1e-3, abs=1e-6)
 
 
-def test_a_layer_that_is_not_held_reads_as_nan(toy):
+def test_a_layer_that_is_not_loaded_reads_as_nan(toy):
     patient = Patient(from_dict(toy.values), memory=LIMIT)
     model = patient.model
     layers = model.get_decoder().layers
@@ -101,7 +101,7 @@ def test_one_layer_must_fit(toy):
     assert "take 0.09 MiB, and --memory allows 0.09 MiB" in report["weights"].found
 
 
-def test_weights_that_cannot_be_read_are_told_with_their_key(toy, tmp_path):
+def test_weights_that_cannot_be_read_are_reported_with_their_key(toy, tmp_path):
     recipe = planted.planted(toy, "frozen by mistake", tmp_path / "planted")
     file = tmp_path / "planted" / "checkpoint" / "model.safetensors"
     tensors = load_file(file)

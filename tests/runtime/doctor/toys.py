@@ -12,7 +12,7 @@ from small_processors import byte_tokenizer, template, vision_processor
 from torch.nn.functional import pad
 
 from patchgen.runtime.doctor.patient import Patient
-from patchgen.runtime.doctor.plain import plain_inputs
+from patchgen.runtime.doctor.plain_transformers import plain_inputs
 from patchgen.runtime.train.recipe import from_dict
 
 SMALL = {

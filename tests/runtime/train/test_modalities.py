@@ -42,7 +42,7 @@ def test_upstream_dies_on_such_a_row():
     builder = SampleBuilder(model)
     sample = builder.sample([3, builder.maker.item("image", 0), 2, builder.maker.item("video", 0), 4])
     with torch.no_grad(), pytest.raises(REFUSALS):
-        builder.ask(builder.case("both", [sample]).batch)
+        builder.run_upstream(builder.case("both", [sample]).batch)
 
 
 def test_a_run_packs_as_its_model_needs(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -11,24 +10,18 @@ from hypothesis import strategies as st
 from transformers import PreTrainedConfig
 
 from patchgen.runtime.verify import field_semantics as sizes
-from patchgen.runtime.verify.field_relations import chunks_of_hops, layer_numbers, relate_parts
-from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.field_relations import chunk_lengths, layer_numbers, relate_parts
+from patchgen.runtime.verify.small_config import SmallConfig, small_config
 from patchgen.runtime.verify.small_values import _SECTIONS_READ, split
 
 
-@dataclass
-class Half:
-    full: PreTrainedConfig
-    config: PreTrainedConfig
-
-
-def half(full: dict, **small: object) -> Half:
-    return Half(PreTrainedConfig(**full), PreTrainedConfig(**small))
+def sub_config(full: dict, **small: object) -> SmallConfig:
+    return SmallConfig(PreTrainedConfig(**small), PreTrainedConfig(**full), {})
 
 
 @given(st.lists(st.integers(-24, 23), min_size=1, max_size=4), st.integers(1, 24))
 def test_layers_of_a_tower_are_layers_that_it_has(numbers, count):
-    vision = half({"num_hidden_layers": 24}, num_hidden_layers=count)
+    vision = sub_config({"num_hidden_layers": 24}, num_hidden_layers=count)
     found = layer_numbers({"vision_feature_layers": numbers}, {"vision_config": vision})
     small = found.get("vision_feature_layers", numbers)
     assert all(-count <= number < count for number in small)
@@ -44,7 +37,7 @@ def test_two_layers_stay_two_and_in_their_order():
 
 
 def test_another_towers_layers_are_left_alone():
-    assert layer_numbers({"audio_feature_layer": 20}, {"vision_config": half({}, num_hidden_layers=2)}) == {}
+    assert layer_numbers({"audio_feature_layer": 20}, {"vision_config": sub_config({}, num_hidden_layers=2)}) == {}
 
 
 @pytest.mark.parametrize("model_type", ["voxtral", "glmasr"])
@@ -54,8 +47,8 @@ def test_frames_that_a_projector_groups_are_whole(model_type):
 
 
 def test_groups_are_read_off_the_modeling_file():
-    def part() -> Half:
-        return half({"hidden_size": 8, "inner": 24}, hidden_size=4, inner=5)
+    def part() -> SmallConfig:
+        return sub_config({"hidden_size": 8, "inner": 24}, hidden_size=4, inner=5)
 
     read, other = part(), part()
     relate_parts({"audio_config": read}, "y = x.reshape(x.shape[0], -1, self.config.audio_config.inner)")
@@ -69,9 +62,9 @@ def test_a_chunk_of_samples_holds_whole_hops():
     hop = config.acoustic_tokenizer_encoder_config.hop_length
     assert hop < 100
     assert config.acoustic_tokenizer_chunk_size % hop == 0
-    tower = half({"hop_length": 100}, hop_length=6)
-    assert chunks_of_hops({"chunk_size": 700}, {"audio_config": tower}) == {"chunk_size": 48}
-    assert chunks_of_hops({"chunk_size": 701}, {"audio_config": tower}) == {}
+    tower = sub_config({"hop_length": 100}, hop_length=6)
+    assert chunk_lengths({"chunk_size": 700}, {"audio_config": tower}) == {"chunk_size": 48}
+    assert chunk_lengths({"chunk_size": 701}, {"audio_config": tower}) == {}
 
 
 @given(st.integers(1, 20).flatmap(lambda a: st.tuples(st.just(a), st.integers(1, 20))), st.integers(0, 3))

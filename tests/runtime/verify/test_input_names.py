@@ -52,16 +52,19 @@ def test_what_a_recipe_says_of_an_input_comes_before_what_was_read_from_the_mode
 
 
 def test_processors_are_read_without_their_packages():
-    assert {"pixel_values", "image_grid_thw", "pixel_values_videos", "mm_token_type_ids"} <= input_names.made_for(
-        "qwen2_vl"
-    )
-    assert {"aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"} <= input_names.made_for("mllama")
-    assert {"spatial_shapes", "pixel_attention_mask"} <= input_names.made_for("lfm2_vl"), "needs torchvision"
-    assert input_names.made_for("llama") == frozenset()
+    assert {
+        "pixel_values",
+        "image_grid_thw",
+        "pixel_values_videos",
+        "mm_token_type_ids",
+    } <= input_names.processor_outputs("qwen2_vl")
+    assert {"aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"} <= input_names.processor_outputs("mllama")
+    assert {"spatial_shapes", "pixel_attention_mask"} <= input_names.processor_outputs("lfm2_vl"), "needs torchvision"
+    assert input_names.processor_outputs("llama") == frozenset()
 
 
 def test_what_is_used_up_on_the_way_needs_no_rule():
-    assert "num_soft_tokens_per_image" in input_names.made_for("gemma4")
+    assert "num_soft_tokens_per_image" in input_names.processor_outputs("gemma4")
     assert input_names.without_rule(transformers.Gemma4ForConditionalGeneration, "gemma4", ()) == []
 
 

@@ -12,7 +12,7 @@ from patchgen.mutation.draw import draw
 from patchgen.mutation.edits import Mutant
 from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG, try_mutants
 from patchgen.mutation.table import summarise
-from patchgen.runtime.verify.changed_modules import importable
+from patchgen.runtime.verify.changed_modules import changed_module
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.mutants import Judge
 
@@ -109,9 +109,9 @@ def test_memory_that_nobody_wrote_is_told_from_a_fault_of_ours():
         "x = torch.empty_like(hidden_states); x[..., 1:].copy_(hidden_states[..., 1:]); hidden_states = self.norm(x)"
     )
     for text, expected in ((judge.origin.text, False), (edited(judge.origin.text, old, part).text, True)):
-        with importable(judge.origin.module, text, {}) as module:
+        with changed_module(judge.origin.module, text, {}) as module:
             model = build_model(getattr(module.load(), judge.head), judge._small)
-            assert judge._reads_what_nobody_wrote(model) is expected
+            assert judge._reads_uninitialised_memory(model) is expected
     assert not torch.are_deterministic_algorithms_enabled()
 
 

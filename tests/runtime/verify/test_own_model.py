@@ -109,14 +109,14 @@ def test_weights_and_gradients_of_a_list_become_those_of_the_stack(made):
         assert torch.equal(gate, theirs[f"{prefix}.{expert}.gate_proj.weight"])
         assert torch.equal(up, theirs[f"{prefix}.{expert}.up_proj.weight"])
         assert torch.equal(stacks[f"{prefix}.down_proj"][expert], theirs[f"{prefix}.{expert}.down_proj.weight"])
-    again = pair.correspondence.undo(pair.generated, pair.generated.state_dict())
+    again = pair.correspondence.to_upstream(pair.generated, pair.generated.state_dict())
     assert again.keys() == pair.upstream.state_dict().keys()
     assert all(torch.equal(again[name], one) for name, one in pair.upstream.state_dict().items())
     gradients = {name: torch.ones_like(one) for name, one in theirs.items()}
     gradients[f"{prefix}.1.gate_proj.weight"] = None
-    found = pair.correspondence.apply(gradients)[f"{prefix}.gate_up_proj"]
+    found = pair.correspondence.to_generated(gradients)[f"{prefix}.gate_up_proj"]
     assert not found[1, : both // 2].any() and found.sum() == found.numel() - found[1, : both // 2].numel()
-    nothing = pair.correspondence.apply(dict.fromkeys(theirs))
+    nothing = pair.correspondence.to_generated(dict.fromkeys(theirs))
     assert nothing[f"{prefix}.down_proj"] is None
 
 

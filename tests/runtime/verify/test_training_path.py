@@ -69,11 +69,11 @@ def test_upstreams_own_code_trains_as_upstream(tmp_path):
     assert path.reason == ""
     names = [check.name for check in path.checks]
     assert names == ["causality", "plain", "leak", "packed", "padded right", "padded left", "chunks", "accumulation"]
-    assert path.attention == path.ran_with
+    assert path.attention == path.compared_attention
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "expected"),
     [
         pytest.param(SEES_THE_FUTURE, "a later token changes earlier logits", id="future"),
         pytest.param(LEAKS, "packed rows: other tokens in one document change the logits of others", id="leak"),
@@ -83,14 +83,14 @@ def test_upstreams_own_code_trains_as_upstream(tmp_path):
         pytest.param(DROPS_ITEMS, "rows of one document: loss differs from upstream's", id="items"),
     ],
 )
-def test_what_goes_wrong_only_in_a_run_is_not_proven(tmp_path, edit, told):
+def test_what_goes_wrong_only_in_a_run_is_not_proven(tmp_path, edit, expected):
     folder = write_stand_in(tmp_path, "llama", edits=(edit,))
     proof = verify_model(folder, variants=("base",), implementations=())
     assert proof.is_equal, "eager, on one process, it is upstream's"
     assert not proof.is_proven
     found = verdict.of(proof)
     assert found.status == verdict.EAGER_ONLY
-    assert found.reason.startswith(told)
+    assert found.reason.startswith(expected)
     assert found.words == f"proven, eager only: {found.reason}"
 
 
@@ -178,21 +178,21 @@ def test_rounding_is_what_upstream_moves_by_itself():
     def step(value: float) -> Step:
         return Step({"loss": torch.tensor([1.0, value])}, {})
 
-    shaken = [step(1e-4)]
-    assert is_rounding("loss", step(3e-4), step(0.0), shaken)
-    assert not is_rounding("loss", step(1e-2), step(0.0), shaken)
+    perturbed = [step(1e-4)]
+    assert is_rounding("loss", step(3e-4), step(0.0), perturbed)
+    assert not is_rounding("loss", step(1e-2), step(0.0), perturbed)
     assert not is_rounding("loss", step(1e-1), step(0.0), [step(0.5)]), "a discrete choice excuses nothing"
 
 
-def test_a_gradient_that_cancels_upstream_is_zero_within_its_last_bit():
+def test_a_gradient_that_cancels_upstream_is_zero_within_a_rounding_error():
     """The scores of a single key have no gradient: upstream's is zero, another order of operations leaves rounding."""
 
     def step(value: float) -> Step:
         return Step({}, {"score": torch.tensor([value, 0.0]), "value": torch.tensor([2.0])})
 
-    shaken = [step(0.0)]
-    assert is_rounding("gradient of score", step(2e-9), step(0.0), shaken)
-    assert not is_rounding("gradient of score", step(1e-6), step(0.0), shaken)
+    perturbed = [step(0.0)]
+    assert is_rounding("gradient of score", step(2e-9), step(0.0), perturbed)
+    assert not is_rounding("gradient of score", step(1e-6), step(0.0), perturbed)
 
 
 @pytest.mark.parametrize("model_type", ["minimax_m3_vl_text", "blt"])
@@ -239,7 +239,7 @@ def test_the_small_form_of_defaults_is_that_of_the_class(model_type):
 
 
 def test_packed_rows_are_those_of_the_data_pipeline():
-    documents = training_inputs.text_documents(training_inputs.TextDraw(small_config("llama").config))
+    documents = training_inputs.text_documents(training_inputs.TokenSampler(small_config("llama").config))
     packed = documents.packed()
     assert packed["cu_seq_lens_q"].diff().tolist() == list(training_inputs.LENGTHS)
     for row, place in zip(documents.rows, documents.bounds(), strict=True):

@@ -1,4 +1,4 @@
-"""Upstream's own class, built small, and the batches that it takes: what ranks are compared with."""
+"""The reference of comparisons on ranks: upstream's own class, built small, and the batches that it takes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from patchgen.runtime.verify.correspondence import Correspondence, correspondenc
 from patchgen.runtime.verify.media_samples import Sample, SampleBuilder
 from patchgen.runtime.verify.model_pair import build_model, config_class_of, perturb
 from patchgen.runtime.verify.multimodal_inputs import REFUSALS, takes_media
-from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.small_config import set_router_loss, small_config
 from patchgen.runtime.verify.training_checks import Comparison
-from patchgen.runtime.verify.training_path import choices_of, on_cpu
+from patchgen.runtime.verify.training_path import attention_requirements, cpu_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -35,15 +35,14 @@ SEED = 7
 
 
 class NotApplicable(ValueError):
-    """There is nothing to compare here."""
+    """A case that does not exist for this model."""
 
 
 Subject = str | Path | registry.GeneratedModel
-"""What is compared: a generated model, its name, or the folder that holds it."""
+"""What is compared: a generated model, its name, or its folder."""
 
 
 def find(model: Subject) -> registry.GeneratedModel:
-    """The generated model."""
     if isinstance(model, registry.GeneratedModel):
         return model
     return registry.read_model(model) if isinstance(model, Path) else registry.find_model(model)
@@ -56,30 +55,32 @@ def head_with_media(directory: Path) -> str | None:
     return next((head for head in generated.heads if takes_media(getattr(upstream, head))), None)
 
 
-def choices(
+def training_choices(
     upstream_class: type[PreTrainedModel], generated_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> tuple[Names, dict[str, str], Separated]:
-    """The attention and the implementations of seams that a run takes, as far as a CPU can run them, and whether its model
-    takes packed documents in no other way than in rows of their own."""
+    """The attention and seam implementations that a run uses, as far as a CPU can run them, and whether its model takes
+    packed documents only in rows of their own."""
     attention.register()
     path = Comparison(upstream_class, generated_class, config, media=takes_media(upstream_class))
-    path, asked = choices_of(path, config, {})
-    return on_cpu(attention_kinds.choose(asked, config), asked, config), path.ran_seams, path.separates_documents
-
-
-_STATES: dict[tuple[int, int], ParallelState] = {}
+    path, asked = attention_requirements(path, config, {})
+    return (
+        cpu_attention(attention_kinds.choose(asked, config), asked, config),
+        path.compared_seams,
+        path.separates_documents,
+    )
 
 
 def state_of(sp: int, ep: int = 1) -> ParallelState:
-    """One state per layout and process: process groups are never freed."""
-    if (sp, ep) not in _STATES:
-        config = ParallelConfig.for_world(dist.get_world_size(), sp=sp, ep=ep)
-        _STATES[sp, ep] = ParallelState.create(config, "cpu")
-    return _STATES[sp, ep]
+    """The parallel state of a layout."""
+    return _state(sp, ep)
+
+
+@functools.cache
+def _state(sp: int, ep: int) -> ParallelState:  # process groups are never freed
+    return ParallelState.create(ParallelConfig.for_world(dist.get_world_size(), sp=sp, ep=ep), "cpu")
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """Randomness is not what is compared."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -89,12 +90,11 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 
 def training_config(upstream_class: type[PreTrainedModel]) -> PreTrainedConfig:
-    """A small config as a run has it: no cache, and the router loss where there is one."""
+    """A small config as a run has it: no cache, and the router loss if the model has one."""
     config = small_config(config_class_of(upstream_class)).config
+    set_router_loss(config, True)
     for one in (config, config.get_text_config(decoder=True)):
         one.use_cache = False
-        if hasattr(one, "output_router_logits"):
-            one.output_router_logits = True
     return config
 
 
@@ -103,13 +103,13 @@ def router_functions(directory: Path) -> tuple[str, ...]:
     return reference_loss.functions_of(json.loads((directory / "provenance.json").read_text(encoding="utf-8")))
 
 
-class Yardstick:
+class ReferenceModel:
     """Upstream's class, built small, and the batches that it takes.
 
     Args:
         generated: the generated model.
-        head: the class of it that is compared.
-        upstream_module: the import path of upstream's file; default: what the generated file was made from.
+        head: the class that is compared.
+        upstream_module: the import path of upstream's file; default: the one that the file was generated from.
     """
 
     def __init__(self, generated: registry.GeneratedModel, head: str, upstream_module: str | None = None) -> None:
@@ -118,13 +118,13 @@ class Yardstick:
         self.generated_class = getattr(generated.load(), head)
         self.config = training_config(self.upstream_class)
         self.router_functions = router_functions(generated.directory)
-        self.attention, self.seams, _ = choices(self.upstream_class, self.generated_class, self.config)
+        self.attention, self.seams, _ = training_choices(self.upstream_class, self.generated_class, self.config)
         self.model = build_model(self.upstream_class, self.config)
         perturb(self.model)
         switch_dropout_off(self.model)
         self.builder = SampleBuilder(self.model, seed=SEED)
         self.pad = int(self.builder.drawable[0])
-        self.separates: Separated = False  # said by who compares
+        self.separates: Separated = False  # set by the caller that knows
         self._refused: dict[str, str] = {}
 
     @functools.cached_property
@@ -133,33 +133,30 @@ class Yardstick:
         return correspondence(self.model, build_model(self.generated_class, self.config))
 
     def batches(self) -> dict[str, tuple[Sample, ...]]:
-        """The batches by name; the items of `boundary` are on the middle, those of `first` in the first slice."""
+        """The batches by name; items of `boundary` cross the middle of the row, those of `first` are in its first half."""
         found = dict(self.builder.batches())
         kinds = list(self.builder.layouts)
-        item = self.builder.maker.item
+        item, sample = self.builder.maker.item, self.builder.sample
         if kinds:
-            one = self.builder.sample
-            found["boundary"] = tuple(one([7, item(kinds[0], 0), 7]) for _ in range(2))
-            found["first"] = tuple(one([1, item(kinds[0], 1), 40]) for _ in range(2))
-        found["text"] = tuple(self.builder.sample([length]) for length in (13, 9, 11, 10))
-        found["plain"] = tuple(self.builder.sample([16]) for _ in range(4))
-        found["three"] = tuple(
-            self.builder.sample([length]) for length in (9, 12, 7)
-        )  # as many as position ids have rows
+            found["boundary"] = tuple(sample([7, item(kinds[0], 0), 7]) for _ in range(2))
+            found["first"] = tuple(sample([1, item(kinds[0], 1), 40]) for _ in range(2))
+        found["text"] = tuple(sample([length]) for length in (13, 9, 11, 10))
+        found["plain"] = tuple(sample([16]) for _ in range(4))
+        found["three"] = tuple(sample([length]) for length in (9, 12, 7))  # multimodal position ids have three rows
         if not self._refused:
             self._refused = {name: self.refusal(name, samples) for name, samples in found.items()}
         return {name: samples for name, samples in found.items() if not self._refused[name]}
 
     def refusal(self, name: str, samples: Sequence[Sample]) -> str:
-        """Why upstream itself does not take a batch."""
+        """Why upstream itself refuses a batch; empty if it does not."""
         try:
-            self.builder.ask(self.builder.case(name, samples).batch)
+            self.builder.run_upstream(self.builder.case(name, samples).batch)
         except REFUSALS as refusal:
             return str(refusal) or type(refusal).__name__
         return ""
 
     def positions(self, inputs: dict[str, Any]) -> Tensor:
-        """The position ids that upstream's fusion model hands to its language model; 0, 1, 2, ... where it hands none."""
+        """The position ids that upstream's fusion model passes to its language model; 0, 1, 2, ... if it passes none."""
         seen: list[Tensor | None] = []
         decoder = self.model.get_decoder()
 
@@ -167,26 +164,18 @@ class Yardstick:
             seen.append(keywords.get("position_ids"))
 
         hook = decoder.register_forward_pre_hook(record, with_kwargs=True)
-        self.builder.ask(inputs)
+        self.builder.run_upstream(inputs)
         hook.remove()
-        reference_loss.forget_positions(self.model)
-        return (
-            seen[0]
-            if seen[0] is not None
-            else torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["input_ids"])
-        )
+        reference_loss.reset_rope_deltas(self.model)
+        if seen[0] is not None:
+            return seen[0]
+        return torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["input_ids"])
 
-    def one_rank(
-        self, batches: Sequence[dict[str, Any]], *, is_one_row: bool = False, training: bool = True
+    def loss_and_gradients(
+        self, batches: Sequence[dict[str, Any]], *, packed_rows: Sequence[int] | None = None, training: bool = True
     ) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients, by the generated model's names, of upstream's class on one rank, as `reference_loss.one_rank`
-        defines them.
-
-        Args:
-            is_one_row: whether all are documents of one packed row.
-        """
-        packed_rows = [0] * len(batches) if is_one_row else None
-        loss, gradients = reference_loss.one_rank(
+        """`reference_loss.loss_and_gradients` of upstream's class, the gradients by the generated model's names."""
+        loss, gradients = reference_loss.loss_and_gradients(
             self.model,
             batches,
             router_functions=self.router_functions,
@@ -194,26 +183,22 @@ class Yardstick:
             training=training,
             generated_class=self.generated_class,
         )
-        return loss, self.correspondence.present(gradients)
+        return loss, self.correspondence.existing(gradients)
 
     def generated(self) -> PreTrainedModel:
-        """The generated class with the same weights, attending as a run does."""
+        """The generated class with the same weights and the attention of a run."""
         model = self.generated_class._from_config(
             copy.deepcopy(self.config), attn_implementation=self.attention, dtype=torch.float32
         )
-        model.load_state_dict(self.correspondence.apply(self.model.state_dict()))
+        model.load_state_dict(self.correspondence.to_generated(self.model.state_dict()))
         switch_dropout_off(model)
         if self.separates:
             model_calls.separate_documents(model, self.separates)
         return model
 
 
-_YARDSTICKS: dict[tuple[Subject, str], Yardstick] = {}
-
-
-def yardstick(model: Subject, head: str) -> Yardstick:
-    """One per process: building models costs more than most batches."""
-    if (model, head) not in _YARDSTICKS:
-        attention.register()
-        _YARDSTICKS[model, head] = Yardstick(find(model), head)
-    return _YARDSTICKS[model, head]
+@functools.cache
+def reference_model(model: Subject, head: str) -> ReferenceModel:
+    """Cached per process: building models costs more than most batches."""
+    attention.register()
+    return ReferenceModel(find(model), head)

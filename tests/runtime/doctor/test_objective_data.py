@@ -52,7 +52,7 @@ def examined(toy: Toy, place: Path, rows: list[dict[str, Any]], objective: str, 
 def test_sound_pairs_pass_and_both_halves_are_shown(toy, tmp_path):
     report = examined(toy, tmp_path, pairs(), "dpo")
     assert report.exit_status == 0, report.text()
-    assert "8 pairs, each of one prompt" in report["labels"].found
+    assert "8 pairs, each with one prompt" in report["labels"].found
     assert "chosen: <|im_start|>user\nThe Elbe?" in report["labels"].shown
     assert (
         "[[In Dresden.<|im_end|>]]" in report["labels"].shown
@@ -83,20 +83,20 @@ LONG = "In Dresden, " + "behind the hill and " * 6 + "the river."
             lambda row: row | {"rejected": pair("Rhine", "", f"In {WRONG}.")["rejected"]},
             {},
             "labels",
-            "do not answer the same: .*The Elbe.*The Rhine",
+            "do not answer the same prompt: .*The Elbe.*The Rhine",
         ),
         (
             lambda row: row | {"rejected": [row["rejected"][0], {"role": "assistant", "content": ""}]},
             {},
             "labels",
-            r"rows.jsonl:1, rejected: the answer is empty: what is learned is '<\|im_end\|>'",
+            r"rows.jsonl:1, rejected: the answer is empty: the tokens with a loss are '<\|im_end\|>'",
         ),
         (lambda row: row | {"chosen": row["chosen"][:1]}, {}, "data", "chosen has no assistant turn"),
         (
             lambda row: row | {"chosen": [row["chosen"][0], {"role": "assistant", "content": LONG}]},
             {"max_length": 96, "on_long": "truncate"},
             "labels",
-            "A run cuts off the end of 6 of the first 12 answers.*data.max_length = 96",
+            "A run truncates 6 of the first 12 answers.*data.max_length = 96",
         ),
     ],
     ids=["exchanged", "prompts that differ", "empty", "no answer", "truncated"],
@@ -152,7 +152,7 @@ def test_a_teacher_whose_tokens_mean_something_else_is_found(toy, tmp_path):
     file.write_text(json.dumps(values))
     report = examined(toy, tmp_path, chats(), "distillation", teacher={"source": str(folder)})
     assert report["objective"].status == FAILED, report.text()
-    assert "2 of the student's 259 tokens have another number there" in report["objective"].found
+    assert "2 of the student's 259 tokens have another id in it" in report["objective"].found
 
 
 def test_a_teacher_of_another_size_is_found(toy, tmp_path):

@@ -1,6 +1,6 @@
-"""Does plain transformers compute the same logits, of the checkpoint as it is and of what would be exported?
+"""Does plain transformers compute the same logits from the checkpoint and from an export?
 
-One model is in memory at a time: ours writes down what its layers compute and makes room.
+One model is in memory at a time: the outputs of our layers are recorded before ours is released.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from patchgen.runtime import registry
 from patchgen.runtime.checkpoint import export_pretrained
 from patchgen.runtime.doctor import calls, traces
-from patchgen.runtime.doctor.finding import Check, Finding, failed, few, not_checked, passed
-from patchgen.runtime.doctor.patient import Needs
+from patchgen.runtime.doctor.finding import Check, Finding, failed, first_names, not_checked, passed
+from patchgen.runtime.doctor.patient import MissingPart
 from patchgen.runtime.train import architecture
 from patchgen.runtime.train import model as models
 
@@ -27,91 +27,89 @@ if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
 OURS = ("labels", "shift_labels", "position_ids", "real_tokens")
-"""Fields that plain transformers finds itself, or that it does not know."""
-BFLOAT16_ROUNDS = 2.0**-8
+"""Fields that plain transformers computes itself, or does not take."""
+BFLOAT16_ROUNDING = 2.0**-8
 
 
 class Export(Check):
-    """What is exported loads in plain transformers, whole, and computes the same."""
+    """An export loads completely in plain transformers and computes the same."""
 
     name = "export"
 
     def run(self, patient: Patient) -> Finding:
         upstream = upstream_class(patient)
-        model, yardstick = patient.model, patient.yardstick
+        model, expected_trace = patient.model, patient.expected_trace
         if patient.layerwise is not None:
-            return _there_and_back(patient)
+            return _export_in_parts(patient)
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         if size > 0.9 * (free := shutil.disk_usage(patient.scratch).free):
             return not_checked(f"it takes {size / 2**30:.1f} GiB, and {patient.scratch} has {free / 2**30:.1f} GiB.")
         folder = patient.scratch / "export"
         export_pretrained(model, folder, source=models.weights_folder(patient.recipe.model))
-        inputs, paths = plain_inputs(patient), list(yardstick.expected.outputs)
+        inputs, paths = plain_inputs(patient), list(expected_trace.expected.outputs)
         del model
         patient.release()
-        # Its own config is part of what is exported; that of a whole around this model is not a config of this class.
-        own = None if type(patient.config) is type(patient.blueprint.config) else patient.blueprint.config
-        found, missing = _trace_of(upstream, folder, patient, inputs, paths, own)
+        # The export contains its config, unless that is of a composite model around this one.
+        config = None if type(patient.config) is type(patient.blueprint.config) else patient.blueprint.config
+        found, missing = _trace_of(upstream, folder, patient, inputs, paths, config)
         shutil.rmtree(folder)
         if missing:
             return failed(f"upstream's class does not find {missing} in the export.", ADVICE)
-        return _compared(patient, yardstick, found, f"The export, loaded by upstream's {upstream.__name__},")
+        return _compared(patient, expected_trace, found, f"The export, loaded by upstream's {upstream.__name__},")
 
 
 class PlainTransformers(Check):
-    """The checkpoint, loaded by plain transformers, computes what the generated model computes of it."""
+    """The checkpoint in plain transformers computes what it computes in the generated model."""
 
     name = "plain transformers"
 
     def run(self, patient: Patient) -> Finding:
         if patient.checkpoint is None:
             return not_checked("the weights are random: there is no checkpoint to load.")
-        upstream, yardstick = upstream_class(patient), patient.yardstick
-        inputs, paths = plain_inputs(patient), list(yardstick.expected.outputs)
+        upstream, expected_trace = upstream_class(patient), patient.expected_trace
+        inputs, paths = plain_inputs(patient), list(expected_trace.expected.outputs)
         patient.release()
-        if not patient.has_room(patient.blueprint):
+        if not patient.fits_in_memory(patient.blueprint):
             found = _trace_in_layers(upstream, patient, inputs, paths)
-            told = (
-                f"Upstream's {upstream.__name__}, of which one layer after another was given the checkpoint's weights,"
-            )
-            return _compared(patient, yardstick, found, told)
+            summary = f"Upstream's {upstream.__name__}, with the checkpoint's weights loaded one layer after another,"
+            return _compared(patient, expected_trace, found, summary)
         folder = models.weights_folder(patient.recipe.model)
-        assert folder is not None, "the place of the weights was found above"
+        assert folder is not None, "patient.checkpoint is not None"
         found, missing = _trace_of(upstream, folder, patient, inputs, paths, patient.blueprint.config)
         if missing:
             return not_checked(f"upstream's {upstream.__name__} does not find {missing} in {folder}.")
-        return _compared(patient, yardstick, found, f"The checkpoint, loaded by upstream's {upstream.__name__},")
+        return _compared(patient, expected_trace, found, f"The checkpoint, loaded by upstream's {upstream.__name__},")
 
 
-def _there_and_back(patient: Patient) -> Finding:
-    """The export of a model that is never whole: its tensors, made of the checkpoint's without the model."""
+def _export_in_parts(patient: Patient) -> Finding:
+    """The export of a model that is larger than memory: its tensors are converted from the checkpoint's and compared."""
     if patient.weights is None:
         return not_checked("the weights are random and larger than memory: there is no checkpoint to compare with.")
     wrong = list(patient.weights.differences_of_export())
     if wrong:
         return failed(" ".join(wrong[:3]) + (f" And {len(wrong) - 3} more." if len(wrong) > 3 else ""), ADVICE)
     return passed(
-        "An export has the checkpoint's tensors again, by name, shape and value; larger than memory, it was not written, nor "
-        "loaded in plain transformers."
+        "An export has the checkpoint's tensors, by name, shape and value; because the model is larger than memory, it was not "
+        "written and not loaded in plain transformers."
     )
 
 
 def _trace_in_layers(
     upstream: type[PreTrainedModel], patient: Patient, inputs: dict[str, Any], paths: Sequence[str]
 ) -> traces.Trace:
-    """What upstream's class computes, one layer in memory at a time."""
+    """The trace of upstream's class, one layer in memory at a time."""
     with torch.device("meta"):
         model = upstream._from_config(
             copy.deepcopy(patient.blueprint.config), attn_implementation="eager", dtype=patient.dtype
         )
     options = {**models.may_differ(patient.recipe, patient.blueprint), "seed": patient.recipe.train.seed}
-    patient.in_layers(model, options)
+    patient.load_layerwise(model, options)
     return traces.record_plain(model, inputs, paths)
 
 
 ADVICE = (
-    "The modeling file or its conversion of weights is not upstream's: generate it again (`patchgen generate`), and look at the "
-    "module that is named: gate and up, the way matrices lie, casts."
+    "The modeling file or its conversion of weights differs from upstream's: generate it again (`patchgen generate`), and check "
+    "the named module: gate and up, transposed matrices, casts."
 )
 
 
@@ -119,17 +117,17 @@ def upstream_class(patient: Patient) -> type[PreTrainedModel]:
     """Upstream's class of the model.
 
     Raises:
-        Needs: the model was made from a file of which nobody says where it lies.
+        MissingPart: the model was generated from a file whose location is unknown.
     """
     head = type(patient.blueprint)
     try:
         return getattr(architecture.generated_of(head).upstream(), head.__name__)
     except registry.NoUpstreamError as error:
-        raise Needs(str(error)) from error
+        raise MissingPart(str(error)) from error
 
 
 def plain_inputs(patient: Patient) -> dict[str, Any]:
-    """One sample as plain code hands it over."""
+    """The probe with the arguments of plain transformers."""
     return {name: value for name, value in patient.probe.items() if name not in OURS}
 
 
@@ -141,7 +139,7 @@ def _trace_of(
     paths: Sequence[str],
     config: PreTrainedConfig | None,
 ) -> tuple[traces.Trace, str]:
-    """What upstream's class computes with the weights of a folder, and which of its parameters were not there.
+    """The trace of upstream's class with the weights of a folder, and the parameters that were missing.
 
     Args:
         config: instead of the folder's own.
@@ -154,22 +152,22 @@ def _trace_of(
         output_loading_info=True,
         trust_remote_code=False,
     )
-    model, told = loaded  # a pair, which upstream's signature does not say
+    model, info = loaded  # a pair, which upstream's annotation omits
     model = model.to(patient.device)
-    # New parts that the recipe allows are among them: upstream's random values of them are not ours.
-    return traces.record_plain(model, inputs, paths), few(sorted(told["missing_keys"]))
+    # Includes new parts that the recipe allows: upstream initialises them to other random values.
+    return traces.record_plain(model, inputs, paths), first_names(sorted(info["missing_keys"]))
 
 
-def _compared(patient: Patient, ours: traces.Yardstick, plain: traces.Trace, told: str) -> Finding:
+def _compared(patient: Patient, ours: traces.ExpectedTrace, plain: traces.Trace, subject: str) -> Finding:
     found = ours.first_divergence(plain)
     share = calls.difference(plain.logits, ours.expected.logits)
     if found is None:
-        how = f"to {share:.0e} of their size" if share else "bit for bit"
-        return passed(f"{told} computes the same logits {how}.")
-    rounded = found.share < BFLOAT16_ROUNDS and patient.dtype == torch.float32
-    what = " (as much as bfloat16 rounds: something is computed in it there)" if rounded else ""
+        how = f"within {share:.0e}, relative" if share else "bit for bit"
+        return passed(f"{subject} computes the same logits {how}.")
+    is_bfloat16 = found.share < BFLOAT16_ROUNDING and patient.dtype == torch.float32
+    note = " (a rounding error of bfloat16: one side casts to it)" if is_bfloat16 else ""
     return failed(
-        f"{told} computes otherwise: {found.path} is the first, by {found.share:.1e} of its size{what}; the logits differ by "
-        f"{share:.1e}.",
+        f"{subject} computes something else: {found.path} is the first that differs, by {found.share:.1e}, relative{note}; the "
+        f"logits differ by {share:.1e}.",
         ADVICE,
     )

@@ -1,4 +1,4 @@
-"""What the experts and the other seams of a model are called with, recorded as a row goes through it."""
+"""Recorded calls of the kernels behind the seams of a model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from patchgen.runtime.doctor import calls
 from patchgen.runtime.parallel import report
 
 FLAGS = {"is_gated": True, "is_interleaved": False, "is_transposed": False}
-"""Of `ops.fused_moe`, with its defaults."""
+"""Flags of `ops.fused_moe`, with its defaults."""
 
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """One call of `ops.fused_moe`: its weights as the model holds them, and how they lie."""
+    """One call of `ops.fused_moe`: its gate and up weights, and their layout."""
 
     gate_up: Tensor
     is_gated: bool
@@ -30,7 +30,7 @@ class ExpertCall:
 
     @torch.no_grad()
     def exchanged(self) -> Tensor:
-        """The same weights with gate and up in each other's place."""
+        """The weights with gate and up exchanged."""
         dim = 2 if self.is_transposed else 1
         if not self.is_interleaved:
             return torch.cat(self.gate_up.chunk(2, dim=dim)[::-1], dim=dim)
@@ -39,61 +39,62 @@ class ExpertCall:
 
 
 @contextlib.contextmanager
-def listening(note: Callable[[str, tuple, dict[str, Any]], None]) -> Iterator[None]:
-    """Tells `note` of each call of a kernel behind a seam: the seam, and the arguments."""
-    find = seams.implementation
+def observed(on_call: Callable[[str, tuple, dict[str, Any]], None]) -> Iterator[None]:
+    """Passes the seam and the arguments of each kernel call to `on_call`."""
+    original = seams.implementation
 
     def implementation(seam: str) -> Callable:
-        kernel = find(seam)
+        kernel = original(seam)
 
-        def serve(*args: Any, **kwargs: Any) -> Any:
-            note(seam, args, kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            on_call(seam, args, kwargs)
             return kernel(*args, **kwargs)
 
-        return serve
+        return call
 
     seams.implementation = implementation
     try:
         yield
     finally:
-        seams.implementation = find
+        seams.implementation = original
 
 
 def expert_calls(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> list[ExpertCall]:
-    """The calls of experts as a row goes through the model; none where no kernel serves them."""
+    """The calls of experts kernels in a forward of the row; empty if experts are eager."""
     found: list[ExpertCall] = []
 
-    def note(seam: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    def on_call(seam: str, args: tuple, kwargs: dict[str, Any]) -> None:
         if seam == "fused_moe":
             flags = {name: kwargs.get(name, default) for name, default in FLAGS.items()}
             found.append(ExpertCall(args[3], **flags))
 
-    with listening(note):
+    with observed(on_call):
         calls.loss(model, row, chosen)
     return found
 
 
-def active_users(
+def count_kernel_calls(
     model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]
 ) -> tuple[dict[str, Counter], dict[str, list[str]]]:
-    """Calls of each kernel by the path of the module that made them, and the modules that ran, have the seam, and made none."""
+    """The number of calls of each kernel by the path of the calling module, and the modules that ran without calling the
+    kernels of their seams."""
     users = report.seam_users(model)
     counts = {seam: Counter() for seam in chosen}
-    running: list[str] = []
+    stack: list[str] = []
     ran: dict[str, list[str]] = {seam: [] for seam in chosen}
     handles = []
     for path, module in model.named_modules():
-        own = [seam for seam in chosen if type(module).__name__ in users.get(seam, ())]
-        if own:
-            handles.append(module.register_forward_pre_hook(_enters(path, running)))
-            handles.append(module.register_forward_hook(_leaves(path, running, [ran[seam] for seam in own])))
+        module_seams = [seam for seam in chosen if type(module).__name__ in users.get(seam, ())]
+        if module_seams:
+            handles.append(module.register_forward_pre_hook(lambda *_, path=path: stack.append(path)))
+            handles.append(module.register_forward_hook(_leave_hook(stack, [ran[seam] for seam in module_seams])))
 
-    def note(seam: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    def on_call(seam: str, args: tuple, kwargs: dict[str, Any]) -> None:
         if seam in counts:
-            counts[seam][running[-1] if running else ""] += 1
+            counts[seam][stack[-1] if stack else ""] += 1
 
     try:
-        with listening(note):
+        with observed(on_call):
             calls.loss(model, row, chosen)
     finally:
         for handle in handles:
@@ -101,16 +102,9 @@ def active_users(
     return counts, {seam: [path for path in dict.fromkeys(ran[seam]) if not counts[seam][path]] for seam in chosen}
 
 
-def _enters(path: str, running: list[str]) -> Callable:
-    def enter(*_: Any) -> None:
-        running.append(path)
-
-    return enter
-
-
-def _leaves(path: str, running: list[str], ran: list[list[str]]) -> Callable:
+def _leave_hook(stack: list[str], ran: list[list[str]]) -> Callable:
     def leave(*_: Any) -> None:
-        running.pop()
+        path = stack.pop()
         for paths in ran:
             paths.append(path)
 

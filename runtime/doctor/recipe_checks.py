@@ -1,4 +1,4 @@
-"""Is the recipe one that can run, and is the model proven under what it names?"""
+"""Can the recipe run, and is its model proven?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class RecipeIsValid(Check):
-    """What `patchgen train` refuses before any rank starts."""
+    """Nothing in the recipe that `patchgen train` would refuse before any rank starts."""
 
     name = "recipe"
 
@@ -28,12 +28,12 @@ class RecipeIsValid(Check):
 
 
 class Proof(Check):
-    """The proof that `patchgen train` asks for, with a small form of the model."""
+    """The proof that `patchgen train` requires, on a small form of the model."""
 
     name = "proof"
 
     def run(self, patient: Patient) -> Finding:
-        patient.recipe, patient.is_decided = preflight.require_trainable(patient.recipe), True
-        apart = ", each document in a row of its own" if patient.recipe.model.separate_documents else ""
-        chosen = patient.recipe.model.attention
-        return passed(f"A small form of it agrees with upstream as a run computes, attention '{chosen}'{apart}.")
+        patient.recipe, patient.proof_has_run = preflight.require_trainable(patient.recipe), True
+        rows = ", each document in a row of its own" if patient.recipe.model.separate_documents else ""
+        attention = patient.recipe.model.attention
+        return passed(f"A small form of the model trains as upstream's, with attention '{attention}'{rows}.")

@@ -1,4 +1,4 @@
-"""Does the model compute the same packed and alone, with kernels and without, and does its router choose in fp32?"""
+"""Does the model compute the same packed and alone, with and without kernels, and do its routers compute in fp32?"""
 
 from __future__ import annotations
 
@@ -10,51 +10,53 @@ import torch
 from torch import Tensor, nn
 
 from patchgen.runtime.doctor import calls, traces
-from patchgen.runtime.doctor.finding import Check, Finding, failed, few, not_checked, passed
-from patchgen.runtime.doctor.recorded_experts import active_users
+from patchgen.runtime.doctor.finding import Check, Finding, failed, first_names, not_checked, passed
+from patchgen.runtime.doctor.kernel_calls import count_kernel_calls
 from patchgen.runtime.doctor.samples import Sample
 from patchgen.runtime.parallel import sharding
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
-MOST_DOCUMENTS = 4
-SHORTEST = 16
-"""Numbers of which it means something that all of them have 8 bits."""
+MAX_DOCUMENTS = 4
+MIN_NUMBERS = 16
+"""Fewer numbers may all fit into bfloat16 by chance."""
 
 
 class Packing(Check):
-    """A document in a packed row computes what it computes alone."""
+    """A document has the same logits in a packed row and alone."""
 
     name = "packing"
 
     def run(self, patient: Patient) -> Finding:
-        documents = patient.documents[:MOST_DOCUMENTS]
+        documents = patient.documents[:MAX_DOCUMENTS]
         if len(documents) == 1:
             documents = _halves(documents[0])
         if len(documents) == 1:
-            return not_checked("the samples hold one document, which cannot be cut in two.")
-        together = calls.logits(patient.model, patient.rows(documents), patient.kernels)
-        bar, start, worst = patient.yardstick.of_logits, 0, (0.0, 0)
+            return not_checked("there is a single document, which cannot be cut in two.")
+        packed = calls.logits(patient.model, patient.rows(documents), patient.kernels)
+        tolerance, start, worst = patient.expected_trace.logits_tolerance, 0, (0.0, 0)
         for number, document in enumerate(documents):
             alone = calls.logits(patient.model, patient.rows([document]), patient.kernels)
-            found = calls.difference(together[start : start + len(alone)], alone)
+            found = calls.difference(packed[start : start + len(alone)], alone)
             worst = max(worst, (found, number))
             start += len(alone)
         share, number = worst
-        if share > bar:
+        if share > tolerance:
             return failed(
-                f"Document {number + 1} of {len(documents)} in one row ({documents[number].where}) computes other logits than "
-                f"alone: {share:.1e} of their size, {bar:.0e} is rounding. It sees the others.",
+                f"Document {number + 1} of {len(documents)} in one row ({documents[number].where}) has other logits than alone: "
+                f"they differ by {share:.1e}, relative; {tolerance:.0e} is rounding. It sees the others.",
                 "Its attention, or another layer that mixes tokens, does not stop where documents end: leave model.attention out; "
                 "if the modeling file attends by itself, it must take cu_seq_lens_q, or model.separate_documents: true keeps "
                 "documents in rows of their own.",
             )
-        return passed(f"{len(documents)} documents in one row and alone differ by {share:.0e} of their logits.")
+        return passed(
+            f"The logits of {len(documents)} documents in one row and alone differ by {share:.0e}, relative."
+        )
 
 
 def _halves(sample: Sample) -> list[Sample]:
-    """A sample of text alone as two documents."""
+    """A text sample cut into two documents; other samples are returned as they are."""
     fields = sample.fields
     if (
         set(fields) != {"input_ids", "labels", "position_ids"}
@@ -70,45 +72,47 @@ def _halves(sample: Sample) -> list[Sample]:
 
 
 class Kernels(Check):
-    """Each kernel that a run selects is called by every module that has its seam, and computes what eager code does."""
+    """Each kernel that a run selects is called by every module with its seam, and computes what eager code does."""
 
     name = "kernels"
 
     def run(self, patient: Patient) -> Finding:
         chosen = patient.kernels
-        counts, silent = active_users(patient.model, patient.row, chosen)
+        counts, silent = count_kernel_calls(patient.model, patient.row, chosen)
         for seam, paths in silent.items():
             if paths:
                 return failed(
-                    f"{seam} = '{chosen[seam]}' is inactive: {few(paths)} ran without calling it.",
-                    "The branch with the seam was not taken: generate the modeling file again (`patchgen generate`), and look at "
-                    "what the config sets (experts_implementation).",
+                    f"{seam} = '{chosen[seam]}' is inactive: {first_names(paths)} ran without calling it.",
+                    "The branch with the seam was not taken: generate the modeling file again (`patchgen generate`), and check "
+                    "experts_implementation in the config.",
                 )
         return self._against_eager(patient, {seam: sum(found.values()) for seam, found in counts.items()})
 
     @staticmethod
     def _against_eager(patient: Patient, counts: dict[str, int]) -> Finding:
         model, chosen = patient.model, patient.kernels
-        told = ", ".join(f"{seam} '{chosen[seam]}' {count} x" for seam, count in counts.items()) or "no kernels"
-        told = f"attention '{model.config._attn_implementation}', {told}"
-        bar = calls.bar(patient.dtype)
+        summary = ", ".join(f"{seam} '{chosen[seam]}' {count} x" for seam, count in counts.items()) or "no kernels"
+        summary = f"attention '{model.config._attn_implementation}', {summary}"
+        tolerance = calls.tolerance(patient.dtype)
         with calls.eager_attention(model):
             eager = calls.loss(model, patient.row, {})
         share = abs(patient.loss - eager) / max(abs(eager), 1e-12)
-        served = traces.record_as(model, patient.probe, traces.watched(model), chosen)
-        found = patient.yardstick.first_divergence(served)
+        actual = traces.record_with(model, patient.probe, traces.watched(model), chosen)
+        found = patient.expected_trace.first_divergence(actual)
         if found is not None:
             return failed(
-                f"{told}: {found.path} is the first whose output differs from eager code, by {found.share:.1e} of its "
-                "size, more than rounding makes of it.",
+                f"{summary}: {found.path} is the first whose output differs from eager code by more than rounding: "
+                f"{found.share:.1e}, relative.",
                 "Name eager or another implementation for that seam (kernels) or another model.attention, and report the shapes.",
             )
-        if not share <= bar:
+        if not share <= tolerance:
             return failed(
-                f"{told}: the loss is {patient.loss:.5f}, and {eager:.5f} by eager code.",
-                "Every layer agrees, so it is the loss: kernels.causal_lm_loss: eager.",
+                f"{summary}: the loss is {patient.loss:.5f}, and {eager:.5f} by eager code.",
+                "Every layer agrees, so it is the loss: set kernels.causal_lm_loss: eager.",
             )
-        return passed(f"{told}; the loss differs by {share:.0e} from eager code, no layer by more than {bar:.0e}.")
+        return passed(
+            f"{summary}; the loss differs by {share:.0e} from eager code, no layer by more than {tolerance:.0e}."
+        )
 
 
 class Router(Check):
@@ -125,26 +129,27 @@ class Router(Check):
                 f"the run computes in {str(patient.dtype).removeprefix('torch.')}, as its routers then do."
             )
         for path, values in router_outputs(patient, paths):
-            if values.numel() >= SHORTEST and torch.equal(values, values.bfloat16().float()):
+            if values.numel() >= MIN_NUMBERS and torch.equal(values, values.bfloat16().float()):
                 return failed(
                     f"{path} computes in float32, and all {values.numel()} numbers of its routing fit into bfloat16: they were "
-                    "rounded on the way, and tokens near a tie go to other experts.",
+                    "rounded before, and tokens near a tie go to other experts.",
                     "Remove the cast from the router's forward in the modeling file, or from the code that wraps it.",
                 )
         return passed(f"The routers of {len(paths)} layers compute in float32.")
 
 
 def router_outputs(patient: Patient, experts: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """What stands beside the experts of each layer computes of a row: path and numbers that are not constant."""
+    """The non-constant outputs of the modules next to the experts of each layer, and the experts' inputs, with paths."""
     model, found = patient.model, []
     blocks = {path.rpartition(".")[0]: path for path in experts}
     handles = []
-    for block, own in blocks.items():
+    for block, experts_path in blocks.items():
         for name, module in model.get_submodule(block).named_children():
             path = f"{block}.{name}"
-            if path != own:
-                handles.append(module.register_forward_hook(_keeper(path, found)))
-        handles.append(model.get_submodule(own).register_forward_pre_hook(_arguments(own, found), with_kwargs=True))
+            if path != experts_path:
+                handles.append(module.register_forward_hook(_output_hook(path, found)))
+        hook = _input_hook(experts_path, found)
+        handles.append(model.get_submodule(experts_path).register_forward_pre_hook(hook, with_kwargs=True))
     try:
         calls.loss(model, patient.row, patient.kernels)
     finally:
@@ -153,22 +158,22 @@ def router_outputs(patient: Patient, experts: list[str]) -> Iterator[tuple[str, 
     return iter(found)
 
 
-def _keeper(path: str, found: list[tuple[str, Tensor]]) -> Any:
-    def keep(module: nn.Module, args: tuple, output: Any) -> None:
-        _note(path, output if isinstance(output, tuple | list) else [output], found)
+def _output_hook(path: str, found: list[tuple[str, Tensor]]) -> Any:
+    def record(module: nn.Module, args: tuple, output: Any) -> None:
+        _record(path, output if isinstance(output, tuple | list) else [output], found)
 
-    return keep
-
-
-def _arguments(path: str, found: list[tuple[str, Tensor]]) -> Any:
-    def keep(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        _note(f"what routes to {path}", [*args[1:], *kwargs.values()], found)
-
-    return keep
+    return record
 
 
-def _note(path: str, values: Any, found: list[tuple[str, Tensor]]) -> None:
+def _input_hook(path: str, found: list[tuple[str, Tensor]]) -> Any:
+    def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        _record(f"the routing of {path}", [*args[1:], *kwargs.values()], found)
+
+    return record
+
+
+def _record(path: str, values: Any, found: list[tuple[str, Tensor]]) -> None:
     for value in values:
-        wide = isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() > 0
-        if wide and bool((value != value.flatten()[0]).any()):
+        is_fp32 = isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() > 0
+        if is_fp32 and bool((value != value.flatten()[0]).any()):
             found.append((path, value.detach()))
