@@ -247,7 +247,7 @@ def _of_documents(
         scores: of each token, `(1, S, n)`.
     """
     from patchgen.runtime.objectives import classification, tokens
-    from patchgen.runtime.objectives.batch import share, split
+    from patchgen.runtime.objectives.batch import loss_share, split
 
     state = parallel.current()
     if state is None:
@@ -263,7 +263,7 @@ def _of_documents(
     handed = {**rows, "shift_labels": targets, **told}
     _, batch = split(handed, state, targets.device, model.config.get_text_config().pad_token_id)
     with loss.step(len(alone)):
-        return share(objective, batch)(nn.Identity(), scores)
+        return loss_share(objective, batch)(nn.Identity(), scores)
 
 
 def _scores(model: PreTrainedModel, model_class: type, kind: str, of_rows: bool, rows: Mapping[str, Any]) -> Tensor:
