@@ -182,7 +182,7 @@ def training_record(path: TrainingPath) -> dict[str, object]:
     return {
         "attention": path.attention,
         "compared_with": path.ran_with,
-        "asked": [{"layers": kind.layers, "config": kind.config, "asked": list(kind.asked)} for kind in path.asked],
+        "asked": [{"layers": kind.layers, "config": kind.config, "asked": list(kind.features)} for kind in path.asked],
         "separates_documents": path.separates_documents,
         "seams": dict(path.seams),
         "checks": {

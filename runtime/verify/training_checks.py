@@ -130,12 +130,12 @@ class Comparison:
         finder = getattr(model, "get_position_id_func", None)
         self.positions = finder() if finder is not None else None
         self.seams = seams.for_training(report.seam_users(model), named_seams)
-        self.ran_seams = {seam: self._runnable(model, seam) for seam in seams.CHOSEN_UNASKED if seam in self.seams}
+        self.ran_seams = {seam: self._runnable(model, seam) for seam in seams.AUTO_IN_TRAINING if seam in self.seams}
         packed = [self.text.packed(), *(one.packed(self.positions) for one in self.media.values())]
         with attention.recording() as asked, torch.no_grad(), all_eager():
             for rows in packed:
                 model(**inputs.without_labels(inputs.handed(rows)), use_cache=False)
-        return attention_kinds.asked_by(model, asked)
+        return attention_kinds.recorded_kinds(model, asked)
 
     def _runnable(self, model: PreTrainedModel, seam: str) -> str:
         """The implementation of a seam that a run selects, or the choice of the CPU where it needs another device."""

@@ -130,7 +130,7 @@ def test_blocks_of_keys_that_nothing_can_lay_out_are_refused():
     call = attention.attention_function("patchgen_eager", BACKENDS["patchgen_eager"])
     states = torch.zeros(1, 2, 4, 8)
     with pytest.raises(
-        attention.UnsupportedError, match="Module hands block_indices to its attention, and nothing in it"
+        attention.UnsupportedError, match="Module passes block_indices to its attention, but no submodule"
     ):
         call(torch.nn.Module(), states, states, states, None, block_indices=torch.zeros(1, 1, 4, 1))
 
