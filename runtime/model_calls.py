@@ -106,7 +106,8 @@ def documents_of(config: object) -> Tensor | None:
     """
     for call in reversed(_RUNNING.calls):
         model_config: Any = call.module.config
-        if call.cu_seq_lens is not None and config in (model_config, model_config.get_text_config(decoder=True)):
+        is_its_config = config is model_config or config is model_config.get_text_config(decoder=True)
+        if call.cu_seq_lens is not None and is_its_config:
             return call.cu_seq_lens
     return None
 

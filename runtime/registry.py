@@ -77,7 +77,7 @@ class GeneratedModel:
         return self.directory / f"modeling_{self.name}.py"
 
     @property
-    def is_own(self) -> bool:
+    def is_from_user_file(self) -> bool:
         """Whether it was generated from a file of the user, not from a module of an installed package."""
         return self.upstream_module.startswith(f"{PACKAGE}.")
 
@@ -95,7 +95,7 @@ class GeneratedModel:
         Raises:
             NoUpstreamError: its folder was not named, or the file has changed since.
         """
-        if not self.is_own:
+        if not self.is_from_user_file:
             return importlib.import_module(self.upstream_module)
         name = f"{self.upstream_module.rpartition('.')[2]}.py"
         if self.source is None:

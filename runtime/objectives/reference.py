@@ -67,8 +67,9 @@ class ReferenceTable:
                 f"{len(missing)} documents have no reference in {self._path}: the batches differ from those read before the "
                 "first step. Start anew with --fresh."
             )
-        padding = [0.0] * (count - len(keys))
-        return torch.tensor([*(self.values[key] for key in keys), *padding], dtype=torch.float64)
+        values = torch.zeros(count, dtype=torch.float64)
+        values[: len(keys)] = torch.tensor([self.values[key] for key in keys], dtype=torch.float64)
+        return values
 
     def fill(
         self, micro_batches: Iterable[Mapping[str, Any]], compute: Callable[[Mapping[str, Any]], Sequence[float]]

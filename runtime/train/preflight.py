@@ -214,7 +214,7 @@ def with_modalities(found: Preflight, head: type[PreTrainedModel], config: PreTr
 
 def _upstream_class(generated: registry.GeneratedModel, head: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
     """The class that a head was generated from; None: `model.code` is the generated folder, without its source."""
-    if generated.is_own and generated.source is None:
+    if generated.is_from_user_file and generated.source is None:
         return None
     return getattr(generated.upstream(), head.__name__)
 
