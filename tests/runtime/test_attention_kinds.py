@@ -232,14 +232,14 @@ def test_what_the_report_of_a_start_says(plant):
     """The live model's names, and for each kind of layer what serves it and why nothing faster does."""
     plant("sinks")
     recipe = from_dict({"model": {"source": "gpt_oss", "attention": attention.BY_LAYER}, "data": {}})
-    kinds = model._kinds_of_attention(recipe)
+    kinds = model._attention_by_layer(recipe)
     assert f"{FAST}    18 layers: model.layers.*.self_attn, full_attention (sinks, float32, heads of 64)" in kinds
     one = model.build_on_meta(recipe)
     text = report.describe(one, None, kinds=kinds)
     assert f"attention        {attention.BY_LAYER}" in text and "36 GptOssAttention" in text
     assert "    not patchgen_flash_attention_2: cannot do sliding window" in "\n".join(text.split("  attention    "))
     named = from_dict({"model": {"source": "gpt_oss", "attention": "patchgen_eager"}, "data": {}})
-    assert model._kinds_of_attention(named) == "", "one name for all is told in the line of the attention"
+    assert model._attention_by_layer(named) == "", "one name for all is told in the line of the attention"
 
 
 def test_what_each_call_took_is_told_after_a_step(plant):
