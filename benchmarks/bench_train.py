@@ -49,7 +49,7 @@ from patchgen.runtime import attention, registry, seams
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, loss, peer_memory, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops, objects, optimizers
+from patchgen.runtime.train import flops, optimizers, trainer
 
 Model = nn.Module | peer_torchtitan.Peer
 RESULTS = Path(__file__).with_name("results_train.csv")
@@ -215,7 +215,7 @@ def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
     dist.all_reduce(total)
     for index in range(1, setting.warm_up):
         step(model, optimizer, batches[index % 2][0], state, items[index % 2])
-    objects.freeze_objects()  # as a training run, for both
+    trainer.freeze_objects()  # as a training run, for both
     synchronise(setting)
     started = time.perf_counter()
     for index in range(setting.steps):

@@ -1,9 +1,9 @@
-"""Attention over the whole sequence, by backend: pure functions of q, k, v and of who sees whom (`attention_calls.py`).
+"""Attention backends over the full sequence: pure functions of q, k, v and an `Attention` (`attention_calls.py`).
 
     B rows   S tokens per row   N_q, N_k query and key/value heads   D, D_v head sizes   T = B * S
 
 Every backend takes q `(B, S, N_q, D)`, k `(B, S, N_k, D)`, v `(B, S, N_k, D_v)` and returns `(B, S, N_q, D_v)`.
-`runtime/attention.py` puts them behind transformers' interface and around the exchange of sequence parallelism.
+`runtime/attention.py` connects them to transformers' interface and to the exchange of sequence parallelism.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Backend:
 
     Attributes:
         function: `(q, k, v, attention) -> out`.
-        features: what it can do beyond causal and full attention over documents.
-        unavailable: says why it cannot run here, or returns None.
-        gpu_features: what it can do on a GPU besides.
-        takes_blocks: overlays reach it as a BlockMask, not as a tensor.
-        has_cpu_backward: whether it trains on a CPU, in a machine with a GPU too.
-        max_head: the largest head size that it takes; None: any.
+        features: supported besides causal and full attention over documents.
+        unavailable: returns why it cannot run here, or None.
+        gpu_features: further features on a GPU.
+        takes_blocks: it takes overlays as a BlockMask, not as a tensor.
+        has_cpu_backward: whether it trains on a CPU, even on a machine with a GPU.
+        max_head: the largest supported head size; None: any.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Attention], Tensor]
@@ -46,7 +46,7 @@ class Backend:
     max_head: int | None = None
 
     def features_on(self, device_type: str) -> frozenset[str]:
-        """What it can do on a kind of device beyond causal and full attention over documents."""
+        """The features supported on a device type."""
         return self.features | self.gpu_features if device_type == "cuda" else self.features
 
 
@@ -56,7 +56,7 @@ def repeat_heads(states: Tensor, N_q: int) -> Tensor:
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-    """The formula: softmax in fp32 over scores `(B, N_q, S, S)`; sinks join the softmax and drop out of its result."""
+    """The reference: softmax in fp32 over scores `(B, N_q, S, S)`; sinks join the softmax and are dropped from its result."""
     B, S, N_q, _ = q.shape
     k, v = repeat_heads(k, N_q), repeat_heads(v, N_q)
     scores = torch.matmul(q.transpose(1, 2), k.permute(0, 2, 3, 1)) * attention.scaling
@@ -78,9 +78,9 @@ def eager(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-    """`scaled_dot_product_attention`; whole causal rows go without a mask, to its flash kernels.
+    """`scaled_dot_product_attention`; plain causal rows need no mask and use its flash kernels.
 
-    With a mask the key heads are repeated, for its fused kernels take a mask or grouped heads, not both.
+    With a mask the key heads are repeated: its fused kernels take a mask or grouped heads, not both.
     """
     B, S, N_q, D = q.shape
     causal_rows = attention.is_plain and attention.causal
@@ -105,7 +105,7 @@ _COMPILED_FLEX: list[Callable] = []
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-    """`flex_attention` with a block mask made once per batch; sinks by renormalising with the log-sum-exp:
+    """`flex_attention` with a block mask built once per batch; sinks by renormalising with the log-sum-exp:
     `out * exp(lse) / (exp(lse) + exp(sink)) = out * sigmoid(lse - sink)`.
 
     Compiled on the GPU; the CPU runs torch's unfused form, which has no log-sum-exp for sinks.
@@ -146,12 +146,12 @@ def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
 
 
 def _at(per_head: Tensor, batch: Tensor, head: Tensor) -> tuple:
-    """The place of a batch row and a head in a tensor that is one for all of either, or has each."""
+    """The indices of a batch row and a head in a tensor that may broadcast over either."""
     return (batch if per_head.shape[0] > 1 else 0, head if per_head.shape[1] > 1 else 0)
 
 
 def _blocks_of(mask: Tensor):
-    """The BlockMask of a dense one `(B or 1, N or 1, S, K)` bool."""
+    """A BlockMask from a dense mask `(B or 1, N or 1, S, K)`, bool."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     rows, heads, S, K = mask.shape
@@ -189,7 +189,7 @@ def _block_mask(attention: Attention, B: int, S: int, device: torch.device):
 
 
 def _flattened(call: Callable, q: Tensor, k: Tensor, v: Tensor, attention: Attention, *, pad_values: bool) -> Tensor:
-    """Runs a varlen kernel on `(T, N, D)`; pads values to the query's head size where the kernel wants them equal."""
+    """Runs a varlen kernel on `(T, N, D)`; pads values to the query's head size if the kernel needs them equal."""
     B, S, N_q, D = q.shape
     D_v = v.shape[-1]
     documents = attention.documents or rows_as_documents(B, S, q.device)
@@ -205,12 +205,12 @@ def _window(attention: Attention) -> tuple[int, int]:
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn`: flash-attention 2 that ships with torch."""
+    """`torch.nn.attention.varlen.varlen_attn`: the flash-attention 2 in torch."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # Later releases of torch want grouped heads announced; earlier ones take them as they are.
+    # Later releases of torch need a flag for grouped heads; earlier ones have no such parameter.
     grouped = k.shape[2] != q.shape[2] and "enable_gqa" in inspect.signature(varlen_attn).parameters
-    announced: dict[str, Any] = {"enable_gqa": True} if grouped else {}
+    options: dict[str, Any] = {"enable_gqa": True} if grouped else {}
 
     def call(q_TND, k_TND, v_TND, documents):
         return varlen_attn(
@@ -223,17 +223,17 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tenso
             documents.longest,
             scale=attention.scaling,
             window_size=_window(attention),
-            **announced,
+            **options,
         )
 
     return _flattened(call, q, k, v, attention, pad_values=True)
 
 
-def _flash(kernel: Callable[..., Any], attention: Attention, **more: Any) -> Callable[..., Tensor]:
+def _flash(kernel: Callable[..., Any], attention: Attention, **options: Any) -> Callable[..., Tensor]:
     """A varlen kernel of flash-attn, 2 to 4, called for `attention`."""
 
     def call(q_TND, k_TND, v_TND, documents):
-        asked = {
+        arguments = {
             "cu_seqlens_q": documents.bounds,
             "cu_seqlens_k": documents.bounds,
             "max_seqlen_q": documents.longest,
@@ -243,7 +243,7 @@ def _flash(kernel: Callable[..., Any], attention: Attention, **more: Any) -> Cal
             "window_size": _window(attention),
             "softcap": attention.softcap or 0.0,
         }
-        out = kernel(q_TND, k_TND, v_TND, **asked | more)
+        out = kernel(q_TND, k_TND, v_TND, **arguments | options)
         return out[0] if isinstance(out, tuple) else out
 
     return call
@@ -280,8 +280,8 @@ def _needs(module: str, package: str) -> Callable[[], str | None]:
     return functools.partial(lacks_package, module, package)
 
 
-# The flash kernels, torch's included, compute in 16 bits alone. They unpad rows only with a host sync per layer: a padded
-# batch is packed instead, before training.
+# The flash kernels, torch's included, only compute in 16 bits. Padding would need a host sync per layer to unpad: a padded
+# batch is packed before training instead.
 _FLASH = frozenset({"sliding window"})
 FLASH_HEAD = 256
 """Flash kernels, torch's included, are compiled for heads of up to this size."""
@@ -298,7 +298,7 @@ BACKENDS: dict[str, Backend] = {
         flex,
         frozenset({"sliding window", "soft cap", "padding", "overlays", FLOAT32}),
         lambda: None,
-        gpu_features=frozenset({"sinks"}),  # which need the log-sum-exp, and the CPU has none
+        gpu_features=frozenset({"sinks"}),  # they need the log-sum-exp, which the CPU form does not return
         takes_blocks=True,
     ),
     "patchgen_flash_varlen": Backend(

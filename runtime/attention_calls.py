@@ -1,4 +1,4 @@
-"""What a call of attention asks: who sees whom, in which documents, and the mask that says so.
+"""One attention call: which tokens see which, the features it needs, and its dense mask.
 
 B rows   S tokens per row   N_q query heads
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from patchgen.runtime.mask_functions import document_of
 from patchgen.runtime.tensor_cache import TensorCache
 
-_OF_CALLS = (
+_CALL_FEATURES = (
     "sliding window",
     "soft cap",
     "sinks",
@@ -25,12 +25,12 @@ _OF_CALLS = (
     "sinks of each token",
 )
 FLOAT32 = "float32"
-FEATURES = (*_OF_CALLS, FLOAT32)
-"""What a backend may lack: what calls ask for, and numbers of more than 16 bits, which a run asks for (`of_dtype`)."""
+FEATURES = (*_CALL_FEATURES, FLOAT32)
+"""Features that a backend may lack: those of calls, and dtypes of more than 16 bits (`dtype_features`)."""
 
 
-def of_dtype(dtype: torch.dtype | None) -> tuple[str, ...]:
-    """What computing in a dtype asks of a backend; None: it is not known, and asks nothing."""
+def dtype_features(dtype: torch.dtype | None) -> tuple[str, ...]:
+    """The features needed to compute in a dtype; none if the dtype is unknown (None)."""
     return (FLOAT32,) if dtype is not None and dtype.itemsize > 2 else ()
 
 
@@ -44,7 +44,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Attention:
-    """Who sees whom, and how scores become weights.
+    """Which tokens see which, and how scores become weights.
 
     Attributes:
         causal: no token sees a later one.
@@ -55,9 +55,9 @@ class Attention:
             `(B, N_q, S, 1)`.
         dropout: of the weights.
         documents: None, or the documents that do not see each other.
-        padding: None, or `(B, S)` bool, True for tokens that count.
-        overlay: None, or upstream's own mask (4-D tensor or BlockMask): used instead of all of the above structure.
-        is_cross: queries and keys are of two sequences.
+        padding: None, or `(B, S)` bool, False for padding.
+        overlay: None, or upstream's own mask (4-D tensor or BlockMask), which replaces all of the above structure.
+        is_cross: queries and keys belong to different sequences.
     """
 
     causal: bool
@@ -72,10 +72,10 @@ class Attention:
     is_cross: bool = False
 
     @property
-    def asks_for(self) -> tuple[str, ...]:
-        """The features (of FEATURES) that a backend must have for it, whatever its dtype."""
+    def features(self) -> tuple[str, ...]:
+        """The features (of FEATURES) that a backend needs for it, apart from those of the dtype."""
         by_token = self.sinks is not None and self.sinks.ndim > 1
-        wanted = (
+        values = (
             self.window,
             self.softcap,
             self.sinks,
@@ -85,15 +85,15 @@ class Attention:
             self.is_cross or None,
             by_token or None,
         )
-        return tuple(feature for feature, value in zip(_OF_CALLS, wanted, strict=True) if value is not None)
+        return tuple(feature for feature, value in zip(_CALL_FEATURES, values, strict=True) if value is not None)
 
     @property
     def is_plain(self) -> bool:
-        """Whether rows are whole: no window, documents, padding or overlay."""
+        """Whether there is no window, documents, padding or overlay."""
         return self.window is None and self.documents is None and self.padding is None and self.overlay is None
 
 
-# bounds -> {(kind, rows, length, causal, window): mask}: one mask for all layers
+# bounds -> {(kind, rows, length, causal, window): mask}: shared by all layers
 masks: TensorCache[dict] = TensorCache(lambda _bounds: {})
 
 

@@ -1,10 +1,10 @@
-"""The masks that transformers builds under our attention names: structure for our backends, a tensor for all others.
+"""The masks that transformers builds under our attention names: structure for our backends, a tensor for other code.
 
-    our attention                reads window, padding and documents off it; nothing of size S x S exists
-    hand-written attention       `scores + mask`, `mask[:, 0]`, `mask.to(...)`: it becomes upstream's eager mask there and
-                                 then, once for all layers, with the documents of the rows kept apart
+    our attention                reads window, padding and documents from it; nothing of size S x S exists
+    hand-written attention       `scores + mask`, `mask[:, 0]`, `mask.to(...)`: it becomes upstream's eager mask on use,
+                                 once for all layers, with documents masked from each other
 
-It is not a tensor, so that neither FSDP's casts nor checkpointing touch it.
+It is not a tensor, so neither FSDP's casts nor checkpointing touch it.
 
     B rows   S tokens per row   s = S / sp of this rank
 """
@@ -34,17 +34,17 @@ _PACKED = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence
 
 
 class UnsupportedError(ValueError):
-    """A model asks of its attention what cannot be computed here as upstream would: its message says what to do."""
+    """A model needs attention that cannot be computed here as upstream computes it; the message says what to do."""
 
 
 @dataclass(frozen=True, eq=False)
-class Drawing:
-    """What mask tensors are drawn from.
+class MaskDefinition:
+    """What mask tensors are built from.
 
     Attributes:
-        function: upstream's mask function, with the packing that it saw in the position ids.
-        arguments: the others of upstream's mask builders: sizes, offsets, the 2-D mask, dtype, device, ...
-        state: the layout, if this rank holds a slice of the sequence; else None.
+        function: upstream's mask function, with the packing that it found in the position ids.
+        arguments: the other arguments of upstream's mask builders: sizes, offsets, the 2-D mask, dtype, device, ...
+        state: the layout, if this rank has a slice of the sequence; else None.
         padding: as in `MaskStructure`.
     """
 
@@ -53,44 +53,46 @@ class Drawing:
     state: ParallelState | None
     padding: Tensor | None
 
-    def gathered(self) -> Drawing:
-        """What the mask of the whole sequence is drawn from."""
+    def gathered(self) -> MaskDefinition:
+        """The definition of the full sequence's mask."""
         if self.state is None:
             return self
         s = self.arguments["q_length"]
-        function = mask_functions.of_whole_sequence(self.function, s, self.state, self.padding)
+        function = mask_functions.for_full_sequence(self.function, s, self.state, self.padding)
         sizes = dict.fromkeys(("q_length", "kv_length"), s * self.state.sp)
-        return Drawing(function, {**self.arguments, **sizes, "attention_mask": self.padding}, None, self.padding)
+        return MaskDefinition(
+            function, {**self.arguments, **sizes, "attention_mask": self.padding}, None, self.padding
+        )
 
-    def whole(self, builder: Callable, bounds: Tensor | None, **changed: Any) -> Any:
-        """The mask that an upstream builder makes of the whole sequence, within documents where there are any."""
-        drawing = self.gathered()
-        function, arguments = drawing.function, {**drawing.arguments, **changed}
+    def build(self, builder: Callable, bounds: Tensor | None, **changed: Any) -> Any:
+        """The mask of the full sequence, from an upstream builder, restricted to documents if there are bounds."""
+        definition = self.gathered()
+        function, arguments = definition.function, {**definition.arguments, **changed}
         if bounds is not None:
             document_BS = mask_functions.document_of(bounds, arguments["batch_size"], arguments["kv_length"])
             is_packed = mask_functions.find_packing(function) is not None
             position_BS = None if is_packed else mask_functions.positions_within(document_BS)
-            function = mask_functions.packed(function, document_BS, position_BS)
+            function = mask_functions.within_documents(function, document_BS, position_BS)
         return builder(mask_function=function, **arguments)
 
 
 @dataclass(frozen=True, eq=False)
 class MaskStructure:
-    """Stands where a mask tensor would. Whatever is not an attention of ours and touches it gets upstream's eager mask.
+    """Replaces a mask tensor. Code other than our attention gets upstream's eager mask when it uses it.
 
     Attributes:
-        drawing: what it is drawn from.
-        causal: whether no token sees a later one; None where what is laid over it says who sees whom.
-        window: None, or the sliding window. Most models hand it to their attention as well; some only draw it.
-        is_overlay: upstream lays more over it than order, window, packing and padding say: backends need the mask itself.
+        definition: what mask tensors are built from.
+        causal: whether no token sees a later one; None for overlays, which decide it themselves.
+        window: None, or the sliding window. Most models pass it to their attention as well; some only put it in the mask.
+        is_overlay: the mask has more conditions than order, window, packing and padding: backends need the mask itself.
         is_packed: position ids show several documents per row.
-        document: `(B, S)`, the number of each token's document that upstream found in the position ids; None on a slice
-            of the sequence, whose position ids do not say where documents meet.
-        cu_seq_lens: None, or the documents that the model was told of when the mask was made.
-        padding: None, or `(B, S)` bool of the whole sequence, True for tokens that count.
+        document: `(B, S)`, the index of each token's document that upstream found in the position ids; None on a slice
+            of the sequence, whose position ids do not show document bounds.
+        cu_seq_lens: None, or the document bounds that the model was called with when the mask was built.
+        padding: None, or `(B, S)` bool of the full sequence, False for padding.
     """
 
-    drawing: Drawing
+    definition: MaskDefinition
     causal: bool | None = None
     window: int | None = None
     is_overlay: bool = False
@@ -98,15 +100,15 @@ class MaskStructure:
     document: Tensor | None = None
     cu_seq_lens: Tensor | None = None
     padding: Tensor | None = None
-    _drawn: dict = field(default_factory=dict, repr=False)  # (kind, bounds) -> mask: one for all layers
+    _built: dict = field(default_factory=dict, repr=False)  # kind -> (bounds, mask): shared by all layers
 
     # ------------------------------------------------------------------------------------ what our attention reads
 
     def bounds(self, cu_seq_lens: Tensor | None, where: str) -> Tensor | None:
-        """The `cu_seq_lens` of the whole sequence: those handed to attention, else those known here; None: not packed.
+        """The `cu_seq_lens` of the full sequence: the argument, else those known here; None: not packed.
 
         Raises:
-            ValueError: position ids start again within a slice, and nothing says where documents meet.
+            ValueError: position ids restart within a slice, and there are no document bounds.
         """
         if cu_seq_lens is not None:
             return cu_seq_lens
@@ -114,81 +116,75 @@ class MaskStructure:
             return self.cu_seq_lens
         if self.document is None:
             raise ValueError(
-                f"{where}: the position ids start again within this rank's slice of the sequence, but no cu_seq_lens_q "
-                "was handed over. The documents of the whole sequence cannot be told from a slice: hand cu_seq_lens_q "
-                "to the model (runtime.parallel.batch.slice_batch makes them)."
+                f"{where}: the position ids start again within this rank's slice of the sequence, but cu_seq_lens_q is "
+                "missing. The documents of the full sequence cannot be found in a slice: pass cu_seq_lens_q to the model "
+                "(runtime.parallel.batch.slice_batch computes them)."
             )
         return _bounds_of(self.document)
 
     def dense(self, bounds: Tensor | None) -> Tensor:
-        """The mask of the whole sequence, `(B, 1, S, S)` bool, True where a query sees a key."""
+        """The mask of the full sequence, `(B, 1, S, S)` bool, True where a query sees a key."""
         from transformers.masking_utils import sdpa_mask
 
-        return self._once(
-            "dense",
-            bounds,
-            lambda: self.drawing.whole(
-                sdpa_mask, bounds, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
-            ),
-        )
+        options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return self._cached("dense", bounds, lambda: self.definition.build(sdpa_mask, bounds, **options))
 
     def blocks(self, bounds: Tensor | None) -> Any:
         """The same as a BlockMask of flex attention."""
         from transformers.masking_utils import flex_attention_mask
 
-        return self._once("blocks", bounds, lambda: self.drawing.whole(flex_attention_mask, bounds))
+        return self._cached("blocks", bounds, lambda: self.definition.build(flex_attention_mask, bounds))
 
-    def of_the_whole(self) -> MaskStructure:
-        """This mask for code that is given the whole sequence: one for all layers."""
-        return self._once("whole", None, lambda: replace(self, drawing=self.drawing.gathered(), _drawn={}))
+    def gathered(self) -> MaskStructure:
+        """This mask for code that gets the full sequence; shared by all layers."""
+        return self._cached("gathered", None, lambda: replace(self, definition=self.definition.gathered(), _built={}))
 
-    def _once(self, kind: object, bounds: Tensor | None, draw: Callable[[], Any]) -> Any:
-        kept = self._drawn.get(kind)
-        if kept is None or kept[0] is not bounds:
+    def _cached(self, kind: object, bounds: Tensor | None, build: Callable[[], Any]) -> Any:
+        cached = self._built.get(kind)
+        if cached is None or cached[0] is not bounds:
             with torch.no_grad():
-                kept = self._drawn[kind] = (bounds, draw())
-        return kept[1]
+                cached = self._built[kind] = (bounds, build())
+        return cached[1]
 
-    # -------------------------------------------------------------------------------- what all others take it for
+    # ----------------------------------------------------------------------------------- the interface of a tensor
 
     @uncompiled
     def tensor(self, dtype: torch.dtype | None = None) -> Tensor:
         """Upstream's eager mask, `(B, 1, S, S)` in `dtype`: 0 where a query sees a key, else the lowest number.
 
         Raises:
-            UnsupportedError: this rank holds a slice of the sequence, and whoever asks would attend to that slice only.
+            UnsupportedError: this rank has a slice of the sequence, so the caller would attend to that slice only.
         """
         from transformers.masking_utils import eager_mask
 
-        if self.drawing.state is not None:
+        if self.definition.state is not None:
             raise UnsupportedError(
-                f"{_asking()} reads its mask as a tensor, so it attends by its own code, and this rank holds a slice of "
-                f"the sequence (sp={self.drawing.state.sp}), of which it would see nothing else. Train this model with "
-                "sp=1."
+                f"{_calling_module()} uses its mask as a tensor, so its attention is hand-written and would see only this "
+                f"rank's slice of the sequence (sp={self.definition.state.sp}). Train this model with sp=1."
             )
         dtype = dtype or self.dtype
         bounds = self.bounds(None, "the mask")
-        return self._once(dtype, bounds, lambda: self.drawing.whole(eager_mask, bounds, dtype=dtype))
+        return self._cached(dtype, bounds, lambda: self.definition.build(eager_mask, bounds, dtype=dtype))
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the tensor which this becomes."""
-        return self.drawing.arguments["dtype"]
+        """The tensor's dtype."""
+        return self.definition.arguments["dtype"]
 
     @property
     def device(self) -> torch.device:
-        """That of the tensor which this becomes."""
-        return torch.device(self.drawing.arguments["device"])
+        """The tensor's device."""
+        return torch.device(self.definition.arguments["device"])
 
     @property
     def ndim(self) -> int:
-        """That of the tensor which this becomes."""
+        """The tensor's number of dimensions."""
         return 4
 
     @property
     def shape(self) -> torch.Size:
-        """That of the tensor which this becomes; on a slice of the sequence, of a mask of this slice."""
-        sizes = self.drawing.arguments
+        """The tensor's shape; on a slice of the sequence, that of the slice's mask."""
+        sizes = self.definition.arguments
         return torch.Size((sizes["batch_size"], 1, sizes["q_length"], sizes["kv_length"]))
 
     def __len__(self) -> int:
@@ -203,25 +199,25 @@ class MaskStructure:
         return self.shape if dim is None else self.shape[dim]
 
     def to(self, *args: Any, **kwargs: Any) -> MaskStructure | Tensor:
-        """Itself in another place or another floating dtype, which whoever uses it decides; else the tensor's `to`."""
-        wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
-        return self if all(dtype.is_floating_point for dtype in wanted) else self.tensor().to(*args, **kwargs)
+        """Itself for another device or floating dtype, since `tensor` takes the user's dtype; else the tensor's `to`."""
+        dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+        return self if all(dtype.is_floating_point for dtype in dtypes) else self.tensor().to(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> MaskStructure | Tensor:
-        return self if _takes_all(index, self.shape) else self.tensor()[index]
+        return self if _selects_all(index, self.shape) else self.tensor()[index]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
-            raise AttributeError(f"A mask of attention has no attribute '{name}'.")
+            raise AttributeError(f"An attention mask has no attribute '{name}'.")
         return getattr(self.tensor(), name)
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """The function on the tensor, in the dtype of the scores that it meets: the lowest number fits no smaller one."""
+        """Calls the function on the tensor, in the dtype of the other operand: the lowest number does not fit a smaller one."""
         leaves = tree_leaves((args, kwargs))
         dtype = next((a.dtype for a in leaves if isinstance(a, Tensor) and a.is_floating_point()), None)
-        drawn = tree_map(lambda a: a.tensor(dtype) if isinstance(a, cls) else a, (args, kwargs or {}))
-        return func(*drawn[0], **drawn[1])
+        tensors = tree_map(lambda a: a.tensor(dtype) if isinstance(a, cls) else a, (args, kwargs or {}))
+        return func(*tensors[0], **tensors[1])
 
 
 def _operation(call: Callable, *, swapped: bool = False) -> Callable:
@@ -244,22 +240,22 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "invert"):
 _bounds_of = TensorCache(mask_functions.bounds_of)  # one host sync per batch, not per layer
 
 
-def _takes_all(index: Any, shape: torch.Size) -> bool:
-    """Whether an index leaves a tensor of this shape as it is."""
+def _selects_all(index: Any, shape: torch.Size) -> bool:
+    """Whether an index selects a full tensor of this shape, unchanged."""
     parts = index if isinstance(index, tuple) else (index,)
     if len(parts) > len(shape) or any(part is not Ellipsis and not isinstance(part, slice) for part in parts):
         return False
     if Ellipsis in parts:
-        place = parts.index(Ellipsis)
-        parts = (*parts[:place], *[slice(None)] * (len(shape) - len(parts) + 1), *parts[place + 1 :])
+        dots = parts.index(Ellipsis)
+        parts = (*parts[:dots], *[slice(None)] * (len(shape) - len(parts) + 1), *parts[dots + 1 :])
     return all(
         part.start in (None, 0) and part.step in (None, 1) and (part.stop is None or part.stop >= length)
         for part, length in zip(parts, shape, strict=False)
     )
 
 
-def _asking() -> str:
-    """The class of the module whose code runs, the innermost: for an error."""
+def _calling_module() -> str:
+    """The class of the innermost module whose code runs, for an error message."""
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -280,7 +276,7 @@ def mask_function(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> MaskStructure | None:
-    """The mask of a call, as transformers' mask interface asks for it; None where upstream's eager mask is none, too."""
+    """The mask of a call, for transformers' mask interface; None if upstream's eager mask is None, too."""
     if isinstance(attention_mask, MaskStructure):  # already prepared, as a 4-D tensor is
         return attention_mask
     state = parallel.current()
@@ -297,11 +293,11 @@ def mask_function(
         "device": "cpu",
         **{name: value for name, value in kwargs.items() if name not in ("allow_is_causal_skip", "config")},
     }
-    parts = set(mask_functions.parts(mask_function))
+    parts = set(mask_functions.condition_names(mask_function))
     is_packed = mask_functions.find_packing(mask_function) is not None or bool(parts & _PACKED)
     is_overlay = bool(parts - _PLAIN - _PACKED)
     return MaskStructure(
-        drawing=Drawing(mask_function, arguments, state if is_slice else None, padding),
+        definition=MaskDefinition(mask_function, arguments, state if is_slice else None, padding),
         causal=None if is_overlay else "causal_mask_function" in parts,
         window=local_size,
         is_overlay=is_overlay,
@@ -313,7 +309,7 @@ def mask_function(
 
 
 def _padding(attention_mask: Tensor, q_length: int, state: ParallelState | None) -> Tensor | None:
-    """The whole `(B, S)` padding mask, True for tokens that count; None without padding. One host sync per forward."""
+    """The full `(B, S)` padding mask, False for padding; None without padding. One host sync per forward."""
     if state is not None and attention_mask.shape[1] == q_length:
         attention_mask = collectives.all_gather(
             attention_mask, state.sp_group, dim=1, operation="gather the padding mask over SP"

@@ -1,6 +1,6 @@
-"""What models hand to their attention beside a mask: keys that an indexer selected, biases of relative positions.
+"""Overlays that models pass to their attention besides a mask: keys selected by an indexer, relative position biases.
 
-It means the same under every backend: a mask of its own, laid over the structure of the call.
+They become a mask tensor combined with the structure of the call, the same under every backend.
 
     B rows   S queries   K keys   N heads
 """
@@ -23,44 +23,45 @@ SELECTED, BLOCKS, BIAS = "indices", "block_indices", "position_bias"
 DRAW_BLOCKS = "build_block_mask"
 
 
-def added(arguments: Mapping[str, Any]) -> Collection[str]:
-    """Those of an attention's arguments that lay something over its mask."""
+def overlay_arguments(arguments: Mapping[str, Any]) -> Collection[str]:
+    """The arguments of an attention call that are overlays on its mask."""
     return [name for name in (SELECTED, BLOCKS, BIAS) if arguments.get(name) is not None]
 
 
-def cuts(request: Attention, q: Tensor, k: Tensor, more: Mapping[str, Any], mask: Any, module: nn.Module) -> Tensor:
-    """The mask of a call with what its arguments lay over it: bool, or to be added if there is a bias.
+def overlay_mask(
+    request: Attention, q: Tensor, k: Tensor, overlays: Mapping[str, Any], mask: Any, module: nn.Module
+) -> Tensor:
+    """The mask of a call combined with its overlays: bool, or additive if there is a bias.
 
     Args:
-        request: the rest of the call; its overlay is drawn.
+        request: the call, with its `overlay` already a tensor.
         q, k: `(B, S, N, D)`, `(B, K, N_k, D)`.
-        more: `indices` `(B, S, chosen)`, the keys that a query sees, -1 for none; `block_indices` in the form that the
-            module's own indexer gives them; `position_bias` `(B or 1, N or 1, S, K)`, added to the scores.
-        mask: what the module handed over as its mask.
+        overlays: `indices` `(B, S, chosen)`, the keys that a query sees, -1 for none; `block_indices` as the module's own
+            indexer returns them; `position_bias` `(B or 1, N or 1, S, K)`, added to the scores.
+        mask: the mask that the module passed.
 
     Raises:
-        UnsupportedError: blocks that no indexer of the module can lay out.
+        UnsupportedError: the module has no indexer that expands its blocks.
     """
     B, S = q.shape[:2]
     if isinstance(mask, MaskStructure) and request.documents is None:
-        found = mask.tensor(q.dtype)  # padded queries too as upstream has them: an indexer reads what they become
+        found = mask.tensor(q.dtype)  # with padded queries as upstream has them: an indexer reads their outputs
     else:
         found = dense_mask(request, B, S, q.device)
     if found is None:
         found = torch.ones(1, 1, S, k.shape[1], dtype=torch.bool, device=q.device)
-    if SELECTED in more:
-        chosen = more[SELECTED].long()
+    if SELECTED in overlays:
+        chosen = overlays[SELECTED].long()
         seen = torch.zeros(B, S, k.shape[1] + 1, dtype=torch.bool, device=q.device)
         seen.scatter_(-1, chosen.where(chosen >= 0, k.shape[1]), True)
         found = _restricted(found, seen[:, None, :, :-1])
-    if BLOCKS in more:
-        found = _restricted(found, _laid_out(more[BLOCKS], q, k, found, module))
-    if BIAS in more:
+    if BLOCKS in overlays:
+        found = _restricted(found, _expand_blocks(overlays[BLOCKS], q, k, found, module))
+    if BIAS in overlays:
         lowest = torch.finfo(q.dtype).min
-        found = (
-            torch.zeros_like(found, dtype=q.dtype).masked_fill(~found, lowest) if found.dtype == torch.bool else found
-        )
-        found = found + more[BIAS].to(q.dtype)
+        if found.dtype == torch.bool:
+            found = torch.zeros_like(found, dtype=q.dtype).masked_fill(~found, lowest)
+        found = found + overlays[BIAS].to(q.dtype)
     return found
 
 
@@ -68,16 +69,16 @@ def _restricted(mask: Tensor, seen: Tensor) -> Tensor:
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 
-def _laid_out(blocks: Tensor, q: Tensor, k: Tensor, mask: Tensor, module: nn.Module) -> Tensor:
-    """Who sees whom by selected blocks of keys, as the module's own indexer lays them out."""
+def _expand_blocks(blocks: Tensor, q: Tensor, k: Tensor, mask: Tensor, module: nn.Module) -> Tensor:
+    """Bool: the keys that a query sees by its selected blocks, expanded by the module's own indexer."""
     draw = next((getattr(child, DRAW_BLOCKS) for child in module.children() if hasattr(child, DRAW_BLOCKS)), None)
     if draw is None:
         raise UnsupportedError(
-            f"{type(module).__name__} hands {BLOCKS} to its attention, and nothing in it says which keys a block holds "
-            f"(a method {DRAW_BLOCKS}). Train it with upstream's names."
+            f"{type(module).__name__} passes {BLOCKS} to its attention, but no submodule has a method {DRAW_BLOCKS} that says "
+            "which keys a block contains. Train it with upstream's names."
         )
     S = q.shape[1]
-    given = {
+    arguments = {
         BLOCKS: blocks,
         "attention_mask": mask,
         "key_length": k.shape[1],
@@ -85,17 +86,17 @@ def _laid_out(blocks: Tensor, q: Tensor, k: Tensor, mask: Tensor, module: nn.Mod
         "device": q.device,
         "position_ids": torch.arange(S, device=q.device).expand(q.shape[0], S),
     }
-    return draw(**{name: given[name] for name in inspect.signature(draw).parameters}) == 0
+    return draw(**{name: arguments[name] for name in inspect.signature(draw).parameters}) == 0
 
 
-_WITHIN = WeakIdKeyDictionary()  # mask -> (lengths, the mask within these documents): one for all layers
+_WITHIN = WeakIdKeyDictionary()  # mask -> (bounds, the mask within these documents): shared by all layers
 
 
 def within_documents(mask: Any, bounds: Tensor, B: int, where: str) -> Tensor:
-    """A mask tensor `(B or 1, N or 1, S, S)` (bool, or added to scores) that a model made or was handed, within documents."""
+    """A model's mask tensor `(B or 1, N or 1, S, S)`, bool or additive, restricted to documents."""
     if not isinstance(mask, Tensor):
         raise UnsupportedError(
-            f"{where} got cu_seq_lens_q and a {type(mask).__name__} that this runtime did not draw."
+            f"{where} got cu_seq_lens_q and a {type(mask).__name__} that this runtime did not create."
         )
     if mask in _WITHIN and _WITHIN[mask][0] is bounds:
         return _WITHIN[mask][1]

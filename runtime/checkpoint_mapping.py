@@ -27,55 +27,54 @@ if TYPE_CHECKING:
 
 
 def register_checkpoint_mapping(*bases: type[PreTrainedModel]) -> None:
-    """Registers upstream's own conversions for models by their names and by the types of their configs.
+    """Registers upstream's conversions for models, by class name and model type.
 
     Args:
-        bases: each stands for the models of its file that are derived from it, and for itself. Models of a name and type
-            for which upstream has no conversion load and save their weights as they are.
+        bases: classes; their subclasses in the same file are registered as well. Models without an upstream conversion load
+            and save their weights unchanged.
     """
-    models = [one for base in bases for one in _of_its_file(base)]
-    types = (str(getattr(one.config_class, "model_type", "")) for one in models)
-    for name in dict.fromkeys((*types, *(one.__name__ for one in models))):
+    models = [model for base in bases for model in _with_subclasses(base)]
+    types = (str(getattr(model.config_class, "model_type", "")) for model in models)
+    for name in dict.fromkeys((*types, *(model.__name__ for model in models))):
         mapping = get_checkpoint_conversion_mapping(name)
         if mapping is not None:
             register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
 
 
-def _of_its_file(base: type[PreTrainedModel]) -> list[type[PreTrainedModel]]:
-    """The class, and those derived from it in the file that defines it."""
-    derived = (one for one in base.__subclasses__() if one.__module__ == base.__module__)
-    return [base, *(found for one in derived for found in _of_its_file(one))]
+def _with_subclasses(base: type[PreTrainedModel]) -> list[type[PreTrainedModel]]:
+    """The class and its subclasses in the file that defines it."""
+    derived = (cls for cls in base.__subclasses__() if cls.__module__ == base.__module__)
+    return [base, *(found for cls in derived for found in _with_subclasses(cls))]
 
 
-_UPSTREAMS_CODE: set[str] = set()
-"""Modules whose model classes are upstream's code, rewritten."""
+_GENERATED_MODULES: set[str] = set()
+"""Modules whose model classes are rewritten upstream code."""
 
 
 def initialize_as_upstream(*classes: type[PreTrainedModel]) -> None:
-    """Makes transformers initialise these classes, and all modules inside them, as it does its own.
+    """Makes transformers initialise these classes, and all modules inside them, like its own.
 
-    transformers asks the outermost model alone whether it is custom code, and then does not call `_init_weights` for
-    any module below it whose own parameters are all initialised, which modules without any are. Where such a module
-    initialises its children's (a mixture of experts its experts', an MLP of a vision tower its two projections), they
-    would keep what was in memory, or what their parts get by themselves. A generated class is not custom code: its
-    `_init_weights` is upstream's. A class that someone derives from it in another file is.
+    For custom code, which it decides by the outermost model alone, transformers does not call `_init_weights` for modules
+    whose own parameters are all initialised, or that have none. If such a module initialises its children (an MoE block its
+    experts, an MLP its projections), these would keep uninitialised memory or another initialisation. A generated class is not
+    custom code: its `_init_weights` is upstream's. A class derived from it in another file is.
 
     Args:
-        classes: the models of a generated file that no other model of it is above.
+        classes: the models of a generated file that are derived from no other model of it.
     """
-    for one in classes:
-        _UPSTREAMS_CODE.add(one.__module__)
-        setattr(one, "is_custom_code", classmethod(_is_custom_code))  # noqa: B010  # of a type that does not declare it
+    for cls in classes:
+        _GENERATED_MODULES.add(cls.__module__)
+        setattr(cls, "is_custom_code", classmethod(_is_custom_code))  # noqa: B010  # not declared on the type
 
 
 def _is_custom_code(cls: type[PreTrainedModel]) -> bool:
     from transformers import PreTrainedModel
 
-    return cls.__module__ not in _UPSTREAMS_CODE and PreTrainedModel.is_custom_code.__func__(cls)
+    return cls.__module__ not in _GENERATED_MODULES and PreTrainedModel.is_custom_code.__func__(cls)
 
 
 def register_stacked_experts(*class_names: str, experts: Mapping[str, tuple[str, str, str]]) -> None:
-    """Registers how the experts of a generated file lie on disk: one by one, as lists of modules are written.
+    """Registers the checkpoint layout of a generated file's experts: one by one, as a ModuleList saves them.
 
         mlp.experts.0.gate_proj.weight [I, H]  \\
         mlp.experts.0.up_proj.weight   [I, H]   >  mlp.experts.gate_up_proj [E, 2I, H]
@@ -83,9 +82,9 @@ def register_stacked_experts(*class_names: str, experts: Mapping[str, tuple[str,
         mlp.experts.0.down_proj.weight [H, I]  ->  mlp.experts.down_proj [E, H, I]
 
     Biases likewise, to `gate_up_proj_bias` and `down_proj_bias`. transformers applies this on load and undoes it on
-    save. transformers looks conversions up by class name, whoever defines the class. Another class of that name that
-    holds lists (the source of the generated file) is not disturbed: keys that a model has are left as they are. One of
-    transformers' own whose conversion also renames modules would be; that is warned of.
+    save, looking conversions up by class name, whichever module defines the class. Another class of that name with a
+    ModuleList (the source of the generated file) is unaffected: keys that a model has are not converted. A class of
+    transformers whose conversion also renames modules would be affected, hence the warning.
 
     Args:
         class_names: the model classes of the generated file.
@@ -96,16 +95,16 @@ def register_stacked_experts(*class_names: str, experts: Mapping[str, tuple[str,
         if displaced:
             renamed = ", ".join(pattern for entry in displaced for pattern in entry.source_patterns)
             warnings.warn(
-                f"From here on, transformers' own {name} does not rename {renamed} when it loads a checkpoint: this "
-                f"process has a generated class of that name, made from another file, whose checkpoints need no "
-                f"renaming. Use transformers' {name} in another process.",
+                f"From now on, transformers' own {name} does not rename {renamed} when it loads a checkpoint: this "
+                f"process has a generated class of that name, from another file, whose checkpoints need no renaming. Use "
+                f"transformers' {name} in another process.",
                 stacklevel=3,
             )
         register_checkpoint_conversion_mapping(name, stacked_experts_conversion(experts), overwrite=True)
 
 
 def _native_conversion(class_name: str) -> list[WeightTransform]:
-    """What transformers applies to its own class of that name; empty if it has none or converts nothing."""
+    """The conversion of transformers' own class of that name; empty if there is none."""
     mappings = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_MAPPING_NAMES)
     types = [kind for mapping in mappings for kind, served in mapping.items() if served == class_name]
     if not types:

@@ -1,4 +1,4 @@
-"""Hashes of code that do not depend on comments, on formatting, or on the Python release that computes them."""
+"""Hashes of code that are independent of comments, formatting, and the Python release."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def symbol_hash(node: ast.AST) -> str:
 
 
 def _structure(value: object) -> str:
-    """A node as text. `ast.dump` will not do: its fields and defaults change between Python releases.
+    """A node as text; unlike `ast.dump` independent of the Python release.
 
-    Fields that hold nothing are left out (`type_params` came with 3.12), and neighbouring string pieces of an f-string
-    are one (how many there are differs between releases).
+    Empty fields are left out (`type_params` came with 3.12), and adjacent string parts of an f-string are joined (their number
+    differs between releases).
     """
     if isinstance(value, list):
         return "[" + ",".join(map(_structure, value)) + "]"
@@ -24,8 +24,8 @@ def _structure(value: object) -> str:
     fields = [(name, getattr(value, name, None)) for name in value._fields if name != "kind"]
     if isinstance(value, ast.JoinedStr):
         fields = [("values", _joined(value.values))]
-    held = [f"{name}={_structure(field)}" for name, field in fields if field is not None and field != []]
-    return f"{type(value).__name__}({','.join(held)})"
+    present = [f"{name}={_structure(field)}" for name, field in fields if field is not None and field != []]
+    return f"{type(value).__name__}({','.join(present)})"
 
 
 def _joined(pieces: list[ast.expr]) -> list[ast.expr]:
@@ -48,7 +48,7 @@ def short_hash(*texts: str) -> str:
 
 
 def without_docstrings(tree: ast.Module) -> ast.Module:
-    """The tree, with the docstrings taken out of it."""
+    """Removes docstrings from the tree, in place; returns it."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue

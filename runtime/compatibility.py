@@ -1,4 +1,4 @@
-"""Generated files know the transformers release that they were made from; here they meet the installed one."""
+"""Checks that the installed transformers is a release that a generated file was made from or verified with."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ ALLOW_VARIABLE = "PATCHGEN_ALLOW_TRANSFORMERS"
 
 
 class ReleaseMismatch(ImportError):
-    """A generated file meets a transformers release that it was neither made from nor verified with."""
+    """The installed transformers is a release that a generated file was neither made from nor verified with."""
 
 
 def require_transformers(generated_file: str, made_from: str) -> None:
     """Raises unless the installed transformers is the release that `generated_file` was made from or verified with.
 
-    Nothing else notices the difference: imports keep working between releases while formulas change (in one seen
-    case the rotary embedding of a model turned from half rotation to interleaved).
+    Nothing else detects the difference: imports keep working between releases while formulas change (once, the rotary
+    embedding of a model changed from half rotation to interleaved).
 
     Args:
-        generated_file: `__file__` of the generated module; `verify.json` beside it lists the releases it was
+        generated_file: `__file__` of the generated module; `verify.json` in its folder lists the releases it was
             verified with.
         made_from: the release of its upstream source, for example "5.23.0".
 
     Raises:
-        ReleaseMismatch: with the three ways out.
+        ReleaseMismatch: with three ways to fix it.
     """
     import transformers
 
@@ -45,7 +45,7 @@ def require_transformers(generated_file: str, made_from: str) -> None:
 
 
 def _proven_with(record: Path, generated_file: Path) -> list[str]:
-    """The releases that a proof of this very file lists; a proof of an earlier version of it counts for nothing."""
+    """The releases in the proof of this version of the file; proofs of earlier versions are ignored."""
     if not record.is_file():
         return []
     proof = json.loads(record.read_text())
@@ -54,12 +54,12 @@ def _proven_with(record: Path, generated_file: Path) -> list[str]:
 
 
 def digest(generated_file: Path) -> str:
-    """What a proof of a generated file is of: a hash of it and of the files of the models that it builds by default."""
-    found = hashlib.sha256(generated_file.read_bytes())
+    """The hash that a proof refers to: of a generated file and the files of the models that it builds by default."""
+    combined = hashlib.sha256(generated_file.read_bytes())
     record = generated_file.with_name("provenance.json")
     parts = json.loads(record.read_text(encoding="utf-8")).get("parts", ()) if record.is_file() else ()
     for name in (part["default"]["model"] for part in parts):
-        places = (generated_file.parent.parent, Path(__file__).parents[1] / "generated_models")
-        files = (place / str(name) / f"modeling_{name}.py" for place in places)
-        found.update(next((file.read_bytes() for file in files if file.is_file()), b""))
-    return found.hexdigest()
+        roots = (generated_file.parent.parent, Path(__file__).parents[1] / "generated_models")
+        files = (root / str(name) / f"modeling_{name}.py" for root in roots)
+        combined.update(next((file.read_bytes() for file in files if file.is_file()), b""))
+    return combined.hexdigest()

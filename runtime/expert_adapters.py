@@ -1,11 +1,11 @@
-"""What adapters add to the experts that run now: said by the module around them, taken where the seam is called.
+"""Passes the adapters of running experts from the module that wraps them to the seam.
 
-    wrapper(experts)                 with adding(experts, "gate_up_proj", factors): experts(...)
+    wrapper(experts)                 with applied(experts, "gate_up_proj", factors): experts(...)
       generated experts              ops.fused_moe(..., self.gate_up_proj, self.down_proj, ...)
-        ops.fused_moe                taken_by(gate_up_proj, down_proj)    -> kernels.moe_adapters.ExpertAdapters
+        ops.fused_moe                adapters_of(gate_up_proj, down_proj)    -> kernels.moe.adapters.ExpertAdapters
 
-Generated code hands its parameters to the seam as they are, so a parameter says itself which of the two it is. An adapter
-that no call took is an error: what was meant to be trained would do nothing.
+Generated code passes its parameters to the seam unchanged, so they identify their adapters. An adapter that no call used is an
+error: it would not be trained.
 """
 
 from __future__ import annotations
@@ -22,56 +22,53 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Added:
-    """What is added to one parameter: `low_rank` to `owner.name`; whether a call took it."""
+class ActiveAdapter:
+    """The adapter `low_rank` of the parameter `owner.name`, and whether a call has used it."""
 
     owner: nn.Module
     name: str
     low_rank: LowRank
-    taken: bool = False
-
-    def is_for(self, weight: Tensor) -> bool:
-        return getattr(self.owner, self.name) is weight
+    used: bool = False
 
 
-_ADDED: list[Added] = []
+_ACTIVE: list[ActiveAdapter] = []
 
 
-def are_adding() -> bool:
-    """Whether the experts that run now have adapters: the seam serves them, whatever is selected."""
-    return bool(_ADDED)
+def any_active() -> bool:
+    """Whether the running experts have adapters, which only the seam supports."""
+    return bool(_ACTIVE)
 
 
 @contextlib.contextmanager
-def adding(owner: nn.Module, name: str, low_rank: LowRank) -> Iterator[None]:
-    """Adds `low_rank` to the parameter `owner.name` in the calls of the seam inside the block.
+def applied(owner: nn.Module, name: str, low_rank: LowRank) -> Iterator[None]:
+    """Applies `low_rank` to the parameter `owner.name` in the seam's calls inside the block.
 
     Raises:
-        RuntimeError: no call took that parameter.
+        RuntimeError: no call used that parameter.
     """
-    added = Added(owner, name, low_rank)
-    _ADDED.append(added)
+    adapter = ActiveAdapter(owner, name, low_rank)
+    _ACTIVE.append(adapter)
     try:
         yield
     finally:
-        _ADDED.pop()
-    if not added.taken:
+        _ACTIVE.pop()
+    if not adapter.used:
         raise RuntimeError(
-            f"The adapter of {type(owner).__name__}.{name} was not used: its forward does not hand that parameter to "
-            "ops.fused_moe as it is. Take it out of lora.target_parameters."
+            f"The adapter of {type(owner).__name__}.{name} was not used: its forward does not pass that parameter to "
+            "ops.fused_moe unchanged. Remove it from lora.target_parameters."
         )
 
 
-def taken_by(gate_up_proj: Tensor, down_proj: Tensor) -> ExpertAdapters | None:
+def adapters_of(gate_up_proj: Tensor, down_proj: Tensor) -> ExpertAdapters | None:
     """The adapters of a call with these weights; None: they have none."""
-    if not _ADDED:
+    if not _ACTIVE:
         return None
     from patchgen.kernels.moe.adapters import ExpertAdapters
 
-    found = []
+    low_ranks = []
     for weight in (gate_up_proj, down_proj):
-        mine = next((added for added in _ADDED if added.is_for(weight)), None)
-        if mine is not None:
-            mine.taken = True
-        found.append(None if mine is None else mine.low_rank.to(weight.dtype))
-    return ExpertAdapters(*found)
+        adapter = next((active for active in _ACTIVE if getattr(active.owner, active.name) is weight), None)
+        if adapter is not None:
+            adapter.used = True
+        low_ranks.append(None if adapter is None else adapter.low_rank.to(weight.dtype))
+    return ExpertAdapters(*low_ranks)

@@ -1,4 +1,4 @@
-"""The functions of `ops.py` that end a model: its head with the loss, and the loss of its routers.
+"""The functions of `ops.py` for the end of a model: the head with its loss, and the router loss.
 
 B batch   S sequence of this rank   T tokens (B * S)   H hidden size   E experts   V vocabulary
 """
@@ -34,35 +34,35 @@ def causal_lm_loss(
     """The language-model head and its loss.
 
     Args:
-        head: maps `hidden_states` `[B, S, H]` to logits `[B, S, V]`: the output projection where the model does nothing
-            else to the logits, else a function with everything it does (softcap, scaling, ...).
+        head: maps `hidden_states` `[B, S, H]` to logits `[B, S, V]`: the output projection, or a function with everything
+            else that the model does to the logits (softcap, scaling, ...).
         labels: `[B, S]`, not yet shifted; `-100` is ignored. None: no loss is computed.
         loss_function: upstream's, called as `loss_function(logits, labels, vocab_size, **kwargs)`; `aligned_cross_entropy`
-            or `shifted_cross_entropy` where the head writes its own out.
+            or `shifted_cross_entropy` if the head computes the loss inline.
         vocab_size: V; None for the last dimension of the logits.
-        training: of the model. In evaluation the logits are what the caller came for.
-        local_terms: what the model adds to the loss that is a number of one rank's tokens, as source.
+        training: whether the model trains. In evaluation the caller needs the logits.
+        local_terms: terms that the model adds to the loss and that depend on this rank's tokens only, as source.
         upcast: with labels, upstream's logits are in fp32.
-        kwargs: what upstream hands to its loss (`num_items_in_batch`, `shift_labels`, ...).
+        kwargs: what upstream passes to its loss (`num_items_in_batch`, `shift_labels`, ...).
 
     Returns:
         `(logits, loss)`. Without labels the loss is None. A fused implementation returns None for the logits; it serves in
-        training, and where only the loss is read (`parallel.loss.step`, evaluation of the trainer too). On many ranks the
-        loss is this rank's share of the mean over the global batch, or of the step's own objective.
+        training, and if only the loss is read (`parallel.loss.step`, also in the trainer's evaluation). On several ranks
+        the loss is this rank's share of the mean over the global batch, or of the step's objective.
 
     Raises:
-        ValueError: while a parallel state is live: another loss than transformers' ForCausalLMLoss, or `local_terms` in a
-            step of several ranks or micro-batches, whose sum they are not.
+        ValueError: with a parallel state: another loss than transformers' ForCausalLMLoss, or `local_terms` in a step of
+            several ranks or micro-batches, over which they do not sum up.
     """
     if labels is None:
         return head(hidden_states), None
     if loss_function is ForMaskedLMLoss:  # transformers' own, whose labels are not shifted
         loss_function, upcast = aligned_cross_entropy, True
     state, read_losses, needs_logits = parallel.current(), None, not training
-    kwargs = {**_kept_labels(), **kwargs}
+    kwargs = {**_labels_of_call(), **kwargs}
     is_served = seams.selected()["causal_lm_loss"] != seams.EAGER
     if is_served or state is not None or loss_function is aligned_cross_entropy:
-        labels = _labels_as_written(loss_function, labels, kwargs)
+        labels = _inline_loss_labels(loss_function, labels, kwargs)
     if state is not None:
         from patchgen.runtime.parallel.loss import current_step, in_step, require_shares
 
@@ -72,24 +72,21 @@ def causal_lm_loss(
         labels, kwargs = _labels_of_step(labels, hidden_states, loss_function, kwargs, state)
         read_losses, needs_logits = step.read_losses, needs_logits and not in_step()
     if is_served and not needs_logits:
-        read = {} if read_losses is None else {"read_losses": read_losses}
-        more = {"loss_function": loss_function, "vocab_size": vocab_size, **read, **kwargs}
-        return seams.implementation("causal_lm_loss")(head, hidden_states, labels, **more)
+        options = {"loss_function": loss_function, "vocab_size": vocab_size, **kwargs}
+        if read_losses is not None:
+            options["read_losses"] = read_losses
+        return seams.implementation("causal_lm_loss")(head, hidden_states, labels, **options)
     logits = head(hidden_states).float() if upcast else head(hidden_states)
     if read_losses is not None:
-        read_losses(_losses_of_rows(logits, kwargs["shift_labels"]))
+        from patchgen.kernels.loss.causal_lm_loss import losses_of_rows
+
+        read_losses(losses_of_rows(logits, kwargs["shift_labels"]))
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
 
 
-def _losses_of_rows(logits: Tensor, labels: Tensor) -> Tensor:
-    from patchgen.kernels.loss.causal_lm_loss import losses_of_rows
-
-    return losses_of_rows(logits, labels)
-
-
-def _labels_as_written(loss_function: Callable[..., Tensor], labels: Tensor, kwargs: dict) -> Tensor:
-    """The labels of a loss that a head writes out itself: those behind its mask alone, or not shifted (in `kwargs`)."""
+def _inline_loss_labels(loss_function: Callable[..., Tensor], labels: Tensor, kwargs: dict) -> Tensor:
+    """The labels of a head's inline loss: without those that its mask drops, or unshifted (as `shift_labels` in `kwargs`)."""
     mask = kwargs.pop("attention_mask", None) if loss_function is shifted_cross_entropy else None
     if kwargs.get("shift_labels") is None:
         if loss_function is shifted_cross_entropy:
@@ -102,22 +99,22 @@ def _labels_as_written(loss_function: Callable[..., Tensor], labels: Tensor, kwa
 def _labels_of_step(
     labels: Tensor, hidden_states: Tensor, loss_function: Callable[..., Tensor], kwargs: dict, state: ParallelState
 ) -> tuple[Tensor, dict]:
-    """The labels of this rank's slice, and what the loss is told of the whole step."""
+    """The labels of this rank's slice, and the loss arguments about the full step."""
     from patchgen.kernels.loss.causal_lm_loss import require_causal_lm_loss
     from patchgen.runtime.parallel.loss import current_step, global_labels
 
     step = current_step()
     if kwargs.get("shift_labels") is labels and step.num_items is not None and not step.counts_targets:
         raise ValueError(
-            "The labels of this model are the targets of its decoder, and a step counts labels of the next token: "
-            "its loss has no share of a step. Compute it outside of `parallel.loss.step`."
+            "The labels of this model are the targets of its decoder, but a step counts next-token labels, so its loss "
+            "cannot be a share of the step. Compute it outside of `parallel.loss.step`."
         )
     require_causal_lm_loss(loss_function, "parallel")
     return global_labels(labels, hidden_states, kwargs, state)
 
 
 def require_no_step(labels: object, what: str) -> None:
-    """Raises ValueError where labels would give a share of a step, and the head's loss is upstream's own: `what`, as source."""
+    """Raises ValueError if labels are given in a parallel step, but the head's loss is upstream's own mean: `what`, as source."""
     if labels is not None and parallel.current() is not None:
         from patchgen.runtime.parallel.loss import own_mean
 
@@ -125,34 +122,33 @@ def require_no_step(labels: object, what: str) -> None:
 
 
 def given_logits(logits: Tensor) -> Tensor:
-    """The head of a model whose logits another model made: `[B, S, V]` as they are."""
+    """The head of a model whose logits come from another model: the identity on `[B, S, V]`."""
     return logits
 
 
 def step_labels(given: Mapping[str, object]) -> dict[str, object]:
-    """What a caller says of the labels of a step, for the loss of a head to which upstream hands none of it.
+    """The arguments about a step's labels, for the loss of a head to which upstream does not pass them.
 
     Args:
-        given: the further arguments of the head's forward.
+        given: the keyword arguments of the head's forward.
 
     Returns:
-        `shift_labels` and `num_items_in_batch` of them while a parallel state is live. Without one nothing: alone the
-        loss is upstream's.
+        Its `shift_labels` and `num_items_in_batch` with a parallel state; else nothing, for upstream's loss.
     """
     if parallel.current() is None:
         return {}
-    from patchgen.runtime import model_calls  # loads kernels
+    from patchgen.runtime import model_calls  # imports kernels
 
-    return {name: given[name] for name in model_calls.OF_A_STEP if name in given}
+    return {name: given[name] for name in model_calls.STEP_INPUTS if name in given}
 
 
-def _kept_labels() -> dict[str, object]:
-    """The same of what the model was called with and its forward takes no argument for."""
+def _labels_of_call() -> dict[str, object]:
+    """`step_labels` of the arguments that the model was called with but its forward does not take."""
     if parallel.current() is None:
         return {}
     from patchgen.runtime import model_calls
 
-    return step_labels(model_calls.kept())
+    return step_labels(model_calls.extra_inputs())
 
 
 def router_loss(
@@ -160,18 +156,18 @@ def router_loss(
 ) -> object:
     """The load-balancing loss of a model's routers.
 
-    Without a parallel state upstream's function, called as upstream calls it. While one is live, on one rank too: this
-    rank's share of a number that is the same in every layout and for every padding (`runtime/parallel/router_loss.py`
-    has the formula): upstream's on each row without its padding, the mean over the rows of the step by their tokens.
+    Without a parallel state: upstream's function, called as upstream calls it. With one, even on one rank: this rank's share
+    of a value that is the same in every layout and for every padding (`runtime/parallel/router_loss.py` has the formula):
+    upstream's loss of each row without padding, averaged over the rows of the step, weighted by tokens.
 
     Args:
         function: upstream's; its parameter `gate_logits` takes the router logits of each layer, `[T, E]`, and its
             parameter `attention_mask` None or `[B, S]`.
-        tokens: token ids or embeddings, `[B, S, ...]`: how many rows there are.
-        real_tokens: bool `[B, S]`, False where a token is padding; None: what `attention_mask` says.
+        tokens: token ids or embeddings, `[B, S, ...]`, for the number of rows.
+        real_tokens: bool `[B, S]`, False for padding; None: from `attention_mask`.
 
     Raises:
-        ValueError: logits or masks that do not fit the tokens; accumulation without the number of tokens of the step.
+        ValueError: shapes of logits or masks do not match the tokens; accumulation without the step's number of tokens.
     """
     state = parallel.current()
     if state is None:
@@ -182,10 +178,10 @@ def router_loss(
 
 
 def router_means(tokens_per_expert: Tensor, router_prob_per_expert: Tensor) -> tuple[Tensor, Tensor]:
-    """The two factors of the load-balancing loss, above their product in the function that `router_loss` calls.
+    """The two factors of the load-balancing loss, before their product in the function that `router_loss` calls.
 
-    Without a parallel state as they are. While one is live: the first over all ranks, for the product of two means is
-    another number than the mean of products; the second this rank's part of a mean over the step.
+    Unchanged without a parallel state. With one: the first averaged over all ranks, since the product of means is not the
+    mean of products; the second this rank's part of a mean over the step.
 
     Args:
         tokens_per_expert: the share of tokens routed to each expert, a mean over this rank's tokens, `[..., E]`.

@@ -1,11 +1,12 @@
-"""The implementations that ship with the seams of `runtime/ops.py`, one line of registration each.
+"""The built-in implementations of the seams of `runtime/ops.py`, one registration each.
 
-Imported when the first implementation is asked for. Each function imports its kernel when it is called, so that
-selecting `eager` loads nothing, and Triton is loaded by nothing but a Triton kernel.
+Imported when an implementation is first looked up. Each function imports its kernel when it is called, so `eager` imports
+nothing, and only Triton kernels import Triton.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import seams
@@ -18,7 +19,7 @@ def _without_triton() -> str | None:
     from patchgen.kernels.packages import failed_import
 
     failure = failed_import("triton")
-    return f"it needs Triton in a form that can be imported here: {failure}" if failure is not None else None
+    return f"it needs Triton, which cannot be imported here: {failure}" if failure is not None else None
 
 
 def _without_sonic() -> str | None:
@@ -33,32 +34,16 @@ def _without_quack() -> str | None:
     return unavailable()
 
 
-@seams.register("fused_moe", "auto", prefers=("triton",))
-def fused_moe_auto(*args, **kwargs) -> Tensor:
+def _fused_moe(*args, backend: str, **kwargs) -> Tensor:
     from patchgen.kernels.fused_moe import fused_moe
 
-    return fused_moe(*args, **kwargs, backend="auto")
+    return fused_moe(*args, **kwargs, backend=backend)
 
 
-@seams.register("fused_moe", "torch")
-def fused_moe_torch(*args, **kwargs) -> Tensor:
-    from patchgen.kernels.fused_moe import fused_moe
-
-    return fused_moe(*args, **kwargs, backend="torch")
-
-
-@seams.register("fused_moe", "triton", unavailable=_without_triton)
-def fused_moe_triton(*args, **kwargs) -> Tensor:
-    from patchgen.kernels.fused_moe import fused_moe
-
-    return fused_moe(*args, **kwargs, backend="triton")
-
-
-@seams.register("fused_moe", "sonic", unavailable=_without_sonic)
-def fused_moe_sonic(*args, **kwargs) -> Tensor:
-    from patchgen.kernels.fused_moe import fused_moe
-
-    return fused_moe(*args, **kwargs, backend="sonic")
+seams.register("fused_moe", "auto", prefers=("triton",))(partial(_fused_moe, backend="auto"))
+seams.register("fused_moe", "torch")(partial(_fused_moe, backend="torch"))
+seams.register("fused_moe", "triton", unavailable=_without_triton)(partial(_fused_moe, backend="triton"))
+seams.register("fused_moe", "sonic", unavailable=_without_sonic)(partial(_fused_moe, backend="sonic"))
 
 
 @seams.register("causal_lm_loss", "auto")

@@ -2,10 +2,10 @@
 
     launch(recipe, processes=8)                                             # this machine
     launch(recipe, processes=8, nodes="4", rdzv_endpoint="node0:29500")     # the same command on each of four
-    torchrun --nproc-per-node 8 -m patchgen.cli train RECIPE                # somebody else's agent: found by its variables
+    torchrun --nproc-per-node 8 -m patchgen.cli train RECIPE                # another agent, detected by its variables
 
-One rank without restarts runs in this process. Otherwise the agent starts the ranks, and starts them again, from the
-last checkpoint, as often as `train.restarts` says.
+One rank without restarts runs in this process. Otherwise the agent starts the ranks, and restarts them from the last
+checkpoint up to `train.restarts` times.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from patchgen.runtime.train import architecture
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
 from patchgen.runtime.train.run_log import read_summary
 
-# A rank that was asked to stop finishes its step and saves; only then is it ended by force.
+# Time for a rank that was asked to stop to finish its step and save, before it is killed.
 SHUTDOWN_SECONDS = "900"
-STOPPED = 130  # the exit status of a run that was asked to stop, and has saved
-MEANT_FOR_READERS = ("RecipeError", "DataError", "CheckpointError", "TrainingStopped")
+STOPPED = 130  # the exit status of a run that was asked to stop, after saving
+USER_ERRORS = ("RecipeError", "DataError", "CheckpointError", "TrainingStopped")  # reported without a traceback
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -57,21 +57,23 @@ def launch(
 
     Args:
         processes: ranks on this machine.
-        nodes: machines, or "min:max" of them.
-        rdzv_endpoint: host:port of the machine where they meet; needed for more than one.
+        nodes: number of machines, or "min:max".
+        rdzv_endpoint: host:port for rendezvous; needed for more than one machine.
         fresh: moves an earlier run out of the directory instead of continuing it.
 
     Raises:
         LaunchFailed: the ranks failed.
-        RecipeError, DataError, CheckpointError: the arguments contradict each other, or the run cannot be: told before any
-            rank starts.
+        RecipeError, DataError, CheckpointError: the arguments contradict each other, or the run is impossible; raised before
+            any rank starts.
     """
     from patchgen.runtime.train import checks, continuing, preflight, run_lock
     from patchgen.runtime.train.run_plan import require_valid
 
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         if fresh:
-            raise RecipeError("--fresh works where this command starts the ranks itself: name another log.directory.")
+            raise RecipeError(
+                "--fresh only works if this command starts the ranks itself: name another log.directory."
+            )
         return STOPPED if worker(to_dict(recipe), decided=False) == "stop" else 0
     least, _, most = nodes.partition(":")
     most = most or least
@@ -86,7 +88,7 @@ def launch(
             f"--nproc {processes}, but this machine has {torch.cuda.device_count()} GPUs: one rank each."
         )
     require_valid(recipe, world=processes * int(least))
-    if int(most) == 1:  # of several machines one may be the first to have started it
+    if int(most) == 1:  # with several machines, another one may have started this run already
         run_lock.require_free(recipe.directory)
     if not fresh:
         continuing.changes(recipe)
@@ -104,14 +106,14 @@ def launch(
 def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: str) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # As torchrun does: ranks that each start a thread per core only fight for them.
+    # As torchrun does: a thread per core in each rank would oversubscribe the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    # A store per start: in one that outlives them, ranks that start again find addresses of those that are gone.
+    # A new store per start: in a shared one restarted ranks would find the addresses of dead ones.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # told below, once
-    if (place := architecture.import_path(recipe.model)) is not None:  # this process may have found it by other means
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (place, os.environ.get("PYTHONPATH"))))
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # reported below
+    if (folder := architecture.import_path(recipe.model)) is not None:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     config = LaunchConfig(
         min_nodes=least,
         max_nodes=most,
@@ -123,34 +125,34 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
         monitor_interval=0.5,
     )
     try:
-        # A command, not a function: spawned functions wait for an agent that was asked to stop, and it for them.
+        # A command, not a function: when asked to stop, the agent and spawned functions would wait for each other.
         elastic_launch(config, sys.executable)("-m", "patchgen.runtime.launch", json.dumps(to_dict(recipe)))
     except SignalException:
-        return STOPPED  # by now the ranks have saved and left: the agent handed the signal on and waited
+        return STOPPED  # the agent forwarded the signal and waited until the ranks had saved and exited
     except RendezvousError as error:
         raise LaunchFailed(
-            f"The {most} machines did not meet at {endpoint}: {type(error).__name__}: {error} Start the same command on all of "
-            "them, with a port that they all reach on the machine that --rdzv-endpoint names."
+            f"Rendezvous of {most} machines at {endpoint} failed: {type(error).__name__}: {error} Start the same command on all "
+            "of them, with a port that all can reach on the machine that --rdzv-endpoint names."
         ) from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        told = f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}"
+        message = f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}"
         if most > 1:
-            told += (
-                "\nThis is what this machine saw. If a connection was lost here, look at the messages of the others."
+            message += (
+                "\nThat is the first failure on this machine. If a connection was lost, check the other machines."
             )
-        raise LaunchFailed(told) from error
+        raise LaunchFailed(message) from error
     summary = read_summary(recipe.directory)
     return STOPPED if summary is not None and summary["reason"] == "stop" else 0
 
 
 def _reason(failure: Any) -> str:
-    """What the rank left behind: the message, and the traceback if it was not written for a reader."""
+    """The message of the rank's error; the traceback if it is not a user error."""
     content = failure.message
     if not isinstance(content, dict):
         return str(content)
     kind, _, message = content.get("message", "").partition(": ")
-    if kind in MEANT_FOR_READERS:
+    if kind in USER_ERRORS:
         return message
     return content.get("extraInfo", {}).get("py_callstack", "").strip() or f"{kind}: {message}"
 
@@ -160,13 +162,13 @@ def worker(values: dict[str, Any], *, decided: bool = True) -> str:
     """One rank: process group, device, trainer; returns why the run ended (`Summary.reason`).
 
     Args:
-        values: a recipe as a dict, for it crosses a process border.
-        decided: whether `launch` has looked that the model can train; if not, rank 0 looks for all.
+        values: a recipe as a dict, as passed between processes.
+        decided: whether `launch` has checked that the model can train; if not, rank 0 checks it for all.
     """
     recipe = from_dict(values)
-    outcome = None if decided or os.environ["RANK"] != "0" else _decide(recipe)  # before there are groups
-    # Row counts that differ from step to step leave holes between segments of fixed size (docs/parallel.md has figures).
-    # torch reads it before it first allocates; either name may hold the user's own choice.
+    outcome = None if decided or os.environ["RANK"] != "0" else _decide(recipe)  # before process groups exist
+    # Row counts that vary between steps fragment memory of fixed-size segments (docs/parallel.md has figures).
+    # torch reads the variable before its first allocation; the user may have set either name.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     with process_group() as device:
@@ -174,15 +176,15 @@ def worker(values: dict[str, Any], *, decided: bool = True) -> str:
         from patchgen.runtime.train.run_plan import require_valid
         from patchgen.runtime.train.trainer import Trainer
 
-        # Here too: torchrun starts ranks without `launch` having looked, and an elastic agent other numbers of them.
+        # Again: torchrun starts ranks without the checks of `launch`, and elastic agents change their number.
         require_valid(recipe, world=dist.get_world_size())
         if not decided:
-            recipe = _agreed(outcome)
+            recipe = _broadcast_decision(outcome)
         return Trainer(recipe, device, setup.listeners(recipe)).run().reason
 
 
 def _decide(recipe: Recipe) -> tuple[dict[str, Any] | None, str]:
-    """The recipe that trains, as a dict, or why none does."""
+    """The completed recipe as a dict, or the reason why it cannot train."""
     from patchgen.runtime.train import checks, preflight, run_lock
 
     try:
@@ -194,14 +196,14 @@ def _decide(recipe: Recipe) -> tuple[dict[str, Any] | None, str]:
         return None, str(error)
 
 
-def _agreed(outcome: tuple[dict[str, Any] | None, str] | None) -> Recipe:
-    """What rank 0 decided; every rank must call it.
+def _broadcast_decision(outcome: tuple[dict[str, Any] | None, str] | None) -> Recipe:
+    """The recipe that rank 0 decided on (collective).
 
     Raises:
         RecipeError: on all ranks, the model cannot train.
     """
     decided = object_of(outcome)
-    assert decided is not None, "rank 0 has decided"
+    assert decided is not None, "rank 0 decides"
     values, refusal = decided
     if values is None:
         raise RecipeError(refusal)
@@ -210,38 +212,38 @@ def _agreed(outcome: tuple[dict[str, Any] | None, str] | None) -> Recipe:
 
 @contextlib.contextmanager
 def process_group():
-    """torch.distributed for this rank, from the agent's variables or for one rank alone; yields the device.
+    """Initialises torch.distributed, from the agent's variables or for a single rank; yields the device.
 
-    Collectives of the host go over gloo beside the device's own: what ranks agree on needs no wait for a device.
+    Host tensors use gloo next to the device's backend, so agreeing on host values needs no device sync.
     """
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
-    alone: dict[str, Any] = {}
+    single_rank: dict[str, Any] = {}
     if "RANK" not in os.environ:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented there, not exported by type
-        alone = {"store": store, "rank": 0, "world_size": 1}
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in the stubs
+        single_rank = {"store": store, "rank": 0, "world_size": 1}
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     gloo_groups.use_one_worker()
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **alone)
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **single_rank)
     try:
         yield device
     except BaseException:
-        if alone:  # other ranks may never come to this
+        if single_rank:  # with several, other ranks may never get here
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """One rank, as the agent starts it: the recipe is the only argument, as JSON."""
+    """One rank, started by the agent with the recipe as JSON."""
     try:
         worker(json.loads(sys.argv[1]))
     except Exception:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
-        sys.exit(1)  # `record` has written it down: the agent tells the first of all ranks, once
+        sys.exit(1)  # `record` has saved the error; the agent reports the first one of all ranks
 
 
 def move_away(directory: Path) -> None:

@@ -1,8 +1,8 @@
-"""What one image, video or sound looks like to a model, read off its config: channels, patches, mel bins.
+"""Sizes of a model's media inputs, from its config: channels, patches, mel bins.
 
 A packed vision tower takes `[P, C * T * p * p]` or `[P, C, p, p]` and the grid `(t, h, w)` of each image in patches, h and
-w multiples of the merge size. Any other takes whole images `[N, C, H, W]`. An audio tower takes spectrograms `[N, mel, F]`, or the
-samples of a recording `[N, F]`.
+w multiples of the merge size. Others take full images `[N, C, H, W]`. An audio tower takes spectrograms `[N, mel, F]`, or raw
+samples `[N, F]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 
 
 def tower_config(config: PreTrainedConfig, kind: str) -> PreTrainedConfig:
-    """The config of the tower that takes a modality: the model's own, where that says how large a patch of an image is.
+    """The config of a modality's tower; the model's own, if it has the patch size of images.
 
     Raises:
         ValueError: the config has none under a name that transformers uses.
@@ -29,25 +29,25 @@ def tower_config(config: PreTrainedConfig, kind: str) -> PreTrainedConfig:
         return config
     if found is None:
         raise ValueError(
-            f"{type(config).__name__} has no {' or '.join(names)}, so what a minimal {kind} looks like is not known."
+            f"{type(config).__name__} has no {' or '.join(names)}, so the size of a minimal {kind} is unknown."
         )
     return found
 
 
 def merge_size(vision: PreTrainedConfig) -> int:
-    """How many patches are merged to one feature, in each direction."""
+    """The number of patches merged into one feature, in each direction."""
     kernel = getattr(vision, "merge_kernel_size", None)  # height and width
     return kernel[0] if kernel else first_int(vision, "spatial_merge_size", "merge_size", default=1)
 
 
 def packed_merge(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
-    """The same of packed patches, where it may be the model that merges, by a share of their number in each direction."""
+    """`merge_size` of packed patches, which the model itself may merge, by a ratio in each direction."""
     share = getattr(config, "downsample_ratio", None)
     return round(1 / share) if isinstance(share, float) else merge_size(vision)
 
 
 def total_merge(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
-    """How many patches become one token in each direction where the tower merges windows, and the model what comes out."""
+    """The number of patches per token in each direction, if the tower merges windows and the model merges its outputs."""
     window = getattr(vision, "window_kernel_size", None) or (1,)
     return window[0] * merge_size(config) ** first_int(config, "merger_times", default=1)
 
@@ -60,19 +60,19 @@ def patch_values(vision: PreTrainedConfig) -> int:
 
 
 def patch_shapes(vision: PreTrainedConfig) -> tuple[tuple[int, ...], ...]:
-    """The shapes in which a packed patch may come: its numbers in a row, as an image, or as one of all that are merged."""
+    """Possible shapes of a packed patch: flat, as an image, or as an image of all merged patches."""
     patch = (channels(vision), vision.patch_size, vision.patch_size)
     return (patch_values(vision),), patch, token_shape(vision)
 
 
 def token_shape(vision: PreTrainedConfig) -> tuple[int, ...]:
-    """The patches of one token as an image, channels last: grids then count tokens."""
+    """The patches of one token as a channels-last image; grids then count tokens."""
     side = vision.patch_size * merge_size(vision)
     return side, side, channels(vision)
 
 
 def merged_patch_values(vision: PreTrainedConfig) -> int:
-    """The numbers in a patch that a tower without an encoder takes: of all patches that it would pool."""
+    """The numbers in a patch of a tower without an encoder: those of all patches that it would pool."""
     return patch_values(vision) * first_int(vision, "pooling_kernel_size", default=1) ** 2
 
 
@@ -81,7 +81,7 @@ def channels(vision: PreTrainedConfig) -> int:
 
 
 def image_size(vision: PreTrainedConfig) -> tuple[int, int]:
-    """Height and width of a whole image."""
+    """Height and width of a full image."""
     size = _image_size(vision)
     if size is None:
         raise ValueError(f"{type(vision).__name__} and the configs in it have no image_size.")
@@ -89,13 +89,13 @@ def image_size(vision: PreTrainedConfig) -> tuple[int, int]:
 
 
 def _image_size(vision: PreTrainedConfig) -> int | Sequence[int] | None:
-    """The size of an image by a tower's config, or by that of the first of the towers in it that says one."""
-    parts = (getattr(vision, name, None) for name in vision.sub_configs)
-    return next((size for one in (vision, *parts) if (size := getattr(one, "image_size", None)) is not None), None)
+    """The image size in a tower's config, or in the first sub-config that has one."""
+    configs = (vision, *(getattr(vision, name, None) for name in vision.sub_configs))
+    return next((size for config in configs if (size := getattr(config, "image_size", None)) is not None), None)
 
 
 def image_sides(vision: PreTrainedConfig) -> list[tuple[int, int]]:
-    """Heights and widths that a tower of whole images may take: what the config says, else a few patches."""
+    """Candidate heights and widths for a tower of full images: from the config, else a few patches."""
     if _image_size(vision) is not None:
         return [image_size(vision)]
     patch = getattr(vision, "patch_size", None)
@@ -104,16 +104,16 @@ def image_sides(vision: PreTrainedConfig) -> list[tuple[int, int]]:
 
 
 def mel_bins(audio: PreTrainedConfig) -> int:
-    """The numbers of a frame, where several are stacked those of all."""
+    """The numbers per frame, including stacked frames."""
     names = ("num_mel_bins", "num_mels", "input_dim", "input_feat_size", "input_size", "feature_size")
     return first_int(audio, *names, default=80) * first_int(audio, "num_stacked_frames", default=1)
 
 
 def samples_per_token(config: PreTrainedConfig) -> int:
-    """The samples of a sound as it was recorded that become one token, as a part of the config says.
+    """The raw audio samples per token, from a sub-config.
 
     Raises:
-        ValueError: none does.
+        ValueError: no sub-config has them.
     """
     for part in (vars(config).get(key) for key in config.sub_configs):
         found = first_int(part, "samples_per_token", "hop_length", default=0)
@@ -123,5 +123,5 @@ def samples_per_token(config: PreTrainedConfig) -> int:
 
 
 def first_int(config: PreTrainedConfig | None, *names: str, default: int) -> int:
-    """The first of these fields that the config has as an integer."""
+    """The first of these fields that is an integer in the config."""
     return next((getattr(config, name) for name in names if type(getattr(config, name, None)) is int), default)

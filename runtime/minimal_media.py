@@ -1,8 +1,8 @@
-"""The smallest image, video or sound that a model takes: candidate forms, and which of them its tower accepts.
+"""The smallest image, video or sound that a model accepts, found by trying candidates.
 
-Configs do not say whether images come whole, in crops or as patches, or whether a sound may be short. So candidates are
-tried, in the order of their size, on a copy of the tower's modules whose weights are one number: it holds next to no
-memory, has no hooks, and so makes no collective. The answer depends on the config alone and is the same on all ranks.
+Configs do not say whether images are passed in full, in crops or as patches, or whether a sound may be short. So candidates
+are tried, in the order of their size, on a copy of the model with constant weights: it needs almost no memory, has no hooks,
+and runs no collectives. The result depends on the config alone and is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from patchgen.runtime import media_sizes as layout
 from patchgen.runtime import parallel
 from patchgen.runtime.tensor_cache import TensorCache
 
-# What upstream's classes raise on an input that they do not serve.
+# Errors of upstream's classes on inputs they do not support.
 REFUSALS = (
     RuntimeError,
     ValueError,
@@ -33,54 +33,54 @@ REFUSALS = (
 )
 
 CROPS = ((), *((crops,) for crops in range(1, 7)))
-"""What stands before `C, H, W` of an image: nothing, or a number of crops."""
+"""Dimensions before `C, H, W` of an image: none, or a number of crops."""
 GRIDS = ("grid_thw", "grid_hw")
-"""Ends of the names of what says how many patches an image has in time, height and width, or in the latter two."""
+"""Name endings of arguments with an image's number of patches in time, height and width, or in the latter two."""
 VIDEO_FRAMES = (1, 2, 4, 8)
 AUDIO_FRAMES = (16, 100, 400)
 """Some audio towers halve their frames four times."""
 WAVEFORM = "input_values"
-"""The argument of a sound as it was recorded."""
+"""The argument for raw audio samples."""
 CHANNELS = ((), (1,))
-"""What stands before its samples: nothing, or one channel."""
+"""Dimensions before the samples: none, or one channel."""
 MEL_BINS = (80, 128, 64, 32)
-"""Of towers whose configs do not say."""
+"""Candidates for towers whose configs have none."""
 PATCHED_SIDES = (1, 2, 3, 4, 6, 8, 16)
-"""Of an image in patches."""
+"""Candidate sides of an image, in patches."""
 WEIGHT = 0.01
-"""Of all weights of the copy: not zero, because some towers divide by the norm of what comes out."""
+"""The value of all weights of the copy; not zero, because some towers divide by the norm of their output."""
 
 
-def image_forms(*, takes_sizes: bool) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """The forms of a whole image: `[N, C, H, W]` or `[N, crops, C, H, W]`, without and with `image_sizes`."""
+def image_layouts(*, takes_sizes: bool) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """Layouts of a full image: `[N, C, H, W]` or `[N, crops, C, H, W]`, without and with `image_sizes`."""
     for crops in CROPS:
         yield from ((crops, with_sizes) for with_sizes in ((False, True) if takes_sizes else (False,)))
 
 
-def beside_image(config: Any, parameters: Any, crops: tuple[int, ...], like: Tensor) -> dict[str, Tensor]:
-    """What a method requires beside a whole image: the same for a second tower, and which crops are there.
+def extra_image_inputs(config: Any, parameters: Any, crops: tuple[int, ...], like: Tensor) -> dict[str, Tensor]:
+    """The inputs that a method needs besides a full image: the image of a second tower, and a mask of crops.
 
     Args:
-        config: of the model; its `<name>_vision_config` says what an image `<name>_pixel_values` is.
+        config: of the model; its `<name>_vision_config` describes the image `<name>_pixel_values`.
         parameters: of the method, by name.
-        crops: what stands before `C, H, W`.
+        crops: dimensions before `C, H, W`.
         like: gives device and dtype.
 
     Returns:
         Images of ones `[1, *crops, C, H, W]`, masks of ones `[1, *crops]` bool.
     """
     found = {}
-    for name, one in parameters.items():
+    for name, parameter in parameters.items():
         tower = getattr(config, name.replace("pixel_values", "vision_config"), None)
         if name.endswith("_pixel_values") and tower is not None:
             found[name] = like.new_ones(1, *crops, layout.channels(tower), *layout.image_size(tower))
-        elif name == "pixel_attention_mask" and one.default is one.empty:
+        elif name == "pixel_attention_mask" and parameter.default is parameter.empty:
             found[name] = torch.ones(1, *crops, dtype=torch.bool, device=like.device)
     return found
 
 
-def whole_frames(audio: Any) -> int:
-    """The frames of a sound where the tower takes one length only; 0 where the config has no such number."""
+def fixed_frames(audio: Any) -> int:
+    """The number of frames, if the tower takes a single length; 0 if the config has none."""
     return 2 * layout.first_int(audio, "max_source_positions", default=0)
 
 
@@ -92,7 +92,7 @@ def candidates(features: Callable[..., Any], *, sp: int, like: Tensor) -> Iterat
 
     Args:
         features: its first parameter is the media tensor, its `__self__` the model.
-        sp: ranks that share a sequence: a packed image has a row of merged patches for each.
+        sp: ranks that share a sequence; a packed image has a row of merged patches for each.
         like: gives device and dtype.
 
     Raises:
@@ -104,7 +104,11 @@ def candidates(features: Callable[..., Any], *, sp: int, like: Tensor) -> Iterat
         samples = layout.samples_per_token(features.__self__.config)
         return ({WAVEFORM: like.new_zeros(1, *channel, samples)} for channel in CHANNELS)
     tower = layout.tower_config(features.__self__.config, kind)
-    return _sounds(tower, parameters, like) if kind == layout.AUDIO else _pictures(features, tower, kind, sp, like)
+    return (
+        _audio_candidates(tower, parameters, like)
+        if kind == layout.AUDIO
+        else _image_candidates(features, tower, kind, sp, like)
+    )
 
 
 def kind_of(method: str) -> str:
@@ -113,21 +117,19 @@ def kind_of(method: str) -> str:
     return next((kind for kind, found in names.items() if any(name in method for name in found)), layout.IMAGE)
 
 
-def _sounds(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
+def _audio_candidates(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
     first, *others = parameters
-    required = {
-        name for name, one in parameters.items() if one.default is one.empty and one.kind is not one.VAR_KEYWORD
-    }
+    required = {name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     masks = [
         n for n in others if n.endswith(("attention_mask", "features_mask")) or (n in required and n.endswith("_mask"))
     ]
     lengths = [name for name in others if name.endswith(("lengths", "lens", "_sizes"))]
-    told = layout.mel_bins(tower)
-    whole = whole_frames(tower)
-    for frames in (*AUDIO_FRAMES, *([whole] if whole else ())):
-        shapes = [shape for mel in dict.fromkeys((told, *MEL_BINS)) for shape in ((mel, frames), (frames, mel))]
+    mel_bins = dict.fromkeys((layout.mel_bins(tower), *MEL_BINS))
+    fixed = fixed_frames(tower)
+    for frames in (*AUDIO_FRAMES, *([fixed] if fixed else ())):
+        shapes = [shape for mel in mel_bins for shape in ((mel, frames), (frames, mel))]
         for shape in shapes:
-            for dtype in (torch.bool, torch.long):  # whole numbers, taken for a mask, would be read as places
+            for dtype in (torch.bool, torch.long):  # bool first: an integer mask could be used as indices
                 arguments = {first: like.new_zeros(1, *shape)}
                 arguments |= {name: torch.ones(1, frames, dtype=dtype, device=like.device) for name in masks}
                 yield arguments | {
@@ -137,7 +139,7 @@ def _sounds(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Ten
                     break
 
 
-def _pictures(
+def _image_candidates(
     features: Callable[..., Any], tower: Any, kind: str, sp: int, like: Tensor
 ) -> Iterator[dict[str, Tensor]]:
     parameters = inspect.signature(features).parameters
@@ -150,18 +152,18 @@ def _pictures(
     if grid is not None:
         merged = layout.packed_merge(features.__self__.config, tower)
         steps = layout.first_int(tower, "temporal_merge_size", default=1) if kind == layout.VIDEO else 1
-        told = {name: torch.tensor([merged], device=like.device) for name in others if name.endswith("merge_sizes")}
+        sizes = {name: torch.tensor([merged], device=like.device) for name in others if name.endswith("merge_sizes")}
         for shape in layout.patch_shapes(tower):
             merge = 1 if shape == layout.token_shape(tower) else merged
             sides = [merge * sp, merge]
             row = sides if grid.endswith(GRIDS[1]) else [steps, *sides]
-            yield {first: like.new_zeros(steps * merge * merge * sp, *shape), grid: integers(row)} | told
+            yield {first: like.new_zeros(steps * merge * merge * sp, *shape), grid: integers(row)} | sizes
         return
-    beside = next((name for name in others if name.startswith("target_sizes")), None)
-    if beside is not None:  # patches side by side
+    target_sizes = next((name for name in others if name.startswith("target_sizes")), None)
+    if target_sizes is not None:  # patches concatenated along the width
         for side in PATCHED_SIDES:
             patches = like.new_zeros(1, layout.channels(tower), tower.patch_size, tower.patch_size * side * side)
-            yield {first: patches, beside: integers([side, side])}
+            yield {first: patches, target_sizes: integers([side, side])}
         return
     yield from _patches(tower, kind, parameters, like)
     sides = layout.image_sides(tower)
@@ -173,18 +175,18 @@ def _pictures(
             ):
                 yield {first: like.new_zeros(*leading, frames, layout.channels(tower), height, width)}
             continue
-        for crops, with_sizes in image_forms(takes_sizes="image_sizes" in others):
-            # Not zeros: some models take an image of zeros for the filling of a batch, and drop it.
+        for crops, with_sizes in image_layouts(takes_sizes="image_sizes" in others):
+            # Not zeros: some models drop images of zeros as batch padding.
             arguments = {first: like.new_ones(1, *crops, layout.channels(tower), height, width)}
-            beside = beside_image(features.__self__.config, parameters, crops, like)
-            yield arguments | beside | ({"image_sizes": integers([height, width])} if with_sizes else {})
+            arguments |= extra_image_inputs(features.__self__.config, parameters, crops, like)
+            yield arguments | ({"image_sizes": integers([height, width])} if with_sizes else {})
     if kind == layout.IMAGE and isinstance(getattr(tower, "patch_size", None), int):
-        for side in PATCHED_SIDES:  # patches that do not say where they lie
+        for side in PATCHED_SIDES:  # patches without positions
             yield {first: like.new_ones(1, side * side, layout.patch_values(tower))}
 
 
 def _patches(tower: Any, kind: str, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Patches of an image that say where they lie, `[1, P, C * p * p]`: by positions `[1, P, 2]` or a shape `[1, 2]`."""
+    """Patches of an image `[1, P, C * p * p]` with positions `[1, P, 2]` or a shape `[1, 2]`."""
     first, *others = parameters
     position = next((name for name in others if name.endswith("position_ids")), None)
     shape = next((name for name in others if name.endswith("spatial_shapes")), None)
@@ -209,12 +211,12 @@ def _patches(tower: Any, kind: str, parameters: Any, like: Tensor) -> Iterator[d
 
 # --------------------------------------------------------------------------------------------- the one chosen
 
-# model -> {(method, ranks): (number of the candidate or None, the refusals)}
+# model -> {(method, ranks): (index of the candidate or None, the errors)}
 _CHOSEN: TensorCache[dict[tuple[str, int], tuple[int | None, str]]] = TensorCache(lambda _model: {})
 
 
 def minimal_inputs(features: Callable[..., Any], *, sp: int, like: Tensor) -> dict[str, Tensor] | None:
-    """The first candidate that the model's towers take and give finite features for; None if there is none."""
+    """The first candidate that the model's towers accept and return finite features for; None if there is none."""
     number = _choice(features, sp, like)[0]
     if number is None:
         return None
@@ -222,7 +224,7 @@ def minimal_inputs(features: Callable[..., Any], *, sp: int, like: Tensor) -> di
 
 
 def refusal(features: Callable[..., Any], *, sp: int, like: Tensor) -> str:
-    """Why `minimal_inputs` found none: what was said of the first and of the last candidate."""
+    """Why `minimal_inputs` found none: the errors of the first and the last candidate."""
     return _choice(features, sp, like)[1]
 
 
@@ -246,48 +248,46 @@ def _search(features: Callable[..., Any], sp: int, like: Tensor) -> tuple[int | 
                 except REFUSALS as error:
                     reasons.append(f"{type(error).__name__}: {error}")
                     continue
-                if found and all(one.numel() and bool(one.isfinite().all()) for one in found):
+                if found and all(tensor.numel() and bool(tensor.isfinite().all()) for tensor in found):
                     return number, ""
-                reasons.append("its features are none, or not finite")
-        except (AttributeError, ValueError) as error:  # the config does not say what an image looks like
+                reasons.append("it returns no features, or some that are not finite")
+        except (AttributeError, ValueError) as error:  # the config lacks the size of an image
             reasons.append(str(error))
-    return None, "; ".join(dict.fromkeys(one.splitlines()[0][:200] for one in (reasons[0], reasons[-1])))
+    return None, "; ".join(dict.fromkeys(reason.splitlines()[0][:200] for reason in (reasons[0], reasons[-1])))
 
 
 def bare_copy(model: nn.Module, like: Tensor) -> nn.Module:
-    """The modules of a model with one number for all weights and without hooks; its language model is not copied.
+    """A copy of a model with constant weights and without hooks; its language model is not copied.
 
-    Parameters may be sharded or on another device: nothing of them is read but their shape.
+    Parameters may be sharded or on another device: only their shapes are read.
     """
     decoder = getattr(model, "language_model", None)
-    made: dict[int, Any] = {id(decoder): decoder}
+    copies: dict[int, Any] = {id(decoder): decoder}
 
     def copied(module: nn.Module) -> nn.Module:
-        if id(module) in made:
-            return made[id(module)]
-        copy = made[id(module)] = object.__new__(type(module))
+        if id(module) in copies:
+            return copies[id(module)]
+        copy = copies[id(module)] = object.__new__(type(module))
         vars(copy).update(vars(module))
         for name, value in vars(module).items():
             if name.endswith("_hooks") or "_hooks_" in name:
                 vars(copy)[name] = type(value)() if value is not None else None
         vars(copy)["_parameters"] = {
-            name: one if one is None else nn.Parameter(_of_one_number(one.shape, like), requires_grad=False)
-            for name, one in module._parameters.items()
+            name: p if p is None else nn.Parameter(_constant_weight(p.shape, like), requires_grad=False)
+            for name, p in module._parameters.items()
         }
-        vars(copy)["_buffers"] = {
-            name: one if one is None else one.to(like.device) for name, one in module._buffers.items()
-        }
-        vars(copy)["_modules"] = {name: one if one is None else copied(one) for name, one in module._modules.items()}
+        vars(copy)["_buffers"] = {name: b if b is None else b.to(like.device) for name, b in module._buffers.items()}
+        vars(copy)["_modules"] = {name: m if m is None else copied(m) for name, m in module._modules.items()}
         copy.training = False
         return copy
 
     return copied(model)
 
 
-def _of_one_number(shape: torch.Size, like: Tensor) -> Tensor:
-    """A weight without memory of its own; of stacked experts one has, which grouped products need to have strides."""
-    own = shape[-2:] if len(shape) == 3 else ()
-    return torch.full(own, WEIGHT, device=like.device, dtype=like.dtype).expand(shape)
+def _constant_weight(shape: torch.Size, like: Tensor) -> Tensor:
+    """An expanded scalar; for stacked experts an expanded matrix, since grouped products need its strides."""
+    allocated = shape[-2:] if len(shape) == 3 else ()
+    return torch.full(allocated, WEIGHT, device=like.device, dtype=like.dtype).expand(shape)
 
 
 def feature_tensors(output: Any) -> list[Tensor]:

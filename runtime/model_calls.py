@@ -1,15 +1,15 @@
-"""What a model was called with, for whatever it makes inside: the documents of its rows, and positions as it counts them.
+"""Tracks running model calls: the documents of their rows, for masks built inside, and the position ids a model expects.
 
-Attention that is written by hand gets no packing arguments: its mask must know the documents when it is made. So every
-model with one of our attention names notes its call, and the mask builders ask here.
+Hand-written attention gets no packing arguments: its mask must have the documents when it is built. So every model with one
+of our attention names records its calls, and the mask builders look them up here.
 
-    enter   the documents of the rows, told by cu_seq_lens_q or by position ids that start again, are noted and handed on
-            to all that take them; position ids that count from 0 become those that the model makes for itself; what a
-            forward takes no argument for is kept here, and documents that it cannot be told of go to rows of their own
-    inside  `documents_of(config)` finds the documents of the sequence that a mask is made for
-    leave   the note is dropped; a layer that transformers' activation checkpointing computes again finds it once more
+    enter   documents, from cu_seq_lens_q or restarting position ids, are recorded and passed to the forward if it takes them,
+            else unpacked to their own rows; position ids that count from 0 become those that the model would compute itself;
+            arguments that the forward does not take are recorded here
+    inside  `documents_of(config)` finds the documents of the sequence that a mask is built for
+    leave   the record is dropped; layers recomputed by transformers' activation checkpointing find it again
 
-    B rows   S tokens of the whole sequence   s = S / sp of this rank
+    B rows   S tokens of the full sequence   s = S / sp of this rank
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from patchgen.runtime.parallel.checkpointing import CHECKPOINT
 from patchgen.runtime.tensor_cache import TensorCache
 
 BOUNDS, POSITIONS, MASK = "cu_seq_lens_q", "position_ids", "attention_mask"
-OF_A_STEP = ("shift_labels", "num_items_in_batch")
-"""What a run hands over for the loss, which is a share of a step while a parallel state is live."""
-OWN_POSITIONS = "create_position_ids_from_input_ids"
-"""What upstream names the rule by which an embedding numbers tokens from their ids, beside padding."""
+STEP_INPUTS = ("shift_labels", "num_items_in_batch")
+"""Inputs for the loss, which is a share of a step while a parallel state is active."""
+POSITION_RULE = "create_position_ids_from_input_ids"
+"""Upstream's name for the rule by which an embedding derives positions from token ids and padding."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a model that runs now.
+    """A running call of a model.
 
     Attributes:
-        cu_seq_lens: None, or `(documents + 1,)` over the rows of the whole sequence one after the other.
-        rows: where its documents went that are computed in rows of their own.
-        counted_through: None, or position ids that are known to start again nowhere.
-        kept: what a run handed over and the forward takes no argument for.
+        cu_seq_lens: None, or `(documents + 1,)` over the flattened rows of the full sequence.
+        rows: the mapping of unpacked rows, if each document has its own row.
+        consecutive: None, or position ids that are known not to restart.
+        extra: arguments that the forward does not take.
     """
 
     module: nn.Module
     cu_seq_lens: Tensor | None
     rows: DocumentRows | None = None
-    counted_through: Tensor | None = None
-    kept: Mapping[str, Any] = field(default_factory=dict)
+    consecutive: Tensor | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Running(threading.local):
@@ -65,91 +65,91 @@ class _Running(threading.local):
 
 
 _RUNNING = _Running()
-_SEEN = threading.Event()  # whether the last model that mixed tokens had packed rows
+_SAW_PACKED_ROWS = threading.Event()  # whether the last model that mixed tokens had packed rows
 _NOTED = "patchgen_notes_calls"
 _SEPARATES = "patchgen_separates_documents"
 
 
 def note_calls(model: nn.Module) -> None:
-    """Notes the calls of a model from now on; more than once is harmless."""
+    """Records the calls of a model from now on (idempotent)."""
     if not getattr(model, _NOTED, False):
         setattr(model, _NOTED, True)
         model.register_forward_pre_hook(_enter, with_kwargs=True)
         model.register_forward_hook(_leave, always_call=True)
 
 
-def separate_documents(model: nn.Module, how: Separated = True) -> None:
-    """Computes packed rows with each document in a row of its own from now on; see `document_rows`.
+def separate_documents(model: nn.Module, separated: Separated = True) -> None:
+    """Computes each document of packed rows in its own row from now on; see `document_rows`.
 
-    For a model that cannot be told where documents end: without it, one would see the next. Not on a slice of a sequence.
+    For models that take no document bounds, where documents would see each other. Not on a slice of a sequence.
     """
     note_calls(model)
-    setattr(model, _SEPARATES, how)
+    setattr(model, _SEPARATES, separated)
 
 
 def takes_documents(model_class: type[nn.Module]) -> bool:
-    """Whether a model can be told where the documents of packed rows end: its forward takes them, or arguments to hand on."""
-    names, takes_more = _parameters(model_class)
-    return takes_more or BOUNDS in names
+    """Whether a model's forward takes document bounds, by name or as keyword arguments."""
+    names, has_kwargs = _parameters(model_class)
+    return has_kwargs or BOUNDS in names
 
 
-def kept() -> Mapping[str, Any]:
-    """What a run hands to the outermost model that is called now, and its forward takes no argument for."""
-    return _RUNNING.calls[0].kept if _RUNNING.calls else {}
+def extra_inputs() -> Mapping[str, Any]:
+    """The arguments of the outermost running call that its forward does not take."""
+    return _RUNNING.calls[0].extra if _RUNNING.calls else {}
 
 
 def documents_of(config: object) -> Tensor | None:
-    """The `cu_seq_lens` of the sequence that a mask with this config is made for; None: its rows are not packed.
+    """The `cu_seq_lens` of the sequence that a mask with this config is built for; None: its rows are not packed.
 
-    It is that of the nearest call of a model with this very config, or with one whose text config it is: a tower inside
-    has its own config and its own rows.
+    They belong to the innermost call of a model with this config object or text config: towers have their own config and
+    rows.
     """
     for call in reversed(_RUNNING.calls):
-        own: Any = call.module.config
-        if call.cu_seq_lens is not None and (config is own or config is own.get_text_config(decoder=True)):
+        model_config: Any = call.module.config
+        is_its_config = config is model_config or config is model_config.get_text_config(decoder=True)
+        if call.cu_seq_lens is not None and is_its_config:
             return call.cu_seq_lens
     return None
 
 
 def bounds_of_call() -> Tensor | None:
-    """The `cu_seq_lens` of the rows that the outermost call of a model has; None: not packed, or no call is noted.
+    """The `cu_seq_lens` of the outermost running call; None: not packed, or no call is recorded.
 
-    A layer that is computed again in the backward runs in no call: `checkpointing.remember` has what its first run found,
-    and transformers' own checkpointing runs it inside the calls of its first run.
+    A layer recomputed in the backward is outside any call: `checkpointing.remember` has the result of its first run, and
+    transformers' checkpointing is wrapped to run inside the calls of the first run.
 
     Raises:
-        RuntimeError: in a backward, by a checkpoint of a third kind, once packed rows were seen: nothing tells whether
-            these are.
+        RuntimeError: another kind of checkpoint recomputes in the backward after packed rows: their documents are unknown.
     """
     if not _RUNNING.calls and torch._C._current_graph_task_id() == -1:
-        _SEEN.clear()  # a model whose calls nobody notes: no row of it is packed
-    if not _RUNNING.calls and _SEEN.is_set():
+        _SAW_PACKED_ROWS.clear()  # a model whose calls are not recorded: its rows are not packed
+    if not _RUNNING.calls and _SAW_PACKED_ROWS.is_set():
         raise RuntimeError(
-            "A layer is computed again in the backward, outside the call of its model, so nothing says where the documents "
-            "of its packed rows end. To fix: checkpoint by model.gradient_checkpointing_enable() or by patchgen's own "
+            "A layer is computed again in the backward, outside the call of its model, so the documents of its packed rows are "
+            "unknown. To fix: checkpoint by model.gradient_checkpointing_enable() or by patchgen's own "
             "activation_checkpointing, not by wrapping layers (torch's checkpoint_wrapper, FSDP plugins)."
         )
     return next((call.cu_seq_lens for call in _RUNNING.calls if call.cu_seq_lens is not None), None)
 
 
 def documents_apart() -> DocumentRows | None:
-    """Where the documents of the packed rows went that a model computes now in rows of their own; None: nowhere."""
+    """The mapping of the innermost running call with one document per row; None: rows are not unpacked."""
     return next((call.rows for call in reversed(_RUNNING.calls) if call.rows is not None), None)
 
 
-_COUNTED_THROUGH = WeakIdKeyDictionary()  # position ids -> their version when the host knew it
+_CONSECUTIVE = WeakIdKeyDictionary()  # position ids -> their version when they were marked
 
 
-def note_counted_through(position_ids: Tensor) -> None:
-    """Says that these position ids start again nowhere, which the collator knows: nobody need ask the device."""
-    _COUNTED_THROUGH[position_ids] = _version(position_ids)
+def mark_consecutive(position_ids: Tensor) -> None:
+    """Marks position ids that do not restart, as the collator knows, which saves a host sync."""
+    _CONSECUTIVE[position_ids] = _version(position_ids)
 
 
-def _is_counted_through(position_ids: object) -> bool:
+def _is_consecutive(position_ids: object) -> bool:
     return (
         isinstance(position_ids, Tensor)
-        and position_ids in _COUNTED_THROUGH
-        and _COUNTED_THROUGH[position_ids] == _version(position_ids)  # nobody wrote to it since
+        and position_ids in _CONSECUTIVE
+        and _CONSECUTIVE[position_ids] == _version(position_ids)  # not written to since
     )
 
 
@@ -157,19 +157,19 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def asks_the_call(search: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-    """Upstream's search for documents in position ids `(B, S)`, without its wait for the device where a call knows.
+def search_call_first(search: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+    """Upstream's search for documents in position ids `(B, S)`, without its host sync if a running call has the answer.
 
-    It returns the number of each token's document, or None where there is one per row; that it may also return zeros is
-    upstream's own rule, for compiled code, which cannot wait.
+    It returns the index of each token's document, or None if there is one per row; zeros are allowed, too, by upstream's
+    rule for compiled code, which cannot sync.
     """
 
     @wraps(search)
     def find(position_ids: Tensor) -> Tensor | None:
         if any(call.cu_seq_lens is not None for call in _RUNNING.calls):
             return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
-        seen = [call.counted_through for call in _RUNNING.calls]
-        if any(known is not None and (position_ids is known or position_ids._base is known) for known in seen):
+        marked = [call.consecutive for call in _RUNNING.calls]
+        if any(known is not None and (position_ids is known or position_ids._base is known) for known in marked):
             return None
         return search(position_ids)
 
@@ -178,43 +178,43 @@ def asks_the_call(search: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor
 
 
 def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    names, takes_more = _parameters(type(module))
-    given = dict(zip(names, args, strict=False)) | kwargs
-    rows, kept = None, {}
+    names, has_kwargs = _parameters(type(module))
+    inputs = dict(zip(names, args, strict=False)) | kwargs
+    rows, extra = None, {}
     if not _RUNNING.calls:
         _carry_into_checkpoints(module)
-        if takes_more and given.get(BOUNDS) is None:
-            given |= _lengths(given)
-        positions = _own_positions(module, given)
+        if has_kwargs and inputs.get(BOUNDS) is None:
+            inputs |= _find_documents(inputs)
+        positions = _model_positions(module, inputs)
         if positions is not None:
-            given[POSITIONS] = positions
-        is_packed = given.get(BOUNDS) is not None
-        separates = getattr(module, _SEPARATES, is_packed and not takes_documents(type(module)))
-        if separates:
-            _require_whole_rows(module)
-        if separates and is_packed:
-            rows = _rows(module, given, is_left=separates == LEFT)
-            given, args = rows.apart(given), ()
-            if separates == LEFT and MASK in names:
-                given[MASK] = rows.is_token.long()
-        if not takes_more:
-            of_a_run = ("real_tokens", *(OF_A_STEP if parallel.current() is not None else ()))
-            kept = {name: given.pop(name) for name in of_a_run if name in given and name not in names}
-    positions = given.get(POSITIONS)
-    whole = positions if _is_counted_through(positions) and rows is None else None
-    if given.get(BOUNDS) is not None:
-        _SEEN.set()
-    _RUNNING.calls.append(Call(module, None if rows is not None else given.get(BOUNDS), rows, whole, kept))
-    in_order = names[: len(args)]
-    return (*(given.pop(name) for name in in_order), *args[len(in_order) :]), given
+            inputs[POSITIONS] = positions
+        is_packed = inputs.get(BOUNDS) is not None
+        separated = getattr(module, _SEPARATES, is_packed and not takes_documents(type(module)))
+        if separated:
+            _require_full_sequence(module)
+        if separated and is_packed:
+            rows = _document_rows(module, inputs, is_left=separated == LEFT)
+            inputs, args = rows.unpack(inputs), ()
+            if separated == LEFT and MASK in names:
+                inputs[MASK] = rows.is_token.long()
+        if not has_kwargs:
+            candidates = ("real_tokens", *(STEP_INPUTS if parallel.current() is not None else ()))
+            extra = {name: inputs.pop(name) for name in candidates if name in inputs and name not in names}
+    positions = inputs.get(POSITIONS)
+    consecutive = positions if _is_consecutive(positions) and rows is None else None
+    if inputs.get(BOUNDS) is not None:
+        _SAW_PACKED_ROWS.set()
+    _RUNNING.calls.append(Call(module, None if rows is not None else inputs.get(BOUNDS), rows, consecutive, extra))
+    positional = names[: len(args)]
+    return (*(inputs.pop(name) for name in positional), *args[len(positional) :]), inputs
 
 
 def _leave(module: nn.Module, args: object, output: Any) -> Any:
     calls = _RUNNING.calls
-    while any(call.module is module for call in calls):  # calls above it ended in an error
+    while any(call.module is module for call in calls):  # inner calls that ended in an error are still there
         call = calls.pop()
         if call.module is module:
-            return call.rows.together(output) if call.rows is not None and output is not None else None
+            return call.rows.repack(output) if call.rows is not None and output is not None else None
     return None
 
 
@@ -222,18 +222,18 @@ _CHECKPOINTED: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDiction
 
 
 def _carry_into_checkpoints(model: nn.Module) -> None:
-    """Lets what transformers' activation checkpointing computes again find the calls that its first run was in."""
+    """Makes layers that transformers' activation checkpointing recomputes find the calls of their first run."""
     if model not in _CHECKPOINTED:
-        _CHECKPOINTED[model] = WeakSet(one for one in model.modules() if hasattr(one, "gradient_checkpointing"))
-    for one in _CHECKPOINTED[model]:
-        func = getattr(one, CHECKPOINT, None)
-        if func is not None and not isinstance(func, _InItsCalls) and not checkpointing.is_own(func):
-            setattr(one, CHECKPOINT, _InItsCalls(func))
+        _CHECKPOINTED[model] = WeakSet(m for m in model.modules() if hasattr(m, "gradient_checkpointing"))
+    for module in _CHECKPOINTED[model]:
+        func = getattr(module, CHECKPOINT, None)
+        if func is not None and not isinstance(func, _CheckpointInCalls) and not checkpointing.is_own(func):
+            setattr(module, CHECKPOINT, _CheckpointInCalls(func))
 
 
 @dataclass(frozen=True)
-class _InItsCalls:
-    """`checkpoint(layer, ...)` as transformers hands it to its layers; each run of the layer is inside the calls of now."""
+class _CheckpointInCalls:
+    """transformers' `checkpoint(layer, ...)`, with every run of the layer inside the calls that are running now."""
 
     checkpoint: Callable[..., Any]
 
@@ -241,7 +241,7 @@ class _InItsCalls:
         calls = list(_RUNNING.calls)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before, _RUNNING.calls = _RUNNING.calls, calls  # the backward may run in a thread of its own
+            before, _RUNNING.calls = _RUNNING.calls, calls  # the backward may run in another thread
             try:
                 return layer(*args, **kwargs)
             finally:
@@ -250,22 +250,22 @@ class _InItsCalls:
         return self.checkpoint(run, *args, **kwargs)
 
 
-def _require_whole_rows(module: nn.Module) -> None:
-    """Of unpacked rows, too: what cannot be told where a document ends goes on over the bounds of slices as well."""
+def _require_full_sequence(module: nn.Module) -> None:
+    """Also for unpacked rows: a model without document bounds would mix tokens across slices as well."""
     state = parallel.slicing()
     if state is not None:
         raise ValueError(no_slices(type(module).__name__.removeprefix("FSDP"), state.sp))
 
 
 def no_slices(name: str, sp: int) -> str:
-    """Why a model of this name, whose documents are in rows of their own, does not train on slices of a sequence."""
+    """The error message for a model with one document per row on slices of a sequence."""
     return (
-        f"{name} computes each document in a row of its own, and this rank holds a slice of the rows (sp={sp}). "
+        f"{name} computes each document in its own row, but this rank has a slice of the rows (sp={sp}). "
         "Train this model with sp=1."
     )
 
 
-def _rows(module: nn.Module, given: dict[str, Any], *, is_left: bool) -> DocumentRows:
+def _document_rows(module: nn.Module, given: dict[str, Any], *, is_left: bool) -> DocumentRows:
     if given.get(MASK) is not None:
         raise ValueError(
             f"{type(module).__name__} got both {BOUNDS} and a padding mask: a packed batch has no padding."
@@ -278,26 +278,26 @@ def _rows(module: nn.Module, given: dict[str, Any], *, is_left: bool) -> Documen
 
 @cache
 def _parameters(model_class: type[nn.Module]) -> tuple[tuple[str, ...], bool]:
-    """The names that a forward takes, and whether it takes others besides."""
+    """The named parameters of a forward, and whether it takes further keyword arguments."""
     found = list(inspect.signature(model_class.forward).parameters.values())[1:]
     named = tuple(p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
     return named, any(p.kind is p.VAR_KEYWORD for p in found)
 
 
-def _lengths(given: dict[str, Any]) -> dict[str, Any]:
-    """The packing arguments that position ids `(B or 1, S)` tell by starting again; of a slice they tell nothing.
+def _find_documents(given: dict[str, Any]) -> dict[str, Any]:
+    """The packing arguments, if position ids `(B or 1, S)` restart; {} on a slice.
 
-    One host sync per batch, as upstream's own search for documents. Where a collator adds a mask of ones, upstream does not
-    search: here such a mask is taken for none.
+    One host sync per batch, as in upstream's own search for documents. With a mask upstream does not search; here a mask of
+    ones, as collators add, is ignored.
 
     Raises:
-        ValueError: position ids start again in a row that has padding as well.
+        ValueError: position ids restart in a row that has padding as well.
     """
     positions, mask, tokens = given.get(POSITIONS), given.get(MASK), _tokens(given)
     state = parallel.current()
     if not isinstance(positions, Tensor) or positions.ndim != 2 or (state is not None and state.sp > 1):
         return {}
-    if tokens is None or given.get("past_key_values") is not None or _is_counted_through(positions):
+    if tokens is None or given.get("past_key_values") is not None or _is_consecutive(positions):
         return {}
     positions_BS = positions.expand(tokens.shape[0], -1)
     if mask is not None:
@@ -308,7 +308,7 @@ def _lengths(given: dict[str, Any]) -> dict[str, Any]:
             return {}
     found = _restarts(positions_BS)
     if not found:
-        note_counted_through(positions)
+        mark_consecutive(positions)
     return found | {MASK: None} if found and mask is not None else found
 
 
@@ -316,13 +316,13 @@ _is_all_ones = TensorCache(lambda mask: bool((mask == 1).all()))
 
 
 def _require_one_document(positions_BS: Tensor, is_token_BS: Tensor) -> None:
-    """Refuses rows in which a token follows another and counts from the start again: the mask would hide that from all."""
+    """Refuses rows with padding in which positions restart: with a mask, the documents would not be found."""
     both_BR = is_token_BS[:, 1:] & is_token_BS[:, :-1]
     if bool((both_BR & (positions_BS[:, 1:] <= positions_BS[:, :-1])).any()):
         raise ValueError(
-            f"{POSITIONS} start again within a row, so it holds several documents, and {MASK} has zeros, so it has padding: "
-            f"with a mask documents would see each other. Hand over {BOUNDS} and {BOUNDS.replace('_q', '_k')} and no mask, "
-            "with the padding as a document of its own, or one document per row."
+            f"{POSITIONS} start again within a row, so it has several documents, and {MASK} has zeros, so it has padding: "
+            f"with a mask documents would see each other. To fix: pass {BOUNDS} and {BOUNDS.replace('_q', '_k')} and no "
+            "mask, with the padding as another document, or one document per row."
         )
 
 
@@ -338,14 +338,14 @@ def _tokens(given: dict[str, Any]) -> Tensor | None:
     return ids if ids is not None else given.get("inputs_embeds")
 
 
-# ----------------------------------------------------------------------------------- positions that a model makes itself
+# ------------------------------------------------------------------------------ positions that a model computes itself
 
 
-def _own_positions(module: nn.Module, given: dict[str, Any]) -> Tensor | None:
-    """Position ids `(B, s)` as the model makes them for each document alone, where those handed over count from 0.
+def _model_positions(module: nn.Module, given: dict[str, Any]) -> Tensor | None:
+    """Position ids `(B, s)` as the model computes them for each document, if those passed count from 0.
 
-    Embeddings of some models number tokens from their ids, from `padding_idx + 1` on and past the padding. A collator
-    cannot know that: it counts from 0. Positions that count in another way are the caller's own and stay.
+    Embeddings of some models derive positions from token ids, starting at `padding_idx + 1` and skipping padding. Collators
+    do not know that and count from 0. Other positions are the caller's choice and stay unchanged.
     """
     positions, ids = given.get(POSITIONS), given.get("input_ids")
     if not isinstance(positions, Tensor) or positions.ndim != 2 or ids is None:
@@ -361,35 +361,34 @@ def _own_positions(module: nn.Module, given: dict[str, Any]) -> Tensor | None:
     B, S = ids.shape
     bounds = given.get(BOUNDS)
     if bounds is None:
-        own, counted = numbering(ids), torch.arange(S, device=ids.device).expand(B, S)
+        computed, counted = numbering(ids), torch.arange(S, device=ids.device).expand(B, S)
     else:
-        ends = _ends(bounds)
-        tokens, pieces = ids.reshape(1, -1), itertools.pairwise(ends)
-        own = torch.cat([numbering(tokens[:, a:b]) for a, b in pieces if b > a], dim=1).view(B, S)
+        tokens, documents = ids.reshape(1, -1), itertools.pairwise(_bounds_on_host(bounds))
+        computed = torch.cat([numbering(tokens[:, a:b]) for a, b in documents if b > a], dim=1).view(B, S)
         counted = mask_functions.positions_within(mask_functions.document_of(bounds, B, S))
-    own, counted = own[:, start : start + s], counted[:, start : start + s]
-    return torch.where((positions == counted).all(), own, positions)
+    computed, counted = computed[:, start : start + s], counted[:, start : start + s]
+    return torch.where((positions == counted).all(), computed, positions)
 
 
-_ends = TensorCache(lambda bounds: bounds.tolist())
+_bounds_on_host = TensorCache(lambda bounds: bounds.tolist())
 
 
 _NUMBERING: WeakKeyDictionary[nn.Module, Callable[[Tensor], Tensor] | None] = WeakKeyDictionary()
 
 
 def _numbering(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The rule by which an embedding of this model numbers the tokens `(B, S)` of whole rows; None: it has none."""
+    """The rule by which an embedding of this model derives positions from tokens `(B, S)` of full rows; None: none."""
     if model not in _NUMBERING:
         _NUMBERING[model] = next(filter(None, map(_rule_of, model.modules())), None)
     return _NUMBERING[model]
 
 
 def _rule_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """A method of the module, or a function of its file that its forward calls; both are told the padding id."""
+    """A method of the module, or a function of its file that its forward calls, with the padding id bound."""
     padding = getattr(module, "padding_idx", None)
     if padding is None or POSITIONS not in _parameters(type(module))[0]:
         return None
-    rule = getattr(module, OWN_POSITIONS, None)
-    if rule is None and OWN_POSITIONS in inspect.unwrap(type(module).forward).__code__.co_names:
-        rule = getattr(sys.modules[type(module).__module__], OWN_POSITIONS, None)
+    rule = getattr(module, POSITION_RULE, None)
+    if rule is None and POSITION_RULE in inspect.unwrap(type(module).forward).__code__.co_names:
+        rule = getattr(sys.modules[type(module).__module__], POSITION_RULE, None)
     return partial(rule, padding_idx=padding) if rule is not None else None

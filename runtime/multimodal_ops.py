@@ -1,7 +1,7 @@
-"""The functions that generated towers and fusion models call; `ops` hands them out with its own.
+"""The functions of `ops.py` for generated towers and fusion models.
 
-Images, videos and audio under sequence parallelism, and towers that have no input on this rank. Each is the identity,
-or upstream's own computation, in one process.
+Images, videos and audio under sequence parallelism, and towers that have no input on this rank. In one process each is the
+identity or upstream's own computation.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
 
 
 def is_sliced() -> bool:
-    """Whether this process holds a slice of the sequence: what spans a sequence cannot be checked here."""
+    """Whether this process has a slice of the sequence, so that checks over the full sequence do not apply."""
     return parallel.slicing() is not None
 
 
 def require_whole_sequence(what: str) -> None:
-    """Raises where this process holds a slice of the sequence, from which `what` cannot be computed."""
+    """Raises if this process has a slice of the sequence, from which `what` cannot be computed."""
     if (state := parallel.slicing()) is not None:
         raise ValueError(
             f"{what} cannot be computed from a slice of the sequence (sp={state.sp}). Compute them for "
-            "the whole sequence in the data pipeline and hand over this rank's slice "
-            "(runtime.parallel.batch.slice_batch cuts it)."
+            "the full sequence in the data pipeline and pass this rank's slice "
+            "(runtime.parallel.batch.slice_batch slices them)."
         )
 
 
 def local_features(features: Tensor, mask: Tensor) -> Tensor:
-    """The modality features whose placeholder tokens this rank holds.
+    """The modality features whose placeholder tokens are in this rank's slice.
 
     Args:
-        features: `[F, H]`, or `[..., H]` with F rows in all: those of the whole sequence, in the order of the tokens.
+        features: `[F, H]`, or `[..., H]` with F rows in all: those of the full sequence, in the order of the tokens.
         mask: bool `[B, S]` or `[B, S, 1 or H]`, the placeholders among this rank's tokens.
 
     Returns:
         `[F_local, H]`; without sequence parallelism the argument itself.
 
     Raises:
-        ValueError: the placeholders of all ranks are not as many as the features.
+        ValueError: the numbers of placeholders on all ranks and of features differ.
     """
     state = parallel.slicing()
     if state is None:
@@ -60,7 +60,7 @@ def local_levels(levels: Sequence[object], mask: Tensor) -> Sequence[object]:
     """As `local_features` for each level of deepstack features.
 
     Args:
-        levels: each a tensor `[F, H]`, or the tensors of each image one after the other.
+        levels: each a tensor `[F, H]`, or a sequence of the tensors of each image.
         mask: as in `local_features`.
 
     Returns:
@@ -75,15 +75,15 @@ def local_levels(levels: Sequence[object], mask: Tensor) -> Sequence[object]:
 
 
 def mark_replicated(*modules: object) -> None:
-    """Says that these modules are handed whole inputs on every rank, not slices: their attention exchanges nothing."""
+    """Marks modules that get full inputs on every rank, not slices: their attention exchanges nothing."""
     from patchgen.runtime.parallel import media
 
     media.mark_replicated(modules)
 
 
 def tower_rows(layers: nn.Module, hidden_states: Tensor, *, group: int = 1) -> TowerRows:
-    """How the rows of a tower are divided over the ranks that share a sequence; all methods of it change nothing in one
-    process, and where the heads of the layers do not divide by the ranks: the tower is then computed whole.
+    """Shards the rows of a tower over the ranks that share a sequence. All its methods are the identity in one process, and if
+    the heads of the layers are not divisible by the ranks: every rank then computes the full tower.
 
         rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_size**2)
         cu_seqlens = rows.lengths(cu_seqlens)       # one more entry for padding rows
@@ -92,9 +92,9 @@ def tower_rows(layers: nn.Module, hidden_states: Tensor, *, group: int = 1) -> T
         features = rows.gather(features)            # [F / ranks, H] to [F, H]
 
     Args:
-        layers: the module that holds the layers.
+        layers: the module that contains the layers.
         hidden_states: `[P, C]`.
-        group: rows that are merged to one after the layers.
+        group: rows that are merged into one after the layers.
     """
     from patchgen.runtime.parallel import media
 
@@ -102,16 +102,16 @@ def tower_rows(layers: nn.Module, hidden_states: Tensor, *, group: int = 1) -> T
 
 
 def chunk_rows(chunks: Tensor) -> TowerRows:
-    """How chunks `[N, ...]` that a tower convolves one by one are divided over the ranks that share a sequence."""
+    """Shards chunks `[N, ...]` that a tower convolves one by one over the ranks that share a sequence."""
     from patchgen.runtime.parallel import media
 
     return media.chunk_rows(chunks, parallel.current())
 
 
 def attends_by_lengths(config: object) -> bool:
-    """Whether attention of this setting takes packed lengths; if not, towers call it once per image.
+    """Whether the configured attention takes packed lengths; if not, towers call it once per image.
 
-    True for all of our names: a slice of the rows has no images of its own.
+    True for all of our names: a slice of the rows does not contain complete images.
     """
     name = getattr(config, "_attn_implementation", None)
     return name is not None and ("flash" in name or name.startswith("patchgen_"))
@@ -121,18 +121,18 @@ def attends_by_lengths(config: object) -> bool:
 
 
 def tower_kwargs(kwargs: Mapping[str, object]) -> dict[str, object]:
-    """The keyword arguments of a forward without those that say where the documents of its text end."""
+    """The keyword arguments of a forward without the packing arguments of its text."""
     from patchgen.runtime.parallel import towers
 
     return towers.without_packing(kwargs)
 
 
 def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, object] | None = None) -> int:
-    """The longest of the packed sequences that these bounds divide: `max(cu_seqlens[i + 1] - cu_seqlens[i])`.
+    """The length of the longest packed sequence: `max(cu_seqlens[i + 1] - cu_seqlens[i])`.
 
     Args:
-        cu_seqlens: `(sequences + 1,)`. The value of one tensor is read from the device once, whoever asks.
-        kwargs: the caller's keyword arguments; a `max_seqlen` in them is taken out and returned.
+        cu_seqlens: `(sequences + 1,)`. The result is cached per tensor, after one host sync.
+        kwargs: the caller's keyword arguments; a `max_seqlen` in them is popped and returned.
     """
     from patchgen.runtime.parallel import towers
 
@@ -140,18 +140,18 @@ def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, object] | None = None) -> i
 
 
 def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callable[..., object]) -> Tensor:
-    """Runs a tower that has no input on this rank, where other ranks may run it: see `runtime/parallel/towers.py`.
+    """Runs a tower that has no input on this rank but may have on others: see `runtime/parallel/towers.py`.
 
     Args:
         inputs_embeds: `[B, S, H]`.
-        inputs: what the tower gets on this rank (`pixel_values`, ...); with it, nothing is done here.
+        inputs: the tower's input on this rank (`pixel_values`, ...); with it, this is the identity.
         features: the model's bound `get_<modality>_features`.
 
     Returns:
         `inputs_embeds`, plus zero times the mean of the tower's features of a minimal input.
 
     Raises:
-        ValueError: on all ranks, if one has no input and no minimal one is known.
+        ValueError: on all ranks, if one has no input and no minimal input is known.
     """
     from patchgen.runtime.parallel import towers
 
@@ -171,20 +171,20 @@ def encode_vision(
     videos: tuple[Tensor | None, Tensor | None],
     **kwargs: object,
 ) -> tuple[dict[str, object], Tensor]:
-    """One pass of the vision tower on every rank, where upstream makes one for images and one for videos.
+    """One pass of the vision tower on every rank; upstream runs one for images and one for videos.
 
     Args:
-        image_features: the model's bound `get_image_features`, which serves videos as well.
-        video_features: the model's bound `get_video_features`: on one rank, and where there are only videos.
-        outputs: upstream's `mm_encoder_outputs`, "image" and "video" -> output of the tower; filled in place, and what
-            is there stays.
+        image_features: the model's bound `get_image_features`, which also encodes videos.
+        video_features: the model's bound `get_video_features`, for one rank, and if there are only videos.
+        outputs: upstream's `mm_encoder_outputs`, "image" and "video" -> output of the tower; filled in place, keeping
+            existing entries.
         inputs_embeds: `[B, S, H]`.
         images, videos: packed patches `[P, C * T * p * p]` with their grids `[N, 3]`, or None.
-        kwargs: what upstream hands to the tower; values precomputed for images and videos are joined.
+        kwargs: upstream's arguments of the tower; values precomputed for images and videos are joined.
 
     Returns:
-        `outputs` with what this rank has of both, and `inputs_embeds` as from `absent_tower` where it has neither; on one
-        rank as they are.
+        `outputs` with this rank's images and videos, and `inputs_embeds` as from `absent_tower` if it has neither; on one
+        rank unchanged.
     """
     if (state := parallel.current()) is not None:
         from patchgen.runtime.parallel import towers

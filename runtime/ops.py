@@ -7,8 +7,8 @@ Shapes in this file:
 
 Heads and losses are in `head_ops.py`, mixers of tokens in `sequence_ops.py`, towers in `multimodal_ops.py`.
 
-Every function is exact for one process: where a parallel meaning exists, it is the identity until a mesh does.
-The kernels behind the seams are chosen in `runtime/seams.py`.
+On one process every function computes exactly what upstream does; parallel functions are then the identity.
+The kernels behind the seams are selected in `runtime/seams.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from patchgen.runtime.checkpoint_mapping import (
     register_stacked_experts,
 )
 from patchgen.runtime.compatibility import require_transformers
-from patchgen.runtime.experts_interface import divided_over_ranks, experts_interface, experts_kernel, needs_seam
+from patchgen.runtime.experts_interface import expert_parallel_state, experts_interface, experts_kernel, needs_seam
 from patchgen.runtime.head_ops import (
     causal_lm_loss,
     given_logits,
@@ -149,16 +149,16 @@ def fused_moe(
     """The experts of one MoE layer, `[T, H]`: `sum_k weight[t, k] * down[e](gate(gate_up[e](x[t])))`, `e = index[t, k]`.
 
     Args:
-        top_k_index: `[T, K]`, integers in `[0, num_experts)`; the value `num_experts` marks a slot to be left out. None, and the
-            weights too: the tokens are `E` equal parts, one for each expert.
+        top_k_index: `[T, K]`, integers in `[0, num_experts)`; the value `num_experts` marks a slot to skip. None, with the
+            weights: the tokens are `E` equal parts, one for each expert.
         top_k_weights: `[T, K]`, the routing weights.
         gate_up_proj: `[E, 2I, H]`; `[E, I, H]` without a gate; the last two dimensions swapped if `is_transposed`.
         down_proj: `[E, H, I]`; swapped if `is_transposed`.
         activation: the elementwise function of `activation(gate) * up` (an `nn.Module` or a function).
         apply_gate: replaces `activation(gate) * up`: maps `[rows, 2I]` to `[rows, I]`.
         gate_up_bias, down_bias: `[E, 2I]` and `[E, H]`.
-        is_gated: whether there is a gate; if not, `activation` is applied to the whole projection.
-        is_interleaved: gate and up alternate (`gate0, up0, gate1, ...`) where they are otherwise one after the other.
+        is_gated: whether there is a gate; if not, `activation` is applied to the full projection.
+        is_interleaved: gate and up alternate (`gate0, up0, gate1, ...`) instead of being concatenated.
         post_expert_norm: applied to each expert's output before the routing weight.
     """
     if (top_k_index is None) is not (top_k_weights is None):
@@ -166,13 +166,13 @@ def fused_moe(
     if top_k_index is None or top_k_weights is None:
         top_k_index, top_k_weights = _equal_shares(hidden_states, num_experts, activation)
     implementation: Callable[..., Tensor]
-    if (state := divided_over_ranks()) is not None:
+    if (state := expert_parallel_state()) is not None:
         from patchgen.runtime.parallel.experts import fused_moe as over_ranks
 
         implementation = functools.partial(over_ranks, state)
     else:
         implementation = experts_kernel()
-    adapters = expert_adapters.taken_by(gate_up_proj, down_proj)
+    adapters = expert_adapters.adapters_of(gate_up_proj, down_proj)
     return implementation(
         hidden_states,
         top_k_index,
@@ -188,19 +188,19 @@ def fused_moe(
         is_transposed=is_transposed,
         is_interleaved=is_interleaved,
         post_expert_norm=post_expert_norm,
-        **({} if adapters is None else {"adapters": adapters}),  # not all that a user registers know them
+        **({} if adapters is None else {"adapters": adapters}),  # a user's implementation may not take them
     )
 
 
 def _equal_shares(
     hidden_states: Tensor, num_experts: int, activation: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """Index and weights `[T, 1]` of rows of which each expert is handed as many, one expert after the other.
+    """Index and weights `[T, 1]` of rows that are split equally over the experts, in order.
 
-    Rows of zeros, which are tokens times the weight of an expert that they did not choose, cost no product: where the
-    activation is zero at zero their result is zero, and so are all gradients through it.
+    Rows of zeros (tokens times the weight of an expert that they did not choose) are skipped if the activation is zero at
+    zero: their result is then zero, and so are all gradients through it.
     """
-    from patchgen.kernels.elementwise.activations import recognise  # here, for it loads transformers
+    from patchgen.kernels.elementwise.activations import recognise  # imports transformers
 
     rows = hidden_states.shape[0]
     index = torch.arange(rows, device=hidden_states.device) // max(rows // num_experts, 1)
@@ -212,16 +212,16 @@ def _equal_shares(
 def beside_experts(
     shared_experts: Callable[..., Tensor], *args: Tensor, at_once: bool = False
 ) -> Callable[[], Tensor]:
-    """The shared experts of an MoE block, computed while tokens travel between ranks; without EP where upstream does.
+    """The shared experts of an MoE block, overlapped with the exchange of tokens; without EP computed where upstream does.
 
     Args:
-        shared_experts: the module; `args` are what upstream calls it with.
-        at_once: upstream calls it here, not where the result is taken.
+        shared_experts: the module; `args` are upstream's arguments.
+        at_once: upstream calls it here, not where the result is used.
 
     Returns:
-        A function to be called once, for the result.
+        A function to call once, for the result.
     """
-    if divided_over_ranks() is not None:
+    if expert_parallel_state() is not None:
         from patchgen.runtime.parallel import overlap
 
         return overlap.announce(shared_experts, *args)
@@ -232,7 +232,7 @@ def beside_experts(
 
 
 def drawn_mask(mask: object) -> object:
-    """A mask as attention takes it that lays keys of its own beside it: the tensor of one of ours, else as it is."""
+    """A mask for attention that extends it by other keys: one of ours as a tensor, others unchanged."""
     from patchgen.runtime.attention_masks import MaskStructure
 
     return mask.tensor() if isinstance(mask, MaskStructure) else mask

@@ -1,4 +1,4 @@
-"""The parallel plan: which parameters of a generated model are divided over the experts' mesh, found by the generator."""
+"""The parallel plan: the parameters of a generated model that are sharded over the expert mesh, found by the generator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from patchgen.runtime.parts import parts_of, planned
+from patchgen.runtime.parts import classes_with_plan, parts_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Paths of the parameters that carry the expert dimension first (`[E, ...]`), one per live parameter."""
+    """Paths of the parameters whose first dimension is the experts' (`[E, ...]`)."""
 
     expert_parameters: tuple[str, ...] = ()
-    left_alone: Mapping[str, str] = field(default_factory=dict)  # class of experts that no rank divides -> why
+    left_alone: Mapping[str, str] = field(default_factory=dict)  # class of experts that are not sharded -> why
 
     def __contains__(self, path: str) -> bool:
         return path in self.expert_parameters
@@ -34,11 +34,11 @@ def parallel_plan(
 
     Raises:
         ValueError: a named parameter does not exist on a live module, or a live module of such a class has a parameter
-            of first dimension E that the generator did not list: a plan that forgets it trains it wrongly.
+            of first dimension E that the generator did not list: it would be trained wrongly.
     """
     paths = []
     for module_path, module in model.named_modules():
-        # FSDP2 puts a subclass of its own before the class of a module that it manages.
+        # FSDP2 replaces the class of a module that it manages by its own subclass.
         names = next((experts[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in experts), None)
         if names is None:
             continue
@@ -49,10 +49,12 @@ def parallel_plan(
                 f"The parallel plan names {missing} on {module_path} ({type(module).__name__}), which has "
                 f"{sorted(own)}. Regenerate the model with `patchgen generate`."
             )
-        forgotten = [name for name, value in own.items() if name not in names and _counts_alike(value, own, names)]
-        if forgotten:
+        unlisted = [
+            name for name, value in own.items() if name not in names and _has_expert_dimension(value, own, names)
+        ]
+        if unlisted:
             raise ValueError(
-                f"The parallel plan does not name {forgotten} on {module_path} ({type(module).__name__}), whose first "
+                f"The parallel plan does not name {unlisted} on {module_path} ({type(module).__name__}), whose first "
                 f"dimension is the number of experts, like that of {list(names)}. Regenerate the model with "
                 "`patchgen generate`."
             )
@@ -60,12 +62,12 @@ def parallel_plan(
     live = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     alone = {name: why for name, why in (left_alone or {}).items() if name in live}
     for path, part, file in parts_of(model):
-        for plan in [head.get_parallel_plan(part) for head in planned(file)]:
+        for plan in [head.get_parallel_plan(part) for head in classes_with_plan(file)]:
             paths += [f"{path}.{name}" for name in plan.expert_parameters]
             alone |= plan.left_alone
     return ParallelPlan(expert_parameters=tuple(dict.fromkeys(paths)), left_alone=alone)
 
 
-def _counts_alike(value: nn.Parameter, own: Mapping[str, nn.Parameter], names: tuple[str, ...]) -> bool:
+def _has_expert_dimension(value: nn.Parameter, own: Mapping[str, nn.Parameter], names: tuple[str, ...]) -> bool:
     """Whether a parameter has the first dimension that the parameters in `names` share: the number of experts."""
     return value.ndim > 0 and any(own[name].shape[0] == value.shape[0] for name in names)

@@ -1,9 +1,9 @@
-"""Models inside models: a head whose language model is of another modeling file builds that file's generated class.
+"""Composite models: a head whose language model comes from another modeling file builds that file's generated class.
 
     self.language_model = ops.build_part(AutoModel, config.text_config, beside=__file__)
 
-Which class it is depends on the config (a Llava has a Llama, a Mistral, a Qwen3 MoE): one generated file for each of these
-serves every head that builds it. It is looked for beside the head's own folder, in the project's, and in the installation's.
+The class depends on the config (a Llava has a Llama, a Mistral, a Qwen3 MoE): one generated file of each serves every head that
+builds it. It is searched next to the head's folder, then in the project's folder and the installation's.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OPS, PLAN = "patchgen.runtime.ops", "get_parallel_plan"
 
 
 class UnknownPartError(registry.UnknownModelError):
-    """A model builds another one that no generated file serves."""
+    """A model builds another one that has no generated file."""
 
 
 def build_part(auto_class: Any, config: PreTrainedConfig, *, beside: str, **kwargs: object) -> PreTrainedModel:
-    """The generated model that stands for what `auto_class.from_config(config)` would build, with random weights.
+    """The generated model that replaces `auto_class.from_config(config)`, with random weights.
 
     Args:
         auto_class: `AutoModel`, `AutoModelForCausalLM`, ...
@@ -41,18 +41,20 @@ def build_part(auto_class: Any, config: PreTrainedConfig, *, beside: str, **kwar
         kwargs: for transformers' `_from_config`.
 
     Raises:
-        UnknownPartError: no generated file has that class; the message says how to make it.
+        UnknownPartError: no generated file has that class; the message says how to generate it.
     """
     from transformers.models.auto.auto_factory import _get_model_class
 
     if type(config) in auto_class._model_mapping:
-        theirs = _get_model_class(config, auto_class._model_mapping)
-        module, name = theirs.__module__, theirs.__name__
-    elif brought := getattr(config, "auto_map", {}).get(auto_class.__name__):  # "owner/repository--modeling_x.XModel"
-        module, _, name = brought.rpartition("--")[2].rpartition(".")
+        upstream = _get_model_class(config, auto_class._model_mapping)
+        module, name = upstream.__module__, upstream.__name__
+    elif reference := getattr(config, "auto_map", {}).get(
+        auto_class.__name__
+    ):  # "owner/repository--modeling_x.XModel"
+        module, _, name = reference.rpartition("--")[2].rpartition(".")
         kwargs.pop("trust_remote_code", None)  # that code is not run
     else:
-        return auto_class.from_config(config, **kwargs)  # transformers' own refusal: it knows no such model
+        return auto_class.from_config(config, **kwargs)  # raises transformers' own error: an unknown model
     file = module.rpartition(".")[2].removeprefix("modeling_")
     return _generated(name, file, config, Path(beside))._from_config(config, **kwargs)
 
@@ -67,8 +69,8 @@ def _generated(name: str, file: str, config: PreTrainedConfig, beside: Path) -> 
     known = type(config).__module__.startswith("transformers.")
     command = f"patchgen generate {file}" if known else f"patchgen generate --source modeling_{file}.py"
     raise UnknownPartError(
-        f"{beside.name} builds a language model of type '{config.model_type}' ({name}), of which there is no "
-        f"generated file in {', '.join(map(str, roots))}; upstream's class has no fused operations, no slices of the sequence "
+        f"{beside.name} builds a language model of type '{config.model_type}' ({name}), which has no "
+        f"generated file in {', '.join(map(str, roots))}; upstream's class has no fused operations, no sequence parallelism "
         f"and no expert parallelism. Generate it: {command} --output {beside.parent.parent}"
     )
 
@@ -77,29 +79,29 @@ def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleType]]:
     """The outermost models of other generated files inside `model`: path, module, and the file's own module."""
     from transformers import PreTrainedModel
 
-    own, above = {kind.__module__ for kind in type(model).__mro__}, ""
+    model_files, prefix = {cls.__module__ for cls in type(model).__mro__}, ""
     for path, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and path and not (above and path.startswith(above)):
-            files = (sys.modules[kind.__module__] for kind in type(module).__mro__)  # FSDP2 puts its own class first
-            file = next((one for one in files if one.__name__ not in own and is_generated(one)), None)
+        if isinstance(module, PreTrainedModel) and path and not (prefix and path.startswith(prefix)):
+            files = (sys.modules[cls.__module__] for cls in type(module).__mro__)  # FSDP2's own class comes first
+            file = next((file for file in files if file.__name__ not in model_files and is_generated(file)), None)
             if file is not None:
-                above = f"{path}."
+                prefix = f"{path}."
                 yield path, module, file
 
 
 def is_generated(file: ModuleType) -> bool:
-    """Whether a module is a generated modeling file: one with a model in it that calls the runtime's operations."""
+    """Whether a module is a generated modeling file: it imports the runtime's operations."""
     return getattr(vars(file).get("ops"), "__name__", "") == OPS and "modeling_" in file.__name__
 
 
-def planned(file: ModuleType) -> list[type]:
+def classes_with_plan(file: ModuleType) -> list[type]:
     """The classes of a generated file that report a parallel plan: its heads."""
-    classes = [one for one in vars(file).values() if isinstance(one, type) and one.__module__ == file.__name__]
-    return [one for one in classes if PLAN in vars(one)]
+    classes = [cls for cls in vars(file).values() if isinstance(cls, type) and cls.__module__ == file.__name__]
+    return [cls for cls in classes if PLAN in vars(cls)]
 
 
 def part_files(head: type[PreTrainedModel], config: PreTrainedConfig) -> list[Path]:
-    """The generated files of the parts that a head builds for a config; it is built without memory.
+    """The generated files of the parts that a head builds for a config, on the meta device.
 
     Raises:
         UnknownPartError: a part has none.

@@ -1,10 +1,10 @@
-"""What a repository says once for all of its commands and recipes: where its models, configs and passes lie, and its code.
+"""Settings of a repository for all of its commands and recipes: the folders of its models, configs, passes and code.
 
-In `patchgen.toml`, or as `[tool.patchgen]` in pyproject.toml, of the folder that a command runs in or of one above it:
+In `patchgen.toml`, or as `[tool.patchgen]` in pyproject.toml, of the working directory or the nearest parent:
 
     generated = "generated"            # the folder that generate writes to, and that check, verify and train read
-    configs = "configs"                # CONFIG = ModelConfig(...) in MODEL.py: before those of the package
-    passes = ["passes/my_pass.py"]     # files with passes of one's own
+    configs = "configs"                # CONFIG = ModelConfig(...) in MODEL.py: they precede those of the package
+    passes = ["passes/my_pass.py"]     # files with custom passes
     code = "my_architecture"           # an architecture that transformers does not know: a folder or a module
 """
 
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE, SHARED_FILE, SECTION = "patchgen.toml", "pyproject.toml", "[tool.patchgen]"
-TEXTS, LISTS = ("generated", "configs", "code"), ("passes",)
+STRINGS, LISTS = ("generated", "configs", "code"), ("passes",)
 
 
 @dataclass(frozen=True)
 class Project:
-    """What the file of a project says.
+    """The settings of a project.
 
     Attributes:
-        file: the file; the paths in it start from its folder.
+        file: the settings file; paths in it are relative to its folder.
     """
 
     file: Path
@@ -37,29 +37,29 @@ class Project:
     def folder(self) -> Path:
         return self.file.parent
 
-    def path(self, said: str) -> Path:
-        """A path that the file says, as it is found from where the command runs: shown and recorded as it is said there."""
-        return Path(said) if self.folder == Path.cwd() else self.folder / said
+    def path(self, setting: str) -> Path:
+        """A path in the file, resolved from the working directory; unchanged if that is the project's folder."""
+        return Path(setting) if self.folder == Path.cwd() else self.folder / setting
 
 
 def find(start: Path | None = None) -> Project | None:
-    """The project of a folder, by default of the one that the command runs in: the nearest file, upwards, that says one.
+    """The project of a folder (default: the working directory): the nearest settings file in it or a parent.
 
     Raises:
-        ValueError: a file is not TOML, says something that no project says, or two files of a folder both speak.
+        ValueError: a file is not TOML or has unknown settings, or a folder has both files.
     """
     here = (start or Path()).absolute()
     for folder in (here, *here.parents):
-        found = [one for name in (FILE, SHARED_FILE) if (one := _read_present(folder / name)) is not None]
+        found = [read for name in (FILE, SHARED_FILE) if (read := _read_present(folder / name)) is not None]
         if len(found) > 1:
-            raise ValueError(f"{folder} holds {FILE} and {SECTION} in {SHARED_FILE}: say it in one of them.")
+            raise ValueError(f"{folder} has both {FILE} and {SECTION} in {SHARED_FILE}: keep one of them.")
         if found:
             return found[0]
     return None
 
 
-def code() -> dict[str, str]:
-    """What the project says of models, as a recipe's `model` section does: `code` and `generated`.
+def model_settings() -> dict[str, str]:
+    """The project's defaults for a recipe's `model` section: `code` and `generated`.
 
     Raises:
         ValueError: see `find`.
@@ -68,31 +68,31 @@ def code() -> dict[str, str]:
     if project is None:
         return {}
     found = {} if project.generated is None else {"generated": str(project.path(project.generated))}
-    if project.code is not None:  # a folder of the project's, or the name of a module
+    if project.code is not None:  # a folder in the project, or the name of a module
         folder = project.path(project.code)
         found["code"] = str(folder) if folder.is_dir() else project.code
     return found
 
 
-_KNOWN: dict[Path, None] = {}
-"""Folders of generated models that recipes and options have named in this process."""
+_ADDED: dict[Path, None] = {}
+"""Folders of generated models that recipes and options named in this process."""
 
 
-def know(folder: Path) -> None:
-    """A folder of generated models that goes before the project's in this process: a recipe or an option names it."""
-    _KNOWN[folder.resolve()] = None
+def add_models(folder: Path) -> None:
+    """Adds a folder of generated models, which precedes the project's in this process."""
+    _ADDED[folder.resolve()] = None
 
 
 def generated_folders() -> list[Path]:
-    """Where generated models of one's own lie: those that were named in this process, then the project's. The
-    installation's, which come last, are not among them.
+    """The user's folders of generated models: those added in this process, then the project's. The installation's comes
+    last and is not included.
 
     Raises:
         ValueError: see `find`.
     """
-    said = code().get("generated")
-    named = [folder for folder in _KNOWN if folder.is_dir()]  # a folder for one run may be gone
-    return list(dict.fromkeys([*named, *([Path(said).resolve()] if said is not None else [])]))
+    configured = model_settings().get("generated")
+    added = [folder for folder in _ADDED if folder.is_dir()]  # a temporary folder may be gone
+    return list(dict.fromkeys([*added, *([Path(configured).resolve()] if configured is not None else [])]))
 
 
 def _read_present(file: Path) -> Project | None:
@@ -106,23 +106,23 @@ def _read_present(file: Path) -> Project | None:
 @functools.lru_cache(maxsize=64)
 def _read(file: Path, _changed: int, _size: int) -> Project | None:
     try:
-        said = tomllib.loads(file.read_text(encoding="utf-8"))
+        settings = tomllib.loads(file.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{file} is not TOML: {error}") from error
     if file.name == SHARED_FILE:
-        said = said.get("tool", {}).get("patchgen")
-        if said is None:
+        settings = settings.get("tool", {}).get("patchgen")
+        if settings is None:
             return None
     section = f"{SECTION} " if file.name == SHARED_FILE else ""
-    lists = {name: said[name] for name in LISTS if name in said}
-    texts = {name: value for name, value in said.items() if name not in lists}
-    all_right = texts.keys() <= {*TEXTS} and all(isinstance(one, str) for one in texts.values())
-    if not all_right or not all(_is_texts(one) for one in lists.values()):
+    lists = {name: settings[name] for name in LISTS if name in settings}
+    strings = {name: value for name, value in settings.items() if name not in lists}
+    are_valid = strings.keys() <= {*STRINGS} and all(isinstance(value, str) for value in strings.values())
+    if not are_valid or not all(_is_string_list(value) for value in lists.values()):
         raise ValueError(
-            f"{file}: {section}takes the texts {', '.join(TEXTS)} and the list of texts {', '.join(LISTS)}, not {said}."
+            f"{file}: {section}takes the strings {', '.join(STRINGS)} and the string list {', '.join(LISTS)}, not {settings}."
         )
-    return Project(file, **texts, passes=tuple(lists.get("passes", ())))
+    return Project(file, **strings, passes=tuple(lists.get("passes", ())))
 
 
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+def _is_string_list(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)

@@ -1,4 +1,4 @@
-"""The generated models there are, and how transformers' auto classes come to build them.
+"""Finds generated models, and registers them with transformers' auto classes.
 
     from patchgen.runtime import registry
 
@@ -6,8 +6,8 @@
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B")     # the generated class
     model = registry.build_model(config)                                    # or without the auto classes
 
-Nothing about a model is typed here: `provenance.json` beside each generated file says what it came from, and which
-auto class serves a generated class follows from transformers' own mappings, by class name:
+No model is listed here: `provenance.json` next to each generated file says what it came from, and the auto class of a
+generated class follows from transformers' own mappings, by class name:
 
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["qwen3_moe"] == "Qwen3MoeForCausalLM"
       -> AutoModelForCausalLM: Qwen3MoeConfig -> generated Qwen3MoeForCausalLM
@@ -47,17 +47,17 @@ class UnknownModelError(LookupError):
 
 
 class NoUpstreamError(ValueError):
-    """What a model was made from is a file that is not there, or not the one that it was made from any more."""
+    """The file that a model was generated from is unknown, missing or has changed."""
 
 
 @dataclass(frozen=True)
 class GeneratedModel:
-    """One generated model: its folder, what `provenance.json` says of it, and where the file lies that it was made from.
+    """One generated model: its folder, the content of `provenance.json`, and its source file.
 
     Attributes:
-        upstream_sha256: of the text that it was made from.
-        source: the file that it was made from, where that is one of the user's own and its folder was named.
-        parts: where it builds models of other generated files: `Class.attribute`.
+        upstream_sha256: of the text that it was generated from.
+        source: the file that it was generated from, if that is the user's and its folder was named.
+        parts: the attributes that are models of other generated files: `Class.attribute`.
     """
 
     name: str
@@ -77,44 +77,44 @@ class GeneratedModel:
         return self.directory / f"modeling_{self.name}.py"
 
     @property
-    def is_own(self) -> bool:
-        """Whether it was made from a file of the user's own, and not from a module of an installed package."""
+    def is_from_user_file(self) -> bool:
+        """Whether it was generated from a file of the user, not from a module of an installed package."""
         return self.upstream_module.startswith(f"{PACKAGE}.")
 
     def made_from(self, folder: Path) -> Path | None:
-        """The file in a folder whose text is what this model was made from."""
+        """The file in a folder that this model was generated from, by its text."""
         return next(
             (file for file in sorted(folder.glob("modeling_*.py")) if digest(file) == self.upstream_sha256), None
         )
 
     def upstream(self) -> ModuleType:
-        """The module that it was made from.
+        """The module that it was generated from.
 
-        A file of the user's own is imported beside the generated one: the configuration classes of both are the same.
+        A user's file is imported into the package of the generated one, so both have the same configuration classes.
 
         Raises:
             NoUpstreamError: its folder was not named, or the file has changed since.
         """
-        if not self.is_own:
+        if not self.is_from_user_file:
             return importlib.import_module(self.upstream_module)
         name = f"{self.upstream_module.rpartition('.')[2]}.py"
         if self.source is None:
             raise NoUpstreamError(
-                f"'{self.name}' was made from a file {name} of no installed package, and nothing says where it lies, so there "
-                "is no upstream class to compare with. Name its folder: --code FOLDER, or code in [tool.patchgen] of "
+                f"'{self.name}' was made from a file {name} that belongs to no installed package and whose folder is unknown, so "
+                "there is no upstream class to compare with. Name its folder: --code FOLDER, or code in [tool.patchgen] of "
                 "pyproject.toml."
             )
         if not self.source.is_file() or digest(self.source) != self.upstream_sha256:
             raise NoUpstreamError(
-                f"{self.source} is not the file that '{self.name}' in {self.directory} was made from. Make it anew with "
+                f"{self.source} is not the file that '{self.name}' in {self.directory} was made from. Generate it again with "
                 f"`patchgen generate {self.name} --source {self.source.parent} --output {self.directory.parent}`."
             )
         return _import_beside(self.source, self.load())
 
     def load(self) -> ModuleType:
-        """The imported generated module, in `sys.modules` (transformers looks for a class's source there).
+        """Imports the generated module, in `sys.modules` (transformers looks for a class's source there).
 
-        The rules that its heads have for inputs of their own hold in this process from here on.
+        Also declares its heads' rules for custom inputs in this process.
         """
         if self.directory.parent == installed_directory():
             module = importlib.import_module(f"{PACKAGE}.{self.name}.{self.file.stem}")
@@ -122,7 +122,7 @@ class GeneratedModel:
             module = import_file(self.file)
         else:
             raise FileNotFoundError(
-                f"{self.file} does not exist, but provenance.json is beside it. Run `make regen MODEL={self.name}`."
+                f"{self.file} does not exist, but its provenance.json does. Run `make regen MODEL={self.name}`."
             )
         for head in (getattr(module, name) for name in self.heads):
             _declare_inputs(head)
@@ -130,12 +130,11 @@ class GeneratedModel:
 
 
 def _declare_inputs(head: type) -> None:
-    """The rules of `input_rules`, whose examples are for proofs alone, and of what its features are computed from."""
+    """Declares the rules of `input_rules`, without the examples for proofs, and of the inputs of media features."""
     from patchgen.runtime.parallel import batch_fields
 
-    given = getattr(head, "input_rules", {})
-    if given:
-        rules = {name: {key: one for key, one in rule.items() if key != "example"} for name, rule in given.items()}
+    if input_rules := getattr(head, "input_rules", {}):
+        rules = {name: {k: v for k, v in rule.items() if k != "example"} for name, rule in input_rules.items()}
         batch_fields.declare(rules, f"{head.__name__}.input_rules")
     batch_fields.of_items(head)
 
@@ -149,10 +148,10 @@ def digest(file: Path) -> str:
 
 
 def _import_beside(file: Path, generated: ModuleType) -> ModuleType:
-    """The module of the file that a generated one was made from, in the package of the generated one.
+    """Imports the source file of a generated module, in the package of the generated one.
 
-    What both import from their neighbours is one module, with one set of classes; what was not generated along comes from
-    the file's own folder.
+    Sibling modules that both import are then the same, with one set of classes; siblings that were not generated come from the
+    source file's folder.
     """
     package = importlib.import_module(generated.__name__.rpartition(".")[0])
     name = f"{package.__name__}.source_of_{generated.__name__.rpartition('.')[2]}"
@@ -165,7 +164,7 @@ def _import_as(name: str, file: Path) -> ModuleType:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
-            raise ImportError(f"{file} is no file of Python's, to import it by the name {name}.")
+            raise ImportError(f"{file} is not a Python file and cannot be imported as {name}.")
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
@@ -176,18 +175,18 @@ def _import_as(name: str, file: Path) -> ModuleType:
 
 
 def import_file(file: Path) -> ModuleType:
-    """The module of a generated file outside this installation, under a name that follows from its place."""
+    """Imports a generated file outside this installation, under a name derived from its path."""
     location = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
-    package = f"{LOCAL_PACKAGE}{location}"  # the folder as a package: the file may import from its neighbours
-    know_packages({package: [str(file.parent.resolve())]})
-    if "." in file.stem:  # of a model type like kosmos-2.5: no name of a module
+    package = f"{LOCAL_PACKAGE}{location}"  # the folder as a package: the file may import its siblings
+    add_packages({package: [str(file.parent.resolve())]})
+    if "." in file.stem:  # a model type like kosmos-2.5, which is no module name
         importlib.import_module(package)
         return _import_as(f"{package}.{file.stem.replace('.', '_')}", file)
     return importlib.import_module(f"{package}.{file.stem}")
 
 
 def local_packages() -> dict[str, list[str]]:
-    """The folders that this process imports as packages, by their names: what another one needs to unpickle their classes."""
+    """Name -> path of the folders that this process imports as packages; workers need them to unpickle classes."""
     return {
         name: list(module.__path__)
         for name, module in sys.modules.items()
@@ -195,12 +194,12 @@ def local_packages() -> dict[str, list[str]]:
     }
 
 
-def know_packages(packages: Mapping[str, Sequence[str]]) -> None:
-    """Makes folders importable as packages, as `local_packages` gives them."""
-    for name, places in packages.items():
+def add_packages(packages: Mapping[str, Sequence[str]]) -> None:
+    """Makes folders importable as packages, as `local_packages` returns them."""
+    for name, folders in packages.items():
         if name not in sys.modules:
             sys.modules[name] = ModuleType(name)
-            sys.modules[name].__path__ = list(places)
+            sys.modules[name].__path__ = list(folders)
 
 
 def installed_directory() -> Path:
@@ -219,7 +218,7 @@ def read_model(directory: Path) -> GeneratedModel:
     """
     record = directory / "provenance.json"
     if not record.is_file():
-        raise FileNotFoundError(f"{directory} holds no generated model: there is no provenance.json.")
+        raise FileNotFoundError(f"{directory} contains no generated model: there is no provenance.json.")
     try:
         fields = json.loads(record.read_text())
         return GeneratedModel(
@@ -275,29 +274,29 @@ def build_model(config: PreTrainedConfig, *, directory: Path | None = None, **kw
 
 def find_head(config: PreTrainedConfig, *, directory: Path | None = None) -> type[PreTrainedModel]:
     """The generated head whose config class is that of `config`: the first language model in `provenance.json`, else the
-    first of the others that were asked for by name."""
+    first other head."""
     from patchgen.runtime.verify.head_kinds import kind_of
 
     models = generated_models(directory)
     package = type(config).__module__.rpartition(".")[0]
     for model in models:
-        # Imported only where it can be the one: a config class stands beside its modeling file, or names its type.
+        # Only imports candidates: the config class is in the package of the modeling file, or has its model type.
         if config.model_type not in model.model_types and model.upstream_module.rpartition(".")[0] != package:
             continue
         module = model.load()
         for head in sorted(model.heads, key=lambda name: kind_of(name) is not None):
             if getattr(module, head).config_class is type(config):
                 return getattr(module, head)
-    what = f"No generated model takes a {type(config).__name__} (model type '{config.model_type}')."
-    raise UnknownModelError(_unknown(what, config.model_type, models))
+    problem = f"No generated model takes a {type(config).__name__} (model type '{config.model_type}')."
+    raise UnknownModelError(_unknown(problem, config.model_type, models))
 
 
 def register_all(directory: Path | None = None) -> tuple[GeneratedModel, ...]:
     """Makes transformers' auto classes build the generated classes, in this process; returns the models.
 
-    `from_config` and `from_pretrained` of the auto classes in `AUTO_CLASSES` are served, for each config that upstream
-    serves with a class of the same name. A model of another transformers release than the installed one is left out,
-    and named in one warning.
+    This covers `from_config` and `from_pretrained` of the auto classes in `AUTO_CLASSES`, for each config that upstream
+    serves with a class of the same name. Models of another transformers release than the installed one are skipped with
+    a warning.
 
     Raises:
         ReleaseMismatch: every model is of another release.
@@ -312,7 +311,7 @@ def register_all(directory: Path | None = None) -> tuple[GeneratedModel, ...]:
         registered.append(model)
         for class_name in model.classes:
             for mapping, config_class in _served_configs(class_name):
-                # the mapping's own register: that of the auto class refuses heads of a composite's text config
+                # not the auto class's `register`, which refuses heads of a composite's text config
                 mapping.register(config_class, getattr(module, class_name), exist_ok=True)
     if refused:
         reasons = "\n".join(map(str, refused))
@@ -325,7 +324,7 @@ def register_all(directory: Path | None = None) -> tuple[GeneratedModel, ...]:
 
 
 def _served_configs(class_name: str) -> Iterator[tuple[_LazyAutoMapping, type[PreTrainedConfig]]]:
-    """The auto mappings, with config class, in which upstream has a class of this name."""
+    """The auto mappings, and config classes, for which upstream has a class of this name."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -336,8 +335,8 @@ def _served_configs(class_name: str) -> Iterator[tuple[_LazyAutoMapping, type[Pr
                 yield mapping, transformers.CONFIG_MAPPING[model_type]
 
 
-def _unknown(what: str, name: str, models: tuple[GeneratedModel, ...]) -> str:
+def _unknown(problem: str, name: str, models: tuple[GeneratedModel, ...]) -> str:
     known = {alias: model.name for model in models for alias in (model.name, *model.model_types)}
     nearest = dict.fromkeys(known[alias] for alias in difflib.get_close_matches(name, known, n=3, cutoff=0.4))
-    there_are = ", ".join(nearest) or ", ".join(model.name for model in models) or "none at all"
-    return f"{what} Nearest of those that exist: {there_are}.\nGenerate it with `make regen MODEL={name}`."
+    existing = ", ".join(nearest) or ", ".join(model.name for model in models) or "none at all"
+    return f"{problem} Nearest of those that exist: {existing}.\nGenerate it with `make regen MODEL={name}`."

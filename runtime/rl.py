@@ -1,11 +1,11 @@
-"""What an engine for reinforcement learning asks of a trainer, on a model sharded by `parallel.sharding.shard_model`:
+"""The trainer side of reinforcement learning, on a model sharded by `parallel.sharding.shard_model`:
 
-    before = rl.log_probs(model, inputs, state)                                 # of sequences that were generated
+    before = rl.log_probs(model, inputs, state)                                 # of generated sequences
     done = rl.update(model, optimizer, [(inputs, advantages)], loss_function, state)    # a step on a loss of them
-    engine.load_weights(rl.stream_weights(model))                               # the weights, for what generates
+    engine.load_weights(rl.stream_weights(model))                               # weights for the generation engine
 
-verl and the like bring rollouts, rewards and the loss. Every rank makes each call. The ranks that share a sequence (SP) hand
-over the same whole batch, the others batches of their own, equally many. The full logits never exist.
+Frameworks such as verl provide rollouts, rewards and the loss. All calls are collective. SP ranks pass the same full batch,
+other ranks different batches, equally many. Full logits are never materialised.
 
     B rows   S tokens of a row   s of this rank's slice   H hidden size
 """
@@ -38,18 +38,18 @@ from patchgen.runtime.train.lora import reduce_gradients
 __all__ = ["Update", "log_probs", "stream_weights", "update"]
 
 Inputs = Mapping[str, Any]
-"""Of the model, whole and on the host: `input_ids` `(B, S)`, `attention_mask` `(B, S)` where rows are padded, `position_ids`
-or `cu_seq_lens_q` where they are packed (`parallel/batch.py`)."""
+"""Model inputs of full sequences, on the host: `input_ids` `(B, S)`, `attention_mask` `(B, S)` for padded rows, `position_ids`
+or `cu_seq_lens_q` for packed ones (`parallel/batch.py`)."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What came of a step.
+    """The result of a step.
 
     Attributes:
-        loss: the sum of what the loss function returned, over the batches of all ranks.
-        grad_norm: of all gradients, before they were clipped.
-        taken: False where a gradient was not finite: the weights are as they were.
+        loss: the sum of the loss function's values, over the batches of all ranks.
+        grad_norm: of all gradients, before clipping.
+        taken: False if a gradient was not finite and the weights were not changed.
     """
 
     loss: float
@@ -59,30 +59,30 @@ class Update:
 
 @torch.no_grad()
 def log_probs(model: PreTrainedModel, inputs: Inputs, state: ParallelState, *, temperature: float = 1.0) -> Tensor:
-    """The log-probability of each token after those before it, `(B, S)` in fp32 or wider, on the device of the model.
+    """The log-probability of each token given those before it, `(B, S)` in fp32 or wider, on the device of the model.
 
-    0 for the first token of a document and for padding. With the same weights they are those that `update` computes, bit for
-    bit, dropout apart.
+    0 for the first token of a document and for padding. With the same weights and without dropout bit-identical to those in
+    `update`.
 
     Args:
-        temperature: that the tokens were drawn with; the logits are divided by it.
+        temperature: the sampling temperature; divides the logits.
     """
-    found: list[Tensor] = []
+    results: list[Tensor] = []
 
-    def keep(values: Tensor) -> Tensor:
-        found.append(values)
+    def store(values: Tensor) -> Tensor:
+        results.append(values)
         return values.new_zeros(())
 
     was_training = model.training
     model.eval()
     try:
         with parallel.using(state):
-            _loss(model, _prepared(inputs, state), state, keep, temperature, router_loss=False)
+            _loss(model, _local_inputs(inputs, state), state, store, temperature, router_loss=False)
     finally:
         model.train(was_training)
     assert isinstance(model, FSDPModule), "sharded by `shard_model`"
     model.reshard()  # without a backward, the root stays gathered
-    return found[0]
+    return results[0]
 
 
 def update(
@@ -100,10 +100,10 @@ def update(
     """One step of the optimizer on a loss of log-probabilities.
 
     Args:
-        batches: of this rank, one backward each: the inputs of the model, and what the loss function is told beside the
-            log-probabilities (advantages, those of the policy that drew the tokens, which tokens count).
-        loss_function: of the log-probabilities `(B, S)` as `log_probs` returns them, and of that, a scalar: this batch's part
-            of the loss. The parts of all batches and ranks are added up, so a mean is divided by the number of all of them.
+        batches: of this rank, one backward each: the inputs of the model, and further data for the loss function (advantages,
+            log-probabilities of the sampling policy, a token mask).
+        loss_function: maps the log-probabilities `(B, S)` as `log_probs` returns them, and that data, to a scalar: this batch's
+            part of the loss. Parts are summed over batches and ranks, so a mean must be divided by their total number.
         router_loss: adds the load-balancing loss of the model's config, a mean over the tokens of the step.
         max_grad_norm, on_nonfinite: as `optim` in a recipe.
 
@@ -113,23 +113,23 @@ def update(
     """
     if not batches:
         raise ValueError("A step needs a batch on each rank: batches is empty.")
-    prepared = [_prepared(inputs, state) for inputs, _ in batches]
+    slices = [_local_inputs(inputs, state) for inputs, _ in batches]
     device = _device(model)
     parts: list[Tensor] = []
 
-    def part_of(told: Any, values: Tensor) -> Tensor:
-        part = loss_function(values, told)
-        parts.append(part.detach().clone())  # to what is returned the model adds the loss of its routers, in place
+    def compute_part(data: Any, values: Tensor) -> Tensor:
+        part = loss_function(values, data)
+        parts.append(part.detach().clone())  # a copy: the model adds its router loss to the result in place
         return part
 
     model.train()
     with parallel.using(state):
         step = {"num_micro_batches": len(batches), "router_loss": router_loss}
         if router_loss:
-            step["num_tokens"] = loss.count_tokens(prepared, device)
-        for index, (own, (_, told)) in enumerate(zip(prepared, batches, strict=True)):
+            step["num_tokens"] = loss.count_tokens(slices, device)
+        for index, (local, (_, data)) in enumerate(zip(slices, batches, strict=True)):
             sharding.reduce_gradients(model, is_last=index == len(batches) - 1)
-            _loss(model, own, state, partial(part_of, told), temperature, **step).backward()
+            _loss(model, local, state, partial(compute_part, data), temperature, **step).backward()
         reduce_gradients(model)
         norm = gradients.clip(model, max_norm=max_grad_norm, optimizer=optimizer)
         taken = gradients.accept(model, norm, on_nonfinite=on_nonfinite)
@@ -141,8 +141,8 @@ def update(
     return Update(float(total), float(norm), taken)
 
 
-def _prepared(inputs: Inputs, state: ParallelState) -> dict[str, Any]:
-    """This rank's slice: every token is a target that is none of padding and follows none."""
+def _local_inputs(inputs: Inputs, state: ParallelState) -> dict[str, Any]:
+    """This rank's slice; every token is a target unless it is padding or follows padding."""
     labels, mask = inputs["input_ids"], inputs.get("attention_mask")
     if mask is not None:
         follows = F.pad(mask[:, :-1], (1, 0))
@@ -159,7 +159,7 @@ def _loss(
     temperature: float,
     **step: Any,
 ) -> Tensor:
-    """This rank's share of the loss that is `function` of the log-probabilities `(B, S)`."""
+    """This rank's share of the loss `function(log_probs)`, with log-probabilities `(B, S)`."""
     inputs = to_device(inputs, _device(model))
     targets = inputs["shift_labels"]
 
@@ -168,15 +168,15 @@ def _loss(
         hidden = hidden_states if apart is None else apart.packed(hidden_states)
         tempered = head if temperature == 1 else lambda states: head(states) / temperature
         values = token_log_probs(tempered, hidden.flatten(0, 1), targets.flatten()).view(targets.shape)
-        return function(F.pad(_whole_rows(values, state)[:, : length - 1], (1, 0)))
+        return function(F.pad(_full_rows(values, state)[:, : length - 1], (1, 0)))
 
     length = inputs.pop("length")
     with loss.step(1, objective=of_hidden, **step):
         return model(**inputs, use_cache=False).loss
 
 
-def _whole_rows(values: Tensor, state: ParallelState) -> Tensor:
-    """`(B, s)` of each SP rank as `(B, s * sp)`. Gradients reach this rank's own slice alone: each rank has the whole loss."""
+def _full_rows(values: Tensor, state: ParallelState) -> Tensor:
+    """Gathers `(B, s)` to `(B, s * sp)`. Gradients flow to this rank's slice only, since each rank computes the full loss."""
     if state.sp == 1:
         return values
     s = values.shape[1]
@@ -186,5 +186,5 @@ def _whole_rows(values: Tensor, state: ParallelState) -> Tensor:
 
 
 def _device(model: PreTrainedModel) -> torch.device:
-    """Where the model computes; with offloading its shards lie elsewhere."""
+    """The device the model computes on; with offloading its shards are elsewhere."""
     return device_of(model.parameters(), otherwise=model.device)

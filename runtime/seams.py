@@ -1,21 +1,19 @@
 """Which implementation serves each seam of the generated code.
 
 A seam is a call in generated code that a kernel may serve. Every seam has the implementation `eager`: the upstream
-code that stands below the seam in the generated file; for experts what `experts_implementation` names
+code below the seam in the generated file; for experts the one in `experts_implementation`
 (`runtime/experts_interface.py`). With every seam eager and no parallelism, a generated model computes exactly what
-upstream computes, bit for bit, but for short convolutions over packed rows with `cu_seq_lens`, which
-stop at the documents where upstream's torch forms mix or refuse them (`parallel/mixers.py`).
+upstream computes, bit for bit, except short convolutions over packed rows with `cu_seq_lens`: they stop at document
+bounds, where upstream's torch forms mix documents or refuse them (`parallel/mixers.py`).
 
     from patchgen.runtime import seams
 
     seams.configure(fused_moe="torch")          # from here on, in this process
-    with seams.using(causal_lm_loss="chunked"):  # for a while
+    with seams.using(causal_lm_loss="chunked"):  # inside the block
         ...
     seams.selected()                             # {"fused_moe": "torch", "causal_lm_loss": "eager", ...}
 
-Implementations are registered by name with the function that serves the call; the registration lives in the file of
-the implementation (`runtime/implementations.py` lists those that ship), so a reader can remove one by removing its
-line.
+Implementations are functions registered by name; `runtime/implementations.py` registers the built-in ones.
 """
 
 from __future__ import annotations
@@ -28,16 +26,16 @@ from dataclasses import dataclass, field
 
 EAGER = "eager"
 AUTO = "auto"
-CHOSEN_UNASKED = ("fused_moe", "causal_lm_loss")
-"""Seams that a training run serves with `AUTO` where its recipe names nothing; the others then stay eager."""
-_SHIPPED = "patchgen.runtime.implementations"
-"""Registers itself when imported, which is when someone first asks for an implementation."""
+AUTO_IN_TRAINING = ("fused_moe", "causal_lm_loss")
+"""Seams that training serves with `AUTO` unless the recipe names an implementation; the others stay eager."""
+_BUILT_IN = "patchgen.runtime.implementations"
+"""Registers the built-in implementations when it is imported, at the first lookup."""
 
 
 @dataclass
 class Seam:
-    """One seam: its implementations by name, and the one that is selected; why one cannot run here, and which others
-    one that chooses would take first."""
+    """One seam: its implementations by name, the selected one, functions that return why one is unavailable, and what an
+    automatic one prefers."""
 
     name: str
     implementations: dict[str, Callable] = field(default_factory=dict)
@@ -58,7 +56,7 @@ def names() -> tuple[str, ...]:
 
 def implementations(seam: str) -> tuple[str, ...]:
     """The names of the implementations of `seam`, `eager` first."""
-    importlib.import_module(_SHIPPED)
+    importlib.import_module(_BUILT_IN)
     return (EAGER, *_seam(seam).implementations)
 
 
@@ -72,8 +70,8 @@ def register(
     """Decorator: registers a function as `implementation` of `seam`.
 
     Args:
-        unavailable: says in one sentence why it cannot run on this machine, or returns None.
-        prefers: of one that chooses: others that it takes where they can run.
+        unavailable: returns in one sentence why it cannot run on this machine, or None.
+        prefers: for an automatic one: the implementations it uses if they can run.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -88,14 +86,14 @@ def register(
 
 
 def unavailable(seam: str, implementation: str) -> str | None:
-    """Why an implementation cannot run on this machine, in one sentence; None: nothing is known against it."""
+    """Why an implementation cannot run on this machine, in one sentence; None if nothing is known."""
     implementations(seam)
     reason = _seam(seam).reasons.get(implementation)
     return reason() if reason is not None else None
 
 
 def passed_over(seam: str) -> dict[str, str]:
-    """What the selected implementation of `seam` would take first and cannot, by name, with the reason."""
+    """Implementations that the selected one of `seam` prefers but that are unavailable -> the reason."""
     found = _seam(seam)
     reasons = {name: unavailable(seam, name) for name in found.prefers.get(found.selected, ())}
     return {name: reason for name, reason in reasons.items() if reason is not None}
@@ -138,14 +136,14 @@ def for_training(used: Collection[str], named: Mapping[str, str | None]) -> dict
 
     Args:
         used: the seams that modules of the model call.
-        named: what the recipe names, by seam; None where it leaves the choice.
+        named: the recipe's implementation of each seam; None: automatic.
     """
-    wanted = {name: AUTO for name in CHOSEN_UNASKED if name in used}
-    return wanted | {name: implementation for name, implementation in named.items() if implementation is not None}
+    automatic = {name: AUTO for name in AUTO_IN_TRAINING if name in used}
+    return automatic | {name: implementation for name, implementation in named.items() if implementation is not None}
 
 
 def implementation(seam: str) -> Callable:
-    """The function that serves `seam` now. Asked for an eager seam it raises, for the caller has the code itself."""
+    """The selected function of `seam`. Raises for an eager seam, whose code is the caller's."""
     chosen = _seam(seam)
     if chosen.selected == EAGER:
         raise RuntimeError(f"The seam '{seam}' is eager: guard the call with ops.serves('{seam}').")

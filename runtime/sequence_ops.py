@@ -1,8 +1,8 @@
-"""The functions of `ops.py` that mix tokens of a sequence of which each rank holds a slice.
+"""The functions of `ops.py` that mix tokens along a sequence, of which each rank has a slice.
 
     B batch   S sequence of this rank   D head size   N heads   C channels
 
-Every function is exact for one process: where a parallel meaning exists, it is the identity until a mesh does.
+On one process every function computes exactly what upstream does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def sequence_position_ids(position_ids: Tensor | None, hidden_states: Tensor) ->
     """The position ids of this rank's slice of the sequence.
 
     Args:
-        position_ids: `[..., S]` of this rank, `[..., S * sp]` of the whole sequence, or None for `0, 1, 2, ...`.
+        position_ids: `[..., S]` of this rank, `[..., S * sp]` of the full sequence, or None for `0, 1, 2, ...`.
         hidden_states: `[B, S, H]`, this rank's slice.
 
     Returns:
@@ -39,10 +39,10 @@ def sequence_position_ids(position_ids: Tensor | None, hidden_states: Tensor) ->
 def causal_conv1d(
     convolution: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, *args, **kwargs
 ) -> Tensor:
-    """A causal depthwise convolution over the whole sequence, of which each rank holds a slice.
+    """A causal depthwise convolution over the full sequence, of which each rank has a slice.
 
-    Documents of a packed row (`cu_seq_lens` among the keywords) are kept apart, on one rank too; upstream's torch form
-    takes a row for one document.
+    It does not cross documents of a packed row (`cu_seq_lens` among the keywords), even on one rank; upstream's torch form
+    treats a row as one document.
 
     Args:
         convolution: upstream's function, called with the arguments that follow.
@@ -55,7 +55,7 @@ def causal_conv1d(
 
 
 def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> object:
-    """A linear-attention recurrence over the whole sequence, of which each rank holds a slice.
+    """A linear-attention recurrence over the full sequence, of which each rank has a slice.
 
     Args:
         rule: upstream's function, called with the arguments that follow.
@@ -68,7 +68,7 @@ def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: T
 
 
 def state_space_scan(scan: Callable[..., object], hidden_states: Tensor, *args, **kwargs) -> object:
-    """A state-space recurrence by heads (Mamba-2) over the whole sequence, of which each rank holds a slice.
+    """A state-space recurrence by heads (Mamba-2) over the full sequence, of which each rank has a slice.
 
     Args:
         scan: upstream's function, called with the arguments that follow.
@@ -80,7 +80,7 @@ def state_space_scan(scan: Callable[..., object], hidden_states: Tensor, *args, 
 
 
 def selective_scan(scan: Callable[..., Tensor], hidden_states: Tensor, *args, **kwargs) -> Tensor:
-    """A state-space recurrence by channels (Mamba) over the whole sequence, of which each rank holds a slice.
+    """A state-space recurrence by channels (Mamba) over the full sequence, of which each rank has a slice.
 
     Args:
         scan: upstream's function, called with the arguments that follow.
@@ -92,10 +92,10 @@ def selective_scan(scan: Callable[..., Tensor], hidden_states: Tensor, *args, **
 
 
 def fused_scan(kernel: Callable[..., object], *args, **kwargs) -> object:
-    """A kernel for a whole state-space mixer, for which upstream has no torch form.
+    """A kernel for a complete state-space mixer, for which upstream has no torch form.
 
     Returns:
-        What the kernel gives; None where the sequence is divided or packed, for which upstream takes single steps.
+        The kernel's result; None if the sequence is sliced or packed, so that upstream's separate steps run.
     """
     from patchgen.runtime.parallel import mixers
 
@@ -103,20 +103,20 @@ def fused_scan(kernel: Callable[..., object], *args, **kwargs) -> object:
 
 
 def refuse_slices(mixer: str) -> None:
-    """Raises `UnsupportedError` on a slice of the sequence: `mixer` mixes tokens in a form that nothing here divides."""
+    """Raises `UnsupportedError` on a slice of the sequence: sequence parallelism does not support `mixer`."""
     state = parallel.slicing()
     if state is not None:
         from patchgen.runtime.attention_masks import UnsupportedError
 
         raise UnsupportedError(
-            f"{mixer} mixes tokens along the sequence in a form that is not divided, and this rank holds a slice of the "
-            f"sequence (sp={state.sp}). Train this model with sp=1."
+            f"{mixer} mixes tokens along the sequence in a form that sequence parallelism does not support "
+            f"(sp={state.sp}). Train this model with sp=1."
         )
 
 
 def tokens_of_any_rank(tokens: Tensor | None, hidden_states: Tensor) -> Tensor | None:
-    """The tokens that a branch is for, `(B, S)`, if any of them is; on several ranks if any of any rank is, none of this rank's
-    perhaps: then all ranks take it. Otherwise None. Waits for the device.
+    """The mask `(B, S)` of a branch's tokens if it has any on any rank, maybe none on this one, so that all ranks take the
+    branch; otherwise None. Host sync.
 
     Args:
         hidden_states: `(B, S, H)` of this rank.
@@ -128,8 +128,8 @@ def tokens_of_any_rank(tokens: Tensor | None, hidden_states: Tensor) -> Tensor |
     from patchgen.runtime.parallel.collectives import all_reduce
 
     def agree() -> bool:
-        own = hidden_states.new_tensor(tokens is not None and bool(tokens.any()), dtype=torch.int32)
-        return bool(all_reduce(own, operation="agree on a branch of tokens"))
+        has_tokens = hidden_states.new_tensor(tokens is not None and bool(tokens.any()), dtype=torch.int32)
+        return bool(all_reduce(has_tokens, operation="agree on a branch of tokens"))
 
     if not checkpointing.remember(agree):
         return None
@@ -137,30 +137,30 @@ def tokens_of_any_rank(tokens: Tensor | None, hidden_states: Tensor) -> Tensor |
 
 
 def refuse_uneven_ranks(name: str, test: str) -> None:
-    """Raises `UnsupportedError` on several ranks: `name` runs a module only where `test`, of this rank's tokens, asks for it."""
+    """Raises `UnsupportedError` on several ranks: `name` runs a module only if `test` is true for this rank's tokens."""
     state = parallel.current()
     if state is not None and state.config.world > 1:
         from patchgen.runtime.attention_masks import UnsupportedError
 
         raise UnsupportedError(
-            f"{name} runs some of its modules only where `{test}`, and ranks whose tokens say otherwise would leave the others "
-            f"waiting (world={state.config.world}). Train this model on one rank."
+            f"{name} runs some of its modules only if `{test}`, and ranks where that is false would leave the others waiting "
+            f"(world={state.config.world}). Train this model on one rank."
         )
 
 
 def mrope_position_ids(
     position_ids: Tensor | None, batch: Tensor, stacked_position_ids: Tensor | None = None
 ) -> Tensor | None:
-    """Multimodal position ids in upstream's layout, which the name of the argument says, never a size.
+    """Multimodal position ids in upstream's layout; the argument's name decides the layout, not its sizes.
 
     Args:
         position_ids: `(rows, B or 1, S)`, as upstream has it: 3 rows (time, height, width), 4 (text first) or 1; text
-            position ids `(B, S)`, and None, are returned as they are.
+            position ids `(B, S)`, and None, are returned unchanged.
         batch: token ids or embeddings of the same batch, `(B, ...)`.
-        stacked_position_ids: `(B, rows, S)`, what a collator makes of the positions of single samples.
+        stacked_position_ids: `(B, rows, S)`, positions of single samples as a collator stacks them.
 
     Raises:
-        ValueError: both, or a shape that the name does not say.
+        ValueError: both are given, or a shape does not match the layout.
     """
     if stacked_position_ids is None and (position_ids is None or position_ids.ndim != 3):
         return position_ids

@@ -1,4 +1,4 @@
-"""Values that follow from what a tensor holds, or from a module, computed once: for all layers of a step, not for each.
+"""Values derived from a tensor or module, computed once for all layers of a step.
 
 ends = TensorCache(lambda bounds: bounds.tolist())
 ends(cu_seq_lens)             # waits for the device the first time
@@ -16,19 +16,19 @@ T = TypeVar("T")
 
 
 class TensorCache(Generic[T]):
-    """`compute(tensor)`, remembered as long as the tensor (or module) lives and nobody writes to it."""
+    """`compute(tensor)`, cached while the tensor (or module) lives and is not written to."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute = compute
-        self._kept = WeakIdKeyDictionary()
+        self._cached = WeakIdKeyDictionary()
 
     def __call__(self, tensor: Tensor | nn.Module) -> T:
         version = tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else None
-        kept = self._kept.get(tensor)
-        if kept is None or kept[0] != version:
-            kept = self._kept[tensor] = (version, self._compute(tensor))
-        return kept[1]
+        cached = self._cached.get(tensor)
+        if cached is None or cached[0] != version:
+            cached = self._cached[tensor] = (version, self._compute(tensor))
+        return cached[1]
 
 
 longest = TensorCache(lambda bounds: int(bounds.diff().max()))
-"""The longest document between bounds: one host sync per batch, where lengths did not come as numbers."""
+"""The longest document between bounds: one host sync per batch, if lengths are only on the device."""

@@ -1,4 +1,4 @@
-"""`torch.compiler.disable` with the types of what it decorates, which torch's own loses."""
+"""`torch.compiler.disable` that preserves the type of the decorated function."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ Function = TypeVar("Function", bound=Callable)
 
 
 def uncompiled(function: Function) -> Function:
-    """The function as it is called by code that is compiled: by itself, uncompiled."""
+    """The function, excluded from compilation even if compiled code calls it."""
     return cast(Function, torch.compiler.disable(function))

@@ -1,4 +1,4 @@
-"""The cross entropies that heads write out themselves, as loss functions: `ops.causal_lm_loss` knows them."""
+"""The cross entropies that some heads compute inline, as loss functions for `ops.causal_lm_loss`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def aligned_cross_entropy(
     shift_labels: Tensor | None = None,
     **ignored_by_upstream: object,
 ) -> Tensor:
-    """The cross entropy that heads write out whose labels are those of the tokens above them.
+    """The inline cross entropy of heads whose labels are aligned with the logits, not shifted.
 
     Args:
         logits: `[B, S, V]`.
         labels: `[B, S]`; `-100` is ignored. Not read if `shift_labels` is given, as by `ops.causal_lm_loss`.
-        num_items_in_batch: the sum is divided by it, in fp32; without it, by the number of labels that count.
-        ignored_by_upstream: further keywords of the model's forward, which upstream's loss does not see.
+        num_items_in_batch: divides the sum, in fp32; default: the number of labels other than -100.
+        ignored_by_upstream: further keywords of the model's forward, which upstream's loss does not use.
 
     Returns:
-        The mean, in the dtype of the logits as upstream's; a share of the step in fp32.
+        The mean, in the logits' dtype like upstream's; a share of the step in fp32.
     """
     targets = labels if shift_labels is None else shift_labels
     logits_TV, target_T = logits.reshape(-1, vocab_size), targets.reshape(-1).to(logits.device)
@@ -49,11 +49,11 @@ def shifted_cross_entropy(
     shift_labels: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """The cross entropy that heads write out over `logits[..., :-1, :]` and `labels[..., 1:]`.
+    """The inline cross entropy over `logits[..., :-1, :]` and `labels[..., 1:]`.
 
     Args:
         labels: `[B, S]`, not yet shifted. Not read if `shift_labels` is given.
-        attention_mask: `[B, S]` or longer, whose last are taken; tokens that it drops are not targets.
+        attention_mask: `[B, S]` or longer (the last entries count); masked tokens are not targets.
         more: see `aligned_cross_entropy`.
     """
     if shift_labels is not None:
@@ -66,7 +66,7 @@ def shifted_cross_entropy(
 
 
 def kept_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The labels `[B, S]` with -100 where a mask, `[B, S]` or longer, drops the token; None: all of them."""
+    """The labels `[B, S]` with -100 where a mask, `[B, S]` or longer, is zero; unchanged if it is None."""
     if attention_mask is None:
         return labels
     return labels.masked_fill(attention_mask[:, -labels.shape[1] :].to(labels.device) == 0, -100)

@@ -109,7 +109,7 @@ def register(code: str | None, generated: str | None) -> Architecture | None:
     said, place = {"code": code, "generated": generated}, "--"
     try:
         if not code and not generated and (present := project.find()) is not None:
-            said, place = project.code(), f"{present.file.name}: "
+            said, place = project.model_settings(), f"{present.file.name}: "
         found = architecture.register(ModelConfig(source="", code=said.get("code"), generated=said.get("generated")))
         return found if isinstance(found, architecture.Architecture) else None
     except (RecipeError, ValueError) as error:

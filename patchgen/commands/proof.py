@@ -123,8 +123,8 @@ def _in_directory(models: list[str], directory: Path, code: str | None, *, every
     from patchgen.runtime import project, registry
 
     found = registry.read_model(directory.resolve())
-    code = code or project.code().get("code")
-    own = checkpoints.register(code, str(directory.parent)) if found.is_own and code is not None else None
+    code = code or project.model_settings().get("code")
+    own = checkpoints.register(code, str(directory.parent)) if found.is_from_user_file and code is not None else None
     return found if own is None else replace(found, source=found.made_from(own.folder))
 
 

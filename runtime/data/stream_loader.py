@@ -305,7 +305,7 @@ class _Known:
 
 
 def _know(packages: dict[str, list[str]], rules: dict[str, batch_fields.FieldRule]) -> None:
-    registry.know_packages(packages)
+    registry.add_packages(packages)
     batch_fields.declare(rules, "the process that started this one")
 
 

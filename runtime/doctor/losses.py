@@ -54,7 +54,7 @@ class FirstLoss(Check):
         summary = f"{loss:.3f} nats per label; ln V = {untrained:.2f}"
         limit = patient.recipe.train.first_loss_limit
         too_high = first_loss.Expected(size, limit).refusal(loss)
-        known = first_loss.KNOWN * untrained
+        known = first_loss.TRAINED_FACTOR * untrained
         if not math.isfinite(loss):
             return failed(
                 f"The loss is {loss}.",
@@ -75,7 +75,7 @@ class FirstLoss(Check):
                 "Look at the failures of tokenizer, labels, weights and alternatives in this table; if these weights were never "
                 "trained, or not on data of this kind, set train.first_loss_limit.",
             )
-        first_loss.keep_level(patient.recipe, loss)
+        first_loss.save_measured(patient.recipe, loss)
         return passed(f"{summary}. Runs with these weights and data are compared with it.")
 
 
@@ -98,7 +98,7 @@ class Alternatives(Check):
         if not patient.is_trained:
             return not_checked("weights are random, so no change can make them better.")
         loss, tried = patient.loss, []
-        known = first_loss.KNOWN * math.log(patient.config.get_text_config().vocab_size)
+        known = first_loss.TRAINED_FACTOR * math.log(patient.config.get_text_config().vocab_size)
         best: tuple[float, Alternative] | None = None
         for alternative in alternatives(patient):
             with patient.changed(alternative.changes):

@@ -167,7 +167,7 @@ class Patient:
         name = str(self.dtype).removeprefix("torch.")
         recipe = replace(self.recipe, model=replace(self.recipe.model, dtype=name))
         model = models.build_on_meta(recipe)
-        options = {**models.may_differ(recipe, model), "seed": recipe.train.seed}
+        options = {**models.allowed_differences(recipe, model), "seed": recipe.train.seed}
         if not self.fits_in_memory(model):
             self.layerwise, self.weights = self.load_layerwise(model, options)
             return model.train()

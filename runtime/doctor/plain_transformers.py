@@ -102,7 +102,7 @@ def _trace_in_layers(
         model = upstream._from_config(
             copy.deepcopy(patient.blueprint.config), attn_implementation="eager", dtype=patient.dtype
         )
-    options = {**models.may_differ(patient.recipe, patient.blueprint), "seed": patient.recipe.train.seed}
+    options = {**models.allowed_differences(patient.recipe, patient.blueprint), "seed": patient.recipe.train.seed}
     patient.load_layerwise(model, options)
     return traces.record_plain(model, inputs, paths)
 
@@ -121,7 +121,7 @@ def upstream_class(patient: Patient) -> type[PreTrainedModel]:
     """
     head = type(patient.blueprint)
     try:
-        return getattr(architecture.generated_of(head).upstream(), head.__name__)
+        return getattr(architecture.generated_model_of(head).upstream(), head.__name__)
     except registry.NoUpstreamError as error:
         raise MissingPart(str(error)) from error
 

@@ -152,7 +152,9 @@ class TrainedParameters(Check):
 
     def run(self, patient: Patient) -> Finding:
         if patient.recipe.lora is not None:
-            return passed(f"Adapters alone: {lora_targets.find_targets(patient.blueprint, patient.recipe.lora).told}.")
+            return passed(
+                f"Adapters alone: {lora_targets.find_targets(patient.blueprint, patient.recipe.lora).summary}."
+            )
         model, patterns = patient.blueprint, patient.recipe.model.freeze
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         trained = {name for name, p in model.named_parameters() if p.requires_grad}

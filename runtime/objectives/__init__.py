@@ -1,9 +1,9 @@
-"""Objectives: what a run learns. `docs/objectives.md` says how to choose one and how to write one.
+"""Training objectives. `docs/objectives.md` explains how to choose one and how to write one.
 
-base.py       the class that an objective is              batch.py      what it computes from, in every layout
-choose.py     from a recipe to the objective              learning.py   what runs before the forward that is learned from
-heads.py      sequence classifiers on generated models    reference.py  log-probabilities before training, kept
-dpo.py, reward.py, classification.py, distillation.py     those that ship
+base.py       the base class                              batch.py      the inputs of a loss, in every layout
+choose.py     from a recipe to the objective              learning.py   reference and teacher forwards before the training one
+heads.py      task heads on generated models              reference.py  cached log-probabilities before training
+dpo.py, reward.py, classification.py, tokens.py, embedding.py, distillation.py     the built-in objectives
 """
 
 from patchgen.runtime.objectives.base import NextToken, Objective

@@ -1,4 +1,4 @@
-"""From the section `objective` of a recipe to the objective, and what can be refused before any rank starts."""
+"""From the recipe's section `objective` to the objective, with checks before any rank starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-SHIPPED = {
+BUILT_IN = {
     "next_token": "patchgen.runtime.objectives.base:NextToken",
     "dpo": "patchgen.runtime.objectives.dpo:DPO",
     "reward": "patchgen.runtime.objectives.reward:Reward",
@@ -37,66 +37,66 @@ def objective_of(config: ObjectiveConfig) -> Objective:
     """The objective that a recipe names, with its options.
 
     Raises:
-        RecipeError: there is none of that name, it is no `Objective` or has no loss, or an option does not exist or fit.
+        RecipeError: an unknown name, a class that is no `Objective` or has no loss, an unknown or invalid option.
     """
     kind = _class_of(config.name)
     known = [field.name for field in dataclasses.fields(kind)]
     for name in config.options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            there_are = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known) or 'none'}."
-            raise RecipeError(f"objective.options.{name}: {config.name} has no such option. {there_are}")
+            hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known) or 'none'}."
+            raise RecipeError(f"objective.options.{name}: {config.name} has no such option. {hint}")
     try:
         return TypeAdapter(kind).validate_python(dict(config.options))
     except ValidationError as error:
-        told = "; ".join(_explain(problem) for problem in error.errors())
-        raise RecipeError(f"objective.options of {config.name}: {told}") from error
+        problems = "; ".join(_explain(problem) for problem in error.errors())
+        raise RecipeError(f"objective.options of {config.name}: {problems}") from error
 
 
 def _explain(problem: ErrorDetails) -> str:
     where = ".".join(map(str, problem["loc"]))
     if problem["type"] == "missing":
-        return f"{where} must be given"
+        return f"{where} is required"
     if problem["type"] == "value_error":
         return str(problem.get("ctx", {})["error"])
     return f"{where}: {problem['msg'][0].lower()}{problem['msg'][1:]}, not {problem['input']!r}"
 
 
 def _class_of(name: str) -> type[Objective]:
-    spec = SHIPPED.get(name, name)
+    spec = BUILT_IN.get(name, name)
     if ":" not in spec:
-        near = difflib.get_close_matches(name, SHIPPED, n=1)
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
         raise RecipeError(
-            f"objective.name = '{name}' is none of {', '.join(SHIPPED)}, and no module:Class."
+            f"objective.name = '{name}' is neither one of {', '.join(BUILT_IN)} nor a module:Class."
             + (f" Did you mean {near[0]}?" if near else "")
         )
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # a module of the folder that the run was started in
+        sys.path.append(here)  # for modules in the working directory
     try:
         importlib.import_module(spec.partition(":")[0])
         found = pkgutil.resolve_name(spec)
-    except Exception as error:  # code of the user's own runs here
+    except Exception as error:  # the user's code may raise anything
         raise RecipeError(
-            f"objective.name = '{name}' cannot be imported: {type(error).__name__}: {error}. A module is looked for where "
-            f"Python looks and in {here}."
+            f"objective.name = '{name}' cannot be imported: {type(error).__name__}: {error}. Modules are searched on Python's "
+            f"path and in {here}."
         ) from error
-    # Its own mark: `is_dataclass` sees that of a parent, too, and the fields of such a class are not options.
+    # `dataclasses.is_dataclass` is true for an undecorated subclass, too, whose fields are no options.
     is_dataclass = isinstance(found, type) and "__dataclass_params__" in vars(found)
     if not (is_dataclass and issubclass(found, Objective)):
         raise RecipeError(
-            f"objective.name = '{name}' must be a dataclass derived from patchgen.runtime.objectives.Objective, with a "
-            "@dataclass(frozen=True) of its own."
+            f"objective.name = '{name}' must be derived from patchgen.runtime.objectives.Objective and decorated with "
+            "@dataclass(frozen=True)."
         )
     if found is not NextToken and found.loss is Objective.loss:
-        raise RecipeError(f"objective.name = '{name}' has no method loss(batch), which computes what the run learns.")
+        raise RecipeError(f"objective.name = '{name}' has no method loss(batch).")
     return found
 
 
 def require_valid(recipe: Recipe) -> None:
-    """Refuses what no rank could train.
+    """Refuses combinations that no rank can train.
 
     Raises:
-        RecipeError: data of another kind, a kernel of the loss that would not run, or adapters beside a new head.
+        RecipeError: data of another kind, a loss kernel that would not run, or adapters with a new head.
     """
     objective = objective_of(recipe.objective)
     for section, data in (("data", recipe.data), ("eval_data", recipe.eval_data)):
@@ -107,56 +107,48 @@ def require_valid(recipe: Recipe) -> None:
             )
         if data is not None and objective.per == "pair" and data.kind not in HALVES:
             raise RecipeError(
-                f"objective.name = {recipe.objective.name} is a mean over pairs (per), which {section}.kind = "
-                f"{' or '.join(HALVES)} has, not '{data.kind}'."
+                f"objective.name = {recipe.objective.name} is a mean over pairs (per), which need {section}.kind = "
+                f"{' or '.join(HALVES)}, not '{data.kind}'."
             )
     if objective.needs_teacher is not (recipe.teacher is not None):
         raise RecipeError(
-            f"objective.name = {recipe.objective.name} learns from a teacher: name it, teacher: {{source: FOLDER}}."
+            f"objective.name = {recipe.objective.name} needs a teacher. Add teacher: {{source: FOLDER}}."
             if objective.needs_teacher
-            else f"There is a section teacher, which objective.name = {recipe.objective.name} would not ask."
+            else f"objective.name = {recipe.objective.name} does not use the section teacher. Remove it."
         )
     if not objective.is_models_own and recipe.kernels.causal_lm_loss is not None:
         raise RecipeError(
-            f"kernels.causal_lm_loss = '{recipe.kernels.causal_lm_loss}' serves the loss of the next token, which "
-            f"objective.name = {recipe.objective.name} does not compute. Leave it out."
+            f"kernels.causal_lm_loss = '{recipe.kernels.causal_lm_loss}' computes the next-token loss, which "
+            f"objective.name = {recipe.objective.name} does not use. Remove it."
         )
     if objective.head is not None and recipe.lora is not None:
         raise RecipeError(
-            f"objective.name = {recipe.objective.name} puts another head on the model, which adapters would leave untrained. "
-            "Train it without the section lora."
+            f"objective.name = {recipe.objective.name} adds a new head to the model, which lora would leave untrained. Remove "
+            "the section lora."
         )
 
 
 def teacher_recipe(recipe: Recipe) -> Recipe | None:
-    """A recipe of the section `teacher`, to be built as any model is; None where there is none."""
+    """A recipe that builds the model of the section `teacher`; None if there is no teacher."""
     if recipe.teacher is None:
         return None
-    alone = {"objective": ObjectiveConfig(), "teacher": None, "lora": None}
-    return dataclasses.replace(recipe, model=recipe.teacher, optim=OptimConfig(), **alone)
+    defaults = {"objective": ObjectiveConfig(), "teacher": None, "lora": None}
+    return dataclasses.replace(recipe, model=recipe.teacher, optim=OptimConfig(), **defaults)
 
 
 def require_same_tokens(model: PreTrainedModel, teacher: PreTrainedModel) -> None:
-    """Refuses a teacher with another vocabulary.
-
-    Raises:
-        RecipeError: with both sizes.
-    """
-    own, others = (one.config.get_text_config().vocab_size for one in (model, teacher))
-    if own != others:
+    """Raises RecipeError for a teacher with another vocabulary size."""
+    student_size, teacher_size = (each.config.get_text_config().vocab_size for each in (model, teacher))
+    if student_size != teacher_size:
         raise RecipeError(
-            f"teacher: its vocab_size is {others} and that of the model {own}. They must have the same tokens."
+            f"teacher: its vocab_size is {teacher_size} and that of the model {student_size}. They must have the same tokens."
         )
 
 
 def require_seam(objective: Objective, model: nn.Module, users: dict) -> None:
-    """Refuses a model that an objective would not be asked by.
-
-    Raises:
-        RecipeError: the model's head computes its loss without the seam.
-    """
+    """Raises RecipeError if the model computes its loss without the seam that calls the objective."""
     if not objective.is_models_own and objective.head is None and "causal_lm_loss" not in users:
         raise RecipeError(
-            f"objective.name = {type(objective).__name__}: {type(model).__name__} computes its loss by itself, not through "
+            f"objective.name = {type(objective).__name__}: {type(model).__name__} computes its loss itself, not through "
             "the seam causal_lm_loss. Generate it with the pass fused_loss."
         )

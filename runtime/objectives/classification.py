@@ -1,7 +1,7 @@
-"""Sequence classification: a class of each document, or with one label a number (regression).
+"""Sequence classification: one class per document, or regression with a single label.
 
-    classes   cross-entropy of the scores of the last token, a mean over documents
-    numbers   squared error, a mean over documents
+    classification   cross-entropy of the last token's scores, a mean over documents
+    regression       squared error, a mean over documents
 
 As transformers' `ForSequenceClassificationLoss` for problem types "single_label_classification" and "regression". The
 head is upstream's: the export loads in plain transformers (`AutoModelForSequenceClassification`).
@@ -26,7 +26,7 @@ class Classification(Objective):
     """Sequence classification.
 
     Attributes:
-        num_labels: classes; 1: numbers.
+        num_labels: classes; 1: regression.
     """
 
     num_labels: int = 2
@@ -44,7 +44,7 @@ class Classification(Objective):
         return self.num_labels
 
     def require_valid(self, row: Mapping[str, Any]) -> None:
-        """Refuses a label that is not a class: within the forward one rank alone would fail, and the others wait for it."""
+        """Refuses labels that are not a class: in the forward only one rank would fail, and the others would hang."""
         if self.num_labels == 1:
             return
         labels = row["document_labels"][sources_of(row) >= 0]

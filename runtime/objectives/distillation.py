@@ -1,11 +1,10 @@
-"""Distillation: the student learns the distribution of a teacher, of which only the k most likely tokens are kept.
+"""Distillation from the teacher's k most likely tokens.
 
-    loss = sum over the k tokens and the rest of  p_teacher (log p_teacher - log p_student)
+    loss = sum over the k tokens and the tail of  p_teacher (log p_teacher - log p_student)
 
-A mean over the tokens that are learned. What the k tokens leave of the probability is one event of its own ("the rest"),
-so that the student keeps no more there than the teacher. As TRL's distillation computes it (forward KL, `loss_top_k`,
-`loss_add_tail`). The teacher is the model of section `teacher`, of the same tokens as the student; per token k of its
-logits exist, and no full logits of either.
+A mean over tokens with a loss. The remaining probability is one event ("the tail"), so that the student puts no more there
+than the teacher. As TRL's distillation computes it (forward KL, `loss_top_k`, `loss_add_tail`). The teacher is the model of
+section `teacher`, with the student's tokenizer; k of its logits are stored per token, and full logits of neither.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import Tensor
 from patchgen.runtime.objectives.base import Objective
 from patchgen.runtime.objectives.batch import Batch
 
-ALMOST_ALL = -1e-7
-"""The log-probability of the k tokens together is at most this: a rest of nothing would have an infinite logarithm."""
+MAX_TOP_LOG_PROB = -1e-7
+"""Upper bound of the summed log-probability of the k tokens: an empty tail would have an infinite logarithm."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,9 @@ class Distillation(Objective):
     """Distillation.
 
     Attributes:
-        top_k: tokens of the teacher that are kept.
-        temperature: both distributions are taken of logits divided by it.
-        next_token: share of the next token's own loss; the rest is the teacher's.
+        top_k: number of the teacher's tokens.
+        temperature: the logits of both are divided by it.
+        next_token: weight of the next-token loss; the teacher's loss has the remaining weight.
     """
 
     top_k: int = 64
@@ -52,8 +51,8 @@ class Distillation(Objective):
 
         def largest(logits: Tensor) -> tuple[Tensor, ...]:
             logits = logits / self.temperature
-            found = logits.topk(min(self.top_k, logits.shape[1]))
-            return found.values - logits.logsumexp(1, keepdim=True), found.indices
+            top = logits.topk(min(self.top_k, logits.shape[1]))
+            return top.values - logits.logsumexp(1, keepdim=True), top.indices
 
         return batch.per_token(largest)
 
@@ -61,7 +60,7 @@ class Distillation(Objective):
         def divergence(logits: Tensor, log_teacher: Tensor, ids: Tensor) -> tuple[Tensor]:
             logits = logits / self.temperature
             log_student = logits.gather(1, ids) - logits.logsumexp(1, keepdim=True)
-            log_teacher, log_student = _with_rest(log_teacher), _with_rest(log_student)
+            log_teacher, log_student = _with_tail(log_teacher), _with_tail(log_student)
             return ((log_teacher.exp() * (log_teacher - log_student)).sum(1),)
 
         total = batch.per_token(divergence, *batch.teacher)[0].where(batch.is_learned, 0).sum()
@@ -70,7 +69,7 @@ class Distillation(Objective):
         return (1 - self.next_token) * total - self.next_token * batch.token_log_probs().sum()
 
 
-def _with_rest(log_probs: Tensor) -> Tensor:
-    """`(C, k + 1)`: the log-probability of all other tokens behind those of k."""
-    together = log_probs.logsumexp(1, keepdim=True).clamp(max=ALMOST_ALL)
-    return torch.cat([log_probs, torch.log(-torch.expm1(together))], dim=1)
+def _with_tail(log_probs: Tensor) -> Tensor:
+    """`(C, k + 1)`: the log-probabilities of the k tokens, and of all others together."""
+    top = log_probs.logsumexp(1, keepdim=True).clamp(max=MAX_TOP_LOG_PROB)
+    return torch.cat([log_probs, torch.log(-torch.expm1(top))], dim=1)

@@ -1,12 +1,12 @@
-"""Direct preference optimisation (Rafailov et al., 2023): of a pair the chosen answer becomes more likely than it was.
+"""Direct preference optimisation (Rafailov et al., 2023): raises the likelihood of the chosen answer over the rejected one.
 
     loss = -logsigmoid(beta * ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected))))
 
-A mean over pairs; log p of a document is the sum over its learned tokens. As TRL's DPOTrainer computes it (loss_type
+A mean over pairs; log p of a document is the sum over its tokens with a loss. As TRL's DPOTrainer computes it (loss_type
 "sigmoid").
 
-The reference is the model before it is trained: with adapters the model without them, in each step; else what the model
-gave before the first step, computed once and kept in the directory of the run (`reference.py`).
+The reference is the untrained model: with adapters, the model without them, run in each step; else its log-probabilities
+computed once before the first step and saved in the run directory (`reference.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class DPO(Objective):
     """Direct preference optimisation.
 
     Attributes:
-        beta: how far the model may leave the reference; less lets it go further.
-        label_smoothing: how likely a pair is thought to be the wrong way round (conservative DPO), below 0.5.
+        beta: strength of the pull towards the reference.
+        label_smoothing: assumed probability that a pair is swapped (conservative DPO), below 0.5.
     """
 
     beta: float = 0.1
@@ -44,9 +44,9 @@ class DPO(Objective):
             raise ValueError(f"label_smoothing must be at least 0 and below 0.5, not {self.label_smoothing}.")
 
     def loss(self, batch: Batch) -> Tensor:
-        ratios = batch.document_log_probs()
-        assert batch.reference is not None, "this objective says that it needs one"
-        chosen, rejected = batch.pairs(ratios - batch.reference.to(ratios.dtype))
+        log_probs = batch.document_log_probs()
+        assert batch.reference is not None, "needs_reference is set"
+        chosen, rejected = batch.pairs(log_probs - batch.reference.to(log_probs.dtype))
         margin = self.beta * (chosen - rejected)
         smooth = self.label_smoothing
         return -((1 - smooth) * logsigmoid(margin) + smooth * logsigmoid(-margin)).sum()

@@ -1,9 +1,9 @@
-"""Embeddings of texts: those whose meaning is near come near, the others of the row go away (van den Oord et al., 2018).
+"""Contrastive text embeddings with in-batch negatives (InfoNCE; van den Oord et al., 2018).
 
     loss = cross_entropy(cosine(anchor, every positive of the row) / temperature, its own positive)
 
-A mean over pairs. A text's embedding is the hidden state of its last token. A pair is told from the others of its packed row:
-`data.tokens_per_batch` says how many they are. The model is the base model: the export loads in plain transformers
+A mean over pairs. A text's embedding is the hidden state of its last token. The negatives are the other pairs of the packed
+row, so `data.tokens_per_batch` decides their number. The export is the base model, which loads in plain transformers
 (`AutoModel`).
 """
 
@@ -25,7 +25,7 @@ class Embedding(Objective):
     """Embeddings.
 
     Attributes:
-        temperature: the cosines are divided by it.
+        temperature: divides the cosines.
     """
 
     temperature: float = 0.05
@@ -40,5 +40,5 @@ class Embedding(Objective):
 
     def loss(self, batch: Batch) -> Tensor:
         anchors, positives = batch.pairs(normalize(batch.document_scores(), dim=-1))
-        likeness = anchors @ positives.T / self.temperature
-        return cross_entropy(likeness, torch.arange(len(likeness), device=likeness.device), reduction="sum")
+        similarity = anchors @ positives.T / self.temperature
+        return cross_entropy(similarity, torch.arange(len(similarity), device=similarity.device), reduction="sum")

@@ -1,4 +1,4 @@
-"""An objective beside the model that it trains: what a micro-batch needs before the forward that is learned from.
+"""Prepares micro-batches for an objective: the forwards of reference and teacher before the training forward.
 
 rows --split--> inputs, batch --reference, teacher: forwards without gradients--> the loss of this micro-batch
 """
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.objectives.base import Objective
-from patchgen.runtime.objectives.batch import Batch, computing, inputs_of, share, split
+from patchgen.runtime.objectives.batch import Batch, at_loss_seam, inputs_of, loss_share, split
 from patchgen.runtime.objectives.choose import objective_of, require_same_tokens, teacher_recipe
 from patchgen.runtime.objectives.reference import ReferenceTable
 from patchgen.runtime.parallel import loss
@@ -34,10 +34,10 @@ class Learning:
     """An objective on this rank.
 
     Args:
-        model: that is trained, sharded.
-        adapted: PEFT's view of it, where adapters are trained: without them it is its own reference.
-        table: the reference of a model that is trained whole.
-        teacher: sharded and frozen, for an objective that has one.
+        model: the trained model, sharded.
+        adapted: PEFT's wrapper of it, if adapters are trained: the model without them is the reference.
+        table: the reference if the full model is trained.
+        teacher: sharded and frozen, if the objective needs one.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Learning:
         self.adapted, self.table, self.teacher = adapted, table, teacher
 
     def prepare(self, rows: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[..., Tensor] | None]:
-        """The inputs of the model on the device, and what computes the loss (`loss.step(objective=...)`).
+        """The inputs of the model on the device, and the function that computes the loss (`loss.step(objective=...)`).
 
         Args:
             rows: of this rank, on the host.
@@ -66,13 +66,13 @@ class Learning:
         if self.objective.needs_reference:
             batch = replace(batch, reference=self._reference(inputs, batch).to(self.device))
         if self.teacher is not None:
-            batch = replace(batch, teacher=read(self.teacher, inputs, batch, self.objective.of_teacher))
+            batch = replace(batch, teacher=evaluate(self.teacher, inputs, batch, self.objective.of_teacher))
             if isinstance(self.teacher, FSDPModule):
                 self.teacher.reshard()  # without a backward, its root stays gathered
-        return inputs, share(self.objective, batch)
+        return inputs, loss_share(self.objective, batch)
 
     def fill_table(self, micro_batches: Iterable[Mapping[str, Any]]) -> int:
-        """Computes the reference of the documents that the table lacks, with the model as it is now, and keeps it.
+        """Computes the missing entries of the reference table with the current model, and saves them.
 
         Args:
             micro_batches: of this rank, on the host, as many as of any other.
@@ -80,9 +80,9 @@ class Learning:
 
         def compute(rows: Mapping[str, Any]) -> Sequence[float]:
             inputs, batch = self._split(rows)
-            return read(self.model, inputs, batch, Batch.document_log_probs)[: batch.num_samples].tolist()
+            return evaluate(self.model, inputs, batch, Batch.document_log_probs)[: batch.num_samples].tolist()
 
-        assert self.table is not None, "asked of a run that keeps a reference"
+        assert self.table is not None, "only called with a table"
         self.table.load()
         return self.table.fill(micro_batches, compute)
 
@@ -95,18 +95,18 @@ class Learning:
         """The log-probabilities `(D,)` of the documents before training."""
         if self.table is not None:
             return self.table.of(batch.extra["keys"], batch.num_documents)
-        assert self.adapted is not None, "`build` gives what needs a reference a table or adapters"
+        assert self.adapted is not None, "without adapters `build` creates a table"
         with self.adapted.disable_adapter():
-            return read(self.model, inputs, batch, Batch.document_log_probs)
+            return evaluate(self.model, inputs, batch, Batch.document_log_probs)
 
 
 def build(
     recipe: Recipe, model: PreTrainedModel, state: ParallelState, device: torch.device, adapted: PeftModel | None
 ) -> Learning:
-    """What a recipe learns, on this rank; every rank must call it.
+    """The recipe's objective on this rank (collective).
 
     Raises:
-        RecipeError: the teacher's tokens are not the student's.
+        RecipeError: teacher and student have different tokens.
     """
     objective = objective_of(recipe.objective)
     table = teacher = None
@@ -119,18 +119,18 @@ def build(
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, function: Callable[[Batch], Any]) -> Any:
-    """What a function of the batch gives at the end of a forward without gradients and without dropout."""
-    found = []
+def evaluate(model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, function: Callable[[Batch], Any]) -> Any:
+    """Calls a function of the batch in a forward without gradients and dropout; returns its result."""
+    results = []
 
-    def keep(known: Batch) -> Tensor:
-        found.append(function(known))
-        assert known.hidden is not None, "within the forward a batch has hidden states (`computing`)"
-        return known.hidden.new_zeros(())
+    def store(complete: Batch) -> Tensor:
+        results.append(function(complete))
+        assert complete.hidden is not None, "set by `at_loss_seam`"
+        return complete.hidden.new_zeros(())
 
-    with _evaluating(model), loss.step(1, router_loss=False, objective=computing(keep, batch)):
+    with _evaluating(model), loss.step(1, router_loss=False, objective=at_loss_seam(store, batch)):
         model(**inputs, use_cache=False)
-    return found[0]
+    return results[0]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A reward model (Bradley and Terry, 1952): one number for a document, larger for the chosen one of a pair.
+"""A reward model (Bradley and Terry, 1952): one score per document, higher for the chosen one of a pair.
 
     loss = -logsigmoid(reward(chosen) - reward(rejected)) + center * (reward(chosen) + reward(rejected))^2
 

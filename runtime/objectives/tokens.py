@@ -1,8 +1,8 @@
-"""What is said of tokens: a class of each, and where an answer stands.
+"""Token classification and extractive question answering.
 
-    classes   cross-entropy of the scores of each token that has a class, a mean over these
-    answers   half the cross-entropy of the first and the last token of the answer among those of its document, a mean over
-              documents; one whose answer was cut off adds nothing
+    classes   cross-entropy of each labelled token's scores, a mean over these tokens
+    answers   mean of the cross-entropies of the answer's first and last token over its document, a mean over documents; a
+              document whose answer was truncated adds nothing
 
 As transformers' `ForTokenClassificationLoss` and `ForQuestionAnsweringLoss`. The heads are upstream's: the exports load in
 plain transformers (`AutoModelForTokenClassification`, `AutoModelForQuestionAnswering`).
@@ -26,7 +26,7 @@ from patchgen.runtime.parallel.batch import IGNORED
 
 @dataclass(frozen=True)
 class TokenClassification(Objective):
-    """A class of each token.
+    """One class per token.
 
     Attributes:
         num_labels: classes.
@@ -63,7 +63,7 @@ class TokenClassification(Objective):
 
 @dataclass(frozen=True)
 class QuestionAnswering(Objective):
-    """Where the answer stands: the tokens of a document that are learned."""
+    """Finds the answer: the tokens of a document that have a loss."""
 
     kinds: ClassVar[tuple[str, ...]] = ("answers",)
     head: ClassVar = ANSWERS
@@ -73,5 +73,5 @@ class QuestionAnswering(Objective):
         scores = batch.scores()
         top = batch.document_max(scores.detach())
         norm = batch.document_sums((scores - top[batch.index]).exp()).log() + top
-        found = torch.where(batch.ends_of_learned(), norm[batch.index] - scores, 0)
-        return batch.document_sums(found)[: batch.num_samples].sum() / 2
+        losses = torch.where(batch.first_and_last_target(), norm[batch.index] - scores, 0)
+        return batch.document_sums(losses)[: batch.num_samples].sum() / 2

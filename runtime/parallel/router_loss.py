@@ -75,7 +75,7 @@ def router_loss(
         return gate_logits[0].new_zeros(())
     B, s = tokens.shape[:2]
     _require_rows(gate_logits, B, s)
-    real_tokens = model_calls.kept().get("real_tokens") if real_tokens is None else real_tokens
+    real_tokens = model_calls.extra_inputs().get("real_tokens") if real_tokens is None else real_tokens
     if apart := model_calls.documents_apart():  # a group is a packed row, however its documents are computed
         gate_logits = tuple(apart.packed(logits.unflatten(0, (B, s))).flatten(0, 1) for logits in gate_logits)
         real_tokens = None if real_tokens is None else apart.packed(real_tokens)

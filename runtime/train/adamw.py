@@ -1,7 +1,7 @@
 """AdamW on GPUs: torch's optimizer and state, its update in one pass over memory (`kernels/optimizer/adamw.py`).
 
-It takes gradients as they were computed (bf16 for an fp32 parameter, which says so by `grad_dtype` None), multiplies them by
-the factor that clipping leaves in `gradient_factor`, and writes the copies that layers compute with (`undivided.py`).
+Gradients keep the dtype they were computed in (bf16 for an fp32 parameter, allowed by `grad_dtype = None`). They are multiplied
+by the clipping factor in `gradient_factor`, and the compute copies of unsharded parameters (`undivided.py`) are written as well.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from patchgen.runtime.parallel import undivided
 
 
 class AdamW(torch.optim.AdamW):
-    """As `torch.optim.AdamW`; its state has the same names, so either continues from the other's checkpoint.
-
-    Args:
-        params: parameters or groups of them, of any mesh, on GPUs.
+    """`torch.optim.AdamW` for GPU parameters; the state has the same names, so either resumes from the other's checkpoint.
 
     Attributes:
-        writes_copies: that a step leaves the copies of undivided parameters as new as these.
-        gradient_factor: None, or a number on the device that all gradients are multiplied by in the next step.
+        writes_copies: a step also updates the compute copies of unsharded parameters.
+        gradient_factor: None, or a scalar tensor that the next step multiplies all gradients by.
     """
 
     writes_copies = True
@@ -44,23 +41,23 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One update of every parameter that has a gradient."""
-        value = None
+        """Updates every parameter that has a gradient."""
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                value = closure()
+                loss = closure()
         factor, self.gradient_factor = self.gradient_factor, None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group, factor)
-        return value
+        return loss
 
     def _update(self, parameter: nn.Parameter, group: dict, factor: Tensor | None) -> None:
         from patchgen.kernels.optimizer.adamw import adamw_  # loads Triton
 
         gradient, state = parameter.grad, self.state[parameter]
-        assert gradient is not None, "a step asks for parameters that have one"
+        assert gradient is not None, "`step` only updates parameters with a gradient"
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

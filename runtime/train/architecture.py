@@ -1,4 +1,4 @@
-"""An architecture that transformers does not know: the recipe names its code, and every process registers its classes.
+"""Custom architectures, unknown to transformers: the recipe names their code, and every process registers their classes.
 
     model:
       source: my_checkpoint                # its config.json says model_type: mine
@@ -8,8 +8,8 @@
     my_architecture/modeling_mine.py       --generate-->  generated/mine/modeling_mine.py        auto classes of models
     my_architecture/processing_mine.py     -------------------------------------------------->   AutoProcessor, ...
 
-Configuration and models are those of the generated folder, processors and tokenizers those of the code. Which generated
-model belongs to the code is decided by the hash of the modeling file that it was made from.
+Configuration and models come from the generated folder, processors and tokenizers from the code folder. The generated model
+that belongs to the code is found by the hash of the modeling file it was generated from.
 """
 
 from __future__ import annotations
@@ -37,59 +37,59 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.models.auto.auto_factory import _LazyAutoMapping
 
-CODE_OF_DATA = ("processing_*.py", "tokenization_*.py", "image_processing_*.py", "video_processing_*.py")
-CODE_OF_DATA += ("feature_extraction_*.py",)
-"""How upstream calls the files whose classes prepare data."""
+PROCESSING_FILES = ("processing_*.py", "tokenization_*.py", "image_processing_*.py", "video_processing_*.py")
+PROCESSING_FILES += ("feature_extraction_*.py",)
+"""Upstream's names for the files whose classes prepare data."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The classes of a recipe's own code, registered in this process."""
+    """The classes of a recipe's custom code, registered in this process."""
 
     folder: Path
     generated: registry.GeneratedModel
     heads: tuple[type[PreTrainedModel], ...]
-    root: Path | None = None  # model.generated, whose other models go before those of the installation
+    root: Path | None = None  # model.generated: its other models take precedence over the installed ones
 
     @property
-    def names(self) -> str:
-        """The model types that it registers."""
-        return ", ".join(config.model_type for head in self.heads for config in _own_configs(head.config_class))
+    def model_types(self) -> str:
+        """The registered model types, comma-separated."""
+        return ", ".join(config.model_type for head in self.heads for config in _custom_configs(head.config_class))
 
     def head(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-        """The generated head of a config: the one that it names, else the first that takes its class."""
-        taking = [head for head in self.heads if head.config_class is type(config)]
-        named = [head for head in taking if head.__name__ in (config.architectures or ())]
-        return next(iter(named or taking), None) or (_head_in(self.root, config) if self.root else None)
+        """The generated head of a config: the one in `config.architectures`, else the first that takes its class."""
+        accepting = [head for head in self.heads if head.config_class is type(config)]
+        named = [head for head in accepting if head.__name__ in (config.architectures or ())]
+        return next(iter(named or accepting), None) or (_find_head(self.root, config) if self.root else None)
 
 
 @dataclass(frozen=True)
 class GeneratedFolder:
-    """The generated models of a project that has no code of its own: they go before those of the installation."""
+    """A project's generated models, without custom code; they take precedence over the installed ones."""
 
     root: Path
 
     def head(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-        """The generated head of a config, if there is one in the folder."""
-        return _head_in(self.root, config)
+        """The generated head of a config, or None if the folder has none."""
+        return _find_head(self.root, config)
 
 
-def _head_in(root: Path, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+def _find_head(root: Path, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     try:
         return registry.find_head(config, directory=root)
     except registry.UnknownModelError:
         return None
 
 
-Heads = Architecture | GeneratedFolder | None
-"""What a recipe brings of its own: the heads that go before those of the installation."""
+CustomHeads = Architecture | GeneratedFolder | None
+"""CustomHeads that a recipe provides itself; they take precedence over the installed ones."""
 
 
-def register(model: ModelConfig) -> Heads:
-    """Registers in this process what `model.code` names, once; None where a recipe names neither code nor a folder.
+def register(model: ModelConfig) -> CustomHeads:
+    """Registers the code that a recipe's model names, once per process; None if it names neither code nor a folder.
 
     Raises:
-        RecipeError: there is no such folder or module, no generated model was made from it, or it cannot be imported.
+        RecipeError: the folder or module does not exist, no model was generated from it, or it cannot be imported.
     """
     if model.trust_remote_code:
         if model.code is not None:
@@ -98,77 +98,77 @@ def register(model: ModelConfig) -> Heads:
             )
         folder, module, key = _folder_of_source(model.source), None, "model.trust_remote_code"
     elif model.code is not None:
-        folder, module = _find(model.code)
+        folder, module = _find_code(model.code)
         key = f"model.code = '{model.code}'"
     elif model.generated is not None:
-        project.know(_folder_of_models(model.generated))
+        project.add_models(_models_folder(model.generated))
         return GeneratedFolder(Path(model.generated))
     else:
         return None
     return _register(key, folder, module, model.generated)
 
 
-def prepare(recipe: Recipe) -> Heads:
-    """Registers in this process what a recipe brings of its own: its code, and the rules of its inputs.
+def prepare(recipe: Recipe) -> CustomHeads:
+    """Registers a recipe's custom code and the rules of its inputs in this process.
 
     Raises:
-        RecipeError: code that cannot be registered, or a rule beside another of the same input.
+        RecipeError: the code cannot be registered, or an input already has a different rule.
     """
-    found = register(recipe.model)
+    heads = register(recipe.model)
     try:
         batch_fields.declare(recipe.inputs, "inputs")
     except ValueError as error:
         raise RecipeError(str(error)) from error
-    return found
+    return heads
 
 
 _GENERATED: dict[type, registry.GeneratedModel] = {}
-"""Heads of what recipes named -> the generated model, which knows the file that it was made from."""
+"""Head of a registered architecture -> its generated model, with the source file it was generated from."""
 
 
-def generated_of(head: type[PreTrainedModel]) -> registry.GeneratedModel:
-    """The generated model that a head belongs to; of code that was registered with the file that it was made from."""
+def generated_model_of(head: type[PreTrainedModel]) -> registry.GeneratedModel:
+    """The generated model that a head belongs to; its source file is known if it was registered from code."""
     return _GENERATED.get(head) or registry.read_model(file_of(head).parent)
 
 
 def file_of(head: type[PreTrainedModel]) -> Path:
-    """The file that a head stands in."""
+    """The file that defines a head."""
     file = sys.modules[head.__module__].__file__
-    assert file is not None, "a head is read from a file"
+    assert file is not None, "a head is imported from a file"
     return Path(file)
 
 
 @functools.lru_cache(maxsize=8)
 def _register(key: str, folder: Path, module: str | None, root: str | None) -> Architecture:
     if module is not None:
-        _imported(key, lambda: importlib.import_module(module), module)
+        _import(key, lambda: importlib.import_module(module), module)
     generated = _generated_from(key, folder, Path(root) if root is not None else None)
-    loaded = _imported(key, generated.load, generated.file)
+    loaded = _import(key, generated.load, generated.file)
     heads = tuple(getattr(loaded, name) for name in generated.heads)
-    found = Architecture(folder, generated, heads, Path(root) if root is not None else None)
-    _GENERATED.update(dict.fromkeys(found.heads, generated))
-    project.know(generated.directory.parent)
-    _register_models(key, found, loaded)
-    _register_processing(key, found, module)
-    return found
+    architecture = Architecture(folder, generated, heads, Path(root) if root is not None else None)
+    _GENERATED.update(dict.fromkeys(heads, generated))
+    project.add_models(generated.directory.parent)
+    _register_models(key, architecture, loaded)
+    _register_processing(key, architecture, module)
+    return architecture
 
 
 def import_path(model: ModelConfig) -> str | None:
-    """The folder from which ranks import the module of `model.code`; None where they find it without being told."""
+    """The folder that ranks need on their path to import the module `model.code`; None: it is importable already."""
     if model.code is None or Path(model.code).is_dir():
         return None
-    folder, module = _find(model.code)
-    assert module is not None, "it names no folder, so it names a module"
-    place = folder.parents[module.count(".")] if (folder / "__init__.py").is_file() else folder
+    folder, module = _find_code(model.code)
+    assert module is not None, "model.code is not a folder, so it is a module"
+    import_root = folder.parents[module.count(".")] if (folder / "__init__.py").is_file() else folder
     known = [*site.getsitepackages(), site.getusersitepackages()]
-    return None if str(place) in known else str(place)
+    return None if str(import_root) in known else str(import_root)
 
 
-# ---------------------------------------------------------------------------------------------- finding it
+# --------------------------------------------------------------------------------------- finding the code
 
 
-def _find(code: str) -> tuple[Path, str | None]:
-    """The folder that `model.code` names, and the module that it is imported as; None: it was named as a folder."""
+def _find_code(code: str) -> tuple[Path, str | None]:
+    """The folder that `model.code` names, and its module name; None if it was given as a folder."""
     folder = Path(code)
     if folder.is_dir():
         return folder.resolve(), None
@@ -178,13 +178,12 @@ def _find(code: str) -> tuple[Path, str | None]:
         spec = None
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     if spec is None or not (spec.origin or locations):
-        places = ", ".join(dict.fromkeys(place or "." for place in sys.path))
+        searched = ", ".join(dict.fromkeys(entry or "." for entry in sys.path))
         raise RecipeError(
             f"model.code = '{code}' is neither a folder ({folder.absolute()}) nor a module that can be imported (looked in "
-            f"{places}). Name the folder with configuration_*.py and modeling_*.py."
+            f"{searched}). Name the folder with configuration_*.py and modeling_*.py."
         )
-    place = Path(spec.origin).parent if spec.origin else Path(locations[0])
-    return place.resolve(), code
+    return (Path(spec.origin).parent if spec.origin else Path(locations[0])).resolve(), code
 
 
 def _folder_of_source(source: str) -> Path:
@@ -203,48 +202,48 @@ def _folder_of_source(source: str) -> Path:
 
 
 def _generated_from(key: str, folder: Path, root: Path | None) -> registry.GeneratedModel:
-    """The generated model in `folder`, or the one among those of `root` that was made from the modeling file there."""
+    """The generated model in `folder`, or the one in `root` that was generated from the modeling file in `folder`."""
     if (folder / "provenance.json").is_file():
         return registry.read_model(folder)
     sources = sorted(folder.glob("modeling_*.py"))
     if not sources:
         raise RecipeError(
-            f"{key}: {folder} holds neither modeling_*.py nor the provenance.json of a generated model; it holds "
+            f"{key}: {folder} has neither modeling_*.py nor the provenance.json of a generated model; it contains "
             f"{', '.join(sorted(path.name for path in folder.iterdir())[:8]) or 'nothing'}."
         )
-    place = registry.installed_directory() if root is None else _folder_of_models(str(root))
-    older = []
-    for generated in registry.generated_models(place):
+    models_folder = registry.installed_directory() if root is None else _models_folder(str(root))
+    outdated = []
+    for generated in registry.generated_models(models_folder):
         record = json.loads((generated.directory / "provenance.json").read_text(encoding="utf-8"))
         source = generated.made_from(folder)
         if source is not None:
             _require_same_files(key, folder, generated, record["other_sha256"])
             return replace(generated, source=source)
-        older += [
+        outdated += [
             file for file in sources if record["upstream"]["version"] is None and generated.file.name == file.name
         ]
-    name = next(iter(older or sources)).stem.removeprefix("modeling_")
-    told = "was made from another version of" if older else "was made from"
+    name = next(iter(outdated or sources)).stem.removeprefix("modeling_")
+    relation = "was made from another version of" if outdated else "was made from"
     raise RecipeError(
-        f"{key}: {'the' if older else 'no'} generated model in {place.resolve()} {told} "
-        f"{', '.join(map(str, older or sources))}. Make it with `{_command(name, folder, root)}`."
+        f"{key}: {'the' if outdated else 'no'} generated model in {models_folder.resolve()} {relation} "
+        f"{', '.join(map(str, outdated or sources))}. Make it with `{_command(name, folder, root)}`."
     )
 
 
-def _folder_of_models(said: str) -> Path:
-    if not Path(said).is_dir():
-        raise RecipeError(f"model.generated = '{said}' is not a folder ({Path(said).absolute()}).")
-    return Path(said)
+def _models_folder(generated: str) -> Path:
+    if not Path(generated).is_dir():
+        raise RecipeError(f"model.generated = '{generated}' is not a folder ({Path(generated).absolute()}).")
+    return Path(generated)
 
 
 def _require_same_files(key: str, folder: Path, generated: registry.GeneratedModel, copied: dict[str, str]) -> None:
-    """Refuses a generated model whose copies of files of the code are not what stands there now."""
+    """Refuses a generated model whose copies of the code's files differ from the files now in `folder`."""
     for name, digest in copied.items():
         if name.endswith(".py") and (folder / name).is_file() and registry.digest(folder / name) != digest:
             command = _command(generated.name, folder, generated.directory.parent)
             raise RecipeError(
                 f"{key}: {folder / name} has changed since {generated.directory} was generated, which has a copy of it. "
-                f"Make it anew with `{command}`."
+                f"Generate it again with `{command}`."
             )
 
 
@@ -252,82 +251,84 @@ def _command(name: str, folder: Path, root: Path | None) -> str:
     return f"patchgen generate {name} --source {folder}" + (f" --output {root}" if root is not None else "")
 
 
-def _imported(key: str, load: Callable[[], ModuleType], what: Path | str) -> ModuleType:
+def _import(key: str, load: Callable[[], ModuleType], name: Path | str) -> ModuleType:
     try:
         return load()
     except ReleaseMismatch as error:
         raise RecipeError(f"{key}: {error}") from error
     except Exception as error:  # the user's code may raise anything
-        raise RecipeError(f"{key}: {what} cannot be imported: {type(error).__name__}: {error}") from error
+        raise RecipeError(f"{key}: {name} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-# ------------------------------------------------------------------------------------------- registering it
+# ------------------------------------------------------------------------------------- registering the classes
 
 
-def _register_models(key: str, found: Architecture, module: ModuleType) -> None:
-    """Configurations of the code's own, the heads that generate, and the first class that runs each configuration."""
+def _register_models(key: str, architecture: Architecture, module: ModuleType) -> None:
+    """Registers the custom configurations, and for each the first model and the first generating head that take it."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-    classes = [getattr(module, name) for name in found.generated.classes]
-    configs = dict.fromkeys(config for head in found.heads for config in _own_configs(head.config_class))
+    classes = [getattr(module, name) for name in architecture.generated.classes]
+    configs = dict.fromkeys(config for head in architecture.heads for config in _custom_configs(head.config_class))
     for config in configs:
         if not config.model_type:
             raise RecipeError(f"{key}: {config.__name__} has no model_type, which is how a config.json names it.")
         AutoConfig.register(config.model_type, config, exist_ok=True)
-        runs = [one for one in classes if one.config_class is config and one.forward is not nn.Module.forward]
-        inner = next((one for one in runs if one not in found.heads), None)
-        outer = next((one for one in runs if one in found.heads and one.can_generate()), None)
-        for auto, one in ((AutoModel, inner), (AutoModelForCausalLM, outer)):
-            if one is not None:
-                auto.register(config, one, exist_ok=True)
+        runnable = [cls for cls in classes if cls.config_class is config and cls.forward is not nn.Module.forward]
+        base = next((cls for cls in runnable if cls not in architecture.heads), None)
+        causal = next((cls for cls in runnable if cls in architecture.heads and cls.can_generate()), None)
+        for auto, cls in ((AutoModel, base), (AutoModelForCausalLM, causal)):
+            if cls is not None:
+                auto.register(config, cls, exist_ok=True)
 
 
-def _own_configs(config: object) -> Iterator[type[PreTrainedConfig]]:
-    """A configuration class and those of its parts, but for transformers' own."""
+def _custom_configs(config: object) -> Iterator[type[PreTrainedConfig]]:
+    """A configuration class and its sub-configurations, without those of transformers itself."""
     from transformers import PreTrainedConfig
 
     if not (isinstance(config, type) and issubclass(config, PreTrainedConfig)):
-        return  # AutoConfig: whatever the checkpoint says
+        return  # AutoConfig: decided by the checkpoint
     if not config.__module__.startswith("transformers."):
         yield config
-    # transformers' classproperty is a dict of the class, which its type does not say.
+    # A classproperty of transformers: a dict on the class, which its type does not show.
     for part in (config.sub_configs or {}).values():  # pyright: ignore[reportAttributeAccessIssue]
-        yield from _own_configs(part)
+        yield from _custom_configs(part)
 
 
-def _register_processing(key: str, found: Architecture, module: str | None) -> None:
-    """Processors, tokenizers and their like of the code, for the first head's configuration.
+def _register_processing(key: str, architecture: Architecture, module: str | None) -> None:
+    """Registers the code's processors, tokenizers and similar classes for the configuration of the first head.
 
-    A checkpoint names its processor, which is then found by that name. Of two of a kind the code itself must register
-    one, in the `__init__.py` of a module: nothing else says which belongs to the configuration.
+    Checkpoints find their processor by its class name. If there are two classes of one kind, the code must register one
+    in its package's `__init__.py`: nothing else decides which belongs to the configuration.
     """
-    config = found.heads[0].config_class
+    config = architecture.heads[0].config_class
     assert config is not None, "a generated head names its configuration"
-    by_kind: dict[type | None, list[type]] = {}  # None: of no kind
-    for file in dict.fromkeys(file for pattern in CODE_OF_DATA for file in sorted(found.folder.glob(pattern))):
+    by_kind: dict[type | None, list[type]] = {}  # None: no processing class
+    for file in dict.fromkeys(
+        file for pattern in PROCESSING_FILES for file in sorted(architecture.folder.glob(pattern))
+    ):
         load = functools.partial(registry.import_file, file)
-        if module is not None and (found.folder / "__init__.py").is_file():
+        if module is not None and (architecture.folder / "__init__.py").is_file():
             load = functools.partial(importlib.import_module, f"{module}.{file.stem}")
-        loaded = _imported(key, load, file)
-        for one in vars(loaded).values():
-            if isinstance(one, type) and one.__module__ == loaded.__name__:
-                kind = next((kind for kind in _kinds() if issubclass(one, kind)), None)
-                by_kind.setdefault(kind, []).append(one)
-    for kind, (known, register_one) in _kinds().items():
+        loaded = _import(key, load, file)
+        for cls in vars(loaded).values():
+            if isinstance(cls, type) and cls.__module__ == loaded.__name__:
+                kind = next((kind for kind in _processing_kinds() if issubclass(cls, kind)), None)
+                by_kind.setdefault(kind, []).append(cls)
+    for kind, (mapping, register_class) in _processing_kinds().items():
         classes = by_kind.get(kind, [])
-        if len(classes) > 1 and not any(one in _registered(known) for one in classes):
-            names = ", ".join(one.__name__ for one in classes)
+        if len(classes) > 1 and not any(cls in _added_classes(mapping) for cls in classes):
+            names = ", ".join(cls.__name__ for cls in classes)
             raise RecipeError(
-                f"{key}: {names} of {found.folder} are of one kind, and nothing says which belongs to "
+                f"{key}: {names} of {architecture.folder} are of one kind, and nothing says which belongs to "
                 f"{config.__name__}. Name a module whose __init__.py registers it."
             )
         if len(classes) == 1:
-            register_one(config, classes[0])
+            register_class(config, classes[0])
 
 
 @functools.cache
-def _kinds() -> dict[type, tuple[_LazyAutoMapping, Callable[[type, type], None]]]:
-    """What prepares data, the narrower kind first: its base, the mapping of its auto class, how it gets there."""
+def _processing_kinds() -> dict[type, tuple[_LazyAutoMapping, Callable[[type, type], None]]]:
+    """Base class, narrower ones first -> the mapping of its auto class, and the function that adds a class to it."""
     import transformers
     from transformers.image_processing_backends import PilBackend, TorchvisionBackend
     from transformers.models.auto import (
@@ -339,13 +340,11 @@ def _kinds() -> dict[type, tuple[_LazyAutoMapping, Callable[[type, type], None]]
     )
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    def image(config: type, one: type) -> None:
-        needed = {"pil": PilBackend, "torchvision": TorchvisionBackend}
-        own = [
-            name for name, backend in needed.items() if issubclass(one, backend)
-        ] or needed  # of neither: needs none
+    def register_image_processor(config: type, cls: type) -> None:
+        backends = {"pil": PilBackend, "torchvision": TorchvisionBackend}
+        names = [name for name, backend in backends.items() if issubclass(cls, backend)] or backends
         image_processing_auto.AutoImageProcessor.register(
-            config, image_processor_classes=dict.fromkeys(own, one), exist_ok=True
+            config, image_processor_classes=dict.fromkeys(names, cls), exist_ok=True
         )
 
     return {
@@ -361,7 +360,10 @@ def _kinds() -> dict[type, tuple[_LazyAutoMapping, Callable[[type, type], None]]
             video_processing_auto.VIDEO_PROCESSOR_MAPPING,
             functools.partial(video_processing_auto.AutoVideoProcessor.register, exist_ok=True),
         ),
-        transformers.BaseImageProcessor: (image_processing_auto.IMAGE_PROCESSOR_MAPPING, image),
+        transformers.BaseImageProcessor: (
+            image_processing_auto.IMAGE_PROCESSOR_MAPPING,
+            register_image_processor,
+        ),
         transformers.FeatureExtractionMixin: (
             feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING,
             functools.partial(feature_extraction_auto.AutoFeatureExtractor.register, exist_ok=True),
@@ -369,7 +371,7 @@ def _kinds() -> dict[type, tuple[_LazyAutoMapping, Callable[[type, type], None]]
     }
 
 
-def _registered(mapping: _LazyAutoMapping) -> set[type]:
-    """The classes that somebody has added to one of transformers' mappings."""
+def _added_classes(mapping: _LazyAutoMapping) -> set[type]:
+    """The classes that were added to one of transformers' mappings at run time."""
     added = mapping._extra_content.values()
-    return {one for value in added for one in (value.values() if isinstance(value, dict) else [value])}
+    return {cls for value in added for cls in (value.values() if isinstance(value, dict) else [value])}

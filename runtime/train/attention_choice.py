@@ -1,4 +1,4 @@
-"""The attention of a run: what the recipe names, or the fastest for each kind of layer that the model has."""
+"""The attention of a run: the recipe's, or the fastest for each kind of layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from patchgen.runtime import attention, attention_kinds
 from patchgen.runtime.attention_backends import BACKENDS
-from patchgen.runtime.attention_calls import FLOAT32, of_dtype
+from patchgen.runtime.attention_calls import FLOAT32, dtype_features
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.parallel import report
 from patchgen.runtime.train.recipe import RecipeError
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def require_known(wanted: Names | None) -> None:
-    """Refuses a name of no attention, and one that cannot run on this machine."""
-    for name in attention_kinds.all_names(wanted) if wanted is not None else ():
+def require_known(requested: Names | None) -> None:
+    """Refuses unknown names, and those that cannot run on this machine."""
+    for name in attention_kinds.all_names(requested) if requested is not None else ():
         if name not in attention.names():
             near = difflib.get_close_matches(name, attention.names(), n=1, cutoff=0.3)
             raise RecipeError(
@@ -38,71 +38,70 @@ def require_known(wanted: Names | None) -> None:
 
 
 def choose(
-    wanted: Names | None,
+    requested: Names | None,
     head: type[PreTrainedModel],
     config: PreTrainedConfig,
-    asked: Iterable[Kind] | None = None,
+    small_kinds: Iterable[Kind] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Names:
-    """The wanted attention, or the fastest that has here what each kind of layer asks for and takes its heads.
+    """The requested attention, or the fastest here that supports the features and head size of each kind of layer.
 
     Args:
-        asked: what a small form of the model asks for; None: it is run to find out.
-        dtype: what layers compute in (`model.compute_dtype`).
+        small_kinds: the kinds of a small form of the model; None: it is run to find out.
+        dtype: the dtype that layers compute in (`model.compute_dtype`).
 
     Raises:
-        RecipeError: the wanted one cannot run here, or not with heads of this size, or not in this dtype.
+        RecipeError: the requested one cannot run here, or not with this head size or dtype.
     """
-    require_known(wanted)
-    if wanted is None:
-        return attention_kinds.choose(kinds_of(head, config, asked, dtype), config)
-    if any(name != attention.BY_LAYER and BACKENDS[name].max_head for name in attention_kinds.all_names(wanted)):
-        alone = [replace(kind, asked=of_dtype(dtype)) for kind in kinds_of(head, config, asked or ())]
-        if lacking := attention_kinds.lacking(wanted, alone):
-            able = [other for other in BACKENDS if not attention_kinds.lacking(other, alone)]
-            whose = "parallel.param_dtype asks for" if lacking[0] == FLOAT32 else f"{head.__name__} has"
+    require_known(requested)
+    if requested is None:
+        return attention_kinds.choose(kinds_of(head, config, small_kinds, dtype), config)
+    if any(name != attention.BY_LAYER and BACKENDS[name].max_head for name in attention_kinds.all_names(requested)):
+        kinds = [replace(kind, features=dtype_features(dtype)) for kind in kinds_of(head, config, small_kinds or ())]
+        if missing := attention_kinds.missing_features(requested, kinds):
+            able = [other for other in BACKENDS if not attention_kinds.missing_features(other, kinds)]
+            whose = "parallel.param_dtype needs" if missing[0] == FLOAT32 else f"{head.__name__} has"
             raise RecipeError(
-                f"model.attention = '{wanted}' cannot do {lacking[0]}, which {whose}. Those that can: {', '.join(able)}."
+                f"model.attention = '{requested}' cannot do {missing[0]}, which {whose}. Those that can: {', '.join(able)}."
             )
-    return wanted
+    return requested
 
 
 def explain(
     head: type[PreTrainedModel], config: PreTrainedConfig, names: Names, dtype: torch.dtype | None = None
 ) -> str:
-    """What each kind of layer gets, and why nothing faster."""
+    """The attention of each kind of layer, and why nothing faster was chosen."""
     return attention_kinds.explain(kinds_of(head, config, dtype=dtype), names)
 
 
 def kinds_of(
     head: type[PreTrainedModel],
     config: PreTrainedConfig,
-    asked: Iterable[Kind] | None = None,
+    small_kinds: Iterable[Kind] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Kind, ...]:
-    """The kinds of attention layers of a model: what their like in a small form asks for and what a dtype does, with their
-    own heads and number.
+    """The kinds of attention layers of a model: features from its small form and the dtype, head sizes and counts from itself.
 
-    A layer that the small form did not run is taken to ask for whatever any other does.
+    A layer that the small form did not run is assumed to need every feature that any other needs.
     """
-    asked = tuple(asked_of_attention(head, config) if asked is None else asked)
-    places = _places(head, config.to_json_string(use_diff=False))
-    known = {kind.layers for kind in asked}
-    anything = tuple(feature for feature in attention.FEATURES if any(feature in kind.asked for kind in asked))
+    small_kinds = tuple(asked_of_attention(head, config) if small_kinds is None else small_kinds)
+    groups = _layer_groups(head, config.to_json_string(use_diff=False))
+    known = {kind.layers for kind in small_kinds}
+    any_features = tuple(name for name in attention.FEATURES if any(name in kind.features for kind in small_kinds))
     found = [
-        replace(kind, head_size=place.head_size, count=place.count)
-        for kind in asked
-        if (place := places.get(kind.layers)) is not None
+        replace(kind, head_size=group.head_size, count=group.count)
+        for kind in small_kinds
+        if (group := groups.get(kind.layers)) is not None
     ]
-    unseen = [(layers, place) for layers, place in places.items() if layers not in known and place.attends]
-    found += [Kind(layers, place.config, anything, place.head_size, place.count) for layers, place in unseen]
-    found = [replace(kind, asked=(*kind.asked, *of_dtype(dtype))) for kind in found]
-    return tuple(sorted(found, key=lambda kind: (kind.config, kind.layers, kind.asked)))
+    not_run = [(layers, group) for layers, group in groups.items() if layers not in known and group.attends]
+    found += [Kind(layers, group.config, any_features, group.head_size, group.count) for layers, group in not_run]
+    found = [replace(kind, features=(*kind.features, *dtype_features(dtype))) for kind in found]
+    return tuple(sorted(found, key=lambda kind: (kind.config, kind.layers, kind.features)))
 
 
 @dataclass
-class _Place:
-    """The modules of a model that lie alike (`Kind.layers`)."""
+class _LayerGroup:
+    """The modules of a model with the same `Kind.layers`."""
 
     config: str
     attends: bool
@@ -111,16 +110,16 @@ class _Place:
 
 
 @functools.lru_cache(maxsize=8)
-def _places(head: type[PreTrainedModel], config_text: str) -> dict[str, _Place]:
+def _layer_groups(head: type[PreTrainedModel], config_text: str) -> dict[str, _LayerGroup]:
     assert head.config_class is not None, "a generated head names its configuration"
     config = head.config_class.from_dict(json.loads(config_text))
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation="eager")
-    found: dict[str, _Place] = {}
+    groups: dict[str, _LayerGroup] = {}
     for path, module in model.named_modules():
-        place = found.setdefault(
+        group = groups.setdefault(
             attention_kinds.layers_of(path, module),
-            _Place(attention_kinds.config_read_by(module, model.config), report.attends(module)),
+            _LayerGroup(attention_kinds.config_read_by(module, model.config), report.attends(module)),
         )
-        place.head_size, place.count = max(place.head_size, report.head_size(module)), place.count + 1
-    return found
+        group.head_size, group.count = max(group.head_size, report.head_size(module)), group.count + 1
+    return groups

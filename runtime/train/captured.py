@@ -1,15 +1,15 @@
-"""Forward and backward of a step as one CUDA graph: launched kernel by kernel they cost the host more than they take.
+"""Forward and backward of a step as one CUDA graph, for steps whose kernel launches take the host longer than the GPU.
 
-    first step of a shape    as always: kernels are compiled, buffers of exchanges grow
+    first step of a shape    runs eagerly: kernels are compiled, communication buffers grow
     the next one             captured, then replayed
-    all after it             their rows are copied into the graph's inputs, and it is replayed
+    all later ones           their rows are copied into the graph's inputs, and it is replayed
 
-A replay runs the kernels of the capture, in their order, on the same memory: the numbers are those of the step without a graph.
+A replay runs the captured kernels in their order on the same memory: the numbers are those of the eager step.
 
-What the host decides in a step is decided once, when it is captured. So rows are brought to one form first: as many bounds of
-documents as the graph has (the last are of documents without tokens), the longest document as long as the graph's, padding told
-also where there is none. A step that does not fit runs as always, and the graph is captured again with bounds that it would
-have fitted. Ranks agree on it, on the host: one that replays takes no part in what hosts tell each other within a step.
+What the host decides in a step is decided once, at capture. So rows are padded to one shape first: as many document bounds as
+the graph has (the last documents are empty), its maximum document length, and a padding mask even without padding. A step that
+does not fit runs eagerly, and the graph is captured again with a shape that it would have fitted. Ranks agree on this on the
+host: a rank that replays takes no part in host-side collectives within a step.
 
     T tokens of this rank   D documents
 """
@@ -38,13 +38,13 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 BOUNDS, LENGTHS, REAL = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k"), "real_tokens"
 TEXT = {"input_ids", "labels", "shift_labels", "position_ids", REAL, *BOUNDS, *LENGTHS}
-NEITHER, FITS, READY = range(3)  # does a step fit the graph's form, and find what the captured one found
-MANY = 20  # steps that are not replayed, after which a warning says so
-SLACK = 2  # times the documents and the longest one of the row for which a graph is captured
+OTHER_SHAPE, SAME_SHAPE, REPLAYABLE = range(3)  # same shape as the graph; then: same state as at capture
+WARN_AFTER = 20  # eager steps
+SLACK = 2  # a graph is captured for this multiple of the row's number of documents and of its longest document
 
 logger = logging.getLogger(__name__)
 
-# (inputs, labels that count [], tokens that are not padding []) -> this rank's share of the loss; leaves gradients.
+# (inputs, number of labels [], number of non-padding tokens []) -> this rank's share of the loss; sets gradients.
 Compute = Callable[[Mapping[str, Any], Tensor, Tensor], Tensor]
 
 
@@ -55,13 +55,13 @@ class Recording(Protocol):
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a graph is captured for.
+class GraphShape:
+    """The inputs that a graph is captured for.
 
     Attributes:
-        num_bounds: of documents, D + 1 at most.
-        longest: tokens of a document at most.
-        shapes: names, shapes and dtypes of what else a step is given; what is not a tensor with its value.
+        num_bounds: document bounds, at most D + 1.
+        longest: the maximum tokens of a document.
+        shapes: name, shape and dtype of the other tensors; name and value of inputs that are not tensors.
     """
 
     num_bounds: int
@@ -69,15 +69,15 @@ class Form:
     shapes: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def that_fits(cls, inputs: Mapping[str, Any], before: Form | None = None) -> Form:
-        """With room for rows of the same shape that hold more documents, or longer ones; for all that fitted `before`, too."""
+    def with_slack(cls, inputs: Mapping[str, Any], before: GraphShape | None = None) -> GraphShape:
+        """A shape with room for more and longer documents than `inputs` has, and for all rows that fit `before`."""
         bounds = inputs[BOUNDS[0]]
         tokens, longest = int(bounds[-1]), int(inputs[LENGTHS[0]])
         num_bounds = min(tokens, 2 ** (SLACK * len(bounds) - 1).bit_length()) + 1
-        found = cls(num_bounds, min(tokens, 2 ** (SLACK * longest - 1).bit_length()), _shapes(inputs))
-        if before is None or before.shapes != found.shapes:
-            return found
-        return cls(max(num_bounds, before.num_bounds), max(found.longest, before.longest), found.shapes)
+        shape = cls(num_bounds, min(tokens, 2 ** (SLACK * longest - 1).bit_length()), _shapes(inputs))
+        if before is None or before.shapes != shape.shapes:
+            return shape
+        return cls(max(num_bounds, before.num_bounds), max(shape.longest, before.longest), shape.shapes)
 
     def fits(self, inputs: Mapping[str, Any]) -> bool:
         return (
@@ -86,25 +86,25 @@ class Form:
             and _shapes(inputs) == self.shapes
         )
 
-    def bring(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The same rows in this form."""
+    def pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The same rows with this shape."""
         more = self.num_bounds - len(inputs[BOUNDS[0]])
         padded = {name: F.pad(inputs[name], (0, more), value=int(inputs[name][-1])) for name in BOUNDS}
         return {**inputs, **padded, **dict.fromkeys(LENGTHS, self.longest)}
 
 
 def _shapes(inputs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    rest = sorted(inputs.keys() - {*BOUNDS, *LENGTHS})
+    names = sorted(inputs.keys() - {*BOUNDS, *LENGTHS})
     return tuple(
         (name, (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value)
-        for name, value in ((name, inputs[name]) for name in rest)
+        for name, value in ((name, inputs[name]) for name in names)
     )
 
 
-def completed(rows: Mapping[str, Any], sp: int) -> dict[str, Any] | None:
-    """Rows of text, or a slice of them, on the host, with documents and padding told also where there is one or none.
+def with_defaults(rows: Mapping[str, Any], sp: int) -> dict[str, Any] | None:
+    """Text rows or a slice of them, on the host, with document bounds and padding mask added where they are implicit.
 
-    None: rows of something else, whose shapes change from step to step.
+    None: rows of another kind, whose shapes change from step to step.
     """
     if not rows.keys() <= TEXT or not isinstance(rows.get("input_ids"), Tensor):
         return None
@@ -114,34 +114,36 @@ def completed(rows: Mapping[str, Any], sp: int) -> dict[str, Any] | None:
     if BOUNDS[0] not in inputs:
         if ids.shape[0] != 1 or "shift_labels" not in inputs:
             return None
-        length = ids.shape[1] * sp  # bounds are of the whole sequence
+        length = ids.shape[1] * sp  # bounds describe the full sequence
         inputs |= dict.fromkeys(BOUNDS, torch.tensor([0, length], dtype=torch.int32)) | dict.fromkeys(LENGTHS, length)
     return inputs
 
 
 def require_possible(recipe: Recipe, layout: ParallelConfig) -> None:
-    """Raises RecipeError where steps of a recipe cannot be replayed, in words of the recipe."""
+    """Raises RecipeError, naming the recipe's key, if its steps cannot be replayed."""
     micro_batches = recipe.train.batches_per_step // layout.num_batches
     parallel = recipe.parallel
     reasons = {
         "runs on GPUs": not torch.cuda.is_available(),
-        f"replays the loss of the next token; objective.name is {recipe.objective.name}": recipe.objective.name
+        f"replays the next-token loss only; objective.name is {recipe.objective.name}": recipe.objective.name
         != "next_token",
         "replays steps of one shape: set data.pad_batches: true": not recipe.data.pad_batches,
         "replays steps of text, whose shapes do not change; data.kind is multimodal": recipe.data.kind == "multimodal",
         f"replays steps of one micro-batch, and {micro_batches} are accumulated: set train.batches_per_step: "
         f"{layout.num_batches}": micro_batches > 1,
-        "leaves the host out: remove parallel.cpu_offload": parallel.cpu_offload,
-        "leaves the host out: set parallel.activation_checkpointing to none, selective or full": (
+        "cannot offload to the host: remove parallel.cpu_offload": parallel.cpu_offload,
+        "cannot offload to the host: set parallel.activation_checkpointing to none, selective or full": (
             parallel.activation_checkpointing == "offload"
         ),
-        "needs an optimizer that writes what layers compute with: set optim.name: adamw": recipe.optim.name != "adamw",
+        "needs an optimizer that updates the compute copies of parameters: set optim.name: adamw": (
+            recipe.optim.name != "adamw"
+        ),
         "cannot wait for the sizes of an all-to-all: set parallel.expert_capacity, or expert_exchange: peer_memory": (
             parallel.ep > 1 and parallel.expert_exchange == "all_to_all" and parallel.expert_capacity is None
         ),
     }
-    for reason, holds in reasons.items():
-        if holds:
+    for reason, applies in reasons.items():
+        if applies:
             raise RecipeError(f"train.cuda_graph {reason}.")
 
 
@@ -150,12 +152,12 @@ class CapturedStep:
 
     Args:
         model: sharded, on GPUs; its optimizer sets gradients to None.
-        compute: one step.
-        capture: records what a function launches; for tests on other devices.
+        compute: forward and backward of a step.
+        capture: records what a function launches; tests replace it on other devices.
 
     Attributes:
-        replayed: steps so far.
-        captured: graphs so far.
+        replayed: number of replayed steps.
+        captured: number of captured graphs.
     """
 
     def __init__(
@@ -169,8 +171,8 @@ class CapturedStep:
         self.model, self.state, self.device, self.compute = model, state, device, compute
         self._capture = capture or _capture
         self._group = dist.new_group(backend="gloo") if state.config.world > 1 else None
-        self._form: Form | None = None
-        self._forget()
+        self._shape: GraphShape | None = None
+        self._reset()
         self.replayed = self.captured = 0
         self._not_replayed: Counter[int] = Counter()
 
@@ -179,70 +181,70 @@ class CapturedStep:
 
         Args:
             rows: as `slice_batch` returns them, on the host.
-            items, tokens: of the step, over all ranks: labels that count, tokens that are not padding.
+            items, tokens: labels and non-padding tokens of the step, over all ranks.
         """
-        inputs = completed(rows, self.state.sp)
-        fits = inputs is not None and self._form is not None and self._form.fits(inputs)
-        answer = self._least(READY if fits and self._is_as_left() else FITS if fits else NEITHER)
-        if answer == NEITHER:
-            self._forget()
-            self._form = Form.that_fits(inputs, self._form) if inputs is not None else None
-        self._write(self._form.bring(inputs) if inputs is not None and self._form is not None else rows, items, tokens)
-        if answer != READY:
-            self._tell_not_replayed(answer)
+        inputs = with_defaults(rows, self.state.sp)
+        fits = inputs is not None and self._shape is not None and self._shape.fits(inputs)
+        status = self._minimum_over_ranks(
+            REPLAYABLE if fits and self._has_captured_state() else SAME_SHAPE if fits else OTHER_SHAPE
+        )
+        if status == OTHER_SHAPE:
+            self._reset()
+            self._shape = GraphShape.with_slack(inputs, self._shape) if inputs is not None else None
+        padded = self._shape.pad(inputs) if inputs is not None and self._shape is not None else rows
+        self._copy_inputs(padded, torch.tensor(items), torch.tensor(tokens))
+        if status != REPLAYABLE:
+            self._count_not_replayed(status)
             return self.compute(self._inputs, self._items, self._tokens)
         if self._recording is None:
             self._record()
-        assert self._recording is not None and self._share is not None, (
-            "recording runs the step, which gives its share"
-        )
+        assert self._recording is not None and self._loss_share is not None, "recording runs `compute`"
         self._recording.replay()
         for shards in self._shards:
-            shards.have_been_read()  # as after a step
+            shards.have_been_read()  # as after an eager step
         for parameter, gradient, is_zeros in self._gradients:
             parameter.grad = gradient
             setattr(parameter, unused.LEFT_OUT, is_zeros)
         self.replayed += 1
-        return self._share
+        return self._loss_share
 
-    def _tell_not_replayed(self, answer: int) -> None:
-        """Once, if so many steps are not replayed that it does not pay."""
-        self._not_replayed[answer] += 1
-        if sum(self._not_replayed.values()) == MANY and self.replayed < MANY:
+    def _count_not_replayed(self, status: int) -> None:
+        """Counts an eager step; warns once if there are too many for the graph to pay off."""
+        self._not_replayed[status] += 1
+        if sum(self._not_replayed.values()) == WARN_AFTER and self.replayed < WARN_AFTER:
             logger.warning(
-                "train.cuda_graph: %d of %d steps were replayed. Of the others the rows of %d differ too much in shape or in the "
-                "documents that they hold; %d found gradients, or weights that something else than the optimizer wrote. Without it "
-                "these steps take less time.",
+                "train.cuda_graph: %d of %d steps were replayed. Of the others, %d had rows that differ too much in shape or in "
+                "their documents, and %d found existing gradients or weights not written by the optimizer. Without "
+                "train.cuda_graph these steps are faster.",
                 self.replayed,
-                self.replayed + MANY,
-                self._not_replayed[NEITHER],
-                self._not_replayed[FITS],
+                self.replayed + WARN_AFTER,
+                self._not_replayed[OTHER_SHAPE],
+                self._not_replayed[SAME_SHAPE],
             )
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._recording: Recording | None = None
         self._inputs: dict[str, Any] = {}
         self._gradients: list[tuple[nn.Parameter, Tensor, bool]] = []
-        self._share: Tensor | None = None
+        self._loss_share: Tensor | None = None
 
-    def _write(self, inputs: Mapping[str, Any], items: int, tokens: int) -> None:
-        """Into the tensors that a graph reads, where there are any of this form."""
-        numbers = {"items": torch.tensor(items), "tokens": torch.tensor(tokens)}
+    def _copy_inputs(self, inputs: Mapping[str, Any], items: Tensor, tokens: Tensor) -> None:
+        """Copies a step's inputs into the tensors that the graph reads, or allocates them."""
         if self._inputs:
             for name, value in inputs.items():
                 if isinstance(value, Tensor):
                     self._inputs[name].copy_(_pinned(value, self.device), non_blocking=True)
-            self._items.copy_(_pinned(numbers["items"], self.device), non_blocking=True)
-            self._tokens.copy_(_pinned(numbers["tokens"], self.device), non_blocking=True)
+            self._items.copy_(_pinned(items, self.device), non_blocking=True)
+            self._tokens.copy_(_pinned(tokens, self.device), non_blocking=True)
             return
         self._inputs = {
             name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()
         }
-        self._items, self._tokens = (number.to(self.device) for number in numbers.values())
+        self._items, self._tokens = items.to(self.device), tokens.to(self.device)
 
     def _record(self) -> None:
         def run() -> None:
-            self._share = self.compute(self._inputs, self._items, self._tokens)
+            self._loss_share = self.compute(self._inputs, self._items, self._tokens)
 
         with watch.operation("capture a step as a CUDA graph"):
             try:
@@ -251,24 +253,24 @@ class CapturedStep:
                 raise
             except Exception as error:
                 raise RuntimeError(
-                    f"This step cannot be captured as a CUDA graph: {error} A step that waits for the device cannot. Set "
-                    "train.cuda_graph: false."
+                    f"This step cannot be captured as a CUDA graph: {error} Steps that wait for the device cannot be "
+                    "captured. To fix: set train.cuda_graph: false."
                 ) from error
         self._gradients = [
-            (one, one.grad, getattr(one, unused.LEFT_OUT, False))
-            for one in self.model.parameters()
-            if one.grad is not None
+            (parameter, parameter.grad, getattr(parameter, unused.LEFT_OUT, False))
+            for parameter in self.model.parameters()
+            if parameter.grad is not None
         ]
         self.captured += 1
 
     @functools.cached_property
     def _shards(self) -> set[peer_shards.PeerShards]:
-        """Those that an optimizer writes; which are, is decided when a unit is gathered first. A frozen unit has none."""
-        groups = (group for group in _groups(self.model) if isinstance(group, peer_units.PeerGroup))
+        """The shards that an optimizer writes, known once each unit was gathered. A frozen unit has none."""
+        groups = (group for group in _param_groups(self.model) if isinstance(group, peer_units.PeerGroup))
         return {group.shards for group in groups if group.keeps_copies}
 
-    def _is_as_left(self) -> bool:
-        """Whether a step finds what the captured one found: no gradients, and copies as the optimizer wrote them."""
+    def _has_captured_state(self) -> bool:
+        """Whether the model is in the state it was captured in: no gradients, compute copies as the optimizer wrote them."""
         return (
             self.model.training
             and all(shards.is_written for shards in self._shards)
@@ -279,25 +281,24 @@ class CapturedStep:
             )
         )
 
-    def _least(self, here: int) -> int:
-        """The smallest answer of all ranks."""
+    def _minimum_over_ranks(self, status: int) -> int:
         if self._group is None:
-            return here
-        answer = torch.tensor(here)
+            return status
+        minimum = torch.tensor(status)
         with watch.operation("agree on whether this step is replayed"):
-            dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._group)
-        return int(answer)
+            dist.all_reduce(minimum, op=dist.ReduceOp.MIN, group=self._group)
+        return int(minimum)
 
 
 def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """From other memory of the host a copy to a GPU would wait for it."""
+    """In pinned memory: a copy from pageable host memory to a GPU would block."""
     return tensor.pin_memory() if device.type == "cuda" and not tensor.is_pinned() else tensor
 
 
 # ----------------------------------------------------------------------------------------------------- capturing
 
 
-def _groups(model: nn.Module) -> list:
+def _param_groups(model: nn.Module) -> list:
     return [
         group
         for module in model.modules()
@@ -307,24 +308,24 @@ def _groups(model: nn.Module) -> list:
 
 
 def _capture(run: Callable[[], None], model: nn.Module, state: ParallelState) -> torch.cuda.CUDAGraph:
-    """Records what `run` launches, on whatever streams and from autograd's thread too, without running it."""
+    """Records what `run` launches on any stream, including from autograd's thread, without executing it."""
     gc.collect()
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # of steps without a graph: it has memory of its own
+    torch.cuda.empty_cache()  # the cache of eager steps: a graph has its own memory pool
     graph = torch.cuda.CUDAGraph()
-    # Only this thread may not wait for the device meanwhile: that of NCCL asks for its events.
+    # thread_local: NCCL's watchdog thread may query events during capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         with state.peers.repeatable() if state.peers is not None else contextlib.nullcontext():
             run()
-        _join(model, state)
+        _join_streams(model, state)
     return graph
 
 
-def _join(model: nn.Module, state: ParallelState) -> None:
-    """The streams of exchanges end in the current one: a graph with loose ends is none."""
+def _join_streams(model: nn.Module, state: ParallelState) -> None:
+    """Joins the communication streams into the current one, as a capture requires."""
     current = torch.cuda.current_stream()
     streams = set()
-    for group in _groups(model):
+    for group in _param_groups(model):
         owners = (group.comm_ctx, getattr(group, "shards", None))
         streams |= {
             value

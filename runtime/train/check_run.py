@@ -1,8 +1,8 @@
-"""Whether a run did what a first run should: its loss fell, and plain transformers loads what it exported.
+"""Checks a finished run: its loss fell, and plain transformers loads its export.
 
     python -m patchgen.runtime.train.check_run runs/qwen3_moe_toy --below 0.6
 
-Generated classes are not registered here: the model that is loaded is upstream's own.
+Generated classes are not registered here: upstream's own class loads the model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LAST = 5
 
 
 def check(directory: Path, below: float) -> str:
-    """One line on what was found.
+    """Checks the run in `directory`; returns a one-line result.
 
     Raises:
-        ValueError: the mean loss of the last steps is not below that share of the first, or the export does not load
-            whole.
+        ValueError: the mean loss of the last steps is not below `below` times the first, or the export has missing or
+            unexpected weights.
     """
     losses = [entry["loss"] for entry in run_log.read(directory) if "loss" in entry]
     if not losses:
@@ -38,10 +38,10 @@ def check(directory: Path, below: float) -> str:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory / "export", output_loading_info=True, trust_remote_code=False
     )
-    model, report = loaded  # a pair, which its signature does not say
-    wrong = {kind: sorted(names) for kind, names in report.items() if names}
-    if wrong:
-        raise ValueError(f"transformers does not load {directory / 'export'} whole: {wrong}")
+    model, report = loaded  # its signature does not show the pair
+    mismatches = {kind: sorted(names) for kind, names in report.items() if names}
+    if mismatches:
+        raise ValueError(f"transformers does not load {directory / 'export'} completely: {mismatches}")
     origin = type(model).__module__
     if not origin.startswith("transformers."):
         raise ValueError(f"The export was loaded by {origin}, not by transformers' own class.")

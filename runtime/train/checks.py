@@ -1,6 +1,6 @@
-"""All that can be known of a run before its ranks start: told in one sentence, by `patchgen train` and by `--dry-run`.
+"""Checks of a run before its ranks start, for `patchgen train` and `--dry-run`.
 
-Shapes come from the model on the meta device, keys of weights from the headers of their files: nothing is allocated.
+Shapes come from the model on the meta device, weight names from the file headers: nothing is allocated.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-COUNTING = "patchgen_counting_heads"
+COUNT_HEADS = "patchgen_counting_heads"
 LENGTH = 8
 
 
 def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
-    """The model of a recipe on the meta device, after a look at all that `world` ranks would refuse.
+    """The recipe's model on the meta device, after checking everything that `world` ranks would refuse.
 
     Raises:
-        RecipeError, DataError, CheckpointError: the layout does not divide the model, a kernel cannot run here or has no
-            use, data or weights are not there or do not fit.
+        RecipeError, DataError, CheckpointError: the layout does not divide the model, a kernel cannot run here or is
+            unused, data or weights are missing or do not fit.
     """
     run_plan.require_valid(recipe, world)
     folder = Path(recipe.model.source)
     if folder.exists() and recipe.model.source in CONFIG_MAPPING:
         warnings.warn(
-            f"model.source = '{folder}' is a model type, and here also {folder.resolve()}, which is what is read. Write "
-            f"./{folder} to say so, or start elsewhere to mean the type.",
+            f"model.source = '{folder}' is a model type and also the folder {folder.resolve()}; the folder is read. Write "
+            f"./{folder} to mean the folder, or start from another directory to mean the type.",
             stacklevel=2,
         )
     for data in (recipe.data, recipe.eval_data):
@@ -61,27 +61,27 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
         lora.require_any_layout(lora_targets.find_targets(model, recipe.lora), world)
     layout = models.parallel_config(recipe.parallel, world)
     if layout.ep > 1:
-        with _named(f"parallel.ep = {layout.ep}"):
+        with _blaming(f"parallel.ep = {layout.ep}"):
             sharding.check_plan(model, sharding.own_plan(model), layout.ep)
     if layout.sp > 1:
-        with _named(f"parallel.sp = {layout.sp}"):
+        with _blaming(f"parallel.sp = {layout.sp}"):
             for name, heads in _attention_heads(models.build_on_meta(recipe)).items():
                 key_value_repeats(*heads, layout.sp, where=name)
     _require_weights(recipe, model)
     if folder.is_dir():
-        setup.data_parts(recipe)  # a tokenizer that is missing, or that has tokens without an embedding
+        setup.data_parts(recipe)  # refuses a missing tokenizer and tokens without an embedding
     return model
 
 
 def _require_weights(recipe: Recipe, model: PreTrainedModel) -> None:
     weights = models.find_weights(recipe.model)
     if isinstance(weights, Path):
-        require_fitting(model, weights, **models.may_differ(recipe, model))
+        require_fitting(model, weights, **models.allowed_differences(recipe, model))
 
 
 @contextlib.contextmanager
-def _named(key: str) -> Iterator[None]:
-    """What a layout is refused with, as a fault of the recipe's key."""
+def _blaming(key: str) -> Iterator[None]:
+    """Turns a ValueError into a RecipeError that names the recipe's key."""
     try:
         yield
     except ValueError as error:
@@ -89,10 +89,10 @@ def _named(key: str) -> Iterator[None]:
 
 
 def _attention_heads(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Query and key heads of each module that attends, as its own forward makes them, by path.
+    """Path of each attention module -> its numbers of query and key heads, counted by running the forward.
 
-    Experts hand on what they get: where tokens go is decided by values, and there are none here. A model whose other
-    layers ask for values as well is seen no further than to them; its ranks look at the rest.
+    Experts return their input: routing depends on values, and meta tensors have none. If another layer depends on values,
+    the forward ends there, and the ranks check the remaining layers.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     found: dict[str, tuple[int, int]] = {}
@@ -101,9 +101,9 @@ def _attention_heads(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
         found[paths[id(module)]] = query.shape[1], key.shape[1]
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    ALL_ATTENTION_FUNCTIONS.register(COUNTING, count)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(COUNTING, lambda *args, **options: None)
-    model.config._attn_implementation = COUNTING
+    ALL_ATTENTION_FUNCTIONS.register(COUNT_HEADS, count)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(COUNT_HEADS, lambda *args, **options: None)
+    model.config._attn_implementation = COUNT_HEADS
     for path in sharding.own_plan(model):
         experts = model.get_submodule(path.rpartition(".")[0])
         experts.forward = lambda hidden_states, *args, **options: hidden_states

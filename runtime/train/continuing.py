@@ -1,4 +1,4 @@
-"""What changed since the checkpoint that a run continues from: each keeps the recipe that it was made with.
+"""How a recipe differs from the one saved in the checkpoint that a run continues from.
 
 Continued with another recipe than that of step-00000300:
   optim.lr: 0.001 -> 0.0005
@@ -12,22 +12,22 @@ from typing import Any
 import yaml
 
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps
-from patchgen.runtime.train.nested import flat
+from patchgen.runtime.train.nested import flatten
 from patchgen.runtime.train.recipe import ObjectiveConfig, Recipe, RecipeError, to_dict
 
 RECIPE = "recipe.yaml"
-# With another value the trained parameters are others, or the state that is kept of them. A dropout is neither.
-# The reference of an objective is the model before its run, which is none that another objective trained.
-FIXED = ("optim.name.", "lora.", "objective.name.")
-FREE = ("lora.dropout", "lora.merge")
+# Another value would change the trained parameters or their optimizer state. An objective's reference is the model before
+# its run, so it must not have been trained with another objective.
+FIXED_KEYS = ("optim.name.", "lora.", "objective.name.")
+FREE_KEYS = ("lora.dropout", "lora.merge")
 BEFORE_OBJECTIVES = {"objective.name": ObjectiveConfig().name}
 
 
 def changes(recipe: Recipe) -> str:
-    """How a recipe differs from that of the newest whole checkpoint of its run, a line a key; "" if it does not.
+    """The differences between a recipe and that of its run's newest complete checkpoint, one line per key; "" if none.
 
     Raises:
-        RecipeError: in a way that cannot be meant.
+        RecipeError: a fixed key differs.
     """
     checkpointer = SavedSteps(recipe.directory / "checkpoints")
     steps = checkpointer.complete()
@@ -37,27 +37,29 @@ def changes(recipe: Recipe) -> str:
     before = _read(folder / RECIPE)
     if before is None:
         return ""
-    before, now = BEFORE_OBJECTIVES | before, flat(to_dict(recipe))
+    before, now = BEFORE_OBJECTIVES | before, flatten(to_dict(recipe))
     keys = [key for key in before | now if before.get(key) != now.get(key)]
-    told = {key: f"{key}: {_show(before, key)} -> {_show(now, key)}" for key in keys}
-    fixed = [line for key, line in told.items() if f"{key}.".startswith(FIXED) and key not in FREE]
+    lines = {key: f"{key}: {_show(before, key)} -> {_show(now, key)}" for key in keys}
+    fixed = [line for key, line in lines.items() if f"{key}.".startswith(FIXED_KEYS) and key not in FREE_KEYS]
     if fixed:
         listed = "".join(f"\n  {line}" for line in fixed)
         raise RecipeError(
             f"{recipe.directory} cannot be continued with another objective, optimizer or other adapters than {folder.name} "
             f"was trained with:{listed}\nSet them back, name another log.directory, or start anew with --fresh."
         )
-    return "\n  ".join([f"Continued with another recipe than that of {folder.name}:", *told.values()]) if told else ""
+    return (
+        "\n  ".join([f"Continued with another recipe than that of {folder.name}:", *lines.values()]) if lines else ""
+    )
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """The recipe of a checkpoint, flat; None if it kept none that can be read: its content is checked when it loads."""
+    """A checkpoint's recipe with dotted keys; None if it cannot be read: the checkpoint is verified when it is loaded."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    return flat(values) if isinstance(values, dict) else None
+    return flatten(values) if isinstance(values, dict) else None
 
 
 def _show(values: dict[str, Any], key: str) -> str:
-    return repr(values[key]) if key in values else "not there"
+    return repr(values[key]) if key in values else "not set"

@@ -1,4 +1,4 @@
-"""What can be known of a recipe's data before any rank starts: the first rows of sources, options of the processor."""
+"""Checks of a recipe's data before any rank starts: the first rows of its sources, the options of its processor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 
 def require_data(recipe: Recipe) -> None:
-    """Refuses what every rank would refuse.
+    """Refuses data that every rank would refuse.
 
     Raises:
-        RecipeError: a transform that is not there or returns what no row may become, with the row; rows of no format of
-            the kind, or of several; an option that the
-            processor does not have or take; a special token that the tokenizer does not have.
+        RecipeError: a transform that does not exist or returns an invalid row; rows in no format of the kind, or in
+            several; an option that the processor lacks or refuses; a special token that the tokenizer lacks.
     """
     architecture.prepare(recipe)
     for name, config in (("data", recipe.data), ("eval_data", recipe.eval_data)):
@@ -41,7 +40,7 @@ def require_data(recipe: Recipe) -> None:
 
 
 def _processor(source: str) -> Any:
-    """The processor that comes with a model; None: a bare type has none."""
+    """The processor that comes with a model; None for a bare model type."""
     from transformers import CONFIG_MAPPING
 
     return None if not Path(source).is_dir() and source in CONFIG_MAPPING else setup.load_processor(source)

@@ -1,4 +1,4 @@
-"""What a recipe would learn, to be looked at: `patchgen data RECIPE`."""
+"""Shows the rows that a recipe trains on: `patchgen data RECIPE`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 
 def view(recipe: Recipe, *, rows: int, evaluation: bool = False) -> Shown:
-    """The first packed rows of a run, through the loader that it builds: those that ranks take in turn.
+    """The first packed rows of a run from its own loader, in the order in which ranks take them.
 
     Args:
         rows: how many.
-        evaluation: of `eval_data`.
+        evaluation: show `eval_data`.
 
     Raises:
-        RecipeError, DataError: what a run would be refused for, too.
+        RecipeError, DataError: a run would be refused for the same reason.
     """
     if evaluation and recipe.eval_data is None:
         raise RecipeError("The recipe has no section eval_data.")
     data_check.require_data(recipe)
     if recipe.data.kind == "multimodal" and recipe.data.separate_modalities is None:
-        recipe = modalities.with_apart(recipe, preflight.examine(recipe).apart)
+        recipe = modalities.with_separate_pairs(recipe, preflight.examine(recipe).separate_pairs)
     config, parts = recipe.eval_data if evaluation else recipe.data, setup.data_parts(recipe)
     assert config is not None, "a recipe without this section was refused"
     loader = build_loader(

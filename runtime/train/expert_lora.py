@@ -1,13 +1,12 @@
-"""PEFT's adapters of stacked experts, laid out over the ranks as the experts are.
+"""PEFT's adapters of stacked experts, sharded like the experts.
 
                      here, trained                             PEFT's file
     lora_A           [E, r, K]                                 [E * r, K], experts outside
     lora_B           [E, N, r]                                 [N, r * E], experts inside
-    over the ranks   as the experts: ep, then FSDP2's ep_shard    whole
+    sharding         as the experts: ep, then FSDP2's ep_shard    full tensors
 
-PEFT merges an adapter into its weight while the module runs; here the factors are handed to the seam of the experts, which
-multiplies rows with them (`kernels/moe/adapters.py`). The modules and their order are PEFT's: it puts them in, and its file
-is written from them.
+PEFT merges an adapter into its weight while the module runs; here the experts' seam gets the factors and multiplies rows with
+them (`kernels/moe/adapters.py`). PEFT inserts the modules in its own order and saves its file from them.
 """
 
 from __future__ import annotations
@@ -44,45 +43,45 @@ class Factor(nn.Module):
 
 def _weight(layer: nn.Module) -> Tensor:
     weight = layer.weight
-    assert isinstance(weight, Tensor), "a factor, of PEFT's or ours, is one tensor"
+    assert isinstance(weight, Tensor), "a factor is one tensor, in PEFT's layers and in ours"
     return weight
 
 
 class ExpertLora(ParamWrapper):
-    """The adapter of one stacked parameter, around the experts or around the adapter of their other parameter.
+    """The adapter of one stacked parameter; wraps the experts, or the adapter of another of their parameters.
 
     Args:
-        state: experts are divided over its `ep`; so are the factors, of which every rank draws all.
+        state: factors are sharded over its `ep` like the experts; every rank initialises the full factors.
     """
 
     def __init__(self, *args: Any, state: ParallelState, **kwargs: Any) -> None:
-        self.parallel_state = state  # first, for PEFT fills the layer in its constructor
+        self.parallel_state = state  # first: PEFT's constructor calls update_layer
         super().__init__(*args, **kwargs)
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Makes the factors as PEFT does, of the same random numbers, and keeps this rank's part of them."""
+        """Initialises the factors as PEFT does, with the same random numbers, and keeps this rank's shard."""
         super().update_layer(adapter_name, *args, **kwargs)
         a, b = _weight(self.lora_A[adapter_name]).data, _weight(self.lora_B[adapter_name]).data
         count = self.num_experts
-        self.lora_A[adapter_name] = Factor(self._own(a.view(count, -1, a.shape[1])))
-        self.lora_B[adapter_name] = Factor(self._own(b.view(b.shape[0], -1, count).permute(2, 0, 1)))
+        self.lora_A[adapter_name] = Factor(self._shard(a.view(count, -1, a.shape[1])))
+        self.lora_B[adapter_name] = Factor(self._shard(b.view(b.shape[0], -1, count).permute(2, 0, 1)))
 
-    def _own(self, whole: Tensor) -> Tensor:
-        wide = whole.to(torch.promote_types(whole.dtype, torch.float32)).contiguous()
+    def _shard(self, full: Tensor) -> Tensor:
+        full = full.to(torch.promote_types(full.dtype, torch.float32)).contiguous()
         if self.parallel_state.ep == 1:
-            return wide.clone()
-        return distribute_tensor(wide, self.parallel_state.ep_mesh, [Shard(0)], src_data_rank=None)
+            return full.clone()
+        return distribute_tensor(full, self.parallel_state.ep_mesh, [Shard(0)], src_data_rank=None)
 
     def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
         """`(left, right, scale)`, whose product has the layout of the parameter."""
         a, b = _weight(self.lora_A[adapter_name]), _weight(self.lora_B[adapter_name])
-        # Which side A is of, PEFT decides; its first releases took every parameter as one that is transposed.
+        # PEFT decides whether A is the input or the output side; its first releases assumed transposed parameters.
         swapped = getattr(self, "_did_swap_in_out_features", False)
         left, right = (b, a) if swapped else (a.transpose(1, 2), b.transpose(1, 2))
         return left, right, self.scaling[adapter_name]
 
     def get_delta_weight(self, adapter_name: str, *args: object, **kwargs: object) -> Tensor:
-        """What the adapter adds to its parameter, `[E, ...]`, in the parameter's dtype."""
+        """The adapter's delta of its parameter, `[E, ...]`, in the parameter's dtype."""
         left, right, scale = self.get_delta_factors(adapter_name)
         return (left @ right * scale).to(self.get_param().dtype)
 
@@ -91,23 +90,23 @@ class ExpertLora(ParamWrapper):
         if self.disable_adapters or self.merged or not active:
             return super().forward(x, *args, **kwargs)
         if len(active) > 1:
-            raise ValueError(f"One adapter of experts at a time is active, not {active}.")
+            raise ValueError(f"Only one adapter of experts can be active at a time, not {active}.")
         low_rank = LowRank(*self.get_delta_factors(active[0]))
-        with expert_adapters.adding(self.get_base_layer(), self.parameter_name, low_rank):
+        with expert_adapters.applied(self.get_base_layer(), self.parameter_name, low_rank):
             return self.base_layer(x, *args, **kwargs)
 
 
-ExpertLora.__name__ = ParamWrapper.__name__  # by which PEFT knows what it may wrap once more
+ExpertLora.__name__ = ParamWrapper.__name__  # PEFT checks this name before it wraps a wrapper again
 
 
 def custom_modules(model: nn.Module, parameters: tuple[str, ...], state: ParallelState) -> dict[type, partial]:
-    """What PEFT is to put around the modules of these parameters."""
+    """Classes that own these parameters -> the wrapper that PEFT is to use for them."""
     owners = {type(model.get_submodule(name.rpartition(".")[0])) for name in parameters}
     return dict.fromkeys(owners, partial(ExpertLora, state=state))
 
 
-def outermost(model: nn.Module) -> Iterator[ExpertLora]:
-    """The adapters of experts, of those around one another the outer one."""
+def _outermost_adapters(model: nn.Module) -> Iterator[ExpertLora]:
+    """The expert adapters that no other expert adapter wraps."""
     inside: set[int] = set()
     for module in model.modules():
         if isinstance(module, ExpertLora) and id(module) not in inside:
@@ -116,9 +115,9 @@ def outermost(model: nn.Module) -> Iterator[ExpertLora]:
 
 
 def shard(model: nn.Module, state: ParallelState, options: sharding.ShardingOptions) -> int:
-    """Divides the adapters of experts over the ranks as the experts are; returns the number of their units of FSDP2."""
-    as_is = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
-    units = list(outermost(model))
+    """Shards the expert adapters like the experts; returns the number of their FSDP2 units."""
+    policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
+    units = list(_outermost_adapters(model))
     for unit in units:
         factors = {p for module in unit.modules() if isinstance(module, Factor) for p in module.parameters()}
         sharded = fully_shard(
@@ -126,8 +125,8 @@ def shard(model: nn.Module, state: ParallelState, options: sharding.ShardingOpti
             mesh=state.expert_fsdp_mesh,
             reshard_after_forward=options.reshard_after_forward,
             shard_placement_fn=lambda parameter: sharding.expert_placement(parameter, state),
-            mp_policy=as_is,
-            ignored_params=set(unit.parameters()) - factors,  # of the layer, or of the experts' own unit
+            mp_policy=policy,
+            ignored_params=set(unit.parameters()) - factors,  # they belong to the unit of the layer or of the experts
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -137,26 +136,26 @@ def shard(model: nn.Module, state: ParallelState, options: sharding.ShardingOpti
 
 
 @torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor of all ranks; every rank calls it."""
+def _full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor, gathered from all ranks (collective)."""
     if not isinstance(tensor, DTensor):
         return tensor
     coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "every rank holds a part of an adapter"
-    place = zip(coordinate, tensor.placements, strict=True)
-    is_first = all(index == 0 for index, placement in place if isinstance(placement, Replicate))
-    own = tensor.to_local()
-    found = own.new_zeros(tensor.shape)
-    if is_first:  # of the ranks that hold the same
-        within(found, box(found.shape), own_box(tensor)).copy_(own)
-    return all_reduce(found, operation="gather an adapter")
+    assert coordinate is not None, "every rank has a shard of an adapter"
+    mesh_axes = zip(coordinate, tensor.placements, strict=True)
+    is_first_replica = all(index == 0 for index, placement in mesh_axes if isinstance(placement, Replicate))
+    local = tensor.to_local()
+    full = local.new_zeros(tensor.shape)
+    if is_first_replica:
+        within(full, box(full.shape), own_box(tensor)).copy_(local)
+    return all_reduce(full, operation="gather an adapter")
 
 
 @torch.no_grad()
-def part_of_delta(module: LoraLayer) -> tuple[nn.Parameter, Tensor]:
-    """What an adapter changes, and what it adds to the part of it that this rank holds; every rank calls it."""
+def local_delta(module: LoraLayer) -> tuple[nn.Parameter, Tensor]:
+    """The parameter that an adapter changes, and the delta of this rank's shard of it (collective)."""
     if not isinstance(module, ExpertLora):
-        layer: Any = module  # each of PEFT's layers says what it adds; the type of them all does not
+        layer: Any = module  # every PEFT layer has get_delta_weight; their base type does not declare it
         weight = layer.get_param() if isinstance(module, ParamWrapper) else layer.get_base_layer().weight
         delta = layer.get_delta_weight(ADAPTER)
         return weight, within(delta, box(delta.shape), own_box(weight))
@@ -164,7 +163,7 @@ def part_of_delta(module: LoraLayer) -> tuple[nn.Parameter, Tensor]:
     left, right, scale = module.get_delta_factors(ADAPTER)
     experts, rows, columns = own_box(weight)
     ranks = (0, left.shape[2])
-    left, right = whole(left.contiguous()), whole(right.contiguous())
+    left, right = _full_tensor(left.contiguous()), _full_tensor(right.contiguous())
     left, right = (
         within(left, box(left.shape), (experts, rows, ranks)),
         within(right, box(right.shape), (experts, ranks, columns)),
@@ -173,11 +172,11 @@ def part_of_delta(module: LoraLayer) -> tuple[nn.Parameter, Tensor]:
 
 
 def in_peft_layout(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters of experts, whole and as PEFT saves them, by name in the state dict; every rank calls it."""
-    found = {}
+    """The full expert adapters as PEFT saves them, by their names in the state dict (collective)."""
+    state_dict = {}
     for path, module in model.named_modules():
         if isinstance(module, ExpertLora):
-            a, b = (whole(_weight(factors[ADAPTER]).detach()) for factors in (module.lora_A, module.lora_B))
-            found[f"{path}.lora_A.{ADAPTER}.weight"] = a.flatten(0, 1).cpu()
-            found[f"{path}.lora_B.{ADAPTER}.weight"] = b.permute(1, 2, 0).flatten(1, 2).cpu()
-    return found
+            a, b = (_full_tensor(_weight(factors[ADAPTER]).detach()) for factors in (module.lora_A, module.lora_B))
+            state_dict[f"{path}.lora_A.{ADAPTER}.weight"] = a.flatten(0, 1).cpu()
+            state_dict[f"{path}.lora_B.{ADAPTER}.weight"] = b.permute(1, 2, 0).flatten(1, 2).cpu()
+    return state_dict

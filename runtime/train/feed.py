@@ -1,11 +1,10 @@
-"""The micro-batches of a step, and what all ranks agree on before they begin it.
+"""The micro-batches of a step, and what all ranks agree on before it.
 
-Ranks must take the same number of steps, or one waits forever for the others. So before each step they add up, in one
-collective on the host, whether anyone's data have ended or were refused, whether anyone was asked to stop, and what the
-step holds:
+Ranks must take the same number of steps, or one waits forever for the others. So before each step one all-reduce sums whether
+any rank's data ended or failed, whether any rank was asked to stop, and the counts of the step:
 
     rank 0: has 2 batches, 1,950 labels           total: 0 ended, 1 asked to stop, 7,801 labels
-    rank 1: has 2 batches, 1,947 labels, Ctrl-C     ->  nobody begins; all save and leave
+    rank 1: has 2 batches, 1,947 labels, Ctrl-C     ->  no rank starts the step; all save and exit
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ class StepBatches:
     """One step of this rank, and its totals over all ranks.
 
     Attributes:
-        micro_batches: slices of this rank, on the host.
-        position: of the loader, after these.
-        tokens, labels, flops: of the whole step.
-        items: what the loss of the step is divided by: labels, or documents or pairs.
-        real_tokens: tokens of the whole step that are not padding.
-        sources: tokens and labels of each source of the whole step.
+        micro_batches: this rank's slices, on the host.
+        position: the loader's, after these.
+        tokens, labels, flops: totals of the step.
+        items: what the step's loss is divided by: the number of labels, documents or pairs.
+        real_tokens: non-padding tokens of the step.
+        sources: tokens and labels of the step from each source.
     """
 
     micro_batches: list[dict[str, Any]]
@@ -62,11 +61,10 @@ class End:
 
 
 def micro_batches_per_step(batches_per_step: int, num_batches: int, *, router_loss: str = "row") -> int:
-    """What each batch group accumulates.
+    """The number of micro-batches that each batch group accumulates.
 
     Raises:
-        RecipeError: the batches of a step do not divide evenly, or the router loss is over the whole step and the step
-            is accumulated.
+        RecipeError: the batches of a step do not divide evenly, or a global router loss is combined with accumulation.
     """
     if batches_per_step % num_batches:
         raise RecipeError(
@@ -75,8 +73,8 @@ def micro_batches_per_step(batches_per_step: int, num_batches: int, *, router_lo
         )
     if router_loss == "global" and batches_per_step > num_batches:
         raise RecipeError(
-            f"train.router_loss = global counts the loads of the experts over the whole step, which are not known at its "
-            f"first backward when train.batches_per_step = {batches_per_step} batches are accumulated by the "
+            f"train.router_loss = global counts expert loads over the full step, which are unknown at its first "
+            f"backward when train.batches_per_step = {batches_per_step} batches are accumulated by the "
             f"{num_batches} batch groups of this layout (dp_replicate * dp_shard). Make batches_per_step "
             f"{num_batches}, or take router_loss: row."
         )
@@ -84,24 +82,23 @@ def micro_batches_per_step(batches_per_step: int, num_batches: int, *, router_lo
 
 
 class Batches(Protocol):
-    """What micro-batches are read from; a `Loader` is one."""
+    """A source of micro-batches, such as a `Loader`."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind what was read."""
+        """The position after the batches read so far."""
         ...
 
 
 class Feed:
-    """Draws the micro-batches of one step after another from a loader.
+    """Reads the micro-batches of each step from a loader.
 
     Args:
-        loader: of this rank's batch group; SP ranks of a group read the same.
+        loader: of this rank's batch group; SP ranks of a group read the same batches.
         num_micro_batches: per step and batch group.
         cost: of the model, for the FLOPs of a step.
-        objective: that learns from them.
-        num_sources: of the data, which are counted apart; 0: they are not.
+        num_sources: the number of data sources to count separately; 0: no separate counts.
         should_stop: whether this rank was asked to stop.
     """
 
@@ -124,24 +121,25 @@ class Feed:
         self._rows = iter(loader)
 
     def next(self) -> StepBatches | End:
-        """The next step; every rank must call this, and all get a step or all get the end.
+        """The next step (collective): all ranks get a step, or all get the end.
 
         Raises:
-            DataError: on all ranks, a whole step without a label, or data that any rank refuses.
+            DataError: on all ranks, if a step has no label or the data of any rank are refused.
         """
-        failure, whole, mine, own = None, [], [], [0.0] * (6 + 2 * self.num_sources)
+        failure, full_rows, slices, counts = None, [], [], [0.0] * (6 + 2 * self.num_sources)
         try:
-            whole = [row for row in (next(self._rows, None) for _ in range(self.num_micro_batches)) if row is not None]
-            mine = [self._slice(row) for row in whole]
-            for row in whole:
+            batches = (next(self._rows, None) for _ in range(self.num_micro_batches))
+            full_rows = [row for row in batches if row is not None]
+            slices = [self._slice(row) for row in full_rows]
+            for row in full_rows:
                 self.objective.require_valid(row)
-            own = [not whole, *self._figures(whole, mine)]
-        except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait
+            counts = [not full_rows, *self._local_counts(full_rows, slices)]
+        except Exception as error:  # any error must reach the other ranks, which would wait otherwise
             failure = error
-        # The last step of finite data may be short. All groups get equally many rounds, so it is equally short for all.
-        short = len(whole) < self.num_micro_batches
-        ended, tokens, labels, flops, real, items, *apart, stops, failures = all_reduce(
-            torch.tensor([*own, self.should_stop(), failure is not None], dtype=torch.float64),
+        # The last step of finite data may be short. All groups read the same number of batches, so it is short for all.
+        short = len(full_rows) < self.num_micro_batches
+        ended, tokens, labels, flops, real, items, *source_counts, stops, failures = all_reduce(
+            torch.tensor([*counts, self.should_stop(), failure is not None], dtype=torch.float64),
             operation="agree on the next step",
         ).tolist()
         if failures:
@@ -152,50 +150,48 @@ class Feed:
             return End("data")
         if not items:
             raise DataError(
-                f"A step holds {int(tokens)} tokens and not one {self.objective.per}: there is nothing to learn from it. "
-                "Look at how the samples of the data become labels (chat templates, truncation, data.kind), and at the "
-                "tokenizer."
+                f"A step has {int(tokens)} tokens and not one {self.objective.per}: there is nothing to learn from it. "
+                "Check how samples become labels (chat templates, truncation, data.kind), and the tokenizer."
             )
-        of_sources = tuple(zip(map(int, apart[: self.num_sources]), map(int, apart[self.num_sources :]), strict=True))
-        totals = (int(tokens), int(labels), flops, int(real), int(items), of_sources)
-        return StepBatches(mine, self.loader.state_dict(), *totals)
+        by_source = [int(count) for count in source_counts]
+        by_source = tuple(zip(by_source[: self.num_sources], by_source[self.num_sources :], strict=True))
+        totals = (int(tokens), int(labels), flops, int(real), int(items), by_source)
+        return StepBatches(slices, self.loader.state_dict(), *totals)
 
     def steps(self, count: int) -> Iterator[StepBatches]:
-        """The next steps, no more than `count`; every rank must read them."""
+        """At most `count` further steps (collective)."""
         for _ in range(count):
-            found = self.next()
-            if isinstance(found, End):
+            step = self.next()
+            if isinstance(step, End):
                 return
-            yield found
+            yield step
 
     def _slice(self, row: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of a whole micro-batch; documents that have a reference are named while they are whole."""
+        """This rank's slice of a micro-batch; keys of documents with a reference are taken from the full row."""
         if self.objective.needs_reference:
             row = row | {"document_keys": keys_of(row, int((sources_of(row) >= 0).sum()))}
         return slice_batch(row, sp=self.state.sp, sp_rank=self.state.sp_rank)
 
-    def _figures(self, whole: list[dict[str, Any]], mine: list[dict[str, Any]]) -> list[float]:
-        """Tokens, labels, FLOPs, tokens without padding and items that this rank adds to the step; then the tokens of each
+    def _local_counts(self, full_rows: list[dict[str, Any]], slices: list[dict[str, Any]]) -> list[float]:
+        """Tokens, labels, FLOPs, non-padding tokens and items that this rank adds to the step; then the tokens of each
         source, and the labels of each."""
-        # SP ranks hold the same rows: the first of them counts. Labels and real tokens are counted in slices.
-        lengths = [length for row in whole for length in document_lengths(row)] if self.state.sp_rank == 0 else []
-        labels = sum(int((row["shift_labels"] != IGNORED).sum()) for row in mine)
-        real = sum(int(real_tokens(row)) for row in mine)
-        items = labels if self.objective.per == "label" else self._documents(whole)
-        own = [sum(lengths), labels, self.cost.flops(lengths), real, items]
+        # SP ranks read the same rows, which the first of them counts. Labels and non-padding tokens are counted in slices.
+        counted = full_rows if self.state.sp_rank == 0 else []
+        lengths = [length for row in counted for length in document_lengths(row)]
+        labels = sum(int((row["shift_labels"] != IGNORED).sum()) for row in slices)
+        real = sum(int(real_tokens(row)) for row in slices)
+        items = labels if self.objective.per == "label" else sum(map(self.objective.count, counted))
+        counts = [sum(lengths), labels, self.cost.flops(lengths), real, items]
         if not self.num_sources:
-            return own
-        nothing = torch.zeros(2, self.num_sources, dtype=torch.long)
-        counts = [sources.count(row, self.num_sources) for row in whole] if self.state.sp_rank == 0 else []
-        return own + sum(counts, nothing).flatten().tolist()
-
-    def _documents(self, whole: list[dict[str, Any]]) -> int:
-        """The documents or pairs of this rank's rows; SP ranks hold the same."""
-        return sum(map(self.objective.count, whole)) if self.state.sp_rank == 0 else 0
+            return counts
+        by_source = torch.zeros(2, self.num_sources, dtype=torch.long)
+        for row in counted:
+            by_source += sources.count(row, self.num_sources)
+        return counts + by_source.flatten().tolist()
 
 
 def document_lengths(row: dict[str, Any]) -> Iterable[int]:
-    """The tokens of each document of a whole micro-batch."""
+    """The number of tokens of each document of a full micro-batch."""
     bounds = row.get("cu_seq_lens_q")
     if isinstance(bounds, Tensor):
         return bounds.diff().tolist()
@@ -204,11 +200,11 @@ def document_lengths(row: dict[str, Any]) -> Iterable[int]:
 
 
 def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The tensors of a micro-batch on the device, without waiting for them; now or when its mask is made."""
-    found = {
+    """Copies the tensors of a micro-batch to the device without waiting, neither here nor when its mask is built."""
+    on_device = {
         key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
         for key, value in inputs.items()
     }
-    if "cu_seq_lens_q" not in inputs and isinstance(found.get("position_ids"), Tensor):
-        model_calls.note_counted_through(found["position_ids"])  # `slice_batch` found no documents in them
-    return found
+    if "cu_seq_lens_q" not in inputs and isinstance(on_device.get("position_ids"), Tensor):
+        model_calls.mark_consecutive(on_device["position_ids"])  # `slice_batch` found one document in each row
+    return on_device

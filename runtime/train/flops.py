@@ -1,9 +1,8 @@
-"""What a training step costs in floating-point operations, and how much of a device that uses (MFU).
+"""Floating-point operations of a training step, and model FLOPs utilisation (MFU).
 
     FLOPs = 6 A T  +  sum over attention layers and documents of  3 N (D_qk + D_v) l^2
 
-    A    matrix parameters that a token passes through: of E stacked experts K count; embeddings are looked up and
-         count nothing, the head counts
+    A    active matrix parameters: of E stacked experts K count; embeddings, which are looked up, do not; the head does
     T    tokens          l    tokens of a document     N heads     D_qk, D_v   sizes of a query and of a value head
 
 A multiplication with a parameter costs 2 in the forward and 4 in the backward. Attention of l tokens costs
@@ -29,7 +28,7 @@ from patchgen.runtime.verify.field_semantics import rule_for
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Dense peaks in TFLOP/s for bfloat16, from the makers' data sheets; the first name that occurs in the device's counts.
+# Dense bfloat16 peaks in TFLOP/s, from the vendors' data sheets; the first key contained in the device's name applies.
 PEAKS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -51,10 +50,10 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What the language model of a class costs.
+    """What the FLOPs of a language model are computed from.
 
     Attributes:
-        parameters: of the whole model.
+        parameters: of the full model.
         active: matrix parameters that a token passes through.
         attention: per attention layer `N (D_qk + D_v)` and its window, or None.
     """
@@ -64,39 +63,38 @@ class ModelCost:
     attention: tuple[tuple[int, int | None], ...]
 
     def flops(self, lengths: Iterable[int]) -> float:
-        """Of the forward and backward of documents of these lengths."""
+        """FLOPs of the forward and backward of documents of these lengths."""
         lengths = list(lengths)
         total = 6.0 * self.active * sum(lengths)
         for width, window in self.attention:
-            total += sum(6.0 * width * _pairs(length, window) for length in lengths)
+            total += sum(6.0 * width * _attended_pairs(length, window) for length in lengths)
         return total
 
 
-def _pairs(length: int, window: int | None) -> float:
-    """Pairs of tokens that attend, the diagonal as a half: `l^2 / 2` without a window."""
+def _attended_pairs(length: int, window: int | None) -> float:
+    """Pairs of tokens that attend, the diagonal counted as a half: `l^2 / 2` without a window."""
     if window is None or window >= length:
         return length * length / 2
     return window * length - window * window / 2
 
 
 def model_cost(model: PreTrainedModel) -> ModelCost:
-    """The cost of a generated model, whole or sharded, on any device.
+    """The cost of a generated model, sharded or not, on any device.
 
     Raises:
         ValueError: the model has experts, but its config does not say how many a token gets.
     """
     text = model.config.get_text_config()
-    counted = [model.get_decoder(), model.get_output_embeddings()]
-    own = {id(p) for module in counted if module is not None for p in module.parameters()}
-    looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     head = model.get_output_embeddings()
-    if head is not None:  # tied to the embeddings or not, the head multiplies
+    counted = {id(p) for module in (model.get_decoder(), head) if module is not None for p in module.parameters()}
+    looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    if head is not None:  # the head is a matrix product even if it is tied to the embeddings
         looked_up -= {id(p) for p in head.parameters()}
     experts = set(sharding.own_plan(model))
     active, total = 0, 0
     for name, parameter in model.named_parameters():
         total += parameter.numel()
-        if id(parameter) not in own or id(parameter) in looked_up or parameter.ndim < 2:
+        if id(parameter) not in counted or id(parameter) in looked_up or parameter.ndim < 2:
             continue
         if name in experts:
             active += parameter.numel() * experts_per_token(text) // parameter.shape[0]
@@ -106,18 +104,17 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """K of a config, found by what its fields mean."""
-    common = {own: name for name, own in config.attribute_map.items()}
+    """K of a config, found by the meaning of its fields."""
+    common_names = {field: common for common, field in config.attribute_map.items()}
     for name, value in config.to_dict().items():
-        rule = rule_for(common.get(name, name), name) if isinstance(value, int) else None
+        rule = rule_for(common_names.get(name, name), name) if isinstance(value, int) else None
         if rule is not None and rule.meaning == "experts per token":
             return value
     raise ValueError(f"{type(config).__name__} does not say how many experts a token gets.")
 
 
 def _attention_layers(model: PreTrainedModel) -> Iterable[tuple[int, int | None]]:
-    decoder = model.get_decoder()
-    for module in decoder.modules():
+    for module in model.get_decoder().modules():
         if not report.attends(module):
             continue
         config: Any = module.config

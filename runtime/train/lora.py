@@ -1,11 +1,10 @@
 """Adapters through PEFT on a sharded model.
 
-    base weights     DTensors of FSDP2 and EP, frozen, gathered layer by layer as ever
-    of linear layers plain parameters, the same on every rank; after the backward one all-reduce of their gradients
-    of experts       DTensors, divided as the experts are (`expert_lora.py`)
+    base weights                DTensors of FSDP2 and EP, frozen, gathered layer by layer as usual
+    adapters of linear layers   replicated parameters; one all-reduce of their gradients after the backward
+    adapters of experts         DTensors, sharded like the experts (`expert_lora.py`)
 
-The names of modules and parameters in a generated model are upstream's, so PEFT loads a saved adapter onto upstream's
-model with no conversion.
+Generated models keep upstream's module and parameter names, so PEFT loads a saved adapter onto upstream's model unchanged.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ def add_adapters(
     seed: int,
     options: sharding.ShardingOptions | None = None,
 ) -> PeftModel:
-    """Freezes `model` and puts adapters into it, in place; every rank makes the same ones.
+    """Freezes `model` and adds adapters in place, the same on every rank.
 
     Args:
         model: sharded, with its weights, not yet run.
-        source: what the adapter says it belongs to.
+        source: the base model that the adapter's config names.
         options: those that the model was sharded with.
 
     Returns:
-        PEFT's view of the model, for saving; `model` itself is what is trained.
+        PEFT's wrapper of the model, for saving; `model` itself is what is trained.
 
     Raises:
         RecipeError: PEFT is not installed, a target matches nothing, or only one rank could train it.
@@ -64,25 +63,25 @@ def add_adapters(
 
     targets = find_targets(model, config)
     require_any_layout(targets, dist.get_world_size())
-    wanted = peft.LoraConfig(
+    peft_config = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # PEFT says int, and divides it
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # annotated as int, but any number works
         use_rslora=config.rslora,
         lora_dropout=config.dropout,
         target_modules=list(targets.modules),
         target_parameters=[*targets.experts, *targets.others] or None,
         task_type="CAUSAL_LM",
     )
-    # PEFT calls what it is told, and says that it must be a class.
+    # PEFT annotates the values as classes, but any callable works.
     custom = expert_lora.custom_modules(model, targets.experts, state)
-    wanted._register_custom_module(custom)  # pyright: ignore[reportArgumentType]
+    peft_config._register_custom_module(custom)  # pyright: ignore[reportArgumentType]
     if dist.get_rank() == 0:
-        print(targets.told, flush=True)
-    # Of this rank's device only: by default the generators of all devices are kept, which opens each of them.
+        print(targets.summary, flush=True)
+    # This rank's device only: by default the generators of all devices are saved, which initialises each of them.
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        adapted = peft.get_peft_model(model, wanted)
+        adapted = peft.get_peft_model(model, peft_config)
     expert_lora.shard(model, state, options or sharding.ShardingOptions())
     adapted.peft_config["default"].base_model_name_or_path = source
     return adapted
@@ -92,25 +91,24 @@ def require_possible(config: LoraConfig, kernel: str | None = None, replicas: in
     """Refuses adapters that cannot be trained, whatever the model.
 
     Args:
-        kernel: what serves the experts, where the recipe names it.
+        kernel: the recipe's `kernels.fused_moe`.
         replicas: `parallel.dp_replicate`.
 
     Raises:
-        RecipeError: PEFT is not installed; a kernel or an option that has no adapters of experts; linear layers with
-            replicas.
+        RecipeError: PEFT is not installed; a kernel or an option without adapters of experts; linear layers with replicas.
     """
     if importlib.util.find_spec("peft") is None:
         raise RecipeError("A recipe with a section lora needs `pip install peft`.")
     if config.target_modules and replicas > 1:
-        # PEFT takes any mesh but one named "fsdp" alone for tensor parallelism, and sizes adapters by a rank's part.
+        # PEFT takes every mesh other than a one-dimensional "fsdp" for tensor parallelism, and sizes adapters by the shard.
         raise RecipeError(
-            f"parallel.dp_replicate = {replicas} with lora.target_modules: PEFT would make adapters of linear layers for the "
-            "part of a weight that a rank holds. Set parallel.dp_replicate: 1, or adapt experts alone (target_modules: [])."
+            f"parallel.dp_replicate = {replicas} with lora.target_modules: PEFT would size adapters of linear layers by a "
+            "rank's shard of the weight. Set parallel.dp_replicate: 1, or adapt experts alone (target_modules: [])."
         )
     if config.target_parameters and config.dropout:
         raise RecipeError(
             f"lora.dropout = {config.dropout} with lora.target_parameters: PEFT's adapters of parameters have no dropout, and "
-            "would not load. Set one of them to nothing."
+            "would not load. Unset one of them."
         )
     if config.target_parameters and kernel in WITHOUT_ADAPTERS:
         raise RecipeError(
@@ -126,25 +124,25 @@ def require_any_layout(targets: Targets, world: int) -> None:
     """
     if targets.others and world > 1:
         raise RecipeError(
-            f"lora.target_parameters: {', '.join(targets.others[:4])}: PEFT replaces a parameter while its module runs, which "
-            f"FSDP2 does as well, so {world} ranks train such adapters of stacked experts only. Train these on one rank, or "
+            f"lora.target_parameters: {', '.join(targets.others[:4])}: PEFT and FSDP2 both replace a parameter while its "
+            f"module runs, so {world} ranks can train such adapters of stacked experts only. Train these on one rank, or "
             "target linear layers (lora.target_modules)."
         )
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Adds up the gradients of whole parameters over all ranks: a rank has those of its own tokens."""
-    whole = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-    if not whole or dist.get_world_size() == 1:
+    """All-reduces the gradients of replicated parameters: each rank has those of its own tokens."""
+    replicated = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if not replicated or dist.get_world_size() == 1:
         return
-    found = [unused.gradient_or_zeros(parameter) for parameter in whole]
-    total = all_reduce(torch.cat([gradient.flatten() for gradient in found]), operation="add up adapter gradients")
-    for gradient, part in zip(found, total.split([gradient.numel() for gradient in found]), strict=True):
+    gradients = [unused.gradient_or_zeros(parameter) for parameter in replicated]
+    total = all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), operation="add up adapter gradients")
+    for gradient, part in zip(gradients, total.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 
 
 def save(adapted: PeftModel, folder: Path) -> None:
-    """Writes the adapter as PEFT does; every rank calls it, rank 0 writes."""
+    """Writes the adapter as PEFT does (collective; rank 0 writes)."""
     from patchgen.runtime.train import expert_lora
 
     experts = expert_lora.in_peft_layout(adapted)
@@ -155,18 +153,15 @@ def save(adapted: PeftModel, folder: Path) -> None:
 
 @torch.no_grad()
 def merge(adapted: PeftModel) -> None:
-    """Adds the adapters to the weights of this rank and takes them out: the model is a plain one again, to be exported.
-
-    Every rank calls it, once.
-    """
+    """Merges the adapters into this rank's weights and removes them, for export (collective, once)."""
     from peft.tuners.lora.layer import LoraLayer
 
     from patchgen.runtime.train import expert_lora
 
     for module in list(adapted.modules()):
         if isinstance(module, LoraLayer):
-            weight, added = expert_lora.part_of_delta(module)
-            own = local_tensor(weight)
-            own.copy_(own + added)
+            weight, added = expert_lora.local_delta(module)
+            local = local_tensor(weight)
+            local.copy_(local + added)
     model = adapted.unload()
     undivided.forget_copies(model)

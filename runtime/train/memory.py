@@ -1,11 +1,11 @@
-"""What a rank will hold, before anything is allocated: an estimate that says what it counts.
+"""Estimate of a rank's memory, before anything is allocated.
 
 parameters, gradients, optimizer    exact, from shapes and layout (the even share; the last shard may be smaller)
-gathered                            the parameters of the layers that are whole at one time, and of embeddings and head
-activations                         what each layer keeps for the backward, from the widths of its linear layers
-logits                              where the loss is not fused: logits and their gradient in fp32
+gathered                            layers that are gathered at the same time, embeddings and head
+activations                         what each layer saves for the backward, from the widths of its linear layers
+logits                              if the loss is not fused: logits and their gradient in fp32
 
-Not counted: the CUDA context (about 0.5 GiB), buffers of NCCL, workspaces, and what the allocator loses to gaps.
+Not counted: the CUDA context (about 0.5 GiB), NCCL buffers, workspaces, and fragmentation.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Estimate:
     def text(self) -> str:
         """A table, in GiB, or in MiB for a toy."""
         rows = [(name, getattr(self, name)) for name in self.__dataclass_fields__] + [("total", self.total)]
-        unit, name_of_unit = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
-        lines = [f"  {name:<12} {size / unit:>9.2f} {name_of_unit}" for name, size in rows]
+        unit, suffix = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
+        lines = [f"  {name:<12} {size / unit:>9.2f} {suffix}" for name, size in rows]
         return "\n".join(["memory of one rank (estimate)", *lines])
 
 
@@ -54,7 +54,7 @@ def estimate(
     """The estimate for a model on the meta device, not sharded.
 
     Args:
-        compute: what layers compute in; None: as stored.
+        compute: the dtype layers compute in; None: as stored.
     """
     size = (compute or getattr(torch, recipe.model.dtype)).itemsize
     experts = set(sharding.own_plan(model))
@@ -65,53 +65,50 @@ def estimate(
         if parameter.requires_grad and recipe.lora is None:
             trained += share
             states += share * (1 if recipe.optim.name == "muon" and parameter.ndim == 2 else 2)
-    if recipe.lora is not None:  # in fp32, with two states of AdamW or one of Muon for those of two dimensions
-        same, divided = lora_targets.num_parameters(model, recipe.lora)
-        adapters = 4 * (same + -(-divided // layout.num_shards))
+    if recipe.lora is not None:  # in fp32, with AdamW's two states, or Muon's one for matrices
+        replicated, sharded = lora_targets.num_parameters(model, recipe.lora)
+        adapters = 4 * (replicated + -(-sharded // layout.num_shards))
         stored, trained = stored + adapters, adapters
-        states = 2 * adapters - (4 * same if recipe.optim.name == "muon" else 0)
+        states = 2 * adapters - (4 * replicated if recipe.optim.name == "muon" else 0)
     layers = sharding.find_layers(model, None)
-    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    root = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    root = sum(p.numel() for p in model.parameters() if id(p) not in in_layers)
 
-    def whole(layer: nn.Module) -> int:
+    def gathered_size(layer: nn.Module) -> int:
         prefix = next(path for path, module in model.named_modules() if module is layer)
         return sum(
             p.numel() // (layout.ep if f"{prefix}.{name}" in experts else 1) for name, p in layer.named_parameters()
         )
 
-    gathered = [whole(layer) for layer in layers]
-    at_once = (
-        sorted(gathered)[-(1 + recipe.parallel.prefetch) :] if recipe.parallel.reshard_after_forward else gathered
-    )
+    gathered = sorted(gathered_size(layer) for layer in layers)
+    if recipe.parallel.reshard_after_forward:
+        gathered = gathered[-(1 + recipe.parallel.prefetch) :]
     tokens = recipe.data.tokens_per_batch // layout.sp
     text = model.config.get_text_config()
-    kept = [_kept_per_token(layer, text) for layer in layers]
+    saved = [_saved_per_token(layer, text) for layer in layers]
     mode = recipe.parallel.activation_checkpointing
     if mode in ("full", "offload"):
-        per_token = text.hidden_size * (len(layers) if mode == "full" else 2) + max(kept)
-    elif mode == "selective":
-        per_token = sum(kept) // 2
+        per_token = text.hidden_size * (len(layers) if mode == "full" else 2) + max(saved)
     else:
-        per_token = sum(kept)
+        per_token = sum(saved) // (2 if mode == "selective" else 1)
     return Estimate(
         parameters=stored,
         gradients=trained,
         optimizer=states,
-        gathered=(root + sum(at_once)) * size if layout.num_shards > 1 or compute else 0,
+        gathered=(root + sum(gathered)) * size if layout.num_shards > 1 or compute else 0,
         activations=tokens * per_token * size,
         logits=0 if fused_loss else tokens * text.vocab_size * 8,
     )
 
 
-def _kept_per_token(layer: nn.Module, text) -> int:
-    """Numbers that a layer keeps per token: inputs and outputs of its linear layers, and four of hidden size for norms
+def _saved_per_token(layer: nn.Module, text) -> int:
+    """Numbers that a layer saves per token: inputs and outputs of its linear layers, and four of hidden size for norms
     and residuals; for experts K times input, gate, up, product and output."""
-    kept = 4 * text.hidden_size
+    saved = 4 * text.hidden_size
     for module in layer.modules():
         if isinstance(module, nn.Linear):
-            kept += module.in_features + module.out_features
+            saved += module.in_features + module.out_features
         for parameter in module.parameters(recurse=False):
             if parameter.ndim == 3 and not isinstance(module, nn.Linear):
-                kept += experts_per_token(text) * (parameter.shape[1] + parameter.shape[2])
-    return kept
+                saved += experts_per_token(text) * (parameter.shape[1] + parameter.shape[2])
+    return saved

@@ -1,12 +1,12 @@
-"""Which modalities a model can tell apart in one row: tried, before any rank starts, with small images, videos and sounds.
+"""Which modalities a packed row may mix: tested, before any rank starts, with small images, videos and sounds.
 
-A packed row holds documents that know nothing of each other. Upstream's forward puts the features of all images of a row
-where the tokens of images are, and those of all videos where the tokens of videos are. Where both have the same token, a
-row with an image and a video fails, or is wrong:
+Documents of a packed row must not affect each other. Upstream's forward scatters the features of all images of a row to its
+image tokens, and those of all videos to its video tokens. If a model uses the same token for both, a row with an image and a
+video fails or is wrong:
 
-    image  video      one row of documents of both, in turn, against each document alone (`verify/training_checks.py`)
+    image  video      one row of documents of both, alternating, against each document alone (`verify/training_checks.py`)
     image  audio
-    video  audio      equal: they may share a row    anything else: the packer keeps them apart
+    video  audio      equal: they may share a row    anything else: the packer separates them
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Pair = tuple[str, str]
 
 
-def kept_apart(
+def separate_pairs(
     upstream_class: type[PreTrainedModel],
     generated_class: type[PreTrainedModel],
     config: PreTrainedConfig,
@@ -40,16 +40,16 @@ def kept_apart(
     attention_name: Names,
     separates_documents: Separated = False,
 ) -> tuple[Pair, ...]:
-    """The pairs of modalities of which a row may not hold both.
+    """The pairs of modalities that must not share a row.
 
     Args:
-        upstream_class: what is compared with; the generated class itself where there is none.
+        upstream_class: the reference; the generated class itself if there is no upstream class.
         config: a small one.
-        attention_name: of the run.
-        separates_documents: whether a run computes documents in rows of their own.
+        attention_name: the attention of the run.
+        separates_documents: whether the run computes each document in its own row.
     """
-    taken = MediaMaker.taken_by(generated_class)
-    pairs: list[Pair] = [(min(pair), max(pair)) for pair in itertools.combinations(taken, 2)]
+    accepted = MediaMaker.taken_by(generated_class)
+    pairs: list[Pair] = [(min(pair), max(pair)) for pair in itertools.combinations(accepted, 2)]
     if not pairs:
         return ()
     attention.register()
@@ -62,39 +62,39 @@ def kept_apart(
     )
     with single_rank() as state:
         comparison.state = state
-        return tuple(sorted(pair for pair in pairs if not _is_told_apart(pair, builder, comparison)))
+        return tuple(sorted(pair for pair in pairs if not _may_share_row(pair, builder, comparison)))
 
 
-def _is_told_apart(pair: Pair, builder: SampleBuilder, comparison: Comparison) -> bool:
-    """Whether a row of documents of both, in turn, computes what each of them computes alone."""
+def _may_share_row(pair: Pair, builder: SampleBuilder, comparison: Comparison) -> bool:
+    """Whether a row of alternating documents of both computes what each document computes alone."""
     if not builder.layouts.keys() >= set(pair):
-        return False  # no input of it could be made, so nothing is known
-    known = len(comparison.failures)
+        return False  # no input could be built, so nothing is known
+    previous_failures = len(comparison.failures)
     try:
         samples = [builder.sample([3, builder.maker.item(kind, number), 4]) for number in (0, 1) for kind in pair]
         rows = tuple(dict(builder.case("alone", [sample]).batch) for sample in samples)
         documents = Documents(rows, dict(builder.case("together", samples).batch))
         comparison.documents(" and ".join(pair), documents, documents.packed(comparison.positions))
-    except Exception:  # upstream's forward or ours: whatever it raises, such a row cannot be trained
+    except Exception:  # whatever upstream's forward or ours raises, such a row cannot be trained
         return False
-    return len(comparison.failures) == known
+    return len(comparison.failures) == previous_failures
 
 
-def with_apart(recipe: Recipe, pairs: Sequence[Pair]) -> Recipe:
-    """The recipe whose rows hold no pair of modalities that the model cannot tell apart.
+def with_separate_pairs(recipe: Recipe, pairs: Sequence[Pair]) -> Recipe:
+    """The recipe with these pairs of modalities in separate rows.
 
     Raises:
-        RecipeError: the recipe wants such rows.
+        RecipeError: the recipe asks for rows that mix them.
     """
-    needed = {tuple(sorted(pair)) for pair in pairs}
+    required = {tuple(sorted(pair)) for pair in pairs}
     sections = {name: getattr(recipe, name) for name in ("data", "eval_data") if getattr(recipe, name) is not None}
     for name, data in sections.items():
-        wanted = data.separate_modalities
-        if wanted is not None and (lacking := sorted(needed - set(wanted))):
-            told = " and ".join(" and ".join(pair) for pair in lacking)
+        requested = data.separate_modalities
+        if requested is not None and (missing := sorted(required - set(requested))):
+            mixed = " and ".join(" and ".join(pair) for pair in missing)
             raise RecipeError(
-                f"{name}.separate_modalities = {[list(pair) for pair in wanted]}: '{recipe.model.source}' cannot tell {told} "
-                "apart in one row. Leave it out."
+                f"{name}.separate_modalities = {[list(pair) for pair in requested]}: '{recipe.model.source}' cannot "
+                f"distinguish {mixed} in one row. Remove the key."
             )
-        sections[name] = replace(data, separate_modalities=tuple(sorted(needed | set(wanted or ()))))
-    return replace(recipe, **sections) if needed else recipe
+        sections[name] = replace(data, separate_modalities=tuple(sorted(required | set(requested or ()))))
+    return replace(recipe, **sections) if required else recipe

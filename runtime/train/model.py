@@ -20,7 +20,7 @@ from patchgen.runtime import attention, model_calls, parallel, registry, seams
 from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.objectives import choose, encoder_decoder
-from patchgen.runtime.objectives.heads import Learned, UnknownHeadError, head_over
+from patchgen.runtime.objectives.heads import TaskHead, UnknownHeadError, head_over
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.parts import part_files
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     class ShardedModel(PreTrainedModel, FSDPModule):
-        """What `fully_shard` makes of a model."""
+        """A model after `fully_shard`, which changes its class in place."""
 
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
     """The config of `model.source` with its overrides; registers `model.code` in this process.
 
     Raises:
-        RecipeError: code that cannot be registered, a source that is neither, values that its config class refuses, or an
-            override that the config has no field for.
+        RecipeError: code that cannot be registered, an unknown source, values that its config class refuses, or an override
+            that the config has no field for.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    own = architecture.register(model)
+    custom = architecture.register(model)
     is_type = not Path(model.source).exists() and model.source in CONFIG_MAPPING
     try:
         config = (
@@ -66,44 +66,44 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise RecipeError(
-                f"model.source = '{model.source}': its config.json asks for code of its own (auto_map), which is not run "
-                "unless the recipe says so: model.code: FOLDER names code that you have, model.trust_remote_code: true the "
-                "code in that folder; what trains is the file that `patchgen generate NAME --source FOLDER` makes of it."
+                f"model.source = '{model.source}': its config.json needs custom code (auto_map), which only runs if the recipe "
+                "allows it: set model.code: FOLDER for code that you have, or model.trust_remote_code: true for the code in "
+                "that folder. The file that trains is generated from it with `patchgen generate NAME --source FOLDER`."
             ) from error
         if (kind := _unknown_type(model.source)) is not None:
-            code = own if isinstance(own, architecture.Architecture) else None
+            code = custom if isinstance(custom, architecture.Architecture) else None
             raise RecipeError(
                 f"model.source = '{model.source}': its config.json says model_type '{kind}', which transformers "
                 f"{transformers.__version__} does not know, and {'the code of the recipe' if code else 'no code'} "
-                f"{f'registers {code.names}' if code else 'is named'}. Name the folder with configuration_{kind}.py and "
-                f"modeling_{kind}.py as model.code, and make the file that trains with `patchgen generate {kind} --source "
-                "FOLDER`."
+                f"{f'registers {code.model_types}' if code else 'is named'}. Name the folder with configuration_{kind}.py and "
+                f"modeling_{kind}.py as model.code, and generate the file that trains with `patchgen generate {kind} "
+                "--source FOLDER`."
             ) from error
         near = difflib.get_close_matches(model.source, list(CONFIG_MAPPING), n=3)
         raise RecipeError(
-            f"model.source = '{model.source}' is not a folder with a config.json, nor a model on the Hub that can be "
-            f"reached, and no model type{f' (near: {chr(44).join(near)})' if near else ''}.\n{error}"
+            f"model.source = '{model.source}' is neither a folder with a config.json, nor a reachable model on the Hub, "
+            f"nor a model type{f' (near: {chr(44).join(near)})' if near else ''}.\n{error}"
         ) from error
     if not model.overrides:
         return config
     try:
-        source = inspect.getsource(sys.modules[find_head(config, own).__module__])
+        source = inspect.getsource(sys.modules[find_head(config, custom).__module__])
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{model.source}': {error}") from error
     require_fields(config, model.overrides, "model.overrides", source)
     try:
-        changed = type(config).from_dict(_merged(config, model.overrides))
+        changed = type(config).from_dict(_with_overrides(config, model.overrides))
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise RecipeError(
-            f"model.overrides: {type(config).__name__} refuses them together with the rest of '{model.source}': "
+            f"model.overrides: {type(config).__name__} refuses them in combination with the config of '{model.source}': "
             f"{one_line(error.__cause__ or error)}"
         ) from error
-    _require_taken(changed, model.overrides, "model.overrides")
+    _require_applied(changed, model.overrides, "model.overrides")
     return changed
 
 
 def _unknown_type(source: str) -> str | None:
-    """The model type in the config.json of a folder, if transformers has none of that name."""
+    """The model type in a folder's config.json, if transformers does not know it."""
     from transformers import CONFIG_MAPPING
 
     file = Path(source) / "config.json"
@@ -115,10 +115,10 @@ def _unknown_type(source: str) -> str | None:
 
 
 def require_fields(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str, source: str) -> None:
-    """Config classes keep whatever they are given; a name that nobody reads would be inactive in silence.
+    """Refuses overrides that no code reads: config classes keep any attribute, so they would silently do nothing.
 
     Args:
-        source: of the model, which may read fields that the class does not declare (`head_dim` of many).
+        source: the model's source code, which may read fields that the config class does not declare (`head_dim`, often).
     """
     for name, value in overrides.items():
         if not hasattr(config, name) and not re.search(rf"config\.{name}\b|config, \"{name}\"", source):
@@ -132,36 +132,36 @@ def require_fields(config: PreTrainedConfig, overrides: Mapping[str, Any], where
             require_fields(inner, value, f"{where}.{name}", source)
 
 
-def _merged(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config with some replaced, under the names that the class itself has for them."""
+def _with_overrides(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config with some replaced, by the class's own names (`attribute_map`)."""
     values = config.to_dict()
     for name, value in overrides.items():
         inner = getattr(config, name, None)
         if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
-            value = _merged(inner, value)
+            value = _with_overrides(inner, value)
         values[config.attribute_map.get(name, name)] = value
     return values
 
 
-def _require_taken(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
+def _require_applied(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
     for name, value in overrides.items():
         inner = getattr(config, name)
         if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
-            _require_taken(inner, value, f"{where}.{name}")
+            _require_applied(inner, value, f"{where}.{name}")
         elif not isinstance(value, Mapping | list) and inner != value:
-            raise RecipeError(f"{where}.{name} = {value!r}, but {type(config).__name__} made {inner!r} of it.")
+            raise RecipeError(f"{where}.{name} = {value!r}, but {type(config).__name__} changed it to {inner!r}.")
 
 
 def find_weights(model: ModelConfig) -> Path | str | None:
-    """Where weights come from: a folder, or the name of a model on the Hub; None: they are random. Fetches nothing."""
+    """Where weights come from: a folder, or a model name on the Hub; None: random weights. Downloads nothing."""
     if model.weights == "random":
         return None
     folder = Path(model.source if model.weights == "auto" else model.weights)
     if folder.is_dir():
-        if any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+        if any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
             return folder
         if model.weights != "auto":
-            raise RecipeError(f"model.weights = '{folder}' holds no safetensors.")
+            raise RecipeError(f"model.weights = '{folder}' contains no safetensors.")
         return None
     if model.weights != "auto":
         raise RecipeError(
@@ -173,7 +173,7 @@ def find_weights(model: ModelConfig) -> Path | str | None:
 
 
 def weights_folder(model: ModelConfig) -> Path | None:
-    """The folder that weights are loaded from, downloaded if they are on the Hub; None: they are random."""
+    """The folder to load weights from, downloaded if they are on the Hub; None: random weights."""
     found = find_weights(model)
     if not isinstance(found, str):
         return found
@@ -183,7 +183,7 @@ def weights_folder(model: ModelConfig) -> Path | None:
 
 
 def build_on_meta(recipe: Recipe) -> PreTrainedModel:
-    """The generated model of a recipe without memory, frozen where the recipe says so.
+    """The generated model of a recipe on the meta device, with the recipe's parameters frozen.
 
     Raises:
         RecipeError: no such model, or a pattern or target that matches none of its parameters.
@@ -195,75 +195,75 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
     objective, kind = choose.objective_of(recipe.objective), head_kinds.kind_of(head.__name__)
-    translates = kind == head_kinds.CONDITIONAL and objective.is_models_own and encoder_decoder.is_served(head)
-    if translates:
+    is_encoder_decoder = kind == head_kinds.CONDITIONAL and objective.is_models_own and encoder_decoder.is_served(head)
+    if is_encoder_decoder:
         head = encoder_decoder.on_rows(head)
     chosen = attention_choice.choose(recipe.model.attention, head, config, dtype=compute_dtype(recipe))
     if objective.head is not None:
-        head = _head_over(objective, head, config, recipe.objective.name)
-    elif kind is not None and not translates:
+        head = _task_head(objective, head, config, recipe.objective.name)
+    elif kind is not None and not is_encoder_decoder:
         raise RecipeError(
-            f"objective.name = {recipe.objective.name} is of a language model, and {head.__name__} ({kind}), for which the file "
-            f"{sys.modules[head.__module__].__file__} was made, is none. Sequence classification and reward models train with "
-            "objective.name = classification or reward, heads of tokens, answers and base models with token_classification, "
-            "question_answering and embedding, which make them of the causal head (--head). An encoder-decoder trains "
-            "if its loss is the seam causal_lm_loss; train others in another trainer (docs/tasks)."
+            f"objective.name = {recipe.objective.name} trains language models, but {sys.modules[head.__module__].__file__} was "
+            f"generated for {head.__name__} ({kind}). Generate the causal head; sequence classification and reward models train "
+            "from it with objective.name = classification or reward, token classification, question answering and base models "
+            "with token_classification, question_answering and embedding. An encoder-decoder trains if its loss is the seam "
+            "causal_lm_loss; train others in another trainer (docs/tasks)."
         )
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=chosen, dtype=dtype)
-    if how := recipe.model.separate_documents or translates:
-        model_calls.separate_documents(model, how)
+    if separate := recipe.model.separate_documents or is_encoder_decoder:
+        model_calls.separate_documents(model, separate)
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:
         optimizers.require_matches(model, recipe.optim.groups)
-    else:  # groups are of adapters, which are not there yet
+    else:  # optim.groups match adapter parameters, which do not exist yet
         lora_targets.find_targets(model, recipe.lora)
     return model.train()
 
 
-def _head_over(
+def _task_head(
     objective: choose.Objective, head: type[PreTrainedModel], config: PreTrainedConfig, name: str
 ) -> type[PreTrainedModel]:
-    """The head of an objective over a head's base model; tells its config how many classes there are, and of its dropout."""
+    """The objective's head on the base model of `head`; sets the number of classes and the dropout in the config."""
     if objective.scores is not None and config.num_labels != objective.scores:
         config.num_labels = objective.scores
     if objective.dropout is not None:
         config.classifier_dropout = objective.dropout
-    assert objective.head is not None, "asked for an objective that has one"
+    assert objective.head is not None, "the caller checks that the objective has a head"
     try:
         return head_over(objective.head, head, config)
     except UnknownHeadError as error:
         raise RecipeError(f"objective.name = {name}: {error}") from error
 
 
-def find_head(config: PreTrainedConfig, own: architecture.Heads = None) -> type[PreTrainedModel]:
-    """The generated head of a config, or of the part of it that is trained (the thinker of an omni model).
+def find_head(config: PreTrainedConfig, custom: architecture.CustomHeads = None) -> type[PreTrainedModel]:
+    """The generated head of a config, or of the sub-config that is trained (the thinker of an omni model).
 
     Args:
-        own: the code or the folder of generated models that the recipe names, whose heads come first.
+        custom: the recipe's custom architecture or generated models, which take precedence.
     """
-    unknown = None
-    for one in (config, *_sub_configs(config)):
-        if own is not None and (head := own.head(one)) is not None:
+    first_error = None
+    for candidate in (config, *_sub_configs(config)):
+        if custom is not None and (head := custom.head(candidate)) is not None:
             return head
         try:
-            return registry.find_head(one)
+            return registry.find_head(candidate)
         except registry.UnknownModelError as error:
-            unknown = unknown or error
-    assert unknown is not None, "at least the config itself was asked for"
-    raise unknown
+            first_error = first_error or error
+    assert first_error is not None, "the config itself is a candidate"
+    raise first_error
 
 
 def find_head_and_config(
-    config: PreTrainedConfig, own: architecture.Heads = None
+    config: PreTrainedConfig, custom: architecture.CustomHeads = None
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """`find_head`, and the config, or the part of it, that this head takes.
+    """`find_head`, and the config or sub-config that this head takes.
 
     Raises:
-        registry.UnknownModelError: no generated file has the head, or a model that it builds.
+        registry.UnknownModelError: no generated file has the head or a model that it builds.
     """
-    head = find_head(config, own)
+    head = find_head(config, custom)
     if head.config_class is not type(config):
         config = next(sub for sub in _sub_configs(config) if type(sub) is head.config_class)
     part_files(head, config)
@@ -275,31 +275,31 @@ def _sub_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def require_kernels(section: KernelsConfig) -> None:
-    """Refuses a kernel that the recipe names and that this machine cannot run.
+    """Refuses named kernels that this machine cannot run.
 
     Raises:
         RecipeError: with the reason.
     """
     for name in seams.names():
-        wanted = getattr(section, name)
-        reason = seams.unavailable(name, wanted) if wanted is not None else None
-        if reason is None and wanted == "triton" and not torch.cuda.is_available():
+        kernel = getattr(section, name)
+        reason = seams.unavailable(name, kernel) if kernel is not None else None
+        if reason is None and kernel == "triton" and not torch.cuda.is_available():
             from triton import knobs
 
             reason = None if knobs.runtime.interpret else "it needs a CUDA device"
         if reason is not None:
-            raise RecipeError(f"kernels.{name} = '{wanted}' cannot run here: {reason}.")
+            raise RecipeError(f"kernels.{name} = '{kernel}' cannot run here: {reason}.")
 
 
 def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:
-    """Selects the kernels; returns those that the recipe names or chooses, by seam.
+    """Selects the kernels; returns seam -> implementation.
 
     Raises:
-        RecipeError: an implementation that does not exist, or a seam that was named and that the model does not call.
+        RecipeError: an unknown implementation, or a named seam that the model does not call.
     """
     used, objective = report.seam_users(model), choose.objective_of(recipe.objective)
     choose.require_seam(objective, model, used)
-    if not objective.is_models_own:  # it computes from hidden states: no kernel of the next token's loss runs
+    if not objective.is_models_own:  # it computes from hidden states: no next-token loss kernel runs
         used.pop("causal_lm_loss", None)
     chosen = seams.for_training(used, {name: getattr(recipe.kernels, name) for name in seams.names()})
     try:
@@ -323,7 +323,7 @@ def parallel_config(section: ParallelSection, world: int) -> ParallelConfig:
 
 
 def compute_dtype(recipe: Recipe, device_type: str | None = None) -> torch.dtype:
-    """What layers compute in on a kind of device; default: a GPU if there is one."""
+    """The dtype that layers compute in on a device type; default: cuda if available."""
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     return _param_dtype(recipe.parallel, device_type) or getattr(torch, recipe.model.dtype)
 
@@ -348,7 +348,7 @@ def sharding_options(section: ParallelSection, device: torch.device) -> sharding
 
 
 def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> ShardedModel:
-    """The model of a recipe, sharded over the ranks, with its weights. Every rank must call it."""
+    """The model of a recipe, sharded over the ranks, with its weights (collective)."""
     model = build_on_meta(recipe)
     checkpointing.apply(model, recipe.parallel.activation_checkpointing)
     sharding.shard_model(model, state, options=sharding_options(recipe.parallel, device))
@@ -357,50 +357,50 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> S
     if folder is None:
         initialise(model, initial_names(model), seed=recipe.train.seed)
     else:
-        done = load_pretrained(model, folder, **may_differ(recipe, model), seed=recipe.train.seed)
+        loaded = load_pretrained(model, folder, **allowed_differences(recipe, model), seed=recipe.train.seed)
         if _is_first_rank():
-            print(done, flush=True)  # what was initialised or left out is told before it trains
-    return cast("ShardedModel", model)  # FSDP2 has changed its class in place
+            print(loaded, flush=True)  # reports what was initialised or left out
+    return cast("ShardedModel", model)
 
 
-def tell_padding(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Tells a head which token is padding, where its config does not say: upstream's classifiers find the last token by it."""
+def set_padding(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Sets a classifier's padding token, if its config has none: it is needed to find the last token."""
     text = model.config.get_text_config()
-    if isinstance(model, Learned) and text.pad_token_id is None and tokenizer is not None:
+    if isinstance(model, TaskHead) and text.pad_token_id is None and tokenizer is not None:
         text.pad_token_id = tokenizer.pad_token_id
 
 
-def may_differ(recipe: Recipe, model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Patterns of what the weights may lack and hold besides: a new head starts from another head's."""
+def allowed_differences(recipe: Recipe, model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Patterns of weights that may be missing or unexpected in the checkpoint: a new head starts from another head's."""
     missing, unexpected = recipe.model.allow_missing, ()
-    if isinstance(model, Learned):
-        missing, unexpected = missing + model.only_here, model.only_causal
+    if isinstance(model, TaskHead):
+        missing, unexpected = missing + model.new_weights, model.causal_only
     return {"allow_missing": missing, "allow_unexpected": unexpected}
 
 
 def is_from_checkpoint(recipe: Recipe, model: nn.Module) -> bool:
-    """Whether the whole model comes from a checkpoint, no new part of it random."""
-    return find_weights(recipe.model) is not None and not may_differ(recipe, model)["allow_missing"]
+    """Whether all weights come from a checkpoint, none are random."""
+    return find_weights(recipe.model) is not None and not allowed_differences(recipe, model)["allow_missing"]
 
 
 def initial_names(model: nn.Module) -> list[str]:
-    """All that a checkpoint of the model would hold: parameters, tied ones once, and persistent buffers."""
+    """The names that a checkpoint of the model contains: parameters, tied ones once, and persistent buffers."""
     saved = model.state_dict().keys()
     parameters = [name for name, _ in model.named_parameters()]
     return parameters + [name for name, _ in model.named_buffers() if name in saved]
 
 
-def check_model(recipe: Recipe, model: PreTrainedModel, state: ParallelState, wanted: Mapping[str, str]) -> str:
-    """What runs where, read from the live modules, after the check that slices compute what the whole computes."""
+def check_model(recipe: Recipe, model: PreTrainedModel, state: ParallelState, kernels: Mapping[str, str]) -> str:
+    """Checks that sequence slices compute what the full sequence does; returns a report of what runs where."""
     from patchgen.runtime.parallel import selfcheck
 
     with parallel.using(state):
         selfcheck.require_sliceable(model, state, vocab_size=model.config.get_text_config().vocab_size)
-    return report.describe(model, state, wanted, _kinds_of_attention(recipe) if _is_first_rank() else "")
+    return report.describe(model, state, kernels, _attention_by_layer(recipe) if _is_first_rank() else "")
 
 
-def _kinds_of_attention(recipe: Recipe) -> str:
-    """Which kinds of layers get which attention, where it is not one for all."""
+def _attention_by_layer(recipe: Recipe) -> str:
+    """Which kinds of layers get which attention; "" if there is one for all."""
     names = recipe.model.attention
     if names is None or names in attention.ORDER:
         return ""

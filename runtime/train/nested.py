@@ -9,17 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def flat(values: Mapping[str, Any] | Mapping[int, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested dicts and lists, as `--set` takes them."""
-    found = {}
+def flatten(values: Mapping[str, Any] | Mapping[int, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of nested dicts and lists, with keys as `--set` takes them."""
+    flattened = {}
     for key, value in values.items():
         inner = dict(enumerate(value)) if isinstance(value, list) else value
-        found |= flat(inner, f"{prefix}{key}.") if isinstance(inner, dict) and inner else {f"{prefix}{key}": value}
-    return found
+        is_nested = isinstance(inner, dict) and inner
+        flattened |= flatten(inner, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+    return flattened
 
 
 def section_type(kind: Any) -> type | None:
-    """The dataclass that an annotation names, alone, optional, in a tuple or by name."""
+    """The dataclass in an annotation: alone, optional, or in a tuple, list or dict."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return kind
     if typing.get_origin(kind) in (typing.Union, types.UnionType, tuple, list, dict):
@@ -28,17 +29,17 @@ def section_type(kind: Any) -> type | None:
 
 
 def set_at(values: dict[str, Any], key: str, value: Any) -> None:
-    """Sets `values["a"]["b"] = value` for the key `a.b`; numbers are places in lists, made as they are needed.
+    """Sets `values["a"]["b"] = value` for the key `a.b`; numbers are list indices; missing containers are created.
 
     Raises:
-        LookupError: there is no such place; the message says what stands there.
+        LookupError: there is no such key or index; the message says what is there.
     """
     *parents, last = key.split(".")
     inner: Any = values
     for part, following in zip(parents, [*parents[1:], last], strict=False):
         empty: Any = [] if following.isdigit() else {}
         if isinstance(inner, list):
-            _require_place(inner, part)
+            _require_index(inner, part)
             if int(part) == len(inner):
                 inner.append(empty)
             inner = inner[int(part)]
@@ -49,7 +50,7 @@ def set_at(values: dict[str, Any], key: str, value: Any) -> None:
         else:
             raise LookupError(f"the value above '{part}' is {inner!r}, which has no keys.")
     if isinstance(inner, list):
-        _require_place(inner, last)
+        _require_index(inner, last)
         inner[int(last) : int(last) + 1] = [value]
     elif isinstance(inner, dict):
         inner[last] = value
@@ -57,6 +58,6 @@ def set_at(values: dict[str, Any], key: str, value: Any) -> None:
         raise LookupError(f"the value above '{last}' is {inner!r}, which has no keys.")
 
 
-def _require_place(values: list, part: str) -> None:
+def _require_index(values: list, part: str) -> None:
     if not part.isdigit() or int(part) > len(values):
-        raise LookupError(f"'{part}' is not a place in a list of {len(values)}; {len(values)} appends to it.")
+        raise LookupError(f"'{part}' is not an index of a list of {len(values)}; {len(values)} appends to it.")

@@ -1,7 +1,7 @@
 """Parameter groups, optimizers, and the learning rate of a step.
 
-The schedule is a function of the step and of nothing else, so there is no scheduler whose state could be lost: each
-group keeps its peak as `peak_lr`, and `set_learning_rate` writes `peak_lr * factor(step)` before a step.
+The schedule is a function of the step alone, so there is no scheduler state to lose: each group has its peak as `peak_lr`,
+and `set_learning_rate` writes `peak_lr * factor(step)` before a step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def factor(step: int, config: OptimConfig, total: int) -> float:
         return (step + 1) / config.warmup_steps
     low = config.min_lr_ratio
     if config.schedule == "wsd":
-        left = total - step
-        return 1.0 if left > config.decay_steps else low + (1 - low) * left / max(1, config.decay_steps)
+        remaining = total - step
+        return 1.0 if remaining > config.decay_steps else low + (1 - low) * remaining / max(1, config.decay_steps)
     done = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
     if config.schedule == "linear":
         return low + (1 - low) * (1 - done)
@@ -49,8 +49,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
     return optimizer.param_groups[0]["lr"]
 
 
-class Together(torch.optim.Optimizer):
-    """Several optimizers of different parameters as one: their groups one after the other, their states in one dict."""
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one, with their groups concatenated and their states in one dict."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -60,23 +60,23 @@ class Together(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """A step of each."""
+        """Steps each optimizer."""
         for part in self.parts:
             part.step()
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Stops training the parameters that match; returns their names.
+    """Freezes the parameters that match; returns their names.
 
     Raises:
-        RecipeError: a pattern that matches nothing would freeze nothing in silence.
+        RecipeError: a pattern matches nothing, or nothing is left to train.
     """
     parameters = dict(model.named_parameters())
     frozen = []
     for pattern in patterns:
         names = fnmatch.filter(parameters, pattern)
         if not names:
-            raise RecipeError(f"model.freeze: '{pattern}' matches no parameter. {_some(parameters)}")
+            raise RecipeError(f"model.freeze: '{pattern}' matches no parameter. {_examples(parameters)}")
         frozen += names
     for name in frozen:
         parameters[name].requires_grad_(False)
@@ -94,81 +94,68 @@ def build(model: PreTrainedModel, config: OptimConfig) -> torch.optim.Optimizer:
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     require_matches(model, config.groups)
     matrices = _matrices(model, trained) if config.name == "muon" else {}
-    rest = {name: parameter for name, parameter in trained.items() if name not in matrices}
-    found: list[torch.optim.Optimizer] = []
+    others = {name: parameter for name, parameter in trained.items() if name not in matrices}
+    parts: list[torch.optim.Optimizer] = []
     if matrices:
         muon = getattr(torch.optim, "Muon", None)
         if muon is None:
             raise RecipeError(f"optim.name='muon' needs torch.optim.Muon, which torch {torch.__version__} lacks.")
         groups = parameter_groups(matrices, config, peak=config.muon_lr or config.lr)
-        found.append(
-            muon(
-                groups,
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                momentum=config.momentum,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
-    if rest:
-        groups = parameter_groups(rest, config, peak=config.lr)
-        adamw = adamw_for(next(iter(rest.values())))
-        found.append(adamw(groups, lr=config.lr, betas=config.betas, eps=config.eps))
-    return found[0] if len(found) == 1 else Together(found)
+        options = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
+        parts.append(muon(groups, adjust_lr_fn="match_rms_adamw", **options))
+    if others:
+        groups = parameter_groups(others, config, peak=config.lr)
+        adamw = adamw_for(next(iter(others.values())))
+        parts.append(adamw(groups, lr=config.lr, betas=config.betas, eps=config.eps))
+    return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
 def adamw_for(parameter: nn.Parameter) -> Callable[..., torch.optim.Optimizer]:
-    """The AdamW for parameters like this one: in one pass over memory, on GPUs by the kernel."""
-    by_kernel = parameter.is_cuda and failed_import("triton") is None
-    return AdamW if by_kernel else partial(torch.optim.AdamW, fused=True)
+    """The AdamW for parameters on this device: our kernel on GPUs with Triton, else torch's fused one."""
+    has_kernel = parameter.is_cuda and failed_import("triton") is None
+    return AdamW if has_kernel else partial(torch.optim.AdamW, fused=True)
 
 
 def parameter_groups(trained: dict[str, nn.Parameter], config: OptimConfig, *, peak: float) -> list[dict]:
-    """Groups of like learning rate, weight decay and mesh.
+    """Groups of equal learning rate, weight decay and mesh.
 
     torch's foreach and fused optimizers update a group in one call, and DTensors of one call must share their mesh.
     """
-    found: dict[tuple, list[nn.Parameter]] = {}
+    members_by_key: dict[tuple, list[nn.Parameter]] = {}
     for name, parameter in trained.items():
-        own = next((group for group in config.groups if fnmatch.fnmatch(name, group.pattern)), None)
-        lr = own.lr if own is not None and own.lr is not None else peak
-        decay = own.weight_decay if own is not None and own.weight_decay is not None else config.weight_decay
+        group = next((group for group in config.groups if fnmatch.fnmatch(name, group.pattern)), None)
+        lr = group.lr if group is not None and group.lr is not None else peak
+        decay = group.weight_decay if group is not None and group.weight_decay is not None else config.weight_decay
         if parameter.ndim < 2 and not config.decay_vectors:
             decay = 0.0
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        found.setdefault((lr, decay, mesh), []).append(parameter)
+        members_by_key.setdefault((lr, decay, mesh), []).append(parameter)
     return [
         {"params": members, "lr": lr, "peak_lr": lr, "weight_decay": decay}
-        for (lr, decay, _), members in found.items()
+        for (lr, decay, _), members in members_by_key.items()
     ]
 
 
 def _matrices(model: PreTrainedModel, trained: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """What Muon takes: matrices of layers. Embeddings and the head have rows of their own meaning; stacks of experts
-    have three dimensions, which torch's Muon refuses."""
-    ends = {
+    """The parameters for Muon: the matrices of layers, without embeddings and head, whose rows are tokens; torch's Muon
+    refuses the three dimensions of stacked experts."""
+    token_matrices = {
         id(parameter)
         for module in model.modules()
         if isinstance(module, nn.Embedding) or module is head_of(model)
         for parameter in module.parameters(recurse=False)
     }
-    return {
-        name: parameter for name, parameter in trained.items() if parameter.ndim == 2 and id(parameter) not in ends
-    }
+    return {name: p for name, p in trained.items() if p.ndim == 2 and id(p) not in token_matrices}
 
 
 def require_matches(model: nn.Module, groups: Iterable[GroupConfig]) -> None:
-    """Refuses groups that would be empty.
-
-    Raises:
-        RecipeError: a pattern matches no trained parameter.
-    """
+    """Raises RecipeError for a group whose pattern matches no trained parameter."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for group in groups:
         if not fnmatch.filter(trained, group.pattern):
-            raise RecipeError(f"optim.groups: '{group.pattern}' matches no trained parameter. {_some(trained)}")
+            raise RecipeError(f"optim.groups: '{group.pattern}' matches no trained parameter. {_examples(trained)}")
 
 
-def _some(parameters: dict[str, nn.Parameter]) -> str:
+def _examples(parameters: dict[str, nn.Parameter]) -> str:
     names = list(parameters)
-    return f"There are {len(names)}, among them {', '.join(names[:3] + names[-2:])}."
+    return f"There are {len(names)}, such as {', '.join(names[:3] + names[-2:])}."

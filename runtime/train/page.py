@@ -17,7 +17,7 @@ from patchgen.runtime.train.records import Listener, RunStart, StepRecord, Summa
 from patchgen.runtime.train.view import ENDINGS, headline
 
 PAGE = "index.html"
-SECONDS = 30.0  # between two writings of a page that runs
+SECONDS = 30.0  # between updates of a running page
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 240, 64, 28
 PLOTS = {
     "loss": "loss",
@@ -29,7 +29,7 @@ PLOTS = {
 
 
 class RunPage(Listener):
-    """Writes the page at the start, now and then, and at the end; until then it loads itself again in a browser."""
+    """Writes the page at the start, every `seconds`, and at the end; until then the browser reloads it."""
 
     def __init__(self, directory: Path, *, on_failed: str = "stop", seconds: float = SECONDS) -> None:
         self.directory, self.on_failed, self.seconds = directory, on_failed, seconds
@@ -49,7 +49,7 @@ class RunPage(Listener):
             write_png(run_log.read(self.directory), path)
 
     def _write(self, state: str, data: str = "", *, reload: bool = False) -> None:
-        """Replaces the page, so that a reader, or a kill, never meets half of one."""
+        """Replaces the page atomically: neither a reader nor a kill ever sees half of one."""
         text = page(self._start, state, data, run_log.read(self.directory), reload=self.seconds if reload else None)
         with run_log.writing(self.directory / PAGE, self.on_failed) as path:
             path.with_suffix(".new").write_text(text)
@@ -58,20 +58,21 @@ class RunPage(Listener):
 
 
 def page(start: RunStart, state: str, data: str, entries: list[dict[str, Any]], *, reload: float | None = None) -> str:
-    """The HTML of a run from the lines of its log; `reload`: seconds after which a browser loads it again."""
+    """The HTML of a run from its log entries; `reload`: seconds after which a browser reloads it."""
     environment = Environment(
         loader=PackageLoader("patchgen", "templates"), undefined=StrictUndefined, autoescape=True
     )
+    plots = {name: series(entries, key) for key, name in PLOTS.items()}
+    plots["evaluation loss"] = series(entries, "eval_loss")
+    plots |= {f"loss of {name}": points for name, points in losses_by_source(entries).items()}
     return environment.get_template("run_page.jinja").render(
         title=start.name,
         headline=headline(start),
         ending=state + (time.strftime(", %Y-%m-%d %H:%M:%S") if reload is not None else ""),
         reload=None if reload is None else max(1, round(reload)),
         figures=figures(entries),
-        plots=[svg(series(entries, key), name) for key, name in PLOTS.items() if len(series(entries, key)) > 1]
-        + ([svg(series(entries, "eval_loss"), "evaluation loss")] if len(series(entries, "eval_loss")) > 1 else [])
-        + [svg(points, f"loss of {name}") for name, points in losses_of_sources(entries).items() if len(points) > 1],
-        sources=totals_of_sources(entries),
+        plots=[svg(points, name) for name, points in plots.items() if len(points) > 1],
+        sources=totals_by_source(entries),
         data=data,
         report=start.report,
         recipe=json.dumps(start.recipe, indent=1),
@@ -101,7 +102,7 @@ def figures(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def series(entries: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    """(step, value) of the lines that have a finite value of this kind."""
+    """(step, value) of the entries with a finite value for this key."""
     return [
         (entry["step"], entry[key])
         for entry in entries
@@ -109,8 +110,8 @@ def series(entries: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     ]
 
 
-def losses_of_sources(entries: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """(step, loss) of each source, of the lines that have one."""
+def losses_by_source(entries: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Source -> (step, loss) of the entries that have one."""
     lines = [{"step": entry["step"], **entry["sources"]} for entry in entries if entry.get("sources")]
     names = dict.fromkeys(name for line in lines for name in line if name != "step")
     return {
@@ -119,8 +120,8 @@ def losses_of_sources(entries: list[dict[str, Any]]) -> dict[str, list[tuple[int
     }
 
 
-def totals_of_sources(entries: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Tokens and labels of each source in all steps of the log."""
+def totals_by_source(entries: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """(source, tokens, labels), summed over the log."""
     totals: dict[str, Counter] = {}
     for entry in entries:
         for name, figures in (entry.get("sources") or {}).items():
@@ -129,16 +130,16 @@ def totals_of_sources(entries: list[dict[str, Any]]) -> list[tuple[str, str, str
 
 
 def svg(points: list[tuple[int, float]], name: str) -> str:
-    """A line plot as inline SVG, with the smallest and largest value at its axes."""
+    """A line plot as inline SVG, labelled with the extreme values."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     low, high, first, last = min(ys), max(ys), min(xs), max(xs)
 
-    def place(x: float, y: float) -> str:
+    def to_pixels(x: float, y: float) -> str:
         right = LEFT + (x - first) / max(1, last - first) * (WIDTH - LEFT - 12)
         down = 12 + (high - y) / ((high - low) or 1) * (HEIGHT - BOTTOM - 24)
         return f"{right:.1f},{down:.1f}"
 
-    line = " ".join(place(x, y) for x, y in points)
+    line = " ".join(to_pixels(x, y) for x, y in points)
     base = HEIGHT - BOTTOM
     return (
         f'<figure><figcaption>{html.escape(name)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
@@ -150,15 +151,15 @@ def svg(points: list[tuple[int, float]], name: str) -> str:
     )
 
 
-def write_png(entries: list[dict[str, Any]], path: Path) -> bool:
-    """Draws loss and throughput; says so and returns False where matplotlib is not installed."""
+def write_png(entries: list[dict[str, Any]], path: Path) -> None:
+    """Draws loss and throughput, or prints that matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
         print(
             f"{path.name} is left out: matplotlib is not installed (`pip install matplotlib`). index.html has the plots."
         )
-        return False
+        return
     matplotlib.use("agg")
     from matplotlib import pyplot, ticker
 
@@ -176,4 +177,3 @@ def write_png(entries: list[dict[str, Any]], path: Path) -> bool:
     axes[-1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-    return True

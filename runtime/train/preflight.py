@@ -1,4 +1,4 @@
-"""Whether a recipe's model can train, decided before any rank starts: `patchgen train` refuses in the words of the proof.
+"""Whether a recipe's model can train, decided before any rank starts; refusals quote the verdict of the proof.
 
     model.source = 'some_model': proven, eager only: packed rows: other tokens in one document change the logits of others ...
 
@@ -7,7 +7,7 @@ Two questions, on the CPU, with models of a few thousand parameters:
     the type      is its head proven, as `patchgen verify` and `patchgen sweep` prove it?
     the recipe    does the config, small but with its own options, agree with upstream under what the recipe names?
 
-The answer is kept in ~/.cache/patchgen/preflight under everything that it depends on.
+The result is cached in ~/.cache/patchgen/preflight, keyed by everything it depends on.
 """
 
 from __future__ import annotations
@@ -50,31 +50,36 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 IMPLEMENTATIONS = ("torch", "chunked")
-"""Of the seams, beside those that a run selects: they need no compiler."""
+"""Seam implementations compared in addition to the run's own; they need no compiler."""
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was decided: the verdict, the attention that a run takes, whether it computes documents in rows of their own,
-    and the pairs of modalities that the model cannot tell apart in one row."""
+    """The verdict, and what was decided for the run.
+
+    Attributes:
+        attention: the attention of each kind of layer.
+        separates_documents: whether each packed document is computed in its own row.
+        separate_pairs: modalities that must not share a row.
+    """
 
     status: str
     reason: str
     attention: Names
     separates_documents: Separated = False
-    apart: tuple[modalities.Pair, ...] = ()
+    separate_pairs: tuple[modalities.Pair, ...] = ()
 
     @property
     def refusal(self) -> str:
-        """The words of the verdict; empty if the model can train."""
+        """The verdict as text; empty if the model can train."""
         return "" if self.status == verdict.PROVEN else verdict.Verdict(self.status, self.reason).words
 
 
 def require_trainable(recipe: Recipe) -> Recipe:
-    """The recipe with its attention decided, and whether documents are computed in rows of their own.
+    """The recipe with its attention, document separation and modality separation decided.
 
     Raises:
-        RecipeError: the model cannot train, in one sentence.
+        RecipeError: the model cannot train.
     """
     if (teacher := teacher_recipe(recipe)) is not None:
         recipe = replace(recipe, teacher=require_trainable(teacher).model)
@@ -86,28 +91,27 @@ def require_trainable(recipe: Recipe) -> Recipe:
     found = examine(recipe)
     if found.refusal:
         raise RecipeError(f"model.source = '{recipe.model.source}': {found.refusal}")
-    apart = found.separates_documents or recipe.model.separate_documents or False
-    if apart and recipe.parallel.sp > 1:
+    separate = found.separates_documents or recipe.model.separate_documents or False
+    if separate and recipe.parallel.sp > 1:
         raise RecipeError(
-            f"parallel.sp = {recipe.parallel.sp}: '{recipe.model.source}' computes each packed document in a row of its "
-            "own, for nothing tells it where documents end, and a slice of a packed row cannot be taken apart. Train it "
-            "with sp: 1."
+            f"parallel.sp = {recipe.parallel.sp}: '{recipe.model.source}' takes no document bounds, so each packed document is "
+            "computed in its own row, and a slice of a packed row cannot be split into documents. Set parallel.sp: 1."
         )
     layout = recipe.parallel
     if (layout.sp > 1 or layout.ep > 1) and (refusal := _refusal_on_ranks(recipe, found.attention)):
-        told = f"parallel.sp = {layout.sp}" if layout.sp > 1 else f"parallel.ep = {layout.ep}"
-        raise RecipeError(f"{told}: '{recipe.model.source}': {refusal}")
+        key = f"parallel.sp = {layout.sp}" if layout.sp > 1 else f"parallel.ep = {layout.ep}"
+        raise RecipeError(f"{key}: '{recipe.model.source}': {refusal}")
     if found.separates_documents and recipe.model.separate_documents is False:
         raise RecipeError(
-            f"model.separate_documents = false: in packed rows '{recipe.model.source}' would see other documents. Leave it "
-            "out."
+            f"model.separate_documents = false: in packed rows '{recipe.model.source}' would see other documents. Remove "
+            "the key."
         )
-    recipe = modalities.with_apart(recipe, found.apart)
-    return replace(recipe, model=replace(recipe.model, attention=found.attention, separate_documents=apart))
+    recipe = modalities.with_separate_pairs(recipe, found.separate_pairs)
+    return replace(recipe, model=replace(recipe.model, attention=found.attention, separate_documents=separate))
 
 
 def _refusal_on_ranks(recipe: Recipe, name: Names) -> str:
-    """What a small form of the model says to several ranks, or to a slice of a sequence, under the attention of the run."""
+    """Why a small form of the model refuses several ranks, or sequence slices, with the run's attention; "" if it does not."""
     head, config = _head(recipe)
     name = cpu_attention(name, asked_of_attention(head, config), config)
     attention.register()
@@ -117,7 +121,7 @@ def _refusal_on_ranks(recipe: Recipe, name: Names) -> str:
 
 
 def examine(recipe: Recipe) -> Preflight:
-    """Decides, or reads what was decided before.
+    """The decision, from the cache if possible.
 
     Raises:
         RecipeError: there is no such model, or none was generated.
@@ -131,7 +135,7 @@ def examine(recipe: Recipe) -> Preflight:
     if path.is_file():
         return Preflight(**json.loads(path.read_text(encoding="utf-8")))
     found, asked = _decide(head, config, recipe.model.attention, named, media=media)
-    if not found.refusal:  # a small form has small heads
+    if not found.refusal:  # chosen again for the real head size, which the small form does not have
         found = replace(found, attention=attention_choice.choose(recipe.model.attention, head, config, asked, dtype))
     if media and not found.refusal:
         found = with_modalities(found, head, config)
@@ -141,16 +145,16 @@ def examine(recipe: Recipe) -> Preflight:
         temporary.write_text(json.dumps(asdict(found)), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        warnings.warn(f"The verdict was not kept and is found anew at each start (seconds): {error}", stacklevel=2)
+        warnings.warn(f"The verdict cannot be cached and is computed at each start (seconds): {error}", stacklevel=2)
     return found
 
 
 def _head(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The generated head and the config, or part of it, that it takes."""
+    """The generated head, and the config or sub-config that it takes."""
     config = models.read_config(recipe.model)
     try:
         return models.find_head_and_config(config, architecture.register(recipe.model))
-    except ImportError as error:  # of a package that upstream's own code wants
+    except ImportError as error:  # a package that upstream's code needs
         reason = f"upstream's own class fails: {type(error).__name__}: {error}"
         words = verdict.Verdict(verdict.GENERATED, verdict.one_line(reason)).words
         raise RecipeError(f"model.source = '{recipe.model.source}': {words}") from error
@@ -159,8 +163,8 @@ def _head(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
         if isinstance(error, ReleaseMismatch | UnknownPartError):
             raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
         raise RecipeError(
-            f"model.source = '{recipe.model.source}': no generated model takes a {type(config).__name__}; make one with "
-            f"`patchgen generate {kind}`, which says why where it cannot."
+            f"model.source = '{recipe.model.source}': no generated model takes a {type(config).__name__}. Generate one with "
+            f"`patchgen generate {kind}`, which gives the reason if it cannot."
         ) from error
 
 
@@ -172,11 +176,11 @@ def _decide(
     *,
     media: bool,
 ) -> tuple[Preflight, tuple[Kind, ...]]:
-    """The verdict, and what each kind of layer asks of its attention."""
-    generated = architecture.generated_of(head)
+    """The verdict, and the attention features that each kind of layer needs."""
+    generated = architecture.generated_model_of(head)
     upstream_class = _upstream_class(generated, head)
     if upstream_class is not None:
-        found, training = _of_type(generated, head)
+        found, training = _type_verdict(generated, head)
         if found.status != verdict.PROVEN:
             return Preflight(found.status, found.reason, ""), ()
         if training is not None and not named_attention and not any(named_seams.values()) and _is_default(config):
@@ -196,58 +200,58 @@ def _decide(
 
 
 def with_modalities(found: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:
-    """The same decision, with the pairs of modalities that the model cannot tell apart in one row."""
-    reference = _upstream_class(architecture.generated_of(head), head) or head
-    apart = modalities.kept_apart(
+    """The same decision, with the pairs of modalities that must not share a row."""
+    reference = _upstream_class(architecture.generated_model_of(head), head) or head
+    pairs = modalities.separate_pairs(
         reference,
         head,
         _small(reference, config),
         attention_name=found.attention,
         separates_documents=found.separates_documents,
     )
-    return replace(found, apart=apart)
+    return replace(found, separate_pairs=pairs)
 
 
 def _upstream_class(generated: registry.GeneratedModel, head: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
-    """The class that a head was made from; None: `model.code` is the generated folder itself, without what it was made from."""
-    if generated.is_own and generated.source is None:
+    """The class that a head was generated from; None: `model.code` is the generated folder, without its source."""
+    if generated.is_from_user_file and generated.source is None:
         return None
     return getattr(generated.upstream(), head.__name__)
 
 
-def _of_type(
+def _type_verdict(
     generated: registry.GeneratedModel, head: type[PreTrainedModel]
 ) -> tuple[verdict.Verdict, Mapping[str, Any] | None]:
-    """The verdict on a head, and the record of its training path: that beside its file if it holds here, else made now."""
+    """The verdict on a head and the record of its training path: the recorded one if it applies here, else computed now."""
     assert head.config_class is not None, "a generated head names its configuration"
     recorded = report.read_training(generated.directory, generated.file, head.__name__)
-    if recorded is not None and _is_of_this_choice(recorded, head.config_class):
+    if recorded is not None and _has_current_attention(recorded, head.config_class):
         return verdict.Verdict(verdict.PROVEN), recorded
     found, proof = judge(generated, head=head.__name__, implementations=IMPLEMENTATIONS)
     path = proof.training if proof is not None else None
     return found, report.training_record(path) if path is not None else None
 
 
-def _is_of_this_choice(recorded: Mapping[str, Any], config_class: type[PreTrainedConfig]) -> bool:
-    """Whether the CPU would still choose what a recorded comparison ran with."""
+def _has_current_attention(recorded: Mapping[str, Any], config_class: type[PreTrainedConfig]) -> bool:
+    """Whether a recorded comparison ran with the attention that would be chosen on a CPU now."""
     chosen = attention_kinds.choose(report.read_kinds(recorded), small_config(config_class).config, device_type="cpu")
     return chosen == recorded["compared_with"]
 
 
 def _is_default(config: PreTrainedConfig) -> bool:
-    """Whether the small form of a config is the one that its type was proven with."""
+    """Whether a config shrinks to the one that its type was proven with."""
     return shrink(config).config.to_dict() == small_config(type(config)).config.to_dict()
 
 
 def _small(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """The small form of a config, or, with a warning, that of its class where the model refuses it beside small sizes."""
+    """The small form of a config; with a warning the default one of its class, if the model refuses it at small sizes."""
     try:
         small = shrink(config).config
         train_step(build_model(model_class, small), text_cases(small, model_class)[0])
     except UPSTREAM_REFUSALS as refusal:
         warnings.warn(
             f"This config cannot be compared at small sizes ({verdict.one_line(f'{type(refusal).__name__}: {refusal}')}): "
-            f"the proof before the run is that of {type(config).__name__} with its defaults, not of the options set here.",
+            f"the proof before the run uses {type(config).__name__} with its defaults, not the options set here.",
             stacklevel=2,
         )
         return small_config(type(config)).config
@@ -255,8 +259,8 @@ def _small(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreT
 
 
 @functools.cache
-def _code() -> str:
-    """A hash of the runtime and its kernels: what compares, and what is compared."""
+def _code_hash() -> str:
+    """A hash of runtime and kernels, which both the comparison and the compared model run on."""
     digest = hashlib.sha256()
     for folder in ("runtime", "kernels"):
         for path in sorted((Path(attention.__file__).parents[1] / folder).glob("**/*.py")):
@@ -273,18 +277,18 @@ def _key(
     dtype: torch.dtype,
 ) -> str:
     modules = [architecture.file_of(head), *part_files(head, config)]
-    files = [file for one in modules for file in sorted(one.parent.glob("*.py"))]  # with a configuration of one's own
+    files = [file for module in modules for file in sorted(module.parent.glob("*.py"))]  # with custom configurations
     parts = {
         "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
         "head": head.__name__,
-        "compared": _upstream_class(architecture.generated_of(head), head) is not None,
+        "compared": _upstream_class(architecture.generated_model_of(head), head) is not None,
         "config": config.to_dict(),
         "attention": named_attention,
         "usable": [name for name, backend in BACKENDS.items() if backend.unavailable() is None],
         "seams": dict(named_seams),
         "media": media,
         "dtype": str(dtype),
-        "code": _code(),
+        "code": _code_hash(),
         "versions": [torch.__version__, transformers.__version__],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -1,10 +1,10 @@
-"""A recipe: everything that decides a training run, as frozen, checked dataclasses.
+"""A recipe: everything that defines a training run, as frozen, validated dataclasses.
 
     recipe = load(Path("recipes/qwen3_moe_toy.yaml"), {"parallel.ep": "2"})      # YAML and --set
     recipe = Recipe(model=ModelConfig(source="qwen3_moe"), data=DataConfig(...))  # or the same in Python
     print(to_yaml(recipe))                                                        # with every default
 
-A key that does not exist is refused with the nearest that does; a value out of range is refused with the range.
+An unknown key is refused with the nearest known one; a value out of range is refused with the range.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True, config=STRICT)
 class Recipe:
-    """A whole recipe.
+    """A complete recipe.
 
     Attributes:
         model: what is trained.
         data: what it is trained on.
         parallel: how ranks share the work.
         kernels: which implementation serves each seam.
-        objective: what is learned.
+        objective: the training objective.
         optim: the optimizer.
         train: the loop.
         checkpoint: what is saved.
@@ -59,7 +59,7 @@ class Recipe:
         lora: null, or adapters instead of the whole model.
         teacher: null, or the model that the objective learns from; the keys of `model`.
         eval_data: null, or what evaluations read.
-        inputs: rules of inputs that no table knows, by their names: what a processor or a transform of one's own makes.
+        inputs: name -> packing rule, for model inputs of a custom processor or transform that have no built-in rule.
         name: of the run; by default that of the recipe's file.
     """
 
@@ -102,7 +102,7 @@ class Recipe:
 
     @property
     def directory(self) -> Path:
-        """Where the run lies."""
+        """The folder of the run."""
         return Path(self.log.directory or f"runs/{self.name}")
 
 
@@ -120,49 +120,50 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """
     if not path.is_file():
         near = sorted(str(other) for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        raise RecipeError(f"There is no recipe {path}." + (f" Beside it: {', '.join(near)}." if near else ""))
+        raise RecipeError(f"There is no recipe {path}." + (f" In that folder: {', '.join(near)}." if near else ""))
     try:
-        values = yaml.load(path.read_text(), _EachKeyOnce) or {}
+        values = yaml.load(path.read_text(), _UniqueKeyLoader) or {}
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
-        raise RecipeError(f"{path} must hold sections ({', '.join(_names(Recipe))}), not a {type(values).__name__}.")
+        names = ", ".join(field.name for field in dataclasses.fields(Recipe))
+        raise RecipeError(f"{path} must contain sections ({names}), not a {type(values).__name__}.")
     values.setdefault("name", path.stem)
     for key, value in (overrides or {}).items():
         try:
-            set_at(values, key, _read(key, value) if isinstance(value, str) else value)
+            set_at(values, key, _parse(key, value) if isinstance(value, str) else value)
         except LookupError as error:
             raise RecipeError(f"--set {key}: {error.args[0]}") from error
     if isinstance(model := values.get("model"), dict) and not model.keys() & {"code", "trust_remote_code"}:
         try:
-            values["model"] = project.code() | model
+            values["model"] = project.model_settings() | model
         except ValueError as error:
             raise RecipeError(str(error)) from error
     return from_dict(values, where=str(path))
 
 
-class _EachKeyOnce(yaml.SafeLoader):
-    """YAML in which a duplicated key is an error: plain readers silently keep the last."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses duplicated keys, of which a plain loader silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge")]
-        for place, key in enumerate(keys):
-            if key.value in {other.value for other in keys[:place]}:
+        for index, key in enumerate(keys):
+            if key.value in {other.value for other in keys[:index]}:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key '{key.value}' is duplicated", key.start_mark
                 )
         return super().construct_mapping(node, deep)
 
 
-def _read(key: str, text: str) -> Any:
+def _parse(key: str, text: str) -> Any:
     try:
-        return yaml.load(text, _EachKeyOnce)
+        return yaml.load(text, _UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise RecipeError(f"--set {key}: '{text}' is not YAML: {error}") from error
 
 
 def from_dict(values: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
-    """The recipe of nested dicts, as `to_dict` makes them."""
+    """The recipe from nested dicts, as `to_dict` returns them."""
     try:
         return TypeAdapter(Recipe).validate_python(values)
     except ValidationError as error:
@@ -171,7 +172,7 @@ def from_dict(values: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, str]:
-    """`["a.b=c", ...]`, as `--set` takes them, to dotted key -> text."""
+    """Dotted key -> text, from the `key=value` arguments of `--set`."""
     found = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
@@ -192,7 +193,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
-    """One problem of pydantic's as a sentence: where, what is wrong, what there is instead."""
+    """One of pydantic's errors as a sentence: where, what is wrong, what to write instead."""
     path = [str(part) for part in problem["loc"]]
     where = ".".join(path) or "the recipe"
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -202,25 +203,25 @@ def _explain(problem: Mapping[str, Any]) -> str:
         elsewhere = [key for key in keys if key.rpartition(".")[2] == path[-1]]
         near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.75) or elsewhere[:1]
         near = near or difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.5)
-        there_are = f" There are: {', '.join(siblings)}." if not near else f" Did you mean {near[0]}?"
-        return f"{where}: no such key.{there_are}"
+        hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(siblings)}."
+        return f"{where}: no such key.{hint}"
     if problem["type"] in ("missing", "missing_argument"):
-        return f"{where}: must be given."
+        return f"{where}: required."
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}" if path else str(problem["ctx"]["error"])
     message = problem["msg"][0].lower() + problem["msg"][1:]
     keys = dict(all_keys())
     parent = _parent(path, keys)
-    takers = [
+    accepting = [
         key
         for key, kind in keys.items()
         if key.rpartition(".")[0] == parent and problem["input"] in typing.get_args(kind)
     ]
-    return f"{where}: {message}, not {problem['input']!r}." + (f" {takers[0]} takes it." if takers else "")
+    return f"{where}: {message}, not {problem['input']!r}." + (f" {accepting[0]} takes it." if accepting else "")
 
 
 def _parent(path: list[str], keys: Collection[str]) -> str:
-    """The section that a key stands in, as `all_keys` calls it."""
+    """The section of a key, by its name in `all_keys`."""
     parts: list[str] = []
     for part in path[:-1]:
         is_name = any(key.startswith(".".join([*parts, "NAME", ""])) for key in keys)
@@ -232,18 +233,14 @@ def _parent(path: list[str], keys: Collection[str]) -> str:
 
 
 def all_keys() -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a recipe with its annotation; `0` stands for the place in a list, `NAME` for a name."""
+    """Every dotted key of a recipe with its annotation; `0` stands for any list index, `NAME` for any dict key."""
 
     def walk(kind: type, prefix: str) -> Iterator[tuple[str, Any]]:
         for name, annotation in typing.get_type_hints(kind, include_extras=True).items():
             yield prefix + name, annotation
             inner = section_type(annotation)
             if inner is not None:
-                place = {tuple: ".0", list: ".0", dict: ".NAME"}.get(typing.get_origin(annotation), "")
-                yield from walk(inner, f"{prefix}{name}{place}.")
+                index = {tuple: ".0", list: ".0", dict: ".NAME"}.get(typing.get_origin(annotation), "")
+                yield from walk(inner, f"{prefix}{name}{index}.")
 
     yield from walk(Recipe, "")
-
-
-def _names(kind: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]

@@ -1,4 +1,4 @@
-"""What a run tells those who look at it."""
+"""The events of a run, and the listener that receives them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from patchgen.runtime.train.sources import SourceFigures
 
 
 class TrainingStopped(RuntimeError):
-    """The run cannot go on: its gradients are not finite, or its disk takes no more."""
+    """The run cannot continue: its gradients are not finite, or its disk is full."""
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Once, before the first step.
+    """Sent once, before the first step.
 
     Attributes:
         report: what runs where, as text.
-        first_step: steps taken before, by an earlier start of the same run.
+        first_step: steps taken by earlier starts of the same run.
     """
 
     name: str
@@ -38,16 +38,16 @@ class StepRecord:
 
     Attributes:
         step: 1 is the first.
-        loss: mean over all labels of the step, before its update; with the router loss where the model adds it.
+        loss: mean over all labels of the step, before its update; includes the router loss if the model adds it.
         grad_norm: over all parameters, before clipping.
         lr: of the first parameter group.
         tokens, labels: of all ranks; padding counts as tokens, not as labels.
         seconds: from the start of the step to the end of the next one's preparation.
         tflops: model TFLOP/s per device (flops.py); mfu: as a share of the device's peak, None if that is not known.
-        peak_memory_gib: the most that was allocated on this device so far.
-        expert_load: slots of the busiest expert of any layer, as a multiple of the even share; since the last reading.
+        peak_memory_gib: peak allocation on this device so far.
+        expert_load: load of the busiest expert of any layer, as a multiple of the even share; since the last reading.
         skipped: a gradient was not finite and the step was not taken.
-        sources: the figures of each source of the data by its name; None: there is one.
+        sources: data source -> its figures; None: there is only one source.
     """
 
     step: int
@@ -68,7 +68,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation after `step` steps: the mean loss per label, and of each source where there are several."""
+    """One evaluation after `step` steps: the mean loss per label, overall and for each of several sources."""
 
     step: int
     loss: float
@@ -82,9 +82,9 @@ class Summary:
     """How a run ended.
 
     Attributes:
-        reason: "steps": all were taken; "data": there were no more; "stop": somebody asked (Ctrl-C, SIGTERM).
+        reason: "steps": all steps taken; "data": the data ended; "stop": requested by Ctrl-C or SIGTERM.
         export: the folder with the trained model, or None.
-        data: what the loader made of its samples, in one line.
+        data: the loader's summary of used and dropped samples.
     """
 
     steps: int
@@ -95,7 +95,7 @@ class Summary:
 
 
 class Listener:
-    """Receives training events (rank 0). Override what you need; all of it is called between steps."""
+    """Receives training events (rank 0), between steps. Override what you need."""
 
     def on_start(self, start: RunStart) -> None:
         """Before the first step."""
@@ -107,7 +107,7 @@ class Listener:
         """After each evaluation."""
 
     def on_end(self, summary: Summary) -> None:
-        """At the end, however it came, except by an error."""
+        """At the end, unless an error ended the run."""
 
     def close(self) -> None:
         """After everything else, errors included."""

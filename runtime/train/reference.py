@@ -39,13 +39,13 @@ def text() -> str:
 
 
 def tables(kind: type) -> list[str]:
-    """The table of a section, then those of the types that its lists hold."""
+    """The table of a section, then those of its nested types."""
     hints, about = typing.get_type_hints(kind, include_extras=True), descriptions(kind)
     lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     inner = []
     for field in dataclasses.fields(kind):
-        shown = f"`{field.name}`", type_text(hints[field.name]), f"`{default_text(field)}`", about[field.name]
-        lines.append("| " + " | ".join(part.replace("|", "\\|") for part in shown) + " |")
+        cells = f"`{field.name}`", type_text(hints[field.name]), f"`{default_text(field)}`", about[field.name]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         section = section_type(hints[field.name])
         if section is not None:
             inner += [f"Each of `{field.name}`:\n", *tables(section)]
@@ -53,7 +53,7 @@ def tables(kind: type) -> list[str]:
 
 
 def descriptions(kind: type) -> dict[str, str]:
-    """What each field means, by the entry of the class's docstring."""
+    """Field -> its entry under Attributes in the class's docstring."""
     documented = inspect.getdoc(kind) or ""
     entries = re.split(r"\n {4}(?=\w+: )", "\n" + documented.partition("Attributes:")[2].strip("\n"))
     found = {}
@@ -67,7 +67,7 @@ def descriptions(kind: type) -> dict[str, str]:
 
 
 def type_text(kind: Any) -> str:
-    """A type as people write it, with its range."""
+    """A type in words, with its range."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         limits = [limit for info in arguments[1:] for limit in getattr(info, "metadata", [])]
@@ -93,7 +93,7 @@ def type_text(kind: Any) -> str:
 
 
 def default_text(field: dataclasses.Field) -> str:
-    """The default of a field as YAML has it."""
+    """The default of a field as YAML."""
     value = field.default
     if isinstance(value, FieldInfo):
         value = value.get_default(call_default_factory=True)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as the trainer keeps them: continued from, saved while it goes on, and failing as its recipe says."""
+"""The checkpoints of a run: resuming, saving, and handling failed saves as the recipe says."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from patchgen.runtime.train import continuing, setup
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
 
 FAILED_SAVE_SECONDS = 10.0
-"""How long a run that ends by an error waits for a save that still writes: its ranks may wait for one that is gone."""
+"""How long a failing run waits for an unfinished save, whose ranks may be waiting for a dead one."""
 
 
 class RunCheckpoints:
-    """What is saved of a run. Every rank has one, and every rank makes each call.
+    """Loads and saves the checkpoints of a run; every method is collective.
 
     Attributes:
         saved_step: the step of the newest save; 0: there is none.
@@ -33,13 +33,13 @@ class RunCheckpoints:
         self.saved_step = 0
 
     def resume(self) -> dict[str, Any]:
-        """Continues from the newest unchanged checkpoint of the run, if there is one; returns the loader's position.
+        """Resumes from the newest intact checkpoint of the run, if there is one; returns the loader's position.
 
         Raises:
-            RecipeError: on all ranks, it was made with what cannot be continued by this recipe.
+            RecipeError: on all ranks, if this recipe cannot continue the checkpoint.
         """
         found: tuple[int | None, str, str] = (None, "", "")
-        if dist.get_rank() == 0:  # what it sees on the disk counts for all
+        if dist.get_rank() == 0:  # decides for all ranks
             try:
                 found = self.checkpointer.latest(), continuing.changes(self.recipe), ""
             except RecipeError as error:
@@ -52,18 +52,18 @@ class RunCheckpoints:
         if changed and dist.get_rank() == 0:
             print(changed, flush=True)
         groups = self.optimizer.param_groups
-        wanted = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        from_recipe = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         saved = self.checkpointer.load(model=self.model, optimizer=self.optimizer)
-        for group, options in zip(groups, wanted, strict=True):
-            group.update(options)  # the recipe decides, changed or not since then
-        own = saved["rank"]["loader"] if saved["rank"] is not None else None
-        position = self.loader.position_of(own, lambda: [rank["loader"] for rank in saved["ranks"]])
+        for group, options in zip(groups, from_recipe, strict=True):
+            group.update(options)  # the current recipe overrides the saved options
+        this_rank = saved["rank"]["loader"] if saved["rank"] is not None else None
+        position = self.loader.position_of(this_rank, lambda: [rank["loader"] for rank in saved["ranks"]])
         self.saved_step = saved["step"]
         self.loader.load_state_dict(position)
         return position
 
     def save(self, step: int, position: dict[str, Any], *, asynchronous: bool) -> None:
-        """A checkpoint of this moment: `position` is that of the data whose steps were taken."""
+        """Saves a checkpoint; `position` is the loader's after the steps taken so far."""
         with watch.paused():
             self.settle()
             try:
@@ -76,19 +76,19 @@ class RunCheckpoints:
                     asynchronous=asynchronous,
                 )
             except CheckpointError as error:
-                self._go_on_without(error)
+                self._handle_failure(error)
                 return
         self.saved_step = step
 
     def settle(self) -> None:
-        """Waits for the save that still writes; one that failed ends the run, or not, as the recipe says."""
+        """Waits for an unfinished save; a failed one ends the run, or not, as the recipe says."""
         try:
             self.checkpointer.wait()
         except CheckpointError as error:
-            self._go_on_without(error)
+            self._handle_failure(error)
 
-    def _go_on_without(self, error: CheckpointError) -> None:
-        """Tells of a save that failed; all ranks have the same error.
+    def _handle_failure(self, error: CheckpointError) -> None:
+        """Reports a failed save; all ranks have the same error.
 
         Raises:
             CheckpointError: `checkpoint.on_failed` is to stop.
@@ -97,10 +97,10 @@ class RunCheckpoints:
             raise error
         self.saved_step = max(self.checkpointer.complete()[-1:], default=0)
         if dist.get_rank() == 0:
-            print(f"{error}\nThe run goes on without it (checkpoint.on_failed: continue).", flush=True)
+            print(f"{error}\nThe run continues without it (checkpoint.on_failed: continue).", flush=True)
 
-    def tell_failed(self, kind: type | None, error: BaseException | None, _trace: object) -> None:
-        """When the run ends by an error: what went wrong in a save behind it, which nobody asks for any more."""
+    def print_failed_save(self, kind: type | None, error: BaseException | None, _trace: object) -> None:
+        """An exit callback: if an error ends the run, prints the failure of a save in the background."""
         failed = self.checkpointer.failure(FAILED_SAVE_SECONDS) if kind is not None else None
         if failed is not None and failed is not error and dist.get_rank() == 0:
             print(failed, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""One run at a time in a directory: a second one would train the same steps and remove the first one's files.
+"""A lock on the run directory: a second run would train the same steps and remove the first one's files.
 
-The lock is the system's own, on `.lock`: it ends with the process that holds it, however that ends, so what a killed run
-leaves holds up nobody. `running.json` says who has it.
+It is an operating system lock on `.lock`, released when its process ends in any way, so a killed run blocks nobody.
+`running.json` names the process that has it.
 """
 
 from __future__ import annotations
@@ -20,35 +20,31 @@ from filelock import FileLock, Timeout
 from patchgen.runtime.parallel.collectives import object_of
 from patchgen.runtime.train.recipe import RecipeError
 
-LOCK, HOLDER = ".lock", "running.json"
+LOCK, OWNER = ".lock", "running.json"
 RESTART_SECONDS = 60.0
-"""How long ranks that were started again wait for those before them to be gone, on another machine perhaps."""
+"""How long restarted ranks wait for the previous ones to exit, maybe on another machine."""
 
 
 def require_free(directory: Path) -> None:
-    """Refuses a directory that a run is in.
-
-    Raises:
-        RecipeError: naming it.
-    """
+    """Raises RecipeError if another run uses the directory."""
     if directory.is_dir():
-        _take(directory, timeout=0).release()
+        _acquire(directory, timeout=0).release()
 
 
 @contextlib.contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """Holds a run's directory. Every rank calls it; rank 0 has the lock for all.
+def locked(directory: Path) -> Iterator[None]:
+    """Locks a run's directory (collective; rank 0 acquires the lock for all).
 
     Raises:
-        RecipeError: on all ranks, another run is in it.
+        RecipeError: on all ranks, if another run uses it.
     """
     lock, refusal = None, ""
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            lock = _take(directory, RESTART_SECONDS if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else 0)
+            lock = _acquire(directory, RESTART_SECONDS if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else 0)
             since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            about = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
-            (directory / HOLDER).write_text(json.dumps(about) + "\n")
+            owner = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
+            (directory / OWNER).write_text(json.dumps(owner) + "\n")
         except RecipeError as error:
             refusal = str(error)
     if refusal := object_of(refusal):
@@ -57,26 +53,26 @@ def held(directory: Path) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
-            (directory / HOLDER).unlink(missing_ok=True)
+            (directory / OWNER).unlink(missing_ok=True)
             lock.release()
 
 
-def _take(directory: Path, timeout: float) -> FileLock:
+def _acquire(directory: Path, timeout: float) -> FileLock:
     directory.mkdir(parents=True, exist_ok=True)
     lock = FileLock(directory / LOCK)
     try:
         lock.acquire(timeout=timeout)
     except Timeout:
         raise RecipeError(
-            f"{directory} is in use: {_holder(directory)} trains there. Wait for it, stop it, or name another "
-            f"log.directory. (If no such process is there, the disk keeps locks of its own: remove {directory / LOCK}.)"
+            f"{directory} is in use: {_owner(directory)} trains there. Wait for it, stop it, or name another "
+            f"log.directory. (If no such process exists, the file system has kept the lock: remove {directory / LOCK}.)"
         ) from None
     return lock
 
 
-def _holder(directory: Path) -> str:
+def _owner(directory: Path) -> str:
     try:
-        about = json.loads((directory / HOLDER).read_text())
-        return f"process {about['process']} on {about['host']}, since {about['since']},"
-    except (OSError, ValueError, KeyError):  # it has the lock, and has not said so yet
+        owner = json.loads((directory / OWNER).read_text())
+        return f"process {owner['process']} on {owner['host']}, since {owner['since']},"
+    except (OSError, ValueError, KeyError):  # it has the lock, but has not written the file yet
         return "another process"

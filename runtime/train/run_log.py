@@ -1,10 +1,10 @@
-"""The record of a run on disk: `steps.jsonl`, `recipe.yaml`, `report.txt`; and trackers where they are wanted.
+"""The log of a run: `steps.jsonl`, `recipe.yaml`, `report.txt`, and the recipe's trackers.
 
 {"step": 1, "loss": 8.31, "grad_norm": 2.4, "lr": 0.0001, "tokens": 8192, ...}
 {"step": 20, "eval_loss": 5.02, "labels": 16210}
 
-Where the data have several sources, a line has their figures as well: `"sources": {"chats": {"tokens": 812, "labels": 390,
-"loss": 1.93}, ...}`, that of an evaluation as `eval_sources`.
+With several data sources an entry has their figures as well: `"sources": {"chats": {"tokens": 812, "labels": 390,
+"loss": 1.93}, ...}`, or `eval_sources` for an evaluation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS, SUMMARY = "steps.jsonl", "summary.json"
 
 
 class RunLog(Listener):
-    """Writes the files; a continued run loses the lines of steps that are taken again."""
+    """Writes the files; a resumed run drops the entries of steps that are repeated."""
 
     def __init__(self, directory: Path, *, on_failed: str = "stop") -> None:
         self.directory, self.on_failed = directory, on_failed
@@ -45,15 +45,13 @@ class RunLog(Listener):
         ):
             with writing(self.directory / name, self.on_failed) as path:
                 path.write_text(text)
-        kept = [entry for entry in read(self.directory) if entry["step"] <= start.first_step]
+        earlier = [entry for entry in read(self.directory) if entry["step"] <= start.first_step]
         path = self.directory / STEPS
-        replaced = path.with_suffix(".new")
-        with writing(
-            path, "stop"
-        ):  # nothing to go on with: the lines of earlier steps are there until the new ones are
-            replaced.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-            replaced.replace(path)
-            self._file = path.open("a", buffering=1)  # a line is on disk when it is written
+        replacement = path.with_suffix(".new")
+        with writing(path, "stop"):  # always stops: without this file there is no log
+            replacement.write_text("".join(json.dumps(entry) + "\n" for entry in earlier))
+            replacement.replace(path)
+            self._file = path.open("a", buffering=1)  # flushed after every line
 
     def on_step(self, record: StepRecord) -> None:
         self._write({name: value for name, value in dataclasses.asdict(record).items() if value is not None})
@@ -69,33 +67,33 @@ class RunLog(Listener):
 
     def close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # what a full disk did not take was told when it was written
+            with contextlib.suppress(OSError):  # a full disk was already reported by `writing`
                 self._file.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
         with writing(self.directory / STEPS, self.on_failed):
-            assert self._file is not None, "a run has started before its first step, or was stopped"
+            assert self._file is not None, "on_start opens the file"
             self._file.write(json.dumps(entry) + "\n")
 
 
 @contextlib.contextmanager
 def writing(path: Path, on_failed: str) -> Iterator[Path]:
-    """What cannot be written stops the run, or is told and left out, as `checkpoint.on_failed` says.
+    """A failed write stops the run or is skipped with a warning, as `checkpoint.on_failed` says.
 
     Raises:
-        TrainingStopped: with the path and what is free there.
+        TrainingStopped: with the path and the free space there.
     """
     try:
         yield path
     except OSError as error:
-        told = f"{path} cannot be written ({free_space(path.parent)}): {error.strerror or error}."
+        message = f"{path} cannot be written ({free_space(path.parent)}): {error.strerror or error}."
         if on_failed == "stop":
-            raise TrainingStopped(f"{told} checkpoint.on_failed: continue goes on without it.") from error
-        warnings.warn(f"{told} The run goes on without it.", stacklevel=3)
+            raise TrainingStopped(f"{message} Set checkpoint.on_failed: continue to run without it.") from error
+        warnings.warn(f"{message} The run continues without it.", stacklevel=3)
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """The lines of a run so far; a line that a crash cut off at the end is left out."""
+    """The log entries of a run so far, without a last line that a crash truncated."""
     path = directory / STEPS
     if not path.is_file():
         return []
@@ -111,17 +109,13 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 
 def read_summary(directory: Path) -> dict[str, Any] | None:
-    """How the run in this directory ended, as `records.Summary` has it; None while it has not."""
+    """The `records.Summary` of the run in this directory, as a dict; None if it has not ended."""
     path = directory / SUMMARY
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def require_tracker(kind: str) -> ModuleType:
-    """The package of a tracker.
-
-    Raises:
-        RecipeError: it is not installed.
-    """
+    """Imports a tracker's package; raises RecipeError if it is not installed."""
     packages = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
     try:
         return importlib.import_module(packages[kind])
@@ -132,7 +126,7 @@ def require_tracker(kind: str) -> ModuleType:
 
 
 class Tracker(Listener):
-    """Hands the numbers of each step to TensorBoard, wandb or trackio."""
+    """Logs the numbers of each step to TensorBoard, wandb or trackio."""
 
     def __init__(self, kind: str, project: str, directory: Path) -> None:
         self.kind, self.project, self.directory = kind, project, directory
@@ -148,13 +142,13 @@ class Tracker(Listener):
 
     def on_step(self, record: StepRecord) -> None:
         values = {f"train/{name}": value for name, value in dataclasses.asdict(record).items() if _is_plottable(value)}
-        self._write(values | _of_sources("train", record.sources), record.step)
+        self._write(values | _source_values("train", record.sources), record.step)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._write({"eval/loss": evaluation.loss} | _of_sources("eval", evaluation.sources), evaluation.step)
+        self._write({"eval/loss": evaluation.loss} | _source_values("eval", evaluation.sources), evaluation.step)
 
     def close(self) -> None:
-        if self._is_open:  # after errors, too: what was handed over is kept
+        if self._is_open:  # also after errors, so that logged values are flushed
             self._writer.close() if self.kind == "tensorboard" else self._package.finish()
 
     def _write(self, values: dict[str, float], step: int) -> None:
@@ -165,10 +159,10 @@ class Tracker(Listener):
             self._writer.add_scalar(name, value, step)
 
 
-def _of_sources(what: str, sources: dict[str, SourceFigures] | None) -> dict[str, float]:
-    """The figures of each source under a name of its own."""
+def _source_values(prefix: str, sources: dict[str, SourceFigures] | None) -> dict[str, float]:
+    """`prefix/figure/source` -> value."""
     return {
-        f"{what}/{name}/{source}": value
+        f"{prefix}/{name}/{source}": value
         for source, figures in (sources or {}).items()
         for name, value in dataclasses.asdict(figures).items()
         if _is_plottable(value)

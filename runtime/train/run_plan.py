@@ -1,4 +1,4 @@
-"""What a recipe would do, without doing it: `patchgen train RECIPE --dry-run`."""
+"""What a recipe would run: `patchgen train RECIPE --dry-run`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# bfloat16 has 8 bits: near 0.02, a usual size of weights, an update of less than half of 1.2e-4 is rounded away.
+# bfloat16 has 8 bits of precision: near 0.02, a typical weight, updates below half of 1.2e-4 are rounded away.
 SMALL_LR = 6e-5
 
 
 def require_valid(recipe: Recipe, world: int) -> None:
-    """What can be refused before any rank starts.
+    """Refuses a recipe before any rank starts.
 
     Raises:
-        RecipeError: the sizes do not fit the ranks, or a kernel is named that cannot run here.
+        RecipeError: sizes do not fit the ranks, options contradict each other, or a kernel cannot run here.
     """
     layout = models.parallel_config(recipe.parallel, world)
     train = recipe.train
@@ -47,7 +47,7 @@ def require_valid(recipe: Recipe, world: int) -> None:
         run_log.require_tracker(kind)
     if recipe.parallel.expert_exchange == "peer_memory" and recipe.parallel.expert_capacity is not None:
         raise RecipeError(
-            "parallel.expert_capacity bounds the rows of an all-to-all: leave it out, or parallel.expert_exchange = "
+            "parallel.expert_capacity bounds the rows of an all-to-all: remove it, or parallel.expert_exchange = "
             "peer_memory."
         )
     if recipe.lora is not None:
@@ -78,7 +78,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
     cost = flops.model_cost(model)
     options = models.sharding_options(recipe.parallel, device)
     if not choose.objective_of(recipe.objective).is_models_own:
-        chosen["causal_lm_loss"] = "the objective's own, in chunks"
+        chosen["causal_lm_loss"] = "by the objective, in chunks"
     estimate = memory.estimate(model, recipe, layout, options.param_dtype, "causal_lm_loss" in chosen)
     train, tokens = recipe.train, recipe.data.tokens_per_batch
     peak = recipe.log.peak_tflops or flops.peak_tflops(device)
@@ -89,7 +89,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
         f"model        {type(model).__name__}, {cost.parameters / 1e6:,.1f} M parameters, {cost.active / 1e6:,.1f} M "
         f"active per token; weights: {weights or 'random'}",
         f"objective    {recipe.objective.name}",
-        *([f"teacher      {recipe.teacher.source}, which the memory below does not hold"] if recipe.teacher else []),
+        *([f"teacher      {recipe.teacher.source}, not counted in the memory below"] if recipe.teacher else []),
         f"step         {train.batches_per_step} batches of up to {tokens} tokens, "
         f"{micro_batches_per_step(train.batches_per_step, layout.num_batches)} per batch group; "
         f"{step / 1e12:.3g} TFLOP with documents as long as a batch"
@@ -99,7 +99,11 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
         *attention_choice.explain(
             type(model), model.config, attention_kinds.named_in(model.config), models.compute_dtype(recipe)
         ).splitlines(),
-        *([f"lora         {lora_targets.find_targets(model, recipe.lora).told}"] if recipe.lora is not None else []),
+        *(
+            [f"lora         {lora_targets.find_targets(model, recipe.lora).summary}"]
+            if recipe.lora is not None
+            else []
+        ),
         f"run          {recipe.directory}",
         "",
         estimate.text(),

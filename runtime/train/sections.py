@@ -1,4 +1,4 @@
-"""The sections of a recipe, as frozen, checked dataclasses; `recipe.py` puts them together."""
+"""The sections of a recipe, as frozen, validated dataclasses; `recipe.py` combines them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class ModelConfig:
         source: a folder or Hub name with a config.json, or the type of a generated model ("qwen3_moe") for that type's
             default config.
         code: a folder or module with an architecture that transformers does not know (configuration_*.py, modeling_*.py,
-            processing_*.py); each process registers its classes and `patchgen generate --source` has read it.
-        generated: the folder that `patchgen generate` wrote to, whose models go before those of this installation.
-        trust_remote_code: run the code that `source` itself brings, as `code`. Nothing else runs it.
-        overrides: fields of the config that are replaced, nested like the config.
-        weights: "auto": those in `source` if it holds any, else random; "random"; or a folder with weights.
+            processing_*.py), from which `patchgen generate --source` generated the model; each process registers its classes.
+        generated: the output folder of `patchgen generate`; its models take precedence over the installed ones.
+        trust_remote_code: use the code in `source` as `code`. It is not run otherwise.
+        overrides: fields of the config to replace, nested like the config.
+        weights: "auto": those in `source` if there are any, else random; "random"; or a folder with weights.
         allow_missing: patterns of parameters that the weights may lack (new heads); they keep their random values.
         dtype: what parameters and optimizer state are stored in.
         attention: a name of runtime/attention.py, or one for each config in the model's ({"": NAME, vision_config: NAME}); null
-            chooses, for each kind of layer, the fastest that can run here and has what it asks for: sinks, soft caps, windows, the
-            size of its heads.
-        separate_documents: compute each packed document in a row of its own, padded behind, or before with "left": for models that
-            cannot be told where documents end; null: where the proof of the model shows that it needs it.
+            chooses, for each kind of layer, the fastest that runs here and supports what it needs: sinks, soft caps, windows, its
+            head size.
+        separate_documents: compute each packed document in its own row, padded on the right, or on the left with "left": for models
+            that take no document bounds; null: if the proof of the model shows that it is needed.
         freeze: patterns of parameter names (`model.visual.*`) that are not trained.
     """
 
@@ -56,26 +56,26 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ParallelSection:
-    """How ranks share the work; `dp_shard` is what the other sizes leave of the ranks.
+    """How ranks share the work; `dp_shard` follows from the other sizes and the number of ranks.
 
     Attributes:
         dp_replicate: copies of the sharded model (HSDP).
         sp: ranks that share a sequence (Ulysses).
         ep: ranks that share the experts.
-        head_groups: groups in which the heads of an attention travel under sp, so that computing overlaps with it.
-        expert_capacity: null, or the rows a rank may send to another in an expert exchange (no host sync with it).
+        head_groups: groups of attention heads exchanged one after the other under sp, overlapped with computation.
+        expert_capacity: null, or the rows that a rank may send to another in an expert exchange, which then needs no host sync.
         expert_exchange: how tokens reach their experts; auto: "peer_memory" between up to four GPUs of one host, else "all_to_all".
-        param_dtype: what layers compute in; null: bfloat16 on GPUs, as stored on CPUs.
-        reduce_dtype: what gradients are summed in.
-        exchange_gradients: sum gradients on arrival, not on the way; null: where that saves bytes within a host.
+        param_dtype: the dtype that layers compute in; null: bfloat16 on GPUs, as stored on CPUs.
+        reduce_dtype: the dtype that gradients are summed in.
+        exchange_gradients: sum gradients locally after an all-to-all, not by reduce-scatter; null: if it saves bytes in a host.
         shard_exchange: how shards are gathered and gradients summed; auto: "peer_memory" between up to four GPUs of one host, else
             "collectives".
         reshard_after_forward: free a layer's gathered parameters after its forward.
-        prefetch: layers gathered ahead of the one that runs.
+        prefetch: number of layers gathered ahead of the running one.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         compile_layers: torch.compile each layer.
-        activation_checkpointing: what a layer keeps for the backward.
-        stall_timeout: seconds without progress after which a rank reports where it waits and ends.
+        activation_checkpointing: what a layer saves for the backward.
+        stall_timeout: seconds without progress after which a rank reports where it waits and exits.
     """
 
     dp_replicate: Count = 1
@@ -117,7 +117,7 @@ class KernelsConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class GroupConfig:
-    """Parameters with settings of their own; the first group that matches a name counts.
+    """Parameters with their own settings; the first group that matches a name applies.
 
     Attributes:
         pattern: of parameter names (`model.visual.*`), as in the shell.
@@ -142,16 +142,16 @@ class OptimConfig:
         weight_decay: decoupled; on parameters of two or more dimensions.
         decay_vectors: also on biases and norms.
         momentum: of Muon.
-        muon_lr: peak learning rate of what Muon takes; null: `lr`, its update scaled to AdamW's size.
-        groups: parameters with settings of their own.
+        muon_lr: peak learning rate of Muon's parameters; null: `lr`, with updates scaled to AdamW's size.
+        groups: parameters with their own settings.
         schedule: after the warmup: constant; linear or cosine down to `min_lr_ratio`; or warmup-stable-decay, linear
             over the last `decay_steps`.
         warmup_steps: linear from 0.
         decay_steps: of "wsd".
         min_lr_ratio: the last learning rate, as a share of the peak.
-        max_grad_norm: gradients are scaled down to it.
+        max_grad_norm: gradients are clipped to this norm.
         on_nonfinite: a step with a gradient that is not finite is skipped, or stops the run.
-        max_skipped: skipped steps in a row that stop the run after all.
+        max_skipped: this many skipped steps in a row stop the run.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -178,22 +178,22 @@ class TrainConfig:
 
     Attributes:
         steps: optimizer steps; the run ends earlier if the data do.
-        batches_per_step: packed batches of one step over all ranks; what each batch group gets of them is accumulated.
+        batches_per_step: packed batches of one step over all ranks; each batch group accumulates its share of them.
             The same number gives the same losses on any number of ranks, unless samples are read as a stream.
-        router_loss: over which tokens the loads of the experts are counted, where the model adds the loss of its routers
-            (`model.overrides: {output_router_logits: true}`): each packed row balances its own; or the whole step does
-            ("global"), which lets experts specialise, and cannot be accumulated. Padding counts in neither.
-        seed: of random weights, and of whatever draws random numbers in a step.
-        deterministic: torch's deterministic algorithms, where they exist.
+        router_loss: the tokens that expert loads are counted over, if the model adds a router loss
+            (`model.overrides: {output_router_logits: true}`): those of each packed row, or of the full step ("global"),
+            which lets experts specialise and cannot be combined with accumulation. Padding is not counted.
+        seed: of random weights and of random numbers in a step.
+        deterministic: use torch's deterministic algorithms where they exist.
         first_loss_limit: the largest plausible first loss per label, in nats, before the first optimizer step; null:
-            1.5 ln V + 1, or 1.5 L + 1 where `patchgen doctor` measured L with this checkpoint. Above it the run ends.
-        cuda_graph: replay forward and backward as one CUDA graph; for rows so short that the host cannot launch their kernels as
-            fast as they run (4,096 tokens per GPU, say). Needs `data.pad_batches`, and one batch per batch group and step.
-        eval_every: steps between evaluations; at the end of a run there is one in any case. 0: only then.
+            1.5 ln V + 1, or 1.5 L + 1 if `patchgen doctor` measured L with this checkpoint. Above it the run ends.
+        cuda_graph: replay forward and backward as one CUDA graph; for rows so short that launching kernels takes longer than
+            running them (4,096 tokens per GPU, say). Needs `data.pad_batches`, and one batch per batch group and step.
+        eval_every: steps between evaluations; there is always one at the end of a run. 0: only that one.
         eval_batches: packed batches of an evaluation over all ranks.
         profile_start: first step of the profiler's window.
         profile_steps: its length; 0: no profile. Traces go to `profile/` of the run.
-        restarts: times that failed ranks are started again, from the last checkpoint.
+        restarts: how often failed ranks are restarted from the last checkpoint.
     """
 
     steps: Count = 1000
@@ -216,9 +216,9 @@ class CheckpointConfig:
 
     Attributes:
         every: steps between checkpoints; 0: only at the end and when stopped.
-        keep: the newest that stay.
-        asynchronous: write while training goes on.
-        on_failed: a save that fails (a full disk) stops the run, or is told, and so is a line of the log; the next is tried.
+        keep: number of newest checkpoints to keep.
+        asynchronous: write while training continues.
+        on_failed: a failed write of a checkpoint or the log (a full disk, say) stops the run, or is reported and skipped.
         export: write the trained model in upstream's layout to `export/` at the end.
     """
 
@@ -234,12 +234,12 @@ class LogConfig:
     """What is recorded.
 
     Attributes:
-        directory: of the run; null: `runs/` and the recipe's name. A run that is in it is continued.
+        directory: of the run; null: `runs/` and the recipe's name. A run found there is resumed.
         every: steps between lines on the terminal; the JSONL log has every step.
-        trackers: also write there; each needs its package.
+        trackers: services to log to as well; each needs its package.
         project: of wandb and trackio.
         peak_tflops: of one device in the compute dtype, for MFU; null: by the device's name.
-        expert_load: record how unevenly experts are loaded.
+        expert_load: record the load of the busiest expert.
     """
 
     directory: str | None = None
@@ -259,14 +259,14 @@ class LoraConfig:
         alpha: the update is scaled by `alpha / rank`.
         rslora: by `alpha / sqrt(rank)` instead (rank-stabilised LoRA).
         dropout: of the adapter's input.
-        target_modules: names or endings of linear layers, a regular expression of whole names (a text instead of a list), or
-            "all-linear". A tower (`visual`, `audio_tower`) is adapted where a target names it, or matches nothing else.
-        exclude_modules: names or endings, or a regular expression, of modules that stay as they are.
-        layers_to_transform: numbers of the layers that are adapted; null: all.
-        layers_pattern: names of the lists of layers that these numbers are of; null: any.
-        target_parameters: names or endings of stacked experts' parameters (`mlp.experts.gate_up_proj`): in any layout, as
-            the experts are divided. Any other parameter: on one rank.
-        merge: at the end of the run, add the adapters to the weights, too, and write the model to `export/`.
+        target_modules: names or endings of linear layers, a regular expression of full names (a string instead of a list), or
+            "all-linear". A tower (`visual`, `audio_tower`) is adapted if a target names it or matches nothing else.
+        exclude_modules: names or endings, or a regular expression, of modules that get no adapter.
+        layers_to_transform: indices of the layers to adapt; null: all.
+        layers_pattern: names of the layer lists that these indices refer to; null: any.
+        target_parameters: names or endings of stacked experts' parameters (`mlp.experts.gate_up_proj`): in any layout, sharded
+            like the experts. Any other parameter: on one rank only.
+        merge: at the end of the run also merge the adapters into the weights and write the model to `export/`.
     """
 
     rank: Count = 16
@@ -283,10 +283,11 @@ class LoraConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ObjectiveConfig:
-    """What is learned: docs/objectives.md.
+    """The training objective: docs/objectives.md.
 
     Attributes:
-        name: next_token, dpo, reward, classification, distillation, or a class of one's own: module:Class.
+        name: next_token, dpo, reward, classification, token_classification, question_answering, embedding, distillation, or a
+            custom class, module:Class.
         options: of that class.
     """
 

@@ -1,4 +1,4 @@
-"""From a recipe to what surrounds the model on this rank: data, checkpoints, export, listeners."""
+"""From a recipe to data, checkpoints, export and listeners on this rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from patchgen.runtime.parallel.collectives import gather_objects, object_of
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import architecture
 from patchgen.runtime.train import model as models
-from patchgen.runtime.train.nested import flat
+from patchgen.runtime.train.nested import flatten
 from patchgen.runtime.train.page import RunPage
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict
 from patchgen.runtime.train.records import Listener
@@ -32,12 +32,12 @@ from patchgen.runtime.train.view import view
 from patchgen.runtime.verify.verdict import one_line
 
 EXPORT = "export"  # the folder of a run's model
-SHARED_SECONDS = 90.0  # network file systems remember for up to a minute that a file was not there
+SHARED_SECONDS = 90.0  # network file systems cache a missing file for up to a minute
 
 
 @dataclass(frozen=True)
 class DataParts:
-    """What turns samples into inputs of a model; None where the loader has its own, or needs none."""
+    """What turns samples into model inputs; None where the loader has a default or needs none."""
 
     tokenizer: Any = None
     processor: Any = None
@@ -45,7 +45,7 @@ class DataParts:
 
 
 def data_parts(recipe: Recipe) -> DataParts:
-    """The tokenizer and processor that come with `model.source`; a bare model type gets a tokenizer trained on its data."""
+    """The tokenizer and processor of `model.source`; for a bare model type, a tokenizer trained on the recipe's data."""
     from transformers import CONFIG_MAPPING, AutoTokenizer
 
     architecture.prepare(recipe)
@@ -61,10 +61,10 @@ def data_parts(recipe: Recipe) -> DataParts:
     require_fitting(tokenizer, config, source)
     if recipe.data.kind != "multimodal":
         return DataParts(tokenizer)
-    # Positions follow from the config alone: a model without memory gives what computes them, in data workers too.
-    # A model whose positions simply count has none.
-    find = getattr(models.build_on_meta(recipe), "get_position_id_func", None)
-    return DataParts(tokenizer, load_processor(source), find() if find else None)
+    # Positions depend on the config alone, so a model on the meta device provides the function for the data workers.
+    # Models with plain consecutive positions have none.
+    get_function = getattr(models.build_on_meta(recipe), "get_position_id_func", None)
+    return DataParts(tokenizer, load_processor(source), get_function() if get_function else None)
 
 
 def load_processor(source: str) -> Any:
@@ -75,40 +75,34 @@ def load_processor(source: str) -> Any:
     """
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
-    told = f"model.source = '{source}' has no usable processor, which data.kind = multimodal needs: "
+    message = f"model.source = '{source}' has no usable processor, which data.kind = multimodal needs: "
     try:
         processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
     except (ImportError, OSError, ValueError) as error:
-        raise RecipeError(told + " ".join(str(error).split())) from error
+        raise RecipeError(message + " ".join(str(error).split())) from error
     if isinstance(processor, PreTrainedTokenizerBase):
-        raise RecipeError(f"{told}transformers makes a {type(processor).__name__} of its files, alone.")
+        raise RecipeError(f"{message}transformers loads only a {type(processor).__name__} from its files.")
     return processor
 
 
 def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
-    """Refuses a tokenizer that can give nothing but special tokens, or tokens that the model has no embedding for.
-
-    Raises:
-        RecipeError: with what was found in `source`.
-    """
+    """Raises RecipeError for a tokenizer with special tokens only, or with tokens that the model has no embedding for."""
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise RecipeError(
-            f"model.source = '{source}' has no tokenizer: what transformers makes of it knows {len(tokenizer)} tokens, "
+            f"model.source = '{source}' has no tokenizer: the one that transformers loads has {len(tokenizer)} tokens, "
             "all of them special. Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside config.json."
         )
     size = getattr(config.get_text_config(), "vocab_size", None)
     if size is None or len(tokenizer) <= size:
         return
-    # Places of media may lie outside: their embeddings are never looked up.
+    # Placeholder tokens of media may be out of range: their embeddings are never looked up.
     named = {value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))}
     outside = {token: index for token, index in tokenizer.get_vocab().items() if index >= size and index not in named}
     if outside:
-        examples = ", ".join(
-            f"{token!r} = {outside[token]}" for token in sorted(outside, key=lambda one: outside[one])[:3]
-        )
+        examples = ", ".join(f"{token!r} = {outside[token]}" for token in sorted(outside, key=outside.__getitem__)[:3])
         raise RecipeError(
             f"The tokenizer of model.source = '{source}' has {len(tokenizer)} tokens and the model a vocab_size of "
-            f"{size}: {len(outside)} tokens have no embedding ({examples}). Take the tokenizer that belongs to the model."
+            f"{size}: {len(outside)} tokens have no embedding ({examples}). Use the tokenizer that belongs to the model."
         )
 
 
@@ -130,27 +124,27 @@ def loader_of_group(config: DataConfig, parts: DataParts, index: int, groups: in
 
 
 def require_same_recipe(recipe: Recipe) -> None:
-    """Refuses ranks that were started with different recipes; every rank must call it.
+    """Refuses ranks that were started with different recipes (collective).
 
     Raises:
         RecipeError: on all ranks, with the keys that differ from those of rank 0.
     """
-    mine = flat(to_dict(recipe))
-    digests = gather_objects(digest(mine))
+    local = flatten(to_dict(recipe))
+    digests = gather_objects(digest(local))
     other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
     if other is None:
         return
-    first, second = object_of(mine), object_of(mine, other)
+    first, second = object_of(local), object_of(local, other)
     keys = [key for key in first | second if first.get(key) != second.get(key)]
     lines = "".join(f"\n  {key}: {first.get(key)!r} on rank 0, {second.get(key)!r} on rank {other}" for key in keys)
     raise RecipeError(f"The machines were started with different recipes; give all of them the same:{lines}")
 
 
 def require_shared(directory: Path) -> None:
-    """Refuses a run directory that is not the same on all machines; every rank must call it.
+    """Refuses a run directory that is not shared by all machines (collective).
 
     Raises:
-        RecipeError: on all ranks, with those that do not see what rank 0 writes there.
+        RecipeError: on all ranks, with those that do not see a file that rank 0 writes there.
     """
     path = directory / object_of(f".seen-by-all-{uuid.uuid4().hex}")
     if dist.get_rank() == 0:
@@ -163,11 +157,11 @@ def require_shared(directory: Path) -> None:
     answers = gather_objects((seen, socket.gethostname()))
     if dist.get_rank() == 0:
         path.unlink()
-    blind = [f"{rank} ({host})" for rank, (seen, host) in enumerate(answers) if not seen]
-    if blind:
+    failed = [f"{rank} ({host})" for rank, (seen, host) in enumerate(answers) if not seen]
+    if failed:
         raise RecipeError(
-            f"The directory of the run, {directory.resolve()}, must be one that all machines share: ranks {', '.join(blind)} "
-            "do not see what rank 0 writes there, and checkpoints would be in pieces. Set log.directory to a shared disk."
+            f"The directory of the run, {directory.resolve()}, must be shared by all machines: ranks {', '.join(failed)} do "
+            "not see what rank 0 writes there, so checkpoints would be incomplete. Set log.directory to a shared disk."
         )
 
 
@@ -177,7 +171,7 @@ def checkpointer(recipe: Recipe) -> Checkpointer:
 
 
 def export(recipe: Recipe, model, parts: DataParts) -> Path:
-    """Writes the model, and the tokenizer if it has one, to `export/`; every rank must call it."""
+    """Writes the model, and its tokenizer and processor, to `export/` (collective)."""
     folder = recipe.directory / EXPORT
     export_pretrained(model, folder, source=models.weights_folder(recipe.model))
     if dist.get_rank() == 0:
@@ -188,17 +182,17 @@ def export(recipe: Recipe, model, parts: DataParts) -> Path:
     return folder
 
 
-def is_whole(export: Path) -> bool:
-    """Whether a folder holds all that an export of a model, or of adapters, was written with."""
+def is_complete(export: Path) -> bool:
+    """Whether a folder has all files of an exported model or adapter."""
     index = export / INDEX
     files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
     adapter = {"adapter_model.safetensors", "adapter_config.json"}
-    has = {file.name for file in export.glob("*")}
-    return INCOMPLETE not in has and (files | {CONFIG} <= has or adapter <= has)
+    present = {file.name for file in export.glob("*")}
+    return INCOMPLETE not in present and (files | {CONFIG} <= present or adapter <= present)
 
 
 def listeners(recipe: Recipe) -> tuple[Listener, ...]:
-    """Who is told what happens: nobody on ranks other than 0."""
+    """The listeners on rank 0; none on the other ranks."""
     if dist.get_rank() != 0:
         return ()
     trackers = [Tracker(kind, recipe.log.project, recipe.directory) for kind in recipe.log.trackers]
@@ -209,7 +203,7 @@ def listeners(recipe: Recipe) -> tuple[Listener, ...]:
 
 @contextlib.contextmanager
 def profiler(recipe: Recipe) -> Iterator[Any]:
-    """torch's profiler over the window of the recipe, its traces in `profile/`; without a window, nothing."""
+    """torch's profiler over the recipe's window, with traces in `profile/`; a no-op without a window."""
     train = recipe.train
     if not train.profile_steps:
         yield _NoProfile()
@@ -225,9 +219,9 @@ def profiler(recipe: Recipe) -> Iterator[Any]:
 
 class _NoProfile:
     def step(self) -> None:
-        """Nothing is recorded."""
+        """Does nothing."""
 
 
 def device_name(device: torch.device) -> str:
-    """What a device is called."""
+    """The name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

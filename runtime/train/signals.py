@@ -1,8 +1,7 @@
-"""Ctrl-C and SIGTERM ask a run to save and leave; asked again, it leaves at once.
+"""Ctrl-C and SIGTERM ask a run to save and exit; a second request makes it exit at once.
 
-SIGTERM also comes from the elastic agent when another rank has died. Then this one may wait for it in a collective of the
-device, where Python runs no handler: `reached` tells the watching thread all the same, through a socket to which Python
-writes each signal as it arrives.
+The elastic agent also sends SIGTERM when another rank has died. This rank may then be blocked in a device collective, where
+Python runs no handler. `reached` still informs the watchdog thread, through the wakeup socket that Python writes signals to.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-# A terminal sends Ctrl-C to all processes, and the launcher hands its own on: one request arrives more than once.
+# A terminal sends Ctrl-C to all processes, and the launcher forwards its own: one request arrives more than once.
 SAME_REQUEST_SECONDS = 5.0
 
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
-"""As `signal.signal` takes and returns it."""
+"""The type that `signal.signal` takes and returns."""
 
 
 class StopRequest:
-    """Notes the first SIGINT or SIGTERM within a `with` block; a later one has its usual effect."""
+    """Records the first SIGINT or SIGTERM within a `with` block; a later one interrupts."""
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._before: dict[int, Handler] = {}
+        self._previous: dict[int, Handler] = {}
         self._reached = False
 
     def requested(self) -> bool:
@@ -36,7 +35,7 @@ class StopRequest:
         return self._since is not None
 
     def reached(self) -> bool:
-        """Whether a request has arrived, even while the main thread is blocked and could not note it; for any thread."""
+        """Whether a request has arrived, even if the blocked main thread could not record it; callable from any thread."""
         if self._since is None and not self._reached:
             with contextlib.suppress(BlockingIOError):
                 arrived = self._arrivals.recv(1024)
@@ -49,17 +48,17 @@ class StopRequest:
             end.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
         self._arrivals.close()
         self._written.close()
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _record(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._since is None:
             self._since = now

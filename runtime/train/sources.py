@@ -1,8 +1,8 @@
-"""Tokens, labels and loss of each source of the data, over all ranks: which of them a run learns, and which it does not.
+"""Tokens, labels and loss of each data source, over all ranks.
 
-The loss of a token is read where the step computes it anyway (`loss.step(read_losses=...)`); nothing is computed twice.
+The losses of tokens are read from the step, which computes them anyway (`loss.step(read_losses=...)`).
 
-n sources   D documents of a whole row   s tokens of this rank's slice
+n sources   D documents of a full row   s tokens of this rank's slice
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from patchgen.runtime.parallel.state import ParallelState
 
 @dataclass(frozen=True)
 class SourceFigures:
-    """Of one source in a step or an evaluation: `loss` is the mean over its labels; None: it had none, or nobody reads it."""
+    """One source in a step or an evaluation; `loss` is the mean over its labels, None without labels or if it is not read."""
 
     tokens: int
     labels: int
@@ -30,7 +30,7 @@ class SourceFigures:
 
 
 def count(row: Mapping[str, Any], num_sources: int) -> Tensor:
-    """Tokens and labels of each source in a whole micro-batch on the host, `(2, n)`; padding is of none."""
+    """Tokens and labels of each source in a full micro-batch on the host, `(2, n)`; padding is not counted."""
     bounds = row["cu_seq_lens_q"].long()
     sources = row["document_sources"].repeat_interleave(bounds.diff()) + 1
     learned = row["labels"][0] != IGNORED
@@ -41,11 +41,11 @@ def count(row: Mapping[str, Any], num_sources: int) -> Tensor:
 
 
 class Sources:
-    """The figures of the sources of one step after another.
+    """Accumulates the figures of each source between steps.
 
     Args:
         names: of the sources.
-        reads_losses: the step computes the next token's loss, which can be read by token.
+        reads_losses: the step computes the next-token loss, which can be read for each token.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Sources:
         self._sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
 
     def reader(self, rows: Mapping[str, Any]) -> Callable[[Tensor], None] | None:
-        """What takes in the losses `(s,)` of a micro-batch of this rank; None: none are read."""
+        """A function that adds the token losses `(s,)` of this rank's micro-batch; None: none are read."""
         if not self.reads_losses:
             return None
         s = rows["input_ids"].shape[1]
         bounds = rows.get("cu_seq_lens_q", torch.tensor([0, s * self.state.sp]))
-        place = torch.arange(s) + s * self.state.sp_rank
-        document = torch.bucketize(place, bounds[1:-1].to(place.dtype), right=True)
-        # A row that is filled up to be sliced ends with a document that the loader does not know.
+        position = torch.arange(s) + s * self.state.sp_rank
+        document = torch.bucketize(position, bounds[1:-1].to(position.dtype), right=True)
+        # A row that was padded for slicing ends with an extra document, which the loader does not count.
         padding = len(bounds) - 1 - len(rows["document_sources"])
         sources = torch.nn.functional.pad(rows["document_sources"], (0, max(0, padding)), value=-1)
         index = (sources[document] + 1).to(self._sums.device, non_blocking=True)
@@ -75,7 +75,7 @@ class Sources:
         return read
 
     def figures(self, counts: Sequence[Sequence[int]]) -> dict[str, SourceFigures]:
-        """The figures since the last call; every rank must call it.
+        """The figures since the last call (collective).
 
         Args:
             counts: tokens and labels of each source, of all ranks.

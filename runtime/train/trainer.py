@@ -1,14 +1,15 @@
-"""The training loop, and what happens around a step.
+"""The training loop.
 
 trainer = Trainer(recipe, device)         # on every rank, after torch.distributed is up
 summary = trainer.run()
 
-feed.py gives the micro-batches      take_step() is forward, backward, clip, update      listeners see each record
+feed.py yields the micro-batches      forward_backward() and update() take a step      listeners receive each record
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
 import time
@@ -32,7 +33,7 @@ from patchgen.runtime.parallel import gradients, loss, peer_memory, report, shar
 from patchgen.runtime.parallel.collectives import all_reduce, object_of
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import first_loss, flops, lora, objects, optimizers, run_lock, run_log, setup
+from patchgen.runtime.train import first_loss, flops, lora, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.captured import CapturedStep
 from patchgen.runtime.train.feed import Batches, End, Feed, StepBatches, micro_batches_per_step
@@ -44,7 +45,7 @@ from patchgen.runtime.train.sources import Sources
 
 
 class Trainer:
-    """One run on this rank. Parts are attributes: replace one before `run`.
+    """One run on this rank. Its parts are attributes, which can be replaced before `run`.
 
     Attributes:
         model, optimizer, loader, state, listeners: as built from the recipe.
@@ -54,7 +55,7 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, device: torch.device, listeners: tuple[Listener, ...] = ()) -> None:
         self.recipe, self.device, self.listeners = recipe, device, listeners
-        # First: ranks that differ in their layout would wait for groups that nobody joins.
+        # First: ranks with different layouts would wait for process groups that the others never join.
         setup.require_same_recipe(recipe)
         layout = models.parallel_config(recipe.parallel, dist.get_world_size())
         train = recipe.train
@@ -69,7 +70,7 @@ class Trainer:
             router_loss=train.router_loss,
             expert_exchange=recipe.parallel.expert_exchange,
         )
-        seed(recipe, self.state)
+        seed_rank(recipe)
         setup.require_shared(recipe.directory)
         self.parts, self.loader, self.eval_loader = together(self.open_data)
         if self.eval_loader is not None:
@@ -89,7 +90,7 @@ class Trainer:
         )
         self.seams = models.configure_seams(recipe, self.model)
         self.report = models.check_model(recipe, self.model, self.state, self.seams)
-        models.tell_padding(self.model, self.parts.tokenizer)
+        models.set_padding(self.model, self.parts.tokenizer)
         self.learning = learning.build(recipe, self.model, self.state, device, self.adapted)
         self.sources, self.eval_sources = self.sources_of(recipe.data), self.sources_of(recipe.eval_data)
         self.cost = flops.model_cost(self.model)
@@ -100,8 +101,7 @@ class Trainer:
         self.step, self.skipped, self.evaluated_step = 0, 0, 0
 
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
-        """Tokenizer and processor, and the loaders: both now, for what is wrong with the evaluation's would else be told
-        after hours."""
+        """Tokenizer, processor and both loaders: errors of the evaluation data should not come after hours."""
         recipe, parts = self.recipe, setup.data_parts(self.recipe)
         loader = setup.open_loader(recipe.data, parts, self.state)
         return parts, loader, setup.open_loader(recipe.eval_data, parts, self.state) if recipe.eval_data else None
@@ -109,27 +109,27 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ the loop
 
     def run(self) -> Summary:
-        """Trains until the last step, the end of the data, or a request to stop; saves; returns what came of it."""
+        """Trains until the last step, the end of the data, or a request to stop; saves, exports, returns a summary."""
         recipe, steps = self.recipe, self.recipe.train.steps
         self.saved = RunCheckpoints(recipe, self.model, self.optimizer, self.loader)
-        with ExitStack() as whole, ExitStack() as watched:
-            whole.enter_context(run_lock.held(recipe.directory))
-            whole.push(self.saved.tell_failed)
+        with ExitStack() as cleanup, ExitStack() as watched:
+            cleanup.enter_context(run_lock.locked(recipe.directory))
+            cleanup.push(self.saved.print_failed_save)
             for listener in self.listeners:
-                whole.callback(listener.close)
-            stop = whole.enter_context(StopRequest())
-            self.refer(stop.requested)
+                cleanup.callback(listener.close)
+            stop = cleanup.enter_context(StopRequest())
+            self.compute_reference(stop.requested)
             position = self.saved.resume()
             self.first_step = self.step = self.saved.saved_step
             if self.step >= steps and dist.get_rank() == 0:
                 print(
-                    f"Nothing to train: {recipe.directory} has {self.step} of {steps} steps. --fresh starts anew; raise "
-                    "train.steps to go on.",
+                    f"Nothing to train: {recipe.directory} has {self.step} of {steps} steps. Start anew with --fresh, or "
+                    "raise train.steps to continue.",
                     flush=True,
                 )
             self.announce()
-            choices.forget()  # what a proof in this process, or the reference of an objective, has taken
-            # Not in the first step: kernels are compiled there, and nothing says yet how long a silence is usual.
+            choices.forget()  # those of a proof in this process, or of an objective's reference
+            # Not in the first step: kernels are compiled there, and the usual time between events is unknown.
             stop_requested = lambda: stop.reached() and self.step > self.first_step  # noqa: E731
             watched.enter_context(
                 watch.Watch(self.model, timeout=recipe.parallel.stall_timeout, stop_requested=stop_requested)
@@ -143,14 +143,14 @@ class Trainer:
                 share = self.forward_backward(batches)
                 if self.step == 0 and self.learning.objective.is_models_own:
                     first_loss.require_plausible(share, self.model, recipe)
-                # While the device works: the next batches, and what all ranks agree on for them.
+                # Prepared and agreed on while the device works.
                 upcoming = feed.next() if self.step + 1 < steps else End("steps")
                 norm, rate = self.update()
                 self.step, position = self.step + 1, batches.position
                 self.record(batches, share, norm, rate, time.perf_counter() - started)
                 if self.step == self.first_step + 1:
-                    objects.freeze_objects()
-                    self.tell_choices()
+                    freeze_objects()
+                    self.print_choices()
                 profiler.step()
                 if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
                     self.saved.save(self.step, position, asynchronous=recipe.checkpoint.asynchronous)
@@ -162,7 +162,7 @@ class Trainer:
                 and self.first_step < self.step != self.evaluated_step
             ):
                 self.evaluate()
-            watched.close()  # what is left is writing, which takes as long as it takes
+            watched.close()  # the rest is writing, which has no time limit
             self.saved.settle()
             if self.saved.saved_step != self.step:
                 self.saved.save(self.step, position, asynchronous=False)
@@ -175,19 +175,19 @@ class Trainer:
         return Feed(loader, self.state, num_micro_batches, self.cost, should_stop, **options)
 
     def sources_of(self, data: DataConfig | None) -> Sources | None:
-        """What counts the sources of data apart; None: there are not several."""
+        """The figures of each data source; None if there is only one."""
         if data is None or len(data.sources) == 1:
             return None
-        # A replayed step tells its losses to nobody.
+        # The losses of a replayed step cannot be read.
         reads = self.learning.objective.is_models_own and not self.recipe.train.cuda_graph
         return Sources(data.source_names, self.state, self.device, reads_losses=reads)
 
-    def refer(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Before any training: what the objective asks the model as it is now about all that the run will read. Asked to
-        stop, it keeps what it has, and the loop ends before its first step."""
+    def compute_reference(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Fills the objective's reference table with the untrained model, over all data of the run. On a request to stop it
+        keeps what it has, and the loop ends before its first step."""
         if self.learning.table is None:
             return
-        train, start = self.recipe.train, copy.deepcopy(self.loader.state_dict())
+        train, position = self.recipe.train, copy.deepcopy(self.loader.state_dict())
         feeds = [(self.feed(self.loader, self.num_micro_batches, should_stop), train.steps)]
         if self.eval_loader is not None:
             count = micro_batches_per_step(train.eval_batches, self.state.config.num_batches)
@@ -197,7 +197,7 @@ class Trainer:
                 rows for feed, count in feeds for step in feed.steps(count) for rows in step.micro_batches
             )
         self.model.reshard()  # without a backward, the root stays gathered
-        self.loader.load_state_dict(start)
+        self.loader.load_state_dict(position)
 
     def forward_backward(self, batches: StepBatches) -> Tensor:
         """The gradients of one step; returns this rank's share of its loss, on the device."""
@@ -209,31 +209,32 @@ class Trainer:
                 print(f"Steps are replayed as a CUDA graph from step {self.step + 1} on.", flush=True)
         else:
             share, count = torch.zeros((), device=self.device), torch.tensor(items, device=self.device)
-            of = len(batches.micro_batches)
+            accumulated = len(batches.micro_batches)
             for index, rows in enumerate(batches.micro_batches, start=1):
-                sharding.reduce_gradients(self.model, is_last=index == of)
+                sharding.reduce_gradients(self.model, is_last=index == accumulated)
                 inputs, objective = self.learning.prepare(rows)
                 read = self.sources.reader(rows) if self.sources else None
-                share += self.micro_batch(inputs, count, tokens, of, objective=objective, read_losses=read)
+                share += self.micro_batch(inputs, count, tokens, accumulated, objective=objective, read_losses=read)
         if self.adapted is not None:
             lora.reduce_gradients(self.model)
         return share
 
     def micro_batch(
-        self, inputs: Mapping[str, Any], items: Tensor, tokens: Tensor | int, of: int = 1, **options: Any
+        self, inputs: Mapping[str, Any], items: Tensor, tokens: Tensor | int, accumulated: int = 1, **options: Any
     ) -> Tensor:
-        """The gradients of one of `of` micro-batches on the device, added to those there are; returns its share of the loss.
+        """Accumulates the gradients of one micro-batch on the device; returns its share of the loss.
 
         Args:
+            accumulated: micro-batches of the step.
             options: of `loss.step`.
         """
-        with loss.step(items, of, num_tokens=tokens, **options):
-            part = self.model(**inputs, num_items_in_batch=items, use_cache=False).loss
-            part.backward()
-        return part.detach()
+        with loss.step(items, accumulated, num_tokens=tokens, **options):
+            share = self.model(**inputs, num_items_in_batch=items, use_cache=False).loss
+            share.backward()
+        return share.detach()
 
     def update(self) -> tuple[float, float]:
-        """Clips, and takes the step unless a gradient is not finite; returns the norm and the learning rate."""
+        """Clips, and steps the optimizer if the gradients are finite; returns the norm and the learning rate."""
         config = self.recipe.optim
         share = optimizers.factor(self.step, config, self.recipe.train.steps)
         rate = optimizers.set_learning_rate(self.optimizer, share)
@@ -245,28 +246,25 @@ class Trainer:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         if self.skipped >= config.max_skipped:
-            saved = (
-                f"The last checkpoint is that of step {self.saved.saved_step}."
-                if self.saved.saved_step
-                else "No checkpoint was saved."
-            )
+            last = self.saved.saved_step
+            saved = f"The last checkpoint is that of step {last}." if last else "No checkpoint was saved."
             raise TrainingStopped(
                 f"{self.skipped} steps in a row had gradients that are not finite, the last of them step "
-                f"{self.step + 1}. {saved} Lower optim.lr, lengthen optim.warmup_steps, or look at the data of these steps."
+                f"{self.step + 1}. {saved} Lower optim.lr, raise optim.warmup_steps, or check the data of these steps."
             )
         return float(norm), rate
 
     @staticmethod
     def peak_memory() -> int:
-        """Bytes of this rank's GPU, what other ranks read included."""
+        """Peak bytes allocated on this rank's GPU, including memory shared with other ranks."""
         return torch.cuda.max_memory_allocated() + peer_memory.num_bytes_shared()
 
     # ----------------------------------------------------------------------------------------- evaluation
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """The mean loss per item over `eval_batches` packed batches, the same ones each time; without that of routers."""
-        assert self.eval_loader is not None, "asked of runs that have evaluation data"
+        """The mean loss per item, without router losses, over the first `eval_batches` packed batches."""
+        assert self.eval_loader is not None, "only called with evaluation data"
         self.eval_loader.load_state_dict(copy.deepcopy(self.eval_start))
         count = micro_batches_per_step(self.recipe.train.eval_batches, self.state.config.num_batches)
         feed = self.feed(self.eval_loader, 1)
@@ -287,11 +285,11 @@ class Trainer:
         self.model.train()
         self.model.reshard()  # without a backward, the root stays gathered
         if not num_items:
-            raise ValueError(f"The evaluation data hold no {self.learning.objective.per} (eval_data).")
+            raise ValueError(f"The evaluation data contain no {self.learning.objective.per} (eval_data).")
         mean = float(all_reduce(total, operation="add up the evaluation loss")) / num_items
-        of_sources = self.eval_sources.figures(counts.tolist()) if self.eval_sources else None
+        by_source = self.eval_sources.figures(counts.tolist()) if self.eval_sources else None
         seconds = time.perf_counter() - started
-        result = Evaluation(step=self.step, loss=mean, labels=labels, seconds=seconds, sources=of_sources)
+        result = Evaluation(step=self.step, loss=mean, labels=labels, seconds=seconds, sources=by_source)
         self.evaluated_step = self.step
         for listener in self.listeners:
             listener.on_evaluation(result)
@@ -300,10 +298,10 @@ class Trainer:
     # --------------------------------------------------------------------------------------------- the end
 
     def finish(self, reason: str) -> Summary:
-        """Exports what was trained, unless the run was stopped before its end.
+        """Exports the trained model, unless the run was stopped.
 
         Raises:
-            DataError: the data ended before a single step: what would be exported is not trained.
+            DataError: the data ended before the first step, so there is no trained model.
         """
         if reason != "stop" and self.step == 0:
             raise DataError(
@@ -312,7 +310,7 @@ class Trainer:
             )
         folder = None
         if reason != "stop" and self.recipe.checkpoint.export:
-            folder = self.exported_before() if self.step == self.first_step else None
+            folder = self.existing_export() if self.step == self.first_step else None
             if folder is None:
                 folder = self.export()
             elif dist.get_rank() == 0:
@@ -332,8 +330,8 @@ class Trainer:
         return summary
 
     def export(self) -> Path:
-        """Writes the model, or its adapters; every rank must call it."""
-        if self.adapted is None or self.recipe.lora is None:  # which go together
+        """Writes the model, or its adapters (collective)."""
+        if self.adapted is None or self.recipe.lora is None:  # always both
             return setup.export(self.recipe, self.model, self.parts)
         lora.save(self.adapted, folder := self.recipe.directory / lora.ADAPTER)
         if not self.recipe.lora.merge:
@@ -341,21 +339,21 @@ class Trainer:
         lora.merge(self.adapted)
         return setup.export(self.recipe, self.model, self.parts)
 
-    def exported_before(self) -> Path | None:
-        """The whole export of this step that an earlier start left, as rank 0 sees it; every rank must call it."""
+    def existing_export(self) -> Path | None:
+        """The complete export of this step by an earlier start, if rank 0 finds one (collective)."""
         found = None
         if dist.get_rank() == 0:
-            before = run_log.read_summary(self.recipe.directory)
-            wanted = lora.ADAPTER if self.recipe.lora is not None and not self.recipe.lora.merge else setup.EXPORT
-            if before is not None and before["steps"] == self.step and Path(before["export"] or "").name == wanted:
-                found = before["export"] if setup.is_whole(Path(before["export"])) else None
+            previous = run_log.read_summary(self.recipe.directory)
+            folder = lora.ADAPTER if self.recipe.lora is not None and not self.recipe.lora.merge else setup.EXPORT
+            if previous and previous["steps"] == self.step and Path(previous["export"] or "").name == folder:
+                found = previous["export"] if setup.is_complete(Path(previous["export"])) else None
         found = object_of(found)
         return Path(found) if found is not None else None
 
     # -------------------------------------------------------------------------------------------- records
 
     def announce(self) -> None:
-        """Tells the listeners what is about to run."""
+        """Sends the start of the run to the listeners."""
         start = RunStart(
             name=self.recipe.name,
             directory=str(self.recipe.directory),
@@ -371,14 +369,14 @@ class Trainer:
         for listener in self.listeners:
             listener.on_start(start)
 
-    def tell_choices(self) -> None:
-        """Prints which kernels `auto` took for the shapes of the first step."""
-        told = report.chosen()
-        if told and dist.get_rank() == 0:
-            print(f"after the first step, on rank 0:\n{told}", flush=True)
+    def print_choices(self) -> None:
+        """Prints which kernels `auto` chose for the shapes of the first step."""
+        chosen = report.chosen()
+        if chosen and dist.get_rank() == 0:
+            print(f"after the first step, on rank 0:\n{chosen}", flush=True)
 
     def record(self, batches: StepBatches, share: Tensor, norm: float, rate: float, seconds: float) -> None:
-        """Hands the figures of a step to the listeners. Every rank takes part in the sums."""
+        """Sends the figures of a step to the listeners (collective)."""
         total = float(all_reduce(share, operation="add up the loss"))
         devices = dist.get_world_size()
         tflops = batches.flops / seconds / devices / 1e12
@@ -402,18 +400,25 @@ class Trainer:
             listener.on_step(record)
 
     def expert_load(self) -> float | None:
-        """Slots of the busiest expert of any layer, as a multiple of the even share; read every `log.every` steps."""
+        """Load of the busiest expert of any layer, as a multiple of the even share; read every `log.every` steps."""
         if self.load is None or self.step % self.recipe.log.every:
             return None
         counts = self.load.read().values()
         return max((float(count.max() / count.float().mean()) for count in counts), default=None)
 
 
-# ---------------------------------------------------------------------------------------------- randomness
+def freeze_objects() -> None:
+    """Collects garbage once more, then exempts all live objects from later collections.
+
+    Libraries, model and compiled code are millions of objects that live as long as the run. A full collection would take a few
+    tenths of a second for them, in which the host launches nothing.
+    """
+    gc.collect()
+    gc.freeze()
 
 
-def seed(recipe: Recipe, state: ParallelState) -> None:
-    """Seeds every generator of this rank. SP ranks share a batch, not their dropout."""
+def seed_rank(recipe: Recipe) -> None:
+    """Seeds every generator of this rank; ranks differ, so SP ranks have different dropout."""
     number = recipe.train.seed + dist.get_rank()
     random.seed(number)
     numpy.random.seed(number % 2**32)

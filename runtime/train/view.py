@@ -1,12 +1,14 @@
-"""What the terminal shows: a live panel on a terminal, a line per step elsewhere.
+"""Terminal output: a live panel on a terminal, a line per step elsewhere.
 
 step   120/1000   loss 3.2145   norm 0.87   lr 9.1e-05   45.1k tok/s/GPU   412 TFLOP/s   MFU 41.7 %   62 GiB   ...
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
+from datetime import timedelta
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,22 +25,19 @@ BARS = " ▁▂▃▄▅▆▇█"
 ENDINGS = {
     "steps": "all steps taken",
     "data": "the data ended",
-    "stop": "stopped as asked; the same command continues it",
+    "stop": "stopped on request; run the same command to continue",
 }
 
 
-class Clock:
-    """How long the rest takes, by the median of the last steps."""
+class RemainingTime:
+    """Estimates the remaining time from the median of the last 50 steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.seconds = steps, []
 
-    def left(self, record: StepRecord) -> str:
+    def update(self, record: StepRecord) -> str:
         self.seconds = [*self.seconds[-49:], record.seconds]
-        median = sorted(self.seconds)[len(self.seconds) // 2]
-        minutes, seconds = divmod(round(median * (self.steps - record.step)), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02}"
+        return str(timedelta(seconds=round(statistics.median(self.seconds) * (self.steps - record.step))))
 
 
 class PlainView(Listener):
@@ -48,20 +47,22 @@ class PlainView(Listener):
         self.every = every
 
     def on_start(self, start: RunStart) -> None:
-        self._clock = Clock(start.steps)
+        self._remaining = RemainingTime(start.steps)
         print(headline(start) + "\n" + start.report, flush=True)
 
     def on_step(self, record: StepRecord) -> None:
-        left = self._clock.left(record)
+        left = self._remaining.update(record)
         if record.step % self.every == 0 or record.skipped:
-            print("   ".join(f"{name} {value}" for name, value in cells(record, self._clock.steps, left)), flush=True)
+            print(
+                "   ".join(f"{name} {value}" for name, value in cells(record, self._remaining.steps, left)), flush=True
+            )
             if record.sources:
-                print(f"     {of_sources(record.sources)}", flush=True)
+                print(f"     {source_losses(record.sources)}", flush=True)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         print(
             f"step {evaluation.step}   evaluation loss {evaluation.loss:.4f}   {evaluation.labels} labels"
-            + (f"\n     {of_sources(evaluation.sources)}" if evaluation.sources else ""),
+            + (f"\n     {source_losses(evaluation.sources)}" if evaluation.sources else ""),
             flush=True,
         )
 
@@ -70,7 +71,7 @@ class PlainView(Listener):
 
 
 class LiveView(Listener):
-    """A panel that is drawn again each step, with the loss as a line of bars."""
+    """A panel that is redrawn each step, with the loss as a line of bars."""
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
@@ -79,7 +80,7 @@ class LiveView(Listener):
         self._live: Live | None = None
 
     def on_start(self, start: RunStart) -> None:
-        self._start, self._clock = start, Clock(start.steps)
+        self._start, self._remaining = start, RemainingTime(start.steps)
         self._console = Console()
         self._console.print(headline(start), highlight=False)
         self._console.print(start.report, highlight=False, markup=False)
@@ -91,22 +92,22 @@ class LiveView(Listener):
         self._live.start()
 
     def on_step(self, record: StepRecord) -> None:
-        left = self._clock.left(record)
+        left = self._remaining.update(record)
         self._losses.append(record.loss)
         if record.step % self.every:
             return
         self._progress.update(self._task, completed=record.step)
         table = Table.grid(expand=True, padding=(0, 2))
-        shown = cells(record, self._start.steps, left)[1:]
-        for row in (shown[:5], shown[5:]):
+        figures = cells(record, self._start.steps, left)[1:]
+        for row in (figures[:5], figures[5:]):
             table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in row))
         width = max(20, self._console.width - 6)
         parts = [self._progress, table, Text(bars(self._losses, width), style="cyan")]
         if record.sources:
-            parts.append(Text(of_sources(record.sources), style="dim"))
+            parts.append(Text(source_losses(record.sources), style="dim"))
         if self._evaluation is not None:
             parts.append(Text(f"evaluation at step {self._evaluation.step}: loss {self._evaluation.loss:.4f}"))
-        assert self._live is not None, "a run starts before its first step"
+        assert self._live is not None, "on_start creates it"
         self._live.update(Panel(Group(*parts), title=self._start.name), refresh=True)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -118,7 +119,7 @@ class LiveView(Listener):
 
     def close(self) -> None:
         if self._live is not None:
-            self._live.stop()  # a terminal without its cursor hides what an error has to say
+            self._live.stop()  # restores the cursor, also before an error message
 
 
 def view(every: int) -> Listener:
@@ -127,7 +128,7 @@ def view(every: int) -> Listener:
 
 
 def headline(start: RunStart) -> str:
-    """One line on what runs."""
+    """One line that describes the run."""
     return (
         f"{start.name}: {start.parameters / 1e6:,.1f} M parameters, {start.active_parameters / 1e6:,.1f} M of them "
         f"active per token, on {start.devices} x {start.device}; in {start.directory}"
@@ -156,21 +157,21 @@ def cells(record: StepRecord, steps: int, left: str) -> list[tuple[str, str]]:
     return found
 
 
-def of_sources(sources: dict[str, SourceFigures]) -> str:
+def source_losses(sources: dict[str, SourceFigures]) -> str:
     """The loss and the tokens of each source in one line."""
-    losses = {name: "-" if one.loss is None else f"{one.loss:.4f}" for name, one in sources.items()}
-    return "   ".join(f"{name} {losses[name]} ({one.tokens:,} tokens)" for name, one in sources.items())
+    losses = {name: "-" if source.loss is None else f"{source.loss:.4f}" for name, source in sources.items()}
+    return "   ".join(f"{name} {losses[name]} ({source.tokens:,} tokens)" for name, source in sources.items())
 
 
 def ending(summary: Summary) -> str:
-    """How it ended, and where things are; a second line where samples were left out or cut."""
+    """How the run ended, and its folders; a second line if samples were dropped or truncated."""
     where = f"   export: {summary.export}" if summary.export else ""
     left_out = f"\nsamples: {summary.data}" if summary.data not in ("", ALL_USED) else ""
     return f"step {summary.steps}: {ENDINGS[summary.reason]}   run: {summary.directory}{where}{left_out}"
 
 
 def bars(values: list[float], width: int) -> str:
-    """The values as bars in one line, the latest on the right; many are averaged into one bar."""
+    """The values as a line of bars, the latest on the right; each bar is the mean of one or more values."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""

@@ -244,7 +244,7 @@ def _packed_loss(
         scores: of each token, `(1, S, n)`.
     """
     from patchgen.runtime.objectives import classification, tokens
-    from patchgen.runtime.objectives.batch import share, split
+    from patchgen.runtime.objectives.batch import loss_share, split
 
     state = parallel.current()
     if state is None:
@@ -259,7 +259,7 @@ def _packed_loss(
         objective = tokens.QuestionAnswering()
     _, batch = split(fields, state, targets.device, model.config.get_text_config().pad_token_id)
     with loss.step(len(per_document)):
-        return share(objective, batch)(nn.Identity(), scores)
+        return loss_share(objective, batch)(nn.Identity(), scores)
 
 
 def _scores(

@@ -28,10 +28,10 @@ from patchgen.runtime.minimal_media import (
     GRIDS,
     REFUSALS,
     WAVEFORM,
-    beside_image,
     candidates,
-    image_forms,
-    whole_frames,
+    extra_image_inputs,
+    fixed_frames,
+    image_layouts,
 )
 from patchgen.runtime.parallel.batch_fields import SIDE_BY_SIDE
 
@@ -238,14 +238,14 @@ class MediaMaker:
         arguments = {"pixel_values": self._noise(1, *dimensions, layout.channels(vision), height, width)}
         if with_sizes:
             arguments["image_sizes"] = torch.tensor([[height, width]])
-        extra = beside_image(self.config, self._parameters(IMAGE), dimensions, torch.zeros(()))
+        extra = extra_image_inputs(self.config, self._parameters(IMAGE), dimensions, torch.zeros(()))
         noise = {name: self._noise(*one.shape) for name, one in extra.items() if one.is_floating_point()}
         return Item(IMAGE, arguments | extra | noise)
 
     def _accepted_form(self) -> tuple[tuple[int, ...], bool]:
         """The form of an unpacked image that upstream takes: `[N, C, H, W]`, or with crops `[N, crops, C, H, W]`."""
         refusal: Exception = TypeError("there is no form of an image to try")
-        for dimensions, with_sizes in image_forms(takes_sizes="image_sizes" in self.known):
+        for dimensions, with_sizes in image_layouts(takes_sizes="image_sizes" in self.known):
             try:
                 self.count(self._unpacked_image(dimensions, with_sizes))
             except REFUSALS as error:
@@ -350,7 +350,7 @@ class MediaMaker:
         try:
             self.count(self.spectrogram(AUDIO_FRAMES[0]))
         except REFUSALS:
-            fixed = whole_frames(layout.tower_config(self.config, AUDIO))
+            fixed = fixed_frames(layout.tower_config(self.config, AUDIO))
             self.count(self.spectrogram(fixed or AUDIO_FRAMES[0]))
             return dict.fromkeys(range(len(AUDIO_FRAMES)), fixed)
         return {}

@@ -183,7 +183,7 @@ def training_record(path: TrainingPath) -> dict[str, object]:
     return {
         "attention": path.attention,
         "compared_with": path.compared_attention,
-        "asked": [{"layers": kind.layers, "config": kind.config, "asked": list(kind.asked)} for kind in path.asked],
+        "asked": [{"layers": kind.layers, "config": kind.config, "asked": list(kind.features)} for kind in path.asked],
         "separates_documents": path.separates_documents,
         "seams": dict(path.seams),
         "checks": {

@@ -131,13 +131,13 @@ class Comparison:
         self.positions = finder() if finder is not None else None
         self.seams = seams.for_training(report.seam_users(model), named_seams)
         self.compared_seams = {
-            seam: self._runnable(model, seam) for seam in seams.CHOSEN_UNASKED if seam in self.seams
+            seam: self._runnable(model, seam) for seam in seams.AUTO_IN_TRAINING if seam in self.seams
         }
         packed = [self.text.packed(), *(one.packed(self.positions) for one in self.media.values())]
         with attention.recording() as asked, torch.no_grad(), all_eager():
             for rows in packed:
                 model(**inputs.without_labels(inputs.trainer_inputs(rows)), use_cache=False)
-        return attention_kinds.asked_by(model, asked)
+        return attention_kinds.recorded_kinds(model, asked)
 
     def _runnable(self, model: PreTrainedModel, seam: str) -> str:
         """The implementation of a seam that a run selects, or "auto" if that one needs another device."""

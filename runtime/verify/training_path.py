@@ -128,7 +128,7 @@ def prove_training_path(
         return TrainingPath(named_attention or "", "", failures=(failure,))
     chosen = named_attention or attention_kinds.choose(asked, config)
     found = TrainingPath(chosen, chosen, path.seams, asked)
-    if lacking := attention_kinds.lacking(chosen, asked):
+    if lacking := attention_kinds.missing_features(chosen, asked):
         able = attention_kinds.choose(asked, config)
         failure = f"attention '{chosen}' lacks {' and '.join(lacking)}, which the model needs; '{able}' has it."
         return replace(found, failures=(failure,))

@@ -102,7 +102,7 @@ def masks_made_of_slices_are_refused() -> None:
         mask = create_causal_mask(**arguments, block_sequence_ids=torch.zeros(1, 8, dtype=torch.long))
         assert mask.dense(None).shape == (1, 1, 8, 8)
         sliced = create_causal_mask(**arguments, block_sequence_ids=torch.zeros(1, 4, dtype=torch.long))
-        with pytest.raises(ValueError, match="looks up block_sequence_ids of 4 tokens, and the sequence has 8"):
+        with pytest.raises(ValueError, match="looks up block_sequence_ids of 4 tokens, but the sequence has 8"):
             sliced.dense(None)
 
 

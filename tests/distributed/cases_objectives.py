@@ -19,7 +19,7 @@ from patchgen.runtime.data import Loader
 from patchgen.runtime.data.collate import collate, text_sample
 from patchgen.runtime.data.problems import Counters
 from patchgen.runtime.objectives import Batch, Objective
-from patchgen.runtime.objectives.learning import read
+from patchgen.runtime.objectives.learning import evaluate
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.train.recipe import from_dict
 from patchgen.runtime.train.trainer import Trainer
@@ -153,7 +153,7 @@ def evaluated(values: dict, together: int) -> tuple[float, float]:
     trainer.recipe = dataclasses.replace(
         trainer.recipe, train=dataclasses.replace(trainer.recipe.train, eval_batches=4)
     )
-    trainer.refer()
+    trainer.compute_reference()
     with parallel.using(trainer.state):
         found = trainer.evaluate().loss
     trainer.recipe = from_dict(values)
@@ -170,7 +170,7 @@ def curve_and_log_probs(values: dict) -> tuple[list[float], dict[str, torch.Tens
     for when in ("before", "after"):
         with parallel.using(trainer.state):
             inputs, batch = trainer.learning._split(rows)
-            found[f"model {when}"] = read(trainer.model, inputs, batch, Batch.document_log_probs).clone()
+            found[f"model {when}"] = evaluate(trainer.model, inputs, batch, Batch.document_log_probs).clone()
             found[f"reference {when}"] = trainer.learning._reference(inputs, batch).clone()
         if when == "before":
             trainer.run()
@@ -185,7 +185,7 @@ def trained_scores(values: dict) -> tuple[list[list[int]], torch.Tensor]:
     rows = slice_batch(row, sp=1, sp_rank=0)
     with parallel.using(trainer.state):
         inputs, batch = trainer.learning._split(rows)
-        scores = read(trainer.model, inputs, batch, Batch.document_scores)[: batch.num_samples, 0]
+        scores = evaluate(trainer.model, inputs, batch, Batch.document_scores)[: batch.num_samples, 0]
     bounds = row["cu_seq_lens_q"].tolist()[: batch.num_samples + 1]
     return [row["input_ids"][0, a:b].tolist() for a, b in itertools.pairwise(bounds)], scores.clone()
 

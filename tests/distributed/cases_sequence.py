@@ -127,7 +127,7 @@ def lengths_of_a_slice_are_refused() -> None:
         try:
             call(AttentionModule(), states, states, states, None, cu_seq_lens_q=torch.tensor([0, 3, 8]))
         except ValueError as error:
-            assert "must be those of the whole sequence, not of this rank's slice" in str(error), error
+            assert "must be those of the full sequence, not of this rank's slice" in str(error), error
             return
     raise AssertionError("lengths of a slice were taken for those of the sequence")
 
@@ -142,7 +142,7 @@ def towers_that_were_not_sliced_are_refused() -> None:
         try:
             call(AttentionModule(), states, states, states, None, is_causal=False, cu_seq_lens_q=lengths)
         except ValueError as error:
-            assert "was handed lengths of 8 tokens for a gathered sequence of 16" in str(error), error
+            assert "got lengths of 8 tokens for a gathered sequence of 16" in str(error), error
         else:
             raise AssertionError("a tower that was not sliced was accepted")
         with parallel.using(None):

@@ -23,5 +23,5 @@ def test_positions_are_those_of_each_document_alone(kind, head, two_ranks):
 def test_attention_by_own_code_refuses_a_slice(kind, head, module, two_ranks):
     """In one sentence that names the module, the reason and what to do."""
     for message in two_ranks.run(cases.refusal, kind, head):
-        assert message.startswith(f"{module} reads its mask as a tensor"), message
+        assert message.startswith(f"{module} uses its mask as a tensor"), message
         assert message.endswith("Train this model with sp=1.")

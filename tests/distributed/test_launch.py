@@ -58,7 +58,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(trainer_folder, tmp_path, o
     assert process.returncode == launch.STOPPED, text
     taken = len(losses(tmp_path / "run"))
     assert 3 <= taken < STEPS
-    assert f"step {taken}: stopped as asked" in text
+    assert f"step {taken}: stopped on request" in text
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"continued after step {taken}" in done.stdout
@@ -96,7 +96,7 @@ def test_ctrl_c_reaches_all_ranks_of_the_agent(trainer_folder, tmp_path):
     os.kill(process.pid, signal.SIGTERM)  # as a scheduler sends it: to the launcher alone
     text, _ = process.communicate(timeout=120)
     assert process.returncode == launch.STOPPED, text
-    assert "stopped as asked" in text
+    assert "stopped on request" in text
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

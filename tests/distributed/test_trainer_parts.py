@@ -215,7 +215,7 @@ def test_machines_with_different_recipes_are_refused(trainer_folder, tmp_path, t
 
 def test_machines_that_do_not_share_the_run_directory_are_refused(tmp_path, two_ranks):
     for told in two_ranks.run(cases.refusal_of_a_disk_of_its_own, str(tmp_path), timeout=60):
-        assert "must be one that all machines share: ranks 1 (" in told
+        assert "must be shared by all machines: ranks 1 (" in told
         assert "Set log.directory to a shared disk" in told
     assert not list((tmp_path / "0").iterdir())
 

@@ -69,11 +69,11 @@ def test_a_project_is_found_from_the_folders_in_it(tmp_path, monkeypatch):
     (inner / "pyproject.toml").write_text('[project]\nname = "says nothing of patchgen"\n')
     monkeypatch.chdir(inner)
     assert provenance.generated_root() == tmp_path / "models"
-    assert project.code() == {"generated": str(tmp_path / "models")}
+    assert project.model_settings() == {"generated": str(tmp_path / "models")}
     monkeypatch.chdir(tmp_path)
     assert provenance.generated_root() == Path("models")
     (tmp_path / "pyproject.toml").write_text("[tool.patchgen]\npasses = 'one'\n")
-    with pytest.raises(ConfigError, match=r"pyproject.toml: .tool.patchgen. takes .*list of texts passes, not"):
+    with pytest.raises(ConfigError, match=r"pyproject.toml: .tool.patchgen. takes .*string list passes, not"):
         run("list")
 
 

@@ -59,7 +59,7 @@ def test_what_is_not_proven_is_refused_in_one_sentence(row, tmp_path, monkeypatc
     assert told.startswith(f"model.source = '{row['model_type']}': ")
     assert "\n" not in told
     if row["status"] == "failed":
-        assert "make one with `patchgen generate" in told or "config class refuses its defaults" in told
+        assert "Generate one with `patchgen generate" in told or "config class refuses its defaults" in told
     else:
         found = told.removeprefix(f"model.source = '{row['model_type']}': ")
         assert without_figures(found) == without_figures(verdict.Verdict(row["status"], row["reason"]).words)

@@ -110,10 +110,10 @@ def test_sinks_are_upstreams():
 
 
 def test_what_a_backend_cannot_do_it_refuses_by_name():
-    with pytest.raises(ValueError, match=r"'patchgen_sdpa' cannot do sinks, which GptOssAttention asks for.*eager"):
+    with pytest.raises(ValueError, match=r"'patchgen_sdpa' cannot do sinks, which GptOssAttention needs.*eager"):
         _logits(GptOssForCausalLM, _sinks(), "patchgen_sdpa", input_ids=IDS)
     config = Gemma2Config(**SIZES, attn_logit_softcapping=3.0)
-    with pytest.raises(ValueError, match="cannot do soft cap, which Gemma2Attention asks for"):
+    with pytest.raises(ValueError, match="cannot do soft cap, which Gemma2Attention needs"):
         _logits(Gemma2ForCausalLM, config, "patchgen_sdpa", input_ids=IDS)
 
 
@@ -130,7 +130,7 @@ def test_blocks_of_keys_that_nothing_can_lay_out_are_refused():
     call = attention.attention_function("patchgen_eager", BACKENDS["patchgen_eager"])
     states = torch.zeros(1, 2, 4, 8)
     with pytest.raises(
-        attention.UnsupportedError, match="Module hands block_indices to its attention, and nothing in it"
+        attention.UnsupportedError, match="Module passes block_indices to its attention, but no submodule"
     ):
         call(torch.nn.Module(), states, states, states, None, block_indices=torch.zeros(1, 1, 4, 1))
 
@@ -161,7 +161,7 @@ def test_masks_that_are_laid_over_a_causal_one_keep_upstreams_builder():
     assert mask.dense(None)[0, 0, 1, 2]
     call = attention.attention_function("patchgen_flash_varlen", BACKENDS["patchgen_flash_varlen"])
     states = torch.zeros(1, 2, 6, 8)
-    told = "'patchgen_flash_varlen' cannot do overlays{}, which Module asks"
+    told = "'patchgen_flash_varlen' cannot do overlays{}, which Module needs"
     with pytest.raises(attention.UnsupportedError, match=told.format(" and float32")):
         call(torch.nn.Module(), states, states, states, mask)
     states = states.bfloat16()
@@ -203,7 +203,7 @@ def test_documents_beside_padding_are_refused_and_padding_beside_one_document_is
     }
     rows["position_ids"] = rows["position_ids"].long()
     padded = torch.tensor([[1] * 9 + [0] * 3])
-    with pytest.raises(ValueError, match="position_ids start again within a row, .* Hand over cu_seq_lens_q"):
+    with pytest.raises(ValueError, match="position_ids start again within a row, .* To fix: pass cu_seq_lens_q"):
         _logits(Qwen3ForCausalLM, Qwen3Config(**SIZES), "patchgen_sdpa", **rows, attention_mask=padded)
     left = torch.tensor([[0] * 4 + [1] * 8])  # as generation numbers a row with padding before it
     rows["position_ids"] = (left.cumsum(-1) - 1).masked_fill(left == 0, 1)

@@ -56,9 +56,9 @@ def plant(monkeypatch):
         calls: Counter = Counter()
 
         def compute(q, k, v, request):
-            assert set(request.asks_for) <= set(features), "a backend gets what it can do and nothing else"
+            assert set(request.features) <= set(features), "a backend gets what it can do and nothing else"
             assert max_head is None or max(q.shape[-1], v.shape[-1]) <= max_head
-            calls[request.asks_for, q.shape[-1]] += 1
+            calls[request.features, q.shape[-1]] += 1
             return BACKENDS["patchgen_eager"].function(q, k, v, request)
 
         able = replace(
@@ -90,7 +90,7 @@ def kinds_in(config, **inputs) -> tuple[Kind, ...]:
     one = built(config, "patchgen_eager")
     with attention.recording() as recorded, torch.no_grad():
         one(**inputs, use_cache=False)
-    return attention_kinds.asked_by(one, recorded)
+    return attention_kinds.recorded_kinds(one, recorded)
 
 
 def step(config, names) -> dict[str, torch.Tensor]:
@@ -141,7 +141,7 @@ def test_layers_with_larger_heads_get_another_attention(plant):
         num_key_value_heads=1, head_dim=16, global_head_dim=32, sliding_window=4, hidden_size_per_layer_input=0,
         layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0, vocab_size_per_layer_input=40,
     )  # fmt: skip
-    places = attention_choice._places(type(built(config, "eager")), config.to_json_string(use_diff=False))
+    places = attention_choice._layer_groups(type(built(config, "eager")), config.to_json_string(use_diff=False))
     kinds = tuple(
         replace(kind, head_size=places[kind.layers].head_size, count=places[kind.layers].count)
         for kind in kinds_in(config, **PACKED)
@@ -170,7 +170,7 @@ def test_masks_in_chunks_are_drawn_where_other_layers_run_a_flash_kernel(plant):
     calls = plant()
     inputs = {"input_ids": PACKED["input_ids"]}
     kinds = kinds_in(config, **inputs)
-    assert [kind.asked for kind in kinds] == [("overlays",), ()]
+    assert [kind.features for kind in kinds] == [("overlays",), ()]
     names = attention_kinds.choose(kinds, config, device_type="cpu")
     logits = {}
     for name in (names, "patchgen_eager"):
@@ -194,7 +194,7 @@ def test_a_tower_beside_a_language_model_has_a_name_of_its_own(plant):
     assert one.model.visual.config._attn_implementation == FAST
     assert one.model.language_model.config._attn_implementation == "patchgen_eager"
     assert attention_kinds.named_in(one.config) == names
-    same = replace(tower, asked=("soft cap",))
+    same = replace(tower, features=("soft cap",))
     assert attention_kinds.choose((text, same), config, device_type="cpu") == "patchgen_eager"
 
 
@@ -232,14 +232,14 @@ def test_what_the_report_of_a_start_says(plant):
     """The live model's names, and for each kind of layer what serves it and why nothing faster does."""
     plant("sinks")
     recipe = from_dict({"model": {"source": "gpt_oss", "attention": attention.BY_LAYER}, "data": {}})
-    kinds = model._kinds_of_attention(recipe)
+    kinds = model._attention_by_layer(recipe)
     assert f"{FAST}    18 layers: model.layers.*.self_attn, full_attention (sinks, float32, heads of 64)" in kinds
     one = model.build_on_meta(recipe)
     text = report.describe(one, None, kinds=kinds)
     assert f"attention        {attention.BY_LAYER}" in text and "36 GptOssAttention" in text
     assert "    not patchgen_flash_attention_2: cannot do sliding window" in "\n".join(text.split("  attention    "))
     named = from_dict({"model": {"source": "gpt_oss", "attention": "patchgen_eager"}, "data": {}})
-    assert model._kinds_of_attention(named) == "", "one name for all is told in the line of the attention"
+    assert model._attention_by_layer(named) == "", "one name for all is told in the line of the attention"
 
 
 def test_what_each_call_took_is_told_after_a_step(plant):
@@ -258,7 +258,7 @@ def test_layers_that_a_small_form_did_not_run_are_taken_to_ask_for_everything_th
     head, config = model.find_head_and_config(small_config("qwen2_5_vl").config)
     text = Kind("model.language_model.layers.*.self_attn, full_attention", "text_config", ("soft cap",))
     kinds = attention_choice.kinds_of(head, config, (text,))
-    assert {kind.config: kind.asked for kind in kinds} == {
+    assert {kind.config: kind.features for kind in kinds} == {
         "text_config": ("soft cap",),
         "vision_config": ("soft cap",),
     }

@@ -171,7 +171,7 @@ def test_a_table_of_attention_classes_is_asked_for_the_class_of_the_eager_name()
     from transformers import GPTJForCausalLM
     from transformers.models.gptj.modeling_gptj import GPTJAttention
 
-    assert attention._with_own_class(GPTJForCausalLM, "patchgen_flash_attention_4") == "patchgen_eager"
+    assert attention._register_attention_class(GPTJForCausalLM, "patchgen_flash_attention_4") == "patchgen_eager"
     config = small_config("gptj").config
     model = GPTJForCausalLM._from_config(config, attn_implementation="patchgen_sdpa")
     assert {type(layer.attn) for layer in model.transformer.h} == {GPTJAttention}
@@ -312,13 +312,13 @@ def test_the_fastest_attention_with_all_features_is_chosen():
     for device_type in ("cpu", "cuda"):
         for asked in ([], *([feature] for feature in FEATURES)):
             chosen = attention.choose(asked, device_type=device_type)
-            assert not attention.lacks(chosen, asked, device_type=device_type)
+            assert not attention.missing_features(chosen, asked, device_type=device_type)
             faster = [name for name in attention.ORDER[: attention.ORDER.index(chosen)] if name in ON_CPU]
             if device_type == "cpu":
                 faster = [name for name in faster if BACKENDS[name].has_cpu_backward]
-            assert all(attention.lacks(name, asked, device_type=device_type) for name in faster)
-    assert attention.lacks("patchgen_flex_attention", ["sinks"], device_type="cpu") == ("sinks",)
-    assert attention.lacks("patchgen_flex_attention", ["sinks"], device_type="cuda") == ()
+            assert all(attention.missing_features(name, asked, device_type=device_type) for name in faster)
+    assert attention.missing_features("patchgen_flex_attention", ["sinks"], device_type="cpu") == ("sinks",)
+    assert attention.missing_features("patchgen_flex_attention", ["sinks"], device_type="cuda") == ()
     assert attention.choose(FEATURES) == "patchgen_eager"
     with pytest.raises(ValueError, match="nknown attention feature.*sinkz"):
         attention.choose(["sinkz"])

@@ -33,7 +33,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_folders_of_other_tests(monkeypatch):
-    monkeypatch.setattr(project, "_KNOWN", {})
+    monkeypatch.setattr(project, "_ADDED", {})
 
 
 def around(text_type: str):

@@ -39,7 +39,7 @@ def test_tokens_go_to_rows_of_their_document_and_come_back(documents, is_left):
         "pixel_values": torch.ones(3, 2),
         "cu_seq_lens_q": bounds,
     }
-    apart = rows.apart(batch)
+    apart = rows.unpack(batch)
     assert "cu_seq_lens_q" not in apart
     assert apart["pixel_values"] is batch["pixel_values"]
     for row, document in enumerate(ids.view(-1).split(lengths)):
@@ -53,7 +53,7 @@ def test_tokens_go_to_rows_of_their_document_and_come_back(documents, is_left):
         assert torch.equal(apart["inputs_embeds"][row, held, 1], document.float())
     if len(set(lengths)) > 1:
         assert int(apart["real_tokens"].sum()) == B * S
-    together = rows.together(CausalLMOutput(logits=apart["inputs_embeds"], loss=torch.tensor(1.0)))
+    together = rows.repack(CausalLMOutput(logits=apart["inputs_embeds"], loss=torch.tensor(1.0)))
     assert torch.equal(together.logits, batch["inputs_embeds"])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.masking_utils import blockwise_overlay, chunked_causal_mask_function
 
-from patchgen.runtime import attention, mask_functions, parallel, whole_attention
+from patchgen.runtime import attention, gathered_attention, mask_functions, parallel
 from patchgen.runtime.verify.small_config import small_config
 
 TWO = SimpleNamespace(sp=2, sp_rank=0)
@@ -29,7 +29,7 @@ def test_it_is_attention_of_its_own_code_in_whose_place_nothing_else_stands(kind
     upstream = getattr(importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"), head)
     model = upstream._from_config(small_config(kind).config, attn_implementation="patchgen_eager")
     with parallel.using(TWO):
-        whole_attention.prepare(model)
+        gathered_attention.prepare(model)
     found = {type(one).__name__ for one in model.modules() if "forward" in vars(one)}
     assert found == taken
 
@@ -47,13 +47,13 @@ def test_chunks_begin_where_the_padding_in_front_of_the_whole_row_ends():
     expected = _drawn(chunked_causal_mask_function(3, in_front), 3, 8)
     for own in padding.chunk(2, dim=1):
         of_slice = chunked_causal_mask_function(3, (own.cumsum(-1) == 0).sum(-1))
-        got = mask_functions.of_whole_sequence(of_slice, 4, TWO, padding)
+        got = mask_functions.for_full_sequence(of_slice, 4, TWO, padding)
         assert torch.equal(_drawn(got, 3, 8), expected)
 
 
 def test_tokens_of_no_image_are_in_no_block_of_the_whole_and_others_must_be_told_whole():
     none = torch.full((1, 4), -1)
-    whole = mask_functions.of_whole_sequence(blockwise_overlay(none), 4, TWO, None)
+    whole = mask_functions.for_full_sequence(blockwise_overlay(none), 4, TWO, None)
     assert not _drawn(whole, 1, 8).any()
-    with pytest.raises(ValueError, match="looks up block_sequence_ids of 4 tokens, and the sequence has 8 over 2"):
-        mask_functions.of_whole_sequence(blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])), 4, TWO, None)
+    with pytest.raises(ValueError, match="looks up block_sequence_ids of 4 tokens, but the sequence has 8 over 2"):
+        mask_functions.for_full_sequence(blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])), 4, TWO, None)

@@ -71,5 +71,5 @@ def test_a_checkpoint_that_hides_the_call_is_refused():
     def wrap(model):
         model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))
 
-    with pytest.raises(RuntimeError, match="where the documents of its packed rows end"):
+    with pytest.raises(RuntimeError, match="so the documents of its packed rows are unknown"):
         _gradients(wrap, **LENGTHS)

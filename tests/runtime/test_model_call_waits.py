@@ -57,7 +57,7 @@ def test_a_batch_of_the_trainer_asks_nothing(model, lengths, monkeypatch):
     batch = batch_of(packed(lengths))
     asked, loss = decisions(model, batch, monkeypatch)
     assert asked == []
-    monkeypatch.setattr(model_calls, "_is_counted_through", lambda _: False)
+    monkeypatch.setattr(model_calls, "_is_consecutive", lambda _: False)
     with monkeypatch.context() as patch:  # as upstream searches
         patch.setattr(
             masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices.__wrapped__

@@ -88,7 +88,7 @@ def test_into_a_larger_checkpoint_than_the_adapted_model(tmp_path):
 @pytest.mark.parametrize("said", ["project", "option", "nothing", "gone"])
 def test_the_adapted_part_is_of_a_model_that_only_the_project_has(said, tmp_path, monkeypatch):
     """In an installation without the model: what `patchgen.toml` or `--generated` names is looked at, and before the rest."""
-    monkeypatch.setattr(project, "_KNOWN", {})
+    monkeypatch.setattr(project, "_ADDED", {})
     omni = registry.find_model("qwen3_omni_moe").directory
     shutil.copytree(omni, tmp_path / "mine" / "models" / omni.name)
     (tmp_path / "installed").mkdir()

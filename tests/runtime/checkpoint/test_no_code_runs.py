@@ -147,7 +147,7 @@ def test_code_that_a_downloaded_folder_brings_is_not_run(asking_folder, tmp_path
     from patchgen.runtime.train.recipe import RecipeError, from_dict
 
     folder, mark = asking_folder
-    with pytest.raises(RecipeError, match="asks for code of its own .auto_map., which is not run"):
+    with pytest.raises(RecipeError, match="needs custom code .auto_map., which only runs if"):
         read_config(from_dict({"model": {"source": str(folder)}, "data": {}}).model)
     with pytest.raises(CheckpointError, match="custom code"):
         convert(folder, tmp_path / "out")

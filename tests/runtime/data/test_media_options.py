@@ -96,7 +96,7 @@ def test_a_model_without_a_processor_is_told(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     image_processor().tokenizer.save_pretrained(tmp_path)
     with pytest.raises(
-        RecipeError, match=r"has no usable processor, .*: transformers makes a \w+ of its files, alone"
+        RecipeError, match=r"has no usable processor, .*: transformers loads only a \w+ from its files"
     ):
         load_processor(str(tmp_path))
     (tmp_path / "tokenizer_config.json").unlink()

@@ -37,7 +37,7 @@ def test_a_sound_model_passes_every_check(toy):
     assert {entry.finding.status for entry in report.entries} == {PASSED}, report.text()
     assert "[[In Dresden.<|im_end|>]]" in report.text()
     assert report.as_json()["failed"] == []
-    assert 0 < first_loss.read_level(from_dict(toy.values)) < 1  # a run of any layout is held to it
+    assert 0 < first_loss.read_measured(from_dict(toy.values)) < 1  # a run of any layout is held to it
     assert "on 2 ranks (sp 1, ep 2)" in report["layout"].found.lower()
 
 

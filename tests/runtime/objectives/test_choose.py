@@ -69,8 +69,8 @@ def test_options_are_those_of_the_class():
         ("next_token", {"beta": 1}, "There are: none"),
         ("nowhere:Mine", {}, "cannot be imported: ModuleNotFoundError"),
         ("mine:None_", {}, "cannot be imported: AttributeError"),
-        ("mine:Other", {}, "must be a dataclass derived from patchgen.runtime.objectives.Objective"),
-        ("mine:Bare", {"stronger": 2}, "frozen=True. of its own"),
+        ("mine:Other", {}, "must be derived from patchgen.runtime.objectives.Objective"),
+        ("mine:Bare", {"stronger": 2}, "decorated with @dataclass.frozen=True"),
         ("mine:Lossless", {}, "has no method loss"),
         ("mine:Mine", {"strong": 2}, "Did you mean strength"),
     ],
@@ -87,10 +87,10 @@ def test_what_is_no_objective_is_refused(name, options, told, tmp_path, monkeypa
     [
         (recipe_of("dpo", "classification"), "learns from data.kind = preference, not 'classification'"),
         (recipe_of("next_token", "preference"), "learns from data.kind = text or chat or multimodal"),
-        (recipe_of("dpo", "preference", kernels={"causal_lm_loss": "chunked"}), "serves the loss of the next token"),
-        (recipe_of("reward", "preference", lora={"rank": 4}), "which adapters would leave untrained"),
-        (recipe_of("distillation", "classification"), "learns from a teacher: name it"),
-        (recipe_of("dpo", "preference", teacher={"source": "qwen3_moe"}), "would not ask"),
+        (recipe_of("dpo", "preference", kernels={"causal_lm_loss": "chunked"}), "computes the next-token loss"),
+        (recipe_of("reward", "preference", lora={"rank": 4}), "which lora would leave untrained"),
+        (recipe_of("distillation", "classification"), "needs a teacher. Add teacher"),
+        (recipe_of("dpo", "preference", teacher={"source": "qwen3_moe"}), "does not use the section teacher"),
     ],
 )
 def test_what_no_rank_could_train_is_refused(recipe, told):
@@ -104,11 +104,11 @@ def test_a_class_derived_from_next_token_computes_its_own_loss(tmp_path, monkeyp
     own = choose.objective_of(ObjectiveConfig(name="derived:Weighted"))
     assert NextToken().is_models_own and not own.is_models_own and not DPO().is_models_own
     recipe = recipe_of("derived:Weighted", "text", kernels={"causal_lm_loss": "chunked"})
-    with pytest.raises(RecipeError, match="serves the loss of the next token"):
+    with pytest.raises(RecipeError, match="computes the next-token loss"):
         choose.require_valid(recipe)
     alone = torch.nn.Linear(1, 1)  # it has no seam
     choose.require_seam(NextToken(), alone, {})
-    with pytest.raises(RecipeError, match="Weighted: Linear computes its loss by itself"):
+    with pytest.raises(RecipeError, match="Weighted: Linear computes its loss itself"):
         choose.require_seam(own, alone, {})
 
 
@@ -117,11 +117,11 @@ def test_pairs_come_from_preferences_alone(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     choose.require_valid(recipe_of("paired:Paired", "preference"))
     with pytest.raises(
-        RecipeError, match="pairs .per., which data.kind = preference or similar has, not 'classification'"
+        RecipeError, match="pairs .per., which need data.kind = preference or similar, not 'classification'"
     ):
         choose.require_valid(recipe_of("paired:Paired", "classification"))
     evaluated = {"sources": [{"path": "builtin:labels"}], "kind": "classification"}
-    with pytest.raises(RecipeError, match="which eval_data.kind = preference or similar has"):
+    with pytest.raises(RecipeError, match="which need eval_data.kind = preference or similar"):
         choose.require_valid(recipe_of("paired:Paired", "preference", eval_data=evaluated))
 
 
@@ -140,7 +140,7 @@ def test_a_dry_run_says_what_is_learned():
     assert "causal_lm_loss" not in text
     recipe = recipe_of("dpo", "preference")
     text = run_plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
-    assert "causal_lm_loss the objective's own, in chunks" in text
+    assert "causal_lm_loss by the objective, in chunks" in text
 
 
 def test_a_teacher_has_the_same_tokens():

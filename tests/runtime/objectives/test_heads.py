@@ -39,7 +39,7 @@ def test_exports_load_in_plain_transformers(name, head, tmp_path):
     export_pretrained(start, tmp_path / "causal")
     model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     told = load_pretrained(
-        model, tmp_path / "causal", allow_missing=model.only_here, allow_unexpected=model.only_causal
+        model, tmp_path / "causal", allow_missing=model.new_weights, allow_unexpected=model.causal_only
     )
     assert list(told.initialised) == ["score.weight"] and head_of(model) is model.score
     export_pretrained(model, tmp_path / "scores")

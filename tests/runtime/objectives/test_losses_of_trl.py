@@ -125,7 +125,7 @@ def test_dpo_is_trls(config, state, tmp_path):
     rows = slice_batch(packed, sp=1, sp_rank=0)
     with parallel.using(state):
         inputs, split = learning.Learning(DPO(), reference, state, torch.device("cpu"))._split(rows)
-        values = learning.read(reference, inputs, split, learning.Batch.document_log_probs)[: 2 * len(found)]
+        values = learning.evaluate(reference, inputs, split, learning.Batch.document_log_probs)[: 2 * len(found)]
     packed["document_keys"] = [str(number) for number in range(2 * len(found))]
     actual = ours(DPO(beta=trainer.beta), model, packed, state, table=Table(values))
     assert abs(float(actual) - float(expected.detach())) < 1e-6

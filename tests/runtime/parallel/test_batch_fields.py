@@ -130,7 +130,7 @@ def test_a_field_of_ones_own_has_the_rule_that_it_is_given(monkeypatch):
     parts = [rule_of("heights").part(value, sp=2, sp_rank=rank, fill=7) for rank in range(2)]
     assert torch.cat(parts, dim=-1).tolist() == [[0, 1, 2, 3, 4, 7]]
     rows = DocumentRows.of(torch.tensor([0, 2, 5]), 1, 5)
-    assert rows.apart({"heights": value})["heights"].tolist() == [[0, 1, 7], [2, 3, 4]], "a row for each document"
+    assert rows.unpack({"heights": value})["heights"].tolist() == [[0, 1, 7], [2, 3, 4]], "a row for each document"
 
 
 @pytest.mark.parametrize(

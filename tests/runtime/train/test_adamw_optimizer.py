@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from patchgen.runtime.parallel import ParallelConfig, gradients, sharding, undivided
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train.adamw import AdamW
-from patchgen.runtime.train.optimizers import Together
+from patchgen.runtime.train.optimizers import CombinedOptimizer
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -89,7 +89,7 @@ def test_gradients_are_scaled_in_passing_or_in_place_by_their_optimizer(state):
     model(x).float().square().sum().backward()
     before = [parameter.grad.to_local().clone() for parameter in model.parameters()]
     assert [gradient.dtype for gradient in before] == [torch.float32, *[torch.bfloat16] * len(rest)]
-    norm = gradients.clip(model, 0.5, optimizer=Together(parts))
+    norm = gradients.clip(model, 0.5, optimizer=CombinedOptimizer(parts))
     factor = 0.5 / (norm + 1e-6)
     assert torch.equal(first.grad.to_local(), before[0] * factor)
     assert torch.equal(parts[1].gradient_factor, factor)

@@ -113,7 +113,7 @@ def test_a_project_names_it_once(made, tmp_path, monkeypatch):
     )
     Path("pyproject.toml").write_text("[tool.patchgen]\ncodes = 1\n")
     with pytest.raises(
-        RecipeError, match=r"pyproject.toml: .tool.patchgen. takes the texts generated, configs, code and .*not"
+        RecipeError, match=r"pyproject.toml: .tool.patchgen. takes the strings generated, configs, code and .*not"
     ):
         recipe.load(Path("mine.yaml"))
 
@@ -128,9 +128,7 @@ def test_code_of_a_checkpoint_runs_when_the_recipe_says_so(made, tmp_path):
     auto = {"AutoConfig": "configuration_lattice_moe.LatticeMoeConfig"}
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": auto}))
     brought = named(made, source=str(folder), code=None, generated=None)
-    with pytest.raises(
-        RecipeError, match=r"asks for code of its own .auto_map., which is not run unless the recipe says"
-    ):
+    with pytest.raises(RecipeError, match=r"needs custom code .auto_map., which only runs if the recipe allows it"):
         model.read_config(brought)
     assert not mark.exists()
     model.read_config(named(made, source=str(folder)))  # the folder that the recipe names, not the downloaded one
@@ -168,7 +166,7 @@ def test_what_cannot_be_registered_is_told_with_its_place(made, tmp_path):
         RecipeError, match=r"no generated model in .*generated_models was made from .*modeling_lattice_moe"
     ):
         model.read_config(named(made, generated=None))
-    with pytest.raises(RecipeError, match=r"holds neither modeling_\*.py nor .*; it holds config.json"):
+    with pytest.raises(RecipeError, match=r"has neither modeling_\*.py nor .*; it contains config.json"):
         model.read_config(named(made, code=str(made / "start")))
     shutil.copytree(made / "code", tmp_path / "code")
     (tmp_path / "code" / "processing_lattice_moe.py").write_text("import nothing_of_this_name")
@@ -247,7 +245,7 @@ def test_the_models_of_a_project_go_before_those_of_the_installation(tmp_path):
     wanted = ModelConfig(source="llama", generated=str(tmp_path / "generated"))
     head = model.find_head(model.read_config(wanted), architecture.register(wanted))
     assert Path(sys.modules[head.__module__].__file__).parent == tmp_path / "generated" / "llama"
-    assert architecture.generated_of(head).directory == tmp_path / "generated" / "llama"
+    assert architecture.generated_model_of(head).directory == tmp_path / "generated" / "llama"
     other = ModelConfig(source="qwen3", generated=str(tmp_path / "generated"))
     head = model.find_head(model.read_config(other), architecture.register(other))
     assert head.__module__.startswith("patchgen.generated_models.qwen3.")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.batch import slice_batch
-from patchgen.runtime.train.captured import Form, completed, require_possible
+from patchgen.runtime.train.captured import GraphShape, require_possible, with_defaults
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 
 TOKENS = 64
@@ -20,7 +20,9 @@ TOKENS = 64
 def row(lengths: list[int]) -> dict:
     ids = torch.arange(sum(lengths))[None]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return completed(slice_batch({"input_ids": ids, "labels": ids, "position_ids": positions}, sp=1, sp_rank=0), sp=1)
+    return with_defaults(
+        slice_batch({"input_ids": ids, "labels": ids, "position_ids": positions}, sp=1, sp_rank=0), sp=1
+    )
 
 
 @st.composite
@@ -33,12 +35,12 @@ def partitions(draw) -> list[int]:
 
 @given(partitions(), partitions())
 def test_a_form_keeps_the_documents_and_is_one_for_all_that_fit(first: list[int], second: list[int]):
-    form = Form.that_fits(row(first))
+    form = GraphShape.with_slack(row(first))
     assert form.fits(row(first))
     if not form.fits(row(second)):
         assert len(second) + 1 > form.num_bounds or max(second) > form.longest
         return
-    brought = form.bring(row(second))
+    brought = form.pad(row(second))
     bounds = brought["cu_seq_lens_q"]
     assert bounds.dtype == torch.int32 and len(bounds) == form.num_bounds
     lengths = bounds.diff().tolist()
@@ -48,13 +50,15 @@ def test_a_form_keeps_the_documents_and_is_one_for_all_that_fit(first: list[int]
 
 
 def test_rows_of_other_sizes_and_of_more_than_text_do_not_fit():
-    form = Form.that_fits(row([40, 24]))
+    form = GraphShape.with_slack(row([40, 24]))
     assert not form.fits(row([40, 25]))
     assert not form.fits({**row([40, 24]), "labels": row([40, 24])["labels"].int()})
-    assert completed({"input_ids": torch.zeros(1, 4, dtype=torch.long), "pixel_values": torch.zeros(3)}, sp=1) is None
-    assert completed({"inputs_embeds": torch.zeros(1, 4, 2)}, sp=1) is None
+    assert (
+        with_defaults({"input_ids": torch.zeros(1, 4, dtype=torch.long), "pixel_values": torch.zeros(3)}, sp=1) is None
+    )
+    assert with_defaults({"inputs_embeds": torch.zeros(1, 4, 2)}, sp=1) is None
     unpacked = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "shift_labels": torch.zeros(2, 4)}
-    assert completed(unpacked, sp=1) is None, "two rows have no lengths that one would add"
+    assert with_defaults(unpacked, sp=1) is None, "two rows have no lengths that one would add"
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,11 @@ def test_far_above_ln_v_is_refused_with_both_figures():
         (6.5, {"is_trained": True}, "", "are hardly better on these data"),
         (6.5, {}, "", ""),
         (6.5, {"is_trained": True, "limit": 7.0}, "", ""),
-        (2.4, {"is_trained": True, "level": 1.0}, "", ""),
-        (2.6, {"is_trained": True, "level": 1.0}, "`patchgen doctor` measured 1.00 with these weights", ""),
-        (2.6, {"is_trained": True, "level": 1.0, "limit": 3.0}, "", ""),
-        (2.6, {"level": 1.0}, "", ""),
-        (11.0, {"is_trained": True, "level": 30.0}, "a first loss above 10.83 is implausible", "hardly better"),
+        (2.4, {"is_trained": True, "measured": 1.0}, "", ""),
+        (2.6, {"is_trained": True, "measured": 1.0}, "`patchgen doctor` measured 1.00 with these weights", ""),
+        (2.6, {"is_trained": True, "measured": 1.0, "limit": 3.0}, "", ""),
+        (2.6, {"measured": 1.0}, "", ""),
+        (11.0, {"is_trained": True, "measured": 30.0}, "a first loss above 10.83 is implausible", "hardly better"),
     ],
 )
 def test_a_checkpoint_is_held_to_its_own_level(loss, options, refused, warned):
@@ -131,11 +131,11 @@ def test_a_checkpoint_that_knows_nothing_is_told_once_and_trained(scaled_head, t
     random["model"]["weights"] = "random"
     assert trained(random, tmp_path / "random") is None
     assert "hardly better" not in capsys.readouterr().out
-    first_loss.keep_level(from_dict(start), 1.0)  # as if the doctor had found it
+    first_loss.save_measured(from_dict(start), 1.0)  # as if the doctor had found it
     assert "`patchgen doctor` measured 1.00" in str(trained(start, tmp_path / "held"))
     decided = {**start["model"], "attention": "patchgen_sdpa", "separate_documents": True}  # as a proof does
-    assert first_loss.read_level(from_dict({**start, "model": decided})) == 1.0
+    assert first_loss.read_measured(from_dict({**start, "model": decided})) == 1.0
     tensors["lm_head.weight"] *= 0.5
     save_file(tensors, file, metadata={"format": "pt"})
     os.utime(file, ns=(1, 1))
-    assert first_loss.read_level(from_dict(start)) is None  # it was found of other weights
+    assert first_loss.read_measured(from_dict(start)) is None  # it was found of other weights

@@ -32,11 +32,11 @@ def classes(name: str):
 )
 def test_pairs_that_a_model_cannot_tell_apart_are_found(name, expected):
     upstream, generated, config = classes(name)
-    assert modalities.kept_apart(upstream, generated, config, attention_name="patchgen_sdpa") == expected
+    assert modalities.separate_pairs(upstream, generated, config, attention_name="patchgen_sdpa") == expected
 
 
 def test_upstream_dies_on_such_a_row():
-    """What `kept_apart` is for: the day this passes, nothing needs to be kept apart."""
+    """What `separate_pairs` is for: the day this passes, nothing needs to be kept apart."""
     upstream, _, config = classes("glm4v_moe")
     model = build_model(upstream, config)
     builder = SampleBuilder(model)
@@ -48,16 +48,16 @@ def test_upstream_dies_on_such_a_row():
 def test_a_run_packs_as_its_model_needs(tmp_path):
     _, generated, config = classes("glm4v_moe")
     found = preflight.with_modalities(preflight.Preflight("proven", "", "patchgen_sdpa"), generated, config)
-    assert found.apart == (("image", "video"),)
+    assert found.separate_pairs == (("image", "video"),)
     recipe = from_dict({"model": {"source": "glm4v_moe"}, "data": {"kind": "multimodal"}, **EVALUATION})
-    packed = modalities.with_apart(recipe, found.apart)
+    packed = modalities.with_separate_pairs(recipe, found.separate_pairs)
     assert packed.data.separate_modalities == packed.eval_data.separate_modalities == (("image", "video"),)
-    assert modalities.with_apart(recipe, ()) == recipe
+    assert modalities.with_separate_pairs(recipe, ()) == recipe
     more = replace(recipe, data=replace(recipe.data, separate_modalities=(("video", "image"), ("image", "audio"))))
-    assert modalities.with_apart(more, found.apart).data.separate_modalities == (
+    assert modalities.with_separate_pairs(more, found.separate_pairs).data.separate_modalities == (
         ("audio", "image"),
         ("image", "video"),
     )
     none = replace(recipe, data=replace(recipe.data, separate_modalities=()))
-    with pytest.raises(RecipeError, match=r"data.separate_modalities = \[\]: .* cannot tell image and video apart"):
-        modalities.with_apart(none, found.apart)
+    with pytest.raises(RecipeError, match=r"data.separate_modalities = \[\]: .* cannot distinguish image and video"):
+        modalities.with_separate_pairs(none, found.separate_pairs)

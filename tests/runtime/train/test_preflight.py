@@ -125,7 +125,7 @@ def test_attention_that_cannot_be_sliced_is_refused_before_any_rank(home, tmp_pa
     monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
     recipe = recipe_of("bloom", tmp_path / "run")
     preflight.require_trainable(from_dict(recipe))
-    with pytest.raises(RecipeError, match=r"parallel\.sp = 2: 'bloom': BloomAttention reads its mask as a tensor"):
+    with pytest.raises(RecipeError, match=r"parallel\.sp = 2: 'bloom': BloomAttention uses its mask as a tensor"):
         preflight.require_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
 
 
@@ -153,7 +153,7 @@ def test_modules_that_not_every_rank_runs_are_refused_before_any_rank(home, tmp_
     monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
     recipe = recipe_of("llama", tmp_path / "run")
     preflight.require_trainable(from_dict(recipe))
-    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block runs some of its modules only where"):
+    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block runs some of its modules only if"):
         preflight.require_trainable(from_dict(recipe | {"parallel": {"ep": 2}}))
 
 
@@ -162,8 +162,8 @@ def test_a_type_that_nobody_generated_is_refused_in_one_sentence(home, tmp_path)
         preflight.require_trainable(from_dict(recipe_of("xlnet", tmp_path / "run")))
     told = str(refusal.value)
     assert told == (
-        "model.source = 'xlnet': no generated model takes a XLNetConfig; make one with `patchgen generate xlnet`, which "
-        "says why where it cannot."
+        "model.source = 'xlnet': no generated model takes a XLNetConfig. Generate one with `patchgen generate xlnet`, "
+        "which gives the reason if it cannot."
     )
 
 
@@ -181,7 +181,7 @@ def test_a_verdict_that_cannot_be_kept_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
     monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
-    with pytest.warns(UserWarning, match="found anew at each start"):
+    with pytest.warns(UserWarning, match="computed at each start"):
         assert preflight.examine(from_dict(recipe_of("qwen3_moe", tmp_path / "run"))) == decided
 
 

@@ -56,7 +56,7 @@ def test_the_recipes_that_ship_are_valid_and_survive_printing(path):
         ("optim.momentum", "0.9", "optim.momentum is for optimizer 'muon'"),
         ("train.profile_start", "3", "train.profile_steps is 0"),
         ("train.eval_every", "5", "there is no section eval_data"),
-        ("data.sources.3.path", "x", "'3' is not a place in a list of 1; 1 appends to it"),
+        ("data.sources.3.path", "x", "'3' is not an index of a list of 1; 1 appends to it"),
         ("train.steps.more", "x", "train.steps: input should be a valid integer, not {'more': 'x'}"),
     ],
 )
@@ -85,7 +85,7 @@ def test_set_reads_values_as_yaml_and_makes_what_is_missing(path):
 
 def test_a_flat_recipe_has_the_keys_that_set_takes(path):
     recipe = recipes.load(path, {"optim.lr": "1e-3", "data.sources.1.path": "b.jsonl"})
-    found = nested.flat(recipes.to_dict(recipe))
+    found = nested.flatten(recipes.to_dict(recipe))
     assert (found["optim.lr"], found["data.sources.1.path"], found["model.freeze"]) == (1e-3, "b.jsonl", [])
     assert recipes.load(path, found) == recipe
 
@@ -108,7 +108,7 @@ def test_what_is_not_yaml_is_told_with_its_line(path):
 
 
 def test_a_missing_file_names_its_neighbours(path):
-    with pytest.raises(recipes.RecipeError, match=r"There is no recipe .*other.yaml. Beside it: .*mine.yaml"):
+    with pytest.raises(recipes.RecipeError, match=r"There is no recipe .*other.yaml. In that folder: .*mine.yaml"):
         recipes.load(path.with_name("other.yaml"))
 
 

@@ -16,23 +16,23 @@ from patchgen.runtime.train.recipe import RecipeError
 def test_what_a_killed_run_leaves_holds_up_nobody(tmp_path):
     child = os.fork()
     if child == 0:
-        with run_lock.held(tmp_path):
+        with run_lock.locked(tmp_path):
             time.sleep(60)
         os._exit(0)
     try:
-        holder = tmp_path / run_lock.HOLDER
+        holder = tmp_path / run_lock.OWNER
         while not (holder.exists() and holder.read_text().endswith("\n")):
             time.sleep(0.01)
         with pytest.raises(RecipeError, match=f"in use: process {child} on"):
             run_lock.require_free(tmp_path)
-        with pytest.raises(RecipeError, match=f"in use: process {child} on"), run_lock.held(tmp_path):
+        with pytest.raises(RecipeError, match=f"in use: process {child} on"), run_lock.locked(tmp_path):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     run_lock.require_free(tmp_path)
-    with run_lock.held(tmp_path):
-        assert json.loads((tmp_path / run_lock.HOLDER).read_text())["process"] == os.getpid()
+    with run_lock.locked(tmp_path):
+        assert json.loads((tmp_path / run_lock.OWNER).read_text())["process"] == os.getpid()
 
 
 def test_a_directory_that_is_not_there_is_free_and_is_not_made(tmp_path):

@@ -54,7 +54,7 @@ def test_a_dry_run_says_what_would_run():
         (
             {"lora": {"target_parameters": ["mlp.gate.weight"]}},
             2,
-            "so 2 ranks train such adapters of stacked experts only",
+            "so 2 ranks can train such adapters of stacked experts only",
         ),
         (
             {"lora": {"target_parameters": ["experts.gate_proj"]}},
@@ -101,7 +101,7 @@ def test_a_dry_run_says_what_would_run():
             1,
             "of 'gpt_oss': `num_hidden_layers` (2) must be equal to the number of `layer_types`",
         ),
-        ({"model": {"source": "qwen3_mo"}}, 1, "no model type"),
+        ({"model": {"source": "qwen3_mo"}}, 1, "nor a model type"),
         ({"model": {"freeze": ["model.vision.*"]}}, 1, "'model.vision.*' matches no parameter"),
         ({"optim": {"groups": [{"pattern": "model.nope.*"}]}}, 1, "'model.nope.*' matches no trained parameter"),
         ({"lora": {"target_modules": ["nope"]}}, 1, "lora.target_modules: nope match nothing"),
@@ -150,7 +150,7 @@ def test_a_folder_with_the_name_of_a_type_is_told(tmp_path, monkeypatch):
     model.build_on_meta(recipe_of()).config.save_pretrained(tmp_path / "qwen3_moe")
     monkeypatch.setattr(checks.setup, "data_parts", lambda recipe: None)
     with pytest.warns(
-        UserWarning, match=f"is a model type, and here also {tmp_path / 'qwen3_moe'}, which is what is read"
+        UserWarning, match=f"is a model type and also the folder {tmp_path / 'qwen3_moe'}; the folder is read"
     ):
         checks.require_runnable(recipe_of(), 1)
 
@@ -195,7 +195,7 @@ def test_a_run_in_float32_gets_an_attention_that_computes_in_it(monkeypatch):
     assert [line for line in told["float32"].splitlines() if flash in line and line.endswith(": cannot do float32")]
     assert flash in told[None] and ": cannot do float32" not in told[None]
     refused = recipe_of(model={"attention": flash}, parallel={"param_dtype": "float32"})
-    with pytest.raises(RecipeError, match=f"'{flash}' cannot do float32, which parallel.param_dtype asks for.*eager"):
+    with pytest.raises(RecipeError, match=f"'{flash}' cannot do float32, which parallel.param_dtype needs.*eager"):
         model.build_on_meta(refused)
     assert model.compute_dtype(recipe_of(), "cuda") == torch.bfloat16
     assert model.compute_dtype(recipe_of(), "cpu") == torch.float32

@@ -64,7 +64,7 @@ def test_a_tokenizer_must_have_tokens_and_the_model_embeddings_for_them():
     from transformers import PreTrainedTokenizerFast
 
     empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>")
-    with pytest.raises(RecipeError, match="'folder' has no tokenizer: .* knows 1 tokens, all of them special"):
+    with pytest.raises(RecipeError, match="'folder' has no tokenizer: .* has 1 tokens, all of them special"):
         setup.require_fitting(empty, Config(300), "folder")
     with pytest.raises(RecipeError, match=r"has 3 tokens and the model a vocab_size of 2: 1 tokens .*'two' = 2"):
         setup.require_fitting(three_words(), Config(2), "folder")

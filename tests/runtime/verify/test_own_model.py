@@ -121,13 +121,17 @@ def test_weights_and_gradients_of_a_list_become_those_of_the_stack(made):
 
 
 def test_a_source_that_is_not_the_one_is_refused_in_words(made, tmp_path):
-    with pytest.raises(registry.NoUpstreamError, match=r"modeling_lattice_moe\.py of no installed .*--code FOLDER"):
+    with pytest.raises(
+        registry.NoUpstreamError, match=r"modeling_lattice_moe\.py that belongs to no installed .*--code FOLDER"
+    ):
         verify_model(registry.read_model(made.directory))
     shutil.copytree(CODE, tmp_path / "code", ignore=shutil.ignore_patterns("__pycache__"))
     changed = tmp_path / "code" / "modeling_lattice_moe.py"
     changed.write_text(changed.read_text() + "CHANGED = 1\n")
     assert made.made_from(tmp_path / "code") is None
-    with pytest.raises(registry.NoUpstreamError, match=r"is not the file that .*Make it anew with `patchgen generate"):
+    with pytest.raises(
+        registry.NoUpstreamError, match=r"is not the file that .*Generate it again with `patchgen generate"
+    ):
         verify_model(replace(made, source=changed))
 
 

@@ -151,7 +151,7 @@ def test_a_run_that_sees_no_image_is_not_proven_where_upstream_takes_no_text_alo
 
 def test_features_decide_the_attention(tmp_path):
     head = registry.read_model(write_stand_in(tmp_path, "gpt_oss")).load().GptOssForCausalLM
-    asked = {kind.asked for kind in asked_of_attention(head, small_config("gpt_oss").config)}
+    asked = {kind.features for kind in asked_of_attention(head, small_config("gpt_oss").config)}
     assert asked == {("sinks",), ("sliding window", "sinks")}
     path = path_of(tmp_path / "gpt_oss", named_attention="patchgen_sdpa")
     assert path.reason.startswith("attention 'patchgen_sdpa' lacks sinks, which the model needs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from patchgen.runtime.train.objects import freeze_objects
+from patchgen.runtime.train.trainer import freeze_objects
 
 
 class Node:

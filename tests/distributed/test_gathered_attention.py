@@ -1,4 +1,4 @@
-"""Attention that a model computes by its own code, on ranks that share a sequence."""
+"""Hand-written attention, computed on gathered sequences by ranks that share one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from patchgen import pipeline, provenance, upstream
-from patchgen.runtime import whole_attention
+from patchgen.runtime import gathered_attention
 from patchgen.runtime.verify.parallel_coverage import compare
 
 
@@ -36,5 +36,5 @@ class Attention(nn.Module):
 def test_an_indexer_of_an_attention_is_no_attention_of_its_own():
     """What it gives is a mask, of which no slice of tokens is cut: the mask that it reads refuses."""
     attention = Attention()
-    assert not whole_attention._is_own_code(attention.indexer, attention)
-    assert whole_attention._is_own_code(attention.indexer, nn.ModuleList([attention.indexer]))
+    assert not gathered_attention._is_hand_written(attention.indexer, attention)
+    assert gathered_attention._is_hand_written(attention.indexer, nn.ModuleList([attention.indexer]))

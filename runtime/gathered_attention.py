@@ -1,0 +1,103 @@
+"""Hand-written attention under sequence parallelism: each rank computes it on the full sequence and keeps its slice.
+
+Such code has no point at which heads could be exchanged for tokens. So its inputs are gathered and its output is sliced:
+
+    hidden states (B, s, H)   gather   (B, S, H)   the model's code, the full mask   (B, S, H)   slice   (B, s, H)
+
+Gradients of the gathered tokens are summed over the ranks, each of which has those of its own slice. The rest of a layer runs
+on slices; memory and time of such an attention are those of the full sequence on every rank.
+
+    B rows   S tokens per row   s = S / sp of this rank   H width
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from patchgen.runtime import parallel
+from patchgen.runtime.attention_masks import MaskStructure
+from patchgen.runtime.parallel.collectives import gather_rows
+from patchgen.runtime.parallel.state import ParallelState
+
+MASK = "attention_mask"
+SEQUENCE_DIMS = {"hidden_states": 1, "position_ids": -1, "position_embeddings": 1}
+"""Arguments of transformers' attention classes with an entry for each token -> that dimension."""
+LAYER_ARGUMENTS = ("encoder_hidden_states", "encoder_attention_mask", "use_cache", "output_attentions")
+"""Arguments of a layer that its self-attention does not take: for cross attention, and for what it returns."""
+_PREPARED = "patchgen_gathers_for_attention"
+
+
+def prepare(model: nn.Module, arguments: object = None) -> None:
+    """Wraps the hand-written attention in `model` to run on full sequences, before its first call on a slice."""
+    state = parallel.current()
+    if state is None or state.sp == 1 or getattr(model, _PREPARED, False):
+        return
+    setattr(model, _PREPARED, True)
+    for parent in model.modules():
+        for module in parent.children():
+            if not hasattr(module, _PREPARED) and _is_hand_written(module, parent):
+                setattr(module, _PREPARED, True)
+                module.forward = partial(_on_slices, module.forward, tuple(_parameters(module)))
+
+
+def _is_hand_written(module: nn.Module, parent: nn.Module) -> bool:
+    """Whether a module always attends by its own code. If its parent takes more arguments with the mask, the parent may replace
+    it by another form for long sequences (block-sparse attention)."""
+    names = _parameters(module)
+    if not names or next(iter(names)) not in SEQUENCE_DIMS or MASK not in names:
+        return False
+    forwards_mask = any(MASK in _parameters(child) for child in list(module.modules())[1:])
+    named = {name for name, parameter in _parameters(parent).items() if parameter.kind is not parameter.VAR_KEYWORD}
+    extra = named - {*names, *LAYER_ARGUMENTS}
+    # If only the parent uses transformers' table, the module is the indexer of its keys.
+    uses_table = any(_uses_attention_table(type(owner)) for owner in (module, parent))
+    return not forwards_mask and not (extra and MASK in _parameters(parent)) and not uses_table
+
+
+def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
+    return dict(list(inspect.signature(type(module).forward).parameters.items())[1:])
+
+
+def _uses_attention_table(attention: type) -> bool:
+    """Whether a method of a class reads transformers' table of attention functions, under any name."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    members = [member for cls in attention.__mro__ for member in vars(cls).values()]
+    methods = [inspect.unwrap(member) for member in members if inspect.isfunction(member)]
+    return any(
+        method.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS
+        for method in methods
+        for name in method.__code__.co_names
+    )
+
+
+def _on_slices(forward: Callable, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """Calls an attention's forward: on the full sequence if its mask covers a slice and all its tensors can be gathered."""
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    mask = arguments.get(MASK)
+    unknown = [n for n in names if n not in SEQUENCE_DIMS and isinstance(arguments.get(n), Tensor)]
+    if not isinstance(mask, MaskStructure) or mask.definition.state is None or unknown:
+        return forward(*args, **kwargs)  # on a slice, the mask itself raises an error
+    state = mask.definition.state
+    gathered = {
+        name: _gathered(arguments[name], dim, state)
+        for name, dim in SEQUENCE_DIMS.items()
+        if arguments.get(name) is not None
+    }
+    output = forward(**(arguments | gathered | {MASK: mask.gathered()}))
+    s = mask.shape[2]
+    attended, *others = output if isinstance(output, tuple) else (output,)
+    local = attended.narrow(1, state.sp_rank * s, s)
+    return (local, *others) if isinstance(output, tuple) else local
+
+
+def _gathered(slices: Any, dim: int, state: ParallelState) -> Any:
+    if isinstance(slices, tuple):
+        return tuple(_gathered(one, dim, state) for one in slices)
+    rows = gather_rows(slices.transpose(0, dim), state.sp_group, operation="gather a sequence for its attention")
+    return rows.transpose(0, dim)
