@@ -14,7 +14,7 @@ def capture() -> dict:
     numpy = _numpy()
     if numpy is not None:
         found = numpy.random.get_state()
-        assert isinstance(found, tuple), "a dict is what it gives without `legacy`"
+        assert isinstance(found, tuple), "only `legacy=False` returns a dict"
         kind, keys, *rest = found
         state["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *map(float, rest))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -23,7 +23,7 @@ def capture() -> dict:
 
 
 def restore(state: dict) -> None:
-    """Puts the generators where `capture` found them."""
+    """Sets the generators to a state from `capture`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
@@ -36,7 +36,7 @@ def restore(state: dict) -> None:
 
 
 def derive(state: dict, rank: int) -> None:
-    """Seeds the generators of a rank that the saved run did not have, from the state of one that it had."""
+    """Seeds the generators of a rank that the saved run did not have, from the state of one of its ranks."""
     digest = hashlib.sha256(bytes(state["torch"].tolist()) + rank.to_bytes(4, "little")).digest()
     seed = int.from_bytes(digest[:4], "little")
     random.seed(seed)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime.checkpoint.layout import assemble, disassemble
-from patchgen.runtime.checkpoint.tensor_sources import Leaf, Moved, leaf, leaves, pull, whole
+from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Leaf, full_region, leaf, leaves, plan_reads
 from patchgen.runtime.verify.comparison import Step
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Correspondence:
         problems: sentences about tensors that cannot be made.
     """
 
-    made: Mapping[str, Moved] = field(default_factory=dict)
+    made: Mapping[str, LazyTensor] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     @property
@@ -53,9 +53,9 @@ class Correspondence:
         """
         if self.is_identity:
             return dict(theirs)
-        used = {part.name for moved in self.made.values() for part in leaves(moved)}
+        used = {part.name for lazy in self.made.values() for part in leaves(lazy)}
         kept = {name: tensor for name, tensor in theirs.items() if name not in used}
-        return kept | {name: _made(moved, theirs) for name, moved in self.made.items()}
+        return kept | {name: _made(lazy, theirs) for name, lazy in self.made.items()}
 
     def present(self, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Upstream's gradients by the generated model's names, without those that are not there."""
@@ -80,24 +80,23 @@ def correspondence(upstream: PreTrainedModel, generated: PreTrainedModel) -> Cor
         return Correspondence()
     found = assemble(generated, stored)
     made = {
-        name: moved
-        for name, moved in found.parameters.items()
-        if name not in theirs and not isinstance(moved.origin, Leaf)  # another name alone is a difference
+        name: lazy
+        for name, lazy in found.parameters.items()
+        if name not in theirs and not isinstance(lazy.origin, Leaf)  # another name alone is a difference
     }
     return Correspondence(made, tuple(found.problems))
 
 
-def _made(moved: Moved, theirs: Mapping[str, Tensor | None]) -> Tensor | None:
-    present = [one for part in leaves(moved) if (one := theirs.get(part.name)) is not None]
+def _made(lazy: LazyTensor, theirs: Mapping[str, Tensor | None]) -> Tensor | None:
+    present = [one for part in leaves(lazy) if (one := theirs.get(part.name)) is not None]
     if not present:
         return None
-    out = torch.zeros(moved.shape, dtype=present[0].dtype)
-    found = pull(moved, whole(moved.shape), out)
-    for part, box, target in found.reads:
+    out = torch.zeros(lazy.shape, dtype=present[0].dtype)
+    plan = plan_reads(lazy, full_region(lazy.shape), out)
+    for part, region, target in plan.reads:
         if (one := theirs.get(part.name)) is not None:
-            target.copy_(one.detach()[tuple(slice(*bounds) for bounds in box)])
+            target.copy_(one.detach()[tuple(slice(*bounds) for bounds in region)])
         else:
             target.zero_()
-    for finish in found.finishes:
-        finish()
+    plan.finish()
     return out

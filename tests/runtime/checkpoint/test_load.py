@@ -169,7 +169,7 @@ def test_everything_that_does_not_fit_is_in_one_error(checkpoint, tmp_path):
         load_pretrained(empty(), folder)
     text = str(caught.value)
     assert "missing: model.norm.weight [16]" in text
-    assert "model.layers.1.mlp.experts.gate_up_proj cannot be made of" in text
+    assert "model.layers.1.mlp.experts.gate_up_proj cannot be built from" in text
     assert "Missing: model.layers.1.mlp.experts.2.up_proj.weight." in text
     assert "model.layers.0.self_attn.q_proj.weight is [16, 16] in the model, [5, 16] in the checkpoint" in text
     assert "unexpected: model.extra.weight [3] in model.safetensors" in text
@@ -278,7 +278,7 @@ def test_a_file_that_shrinks_names_each_key_once(checkpoint, tmp_path, monkeypat
     """However many pieces of a tensor are missing."""
     folder = small_models.rewrite(checkpoint, tmp_path / "cut", dict)
     file = folder / "model.safetensors"
-    fit = load.fitting
+    fit = load.match_checkpoint
 
     def fit_then_cut(*arguments):
         found = fit(*arguments)
@@ -286,7 +286,7 @@ def test_a_file_that_shrinks_names_each_key_once(checkpoint, tmp_path, monkeypat
             stream.truncate(5000)
         return found
 
-    monkeypatch.setattr(load, "fitting", fit_then_cut)
+    monkeypatch.setattr(load, "match_checkpoint", fit_then_cut)
     monkeypatch.setattr(load, "PIECE", 100)
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(empty(), folder)
@@ -347,7 +347,7 @@ def test_whole_numbers_in_place_of_a_weight_are_refused(dtype, checkpoint, tmp_p
     kind = str(dtype).removeprefix("torch.")
     for read in (lambda: load_pretrained(empty(), folder), lambda: convert(folder, tmp_path / "out")):
         with pytest.raises(
-            CheckpointError, match=f"{key} in model.safetensors is {kind}, which is not a weight of {key}"
+            CheckpointError, match=f"{key} in model.safetensors is {kind}; {key} is a floating-point tensor"
         ):
             read()
 

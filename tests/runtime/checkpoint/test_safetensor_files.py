@@ -18,7 +18,7 @@ from patchgen.runtime.checkpoint import CheckpointError, file_reader
 from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.finite import is_finite
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
-from patchgen.runtime.checkpoint.writing import Output, plan
+from patchgen.runtime.checkpoint.writing import Output, plan_files
 
 
 @pytest.fixture(scope="module")
@@ -332,13 +332,13 @@ def test_other_formats_are_named(tmp_path):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 400))
 @settings(max_examples=50)
 def test_files_hold_every_tensor_once_and_no_more_than_they_may(sizes, limit):
-    from patchgen.runtime.checkpoint.tensor_sources import leaf
+    from patchgen.runtime.checkpoint.lazy_tensors import leaf
 
     outputs = [
         Output(f"layers.{place}.w", leaf("w", (size,), torch.float32, None), torch.float32)
         for place, size in enumerate(sizes)
     ]
-    files = plan(outputs, max_file=limit)
+    files = plan_files(outputs, max_file=limit)
     assert [output.name for file in files for output in file.outputs] == [output.name for output in outputs]
     for file in files:
         assert len(file.outputs) == 1 or sum(output.num_bytes for output in file.outputs) <= limit
