@@ -192,9 +192,9 @@ def make_outputs(model: nn.Module, written: dict[str, LazyTensor], dtype: torch.
     kept_in_fp32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     kept_in_fp32 |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
-    def stored_dtype(name: str, own: torch.dtype) -> torch.dtype:
-        keeps = own == torch.float32 and any(f".{part}." in f".{name}." for part in kept_in_fp32)
-        return own if dtype is None or not own.is_floating_point or keeps else dtype
+    def stored_dtype(name: str, current: torch.dtype) -> torch.dtype:
+        keep = current == torch.float32 and any(f".{part}." in f".{name}." for part in kept_in_fp32)
+        return current if dtype is None or not current.is_floating_point or keep else dtype
 
     return [Output(name, lazy, stored_dtype(name, lazy.dtype)) for name, lazy in written.items()]
 

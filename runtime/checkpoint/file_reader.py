@@ -144,8 +144,8 @@ class FileReader:
         problems: dict[str, str] = {}
         lengths, sizes = region_shape(region), stored.shape
         row_bytes = math.prod(sizes[1:]) * stored.dtype.itemsize
-        wanted = math.prod(lengths[1:]) * stored.dtype.itemsize
-        if lengths[0] > 1 and row_bytes <= STAGING and wanted < SHORT_RUN:
+        part_bytes = math.prod(lengths[1:]) * stored.dtype.itemsize
+        if lengths[0] > 1 and row_bytes <= STAGING and part_bytes < SHORT_RUN:
             inner = tuple(slice(*bounds) for bounds in region[1:])
             step = max(1, STAGING // row_bytes)
             for first in range(0, lengths[0], step):

@@ -135,21 +135,6 @@ def load_pretrained(
     return LoadReport(directory, len(match.loaded_names), num_bytes, seconds, match.initialised, match.ignored)
 
 
-def require_matching_checkpoint(
-    model: PreTrainedModel,
-    directory: str | Path,
-    *,
-    allow_missing: Sequence[str] = (),
-    allow_unexpected: Sequence[str] = (),
-) -> None:
-    """Reads only the headers of a checkpoint; `model` may be on the meta device.
-
-    Raises:
-        CheckpointError: `load_pretrained` would raise it before it reads weights.
-    """
-    match_checkpoint(model, Path(directory), allow_missing, allow_unexpected)
-
-
 @dataclass(frozen=True)
 class CheckpointMatch:
     """Which tensors of a checkpoint make up which parameters and buffers of a model.
@@ -174,13 +159,17 @@ class CheckpointMatch:
 
 
 def match_checkpoint(
-    model: PreTrainedModel, directory: Path, allow_missing: Sequence[str], allow_unexpected: Sequence[str]
+    model: PreTrainedModel,
+    directory: str | Path,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
 ) -> CheckpointMatch:
-    """Reads the headers of a checkpoint and matches its keys with the model.
+    """Reads only the headers of a checkpoint, and matches its keys with the model, which may be on the meta device.
 
     Raises:
-        CheckpointError: with all keys that do not match.
+        CheckpointError: with all keys that do not match, as `load_pretrained` does before it reads weights.
     """
+    directory = Path(directory)
     require_same_type(model, directory)
     stored = read_folder(directory)
     assembly = assemble(model, stored_leaves(stored))
@@ -232,18 +221,18 @@ def stored_leaves(stored: Mapping[str, StoredTensor]) -> dict[str, LazyTensor]:
     return {key: leaf(key, tensor.shape, tensor.dtype, tensor) for key, tensor in stored.items()}
 
 
-def keys_of_buffers(model: nn.Module, made: Mapping[str, LazyTensor]) -> set[str]:
+def keys_of_buffers(model: nn.Module, parameters: Mapping[str, LazyTensor]) -> set[str]:
     """The keys of buffers, which may be infinite (bounds, masks); weights may not."""
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {part.name for name, lazy in made.items() if name not in weights for part in leaves(lazy)}
+    return {part.name for name, lazy in parameters.items() if name not in weights for part in leaves(lazy)}
 
 
 def integer_weight_problems(
-    state: Mapping[str, Tensor], made: Mapping[str, LazyTensor], stored: Mapping[str, StoredTensor]
+    state: Mapping[str, Tensor], parameters: Mapping[str, LazyTensor], stored: Mapping[str, StoredTensor]
 ) -> list[str]:
     """Floating-point tensors of the model for which the checkpoint has integers: quantised without a config that says so."""
     found = {}
-    for name, lazy in made.items():
+    for name, lazy in parameters.items():
         for part in leaves(lazy) if state[name].is_floating_point() else ():
             if not stored[part.name].dtype.is_floating_point:
                 kind = str(stored[part.name].dtype).removeprefix("torch.")
@@ -268,14 +257,16 @@ def require_same_type(model: PreTrainedModel, directory: Path) -> None:
             f"{directory} holds quantised weights ({quantised.get('quant_method', 'unnamed')}): they cannot be trained "
             "on. Use the bf16 release, or dequantise it first."
         )
-    kind = config.get("model_type")
+    stored_type = config.get("model_type")
     # A part of a composite model (a thinker, a text tower) loads from the checkpoint of all of it.
-    parts = {kind} | {value.get("model_type") for value in config.values() if isinstance(value, dict)}
-    own = model.config
-    ours = {own.model_type} | {getattr(own, key).model_type for key in own.sub_configs if getattr(own, key, None)}
-    if kind and not parts & ours:
+    stored_types = {stored_type} | {value.get("model_type") for value in config.values() if isinstance(value, dict)}
+    own_config = model.config
+    model_types = {own_config.model_type} | {
+        getattr(own_config, key).model_type for key in own_config.sub_configs if getattr(own_config, key, None)
+    }
+    if stored_type and not stored_types & model_types:
         raise CheckpointError(
-            f"{file} is of model type '{kind}'; {class_name(model)} is of type '{own.model_type}'. Load it into a "
+            f"{file} is of model type '{stored_type}'; {class_name(model)} is of type '{own_config.model_type}'. Load it into a "
             "model of its type."
         )
 

@@ -58,7 +58,7 @@ def require_checksums(folder: Path, manifest: Manifest, names: Sequence[str], ad
         CheckpointError: naming those whose content has changed since it was saved.
     """
     problems = [
-        f"the content of {name} has changed since it was saved"
+        f"{name} has changed since it was saved"
         for name in names
         if checksum(folder / name) != manifest.checksums[name]
     ]

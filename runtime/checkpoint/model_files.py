@@ -65,8 +65,10 @@ def files_opened_by_upstream(source: Path) -> list[str]:
 
     names = read_config(source).get("architectures") or () if (source / CONFIG).is_file() else ()
     classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
-    own = {base for cls in classes if isinstance(cls, type) for base in cls.__mro__} - {*PreTrainedModel.__mro__}
-    methods = [vars(base)["from_pretrained"].__func__ for base in own if "from_pretrained" in vars(base)]
+    upstream_classes = {base for cls in classes if isinstance(cls, type) for base in cls.__mro__} - {
+        *PreTrainedModel.__mro__
+    }
+    methods = [vars(base)["from_pretrained"].__func__ for base in upstream_classes if "from_pretrained" in vars(base)]
     constants = {value for method in methods for value in method.__code__.co_consts if isinstance(value, str)}
     files = {path.name for path in source.iterdir() if path.is_file() and not WEIGHTS.fullmatch(path.name)}
     return sorted(constants & files - {CONFIG})
@@ -140,13 +142,13 @@ def generated_folders() -> list[Path]:
         CheckpointError: the project's file cannot be read, or names a folder that does not exist.
     """
     try:
-        own = project.generated_folders()
+        of_project = project.generated_folders()
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    missing = next((folder for folder in own if not folder.is_dir()), None)
+    missing = next((folder for folder in of_project if not folder.is_dir()), None)
     if missing is not None:
         raise CheckpointError(f"{missing}, the project's folder of generated models, does not exist.")
-    return [*own, registry.installed_directory()]
+    return [*of_project, registry.installed_directory()]
 
 
 def build_on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""A copy of tensors in host memory, made while training goes on."""
+"""Copies tensors to host memory while training continues."""
 
 from __future__ import annotations
 

@@ -239,10 +239,9 @@ class Checkpointer(SavedSteps):
         partial.rename(final)
         sync_folder(self.directory)
         for old in self.complete()[: -self.keep]:
+            # Renamed first, so that it does not look like a damaged checkpoint while it is deleted.
             doomed = self.directory / f".{folder_name(old)}.old"
-            (self.directory / folder_name(old)).rename(
-                doomed
-            )  # while it is deleted, it must not look like a damaged checkpoint
+            (self.directory / folder_name(old)).rename(doomed)
             shutil.rmtree(doomed)
         for leftover in self.directory.glob(".step-*.replaced"):
             shutil.rmtree(leftover)
@@ -291,11 +290,11 @@ class Checkpointer(SavedSteps):
         folder = self.folder_of(step)
         failed = f"{folder} cannot be loaded; nothing was changed in the model:"
         prepare = functools.partial(self._prepare, step, model, optimizer, scheduler, compare=not is_verified)
-        manifest, shared, wanted, state = run_on_all_ranks(prepare, failed, self._group)
+        manifest, shared, tensors, state = run_on_all_ranks(prepare, failed, self._group)
         with torch.no_grad():
             try:
                 reader = IndexReader(folder)
-                load(wanted, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+                load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
             except FAILURES as error:
                 raise CheckpointError(
                     f"{folder} cannot be read; the model is not usable: {cause_of(error)}",
@@ -350,18 +349,20 @@ class Checkpointer(SavedSteps):
         saved = read_index(folder).state_dict_metadata
         tensors = distinct_state(model)
         _require_same_tensors(folder, tensors, saved)
-        wanted = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
+        targets = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
         state = {}
         if optimizer is not None:
             if "groups" not in shared:
                 raise CheckpointError(f"{folder} was saved without an optimizer.")
-            own = {k.removeprefix(OPTIMIZER): v for k, v in saved.items() if k.startswith(OPTIMIZER)}
-            stored = {k: v for k, v in own.items() if isinstance(v, TensorStorageMetadata)}  # as `read_index` ensures
+            of_optimizer = {k.removeprefix(OPTIMIZER): v for k, v in saved.items() if k.startswith(OPTIMIZER)}
+            stored = {
+                k: v for k, v in of_optimizer.items() if isinstance(v, TensorStorageMetadata)
+            }  # as `read_index` ensures
             state = optimizer_state.empty_state(model, optimizer, stored)
-            wanted |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
+            targets |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
         if scheduler is not None and "scheduler" not in shared:
             raise CheckpointError(f"{folder} was saved without a scheduler.")
-        return manifest, shared, wanted, state
+        return manifest, shared, targets, state
 
     def _newest_undamaged(self) -> int:
         """The newest complete checkpoint whose content is unchanged; warns about newer ones that are damaged.

@@ -74,10 +74,10 @@ class UntrainedPart:
         if self.config is None:
             return {**config_files(model, dtype)}
         fields = json.loads(json.dumps(self.config))
-        own = _own_config(fields, model)
-        assert own is not None, "`config` is only set if it contains that of this model"
-        before = type(model.config).from_dict(json.loads(json.dumps(own))).to_dict()
-        _update(own, _changed_fields(before, model.config.to_dict()))
+        own_config = _own_config(fields, model)
+        assert own_config is not None, "`config` is only set if it contains that of this model"
+        before = type(model.config).from_dict(json.loads(json.dumps(own_config))).to_dict()
+        _update(own_config, _changed_fields(before, model.config.to_dict()))
         for key in ("dtype", "torch_dtype"):
             stored = getattr(torch, fields.get(key) or "", None)
             if dtype is not None and stored is not None:  # loading must not round the trained weights
@@ -153,7 +153,7 @@ def _own_config(fields: dict, model: PreTrainedModel) -> dict | None:
     if fields.get("model_type") == model.config.model_type:
         return fields
     inner = (_own_config(value, model) for value in fields.values() if isinstance(value, dict))
-    return next((own for own in inner if own is not None), None)
+    return next((found for found in inner if found is not None), None)
 
 
 def _changed_fields(before: Mapping, now: Mapping) -> dict:

@@ -165,8 +165,8 @@ class _Stream:
             parts |= zip(sent, segment.split(sizes), strict=True)
             if sender == self._rank:
                 for piece in sent:
-                    own = narrow_to(self._local[piece.source], piece.held_region, piece.region)
-                    parts[piece].view(own.shape).copy_(own)
+                    values = narrow_to(self._local[piece.source], piece.held_region, piece.region)
+                    parts[piece].view(values.shape).copy_(values)
             if self._world > 1:
                 requests.append(dist.broadcast(segment, src=sender, async_op=True))
         with watch.operation("stream weights"):

@@ -100,7 +100,7 @@ def test_the_adapted_part_is_of_a_model_that_only_the_project_has(said, tmp_path
         Path("patchgen.toml").write_text(f'generated = "{"models" if said == "project" else "gone"}"\n')
     command = ["merge", str(tmp_path / "adapter"), "--source", str(tmp_path / "source"), "--output", "out"]
     done = CliRunner().invoke(app, [*command, *(["--generated", "models"] if said == "option" else [])])
-    told = {"nothing": "a part of it that is generated", "gone": "patchgen.toml: generated = 'gone' is not a folder"}
+    told = {"nothing": "a generated part of it", "gone": "patchgen.toml: generated = 'gone' is not a folder"}
     assert told.get(said, "parameters changed") in f"{done.output}{done.exception}"
     assert (done.exit_code == 0) == (said in ("project", "option")) == Path("out").exists()
 
@@ -132,5 +132,5 @@ def test_an_adapter_of_another_model_and_of_a_tied_head(tmp_path):
     tied = small_models.build(type(moe()), small_models.moe_config(tie_word_embeddings=True))
     tied.save_pretrained(tmp_path / "tied")
     adapt(tied, tmp_path / "head", target_modules=["lm_head"])
-    with pytest.raises(CheckpointError, match="adapts .*, which is one tensor with .*: merged, it would"):
+    with pytest.raises(CheckpointError, match="adapts .*, which is one tensor with .*: merging would"):
         merge_adapter(tmp_path / "head", tmp_path / "tied", tmp_path / "out")

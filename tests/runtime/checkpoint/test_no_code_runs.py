@@ -93,7 +93,7 @@ def test_an_index_points_to_tensors_of_its_folder_only(reader, saved, tmp_path):
                 lambda index: index.state_dict_metadata.update({"model/lm_head.weight": None}),
                 "lm_head.weight is not a tensor",
             ),
-            (lambda index: _move(index, "../../other.distcp"), r"'../../other.distcp' lies outside"),
+            (lambda index: _move(index, "../../other.distcp"), r"'../../other.distcp' is outside"),
         )
     ):
         run = tmp_path / str(number)

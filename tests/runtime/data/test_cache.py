@@ -52,7 +52,7 @@ def test_tokens_are_those_of_the_tokenizer_and_places_those_of_the_file(tmp_path
     for number, line in enumerate(lines):
         expected = [*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]
         assert cache.tokens[cache.bounds[number] : cache.bounds[number + 1]].tolist() == expected
-    assert cache.places.of([0, 3, 10]) == [f"{source.path}:{line}" for line in (1, 4, 11)]
+    assert cache.places([0, 3, 10]) == [f"{source.path}:{line}" for line in (1, 4, 11)]
 
 
 def test_a_changed_file_tokenizer_or_setting_is_not_served_from_the_cache(tmp_path):
@@ -117,7 +117,7 @@ def test_bad_lines_are_counted_or_refused_with_file_and_line(tmp_path, streaming
     places = {where: reason for loader in loaders for _, where, reason in loader.counters.places}
     assert set(places) == {f"{path}:{line}" for line in (2, 3, 5, 7, 8)}
     assert "not readable" in places[f"{path}:2"]
-    assert places[f"{path}:3"].startswith("the columns other (int) are of no row format that data.kind = text reads")
+    assert places[f"{path}:3"].startswith("the columns other (int) match no row format that data.kind = text reads")
     assert places[f"{path}:5"] == "column 'text' holds int, expected text (row format text)"
     assert "not a valid character" in places[f"{path}:7"]
     assert places[f"{path}:8"] == "no tokens in the text"
@@ -169,7 +169,7 @@ def test_long_documents_are_skipped_truncated_split_or_refused(tmp_path, streami
     assert total == sum(lengths) - sum(long)
     assert counters.counts == {"skipped": len(long)}
     assert counters.places[0][1].startswith(str(tmp_path))
-    with pytest.raises(DataError, match=r"a.jsonl:\d+: \d+ tokens, more than the 50 .*on_long"):
+    with pytest.raises(DataError, match=r"a.jsonl:\d+: \d+ tokens, more than the limit of 50 .*on_long"):
         tokens("error")
 
 
@@ -186,14 +186,14 @@ def test_what_is_not_there_is_said(tmp_path):
 
     with pytest.raises(DataError, match="No data at .*gone.jsonl"):
         build(tmp_path / "gone.jsonl")
-    with pytest.raises(DataError, match="not a file or folder here, and the hub gives no dataset"):
+    with pytest.raises(DataError, match="not a local file or folder, and the hub has no dataset"):
         build(tmp_path / "gone")
     with pytest.raises(DataError, match="no built-in data set 'nothing'; there are stdlib"):
         build("builtin:nothing")
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.txt").write_text("a")
     (tmp_path / "mixed" / "b.jsonl").write_text('{"text": "a"}')
-    with pytest.raises(DataError, match="jsonl and text files: set the source's format"):
+    with pytest.raises(DataError, match="jsonl and text files. To fix: set the source's format"):
         build(tmp_path / "mixed")
     build(tmp_path / "mixed", format="text")
     with pytest.raises(DataError, match="needs a tokenizer"):

@@ -57,7 +57,7 @@ REFUSED = {
     "near, inside": ({"images": {"rescale_facto": 1}}, "data.media.images.rescale_facto: .*Near: rescale_factor"),
     "of no modality": ({"videos": {"fps": 1}}, "data.media.videos = .*LlavaProcessor takes images"),
     "no mapping": ({"images": 7}, "data.media.images = 7: LlavaProcessor takes images; each is a mapping"),
-    "set here": ({"return_tensors": "np"}, "data.media.return_tensors cannot be set: batches are torch's"),
+    "set here": ({"return_tensors": "np"}, "data.media.return_tensors cannot be set: batches are torch tensors"),
     "of another type": ({"do_resize": "many"}, "data.media = {'do_resize': 'many'} for images: .*bool"),
 }
 

@@ -24,7 +24,7 @@ TOKENIZER = byte_tokenizer(template(), {"box_token": "<|box|>"})
 TEMPLATES = [template(), template(marked=False)]
 pieces = st.lists(st.sampled_from([*TOKENS, "a", " ", "é", "\n", "<|", "\U000f0000"]), max_size=6).map("".join)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*stands in the data, and is text there")
+pytestmark = pytest.mark.filterwarnings("ignore:.*in the data is encoded as plain text")
 
 
 def special_ids(ids) -> list[str]:
@@ -66,8 +66,8 @@ def test_those_that_the_recipe_names_are_meant():
 
 def test_it_is_told_once():
     literals = Literals(TOKENIZER)
-    with pytest.warns(UserWarning, match=r"'<\|box\|>' stands in the data, and is text there") as told:
-        literals.marked([{"content": "<|box|> <|box|>"}, {"content": "<|box|>"}])
+    with pytest.warns(UserWarning, match=r"'<\|box\|>' in the data is encoded as plain text") as told:
+        literals.mark([{"content": "<|box|> <|box|>"}, {"content": "<|box|>"}])
     assert len(told) == 1
 
 
@@ -75,7 +75,7 @@ def test_a_tokenizer_without_a_token_to_stand_in_makes_a_bad_sample():
     bare = byte_tokenizer(template(), {"box_token": "<|box|>"})
     bare.pad_token = bare.eos_token = None
     with pytest.raises(BadSample, match=r"a.jsonl:1: '<\|box\|>' in a text, and the tokenizer has no token"):
-        Literals(bare).encode("a.jsonl:1", Literals(bare).marked("a <|box|>"))
+        Literals(bare).encode("a.jsonl:1", Literals(bare).mark("a <|box|>"))
 
 
 def test_a_placeholder_in_a_text_is_text_beside_images_and_sounds(tmp_path):
@@ -98,7 +98,7 @@ def test_items_of_which_the_tokenizer_has_no_placeholder_are_bad(tmp_path):
     Image.new("RGB", (30, 30)).save(tmp_path / "x.png")
     (tmp_path / "data.jsonl").write_text("\n".join([sample(places=0), sample("x.png")]) + "\n")
     with pytest.raises(
-        DataError, match=r"data.jsonl:2: LlavaProcessor puts '<image>' where an item stands, and the tok.*on_bad"
+        DataError, match=r"data.jsonl:2: LlavaProcessor uses the placeholder .<image>., and the tok.*on_bad"
     ):
         list(loader_of(tmp_path / "data.jsonl", processor=processor))
     loader = loader_of(tmp_path / "data.jsonl", processor=processor, on_bad="skip")
