@@ -10,15 +10,12 @@ For each tensor of the output, the regions of stored tensors that it is built fr
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
@@ -30,7 +27,6 @@ from patchgen.runtime.checkpoint.lazy_tensors import (
     LazyTensor,
     Region,
     full_region,
-    leaf,
     leaves,
     plan_reads,
     region_shape,
@@ -49,8 +45,8 @@ from patchgen.runtime.checkpoint.manifest import check_folder, require_checksums
 from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_files, empty_models, side_files
 from patchgen.runtime.checkpoint.placement import intersection, narrow_to
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.saved_shards import stored_shards
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps
-from patchgen.runtime.checkpoint.tensor_index import read_index
 from patchgen.runtime.checkpoint.train_state import MODEL
 from patchgen.runtime.checkpoint.untrained_part import CopiedTensor
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, ReadOutput, plan_files
@@ -139,7 +135,7 @@ def export_run(
     others = [other for other in SavedSteps(folder.parent).complete() if other != manifest.step]
     advice = f"--step takes another: {', '.join(map(str, others))}." if others else ""
     require_checksums(folder, manifest, sorted(manifest.checksums), advice)
-    stored = _stored_shards(folder)
+    stored = stored_shards(folder)
     origin = Origin.from_json(manifest.origin) if manifest.origin else None
     model = next((model for model in empty_models(folder) if distinct_state(model).keys() == stored.keys()), None)
     if model is None and any(".lora_A." in name for name in stored):
@@ -319,92 +315,13 @@ def read_region(reader: FileReader, lazy: LazyTensor, region: Region, out: Tenso
         if isinstance(stored_leaf.source, StoredTensor):
             reader.read(stored_leaf.source, part, view)
             continue
-        assert isinstance(stored_leaf.source, list), "a leaf of `stored_leaves` or of `_stored_shards`"
+        assert isinstance(stored_leaf.source, list), "a leaf of `stored_leaves` or of `stored_shards`"
         for shard in stored_leaf.source:
             overlap = intersection(part, shard.region) if part else ()
             if overlap is not None:
                 inner = tuple((a - c, b - c) for (a, b), (c, _) in zip(overlap, shard.region, strict=True))
                 reader.read(shard.stored, inner, narrow_to(view, part, overlap))
     plan.finish()
-
-
-# ------------------------------------------------------------------------- tensors of a training checkpoint
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """A part of a tensor in a file of torch's distributed checkpoint."""
-
-    region: Region
-    stored: StoredTensor
-
-
-def _stored_shards(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of the model in a training checkpoint, as leaves whose source is a list of shards."""
-    index = read_index(folder)
-    found = {}
-    for key, entry in index.state_dict_metadata.items():
-        if not key.startswith(MODEL):
-            continue
-        shards = []
-        assert isinstance(entry, TensorStorageMetadata), "`read_index` admits only tensors"
-        for chunk in entry.chunks:
-            place = index.storage_data[MetadataIndex(key, chunk.offsets)]
-            file = folder / place.relative_path
-            offset = place.offset + _data_offset(file, place.offset, place.length, key)
-            region = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            shards.append(_Shard(region, StoredTensor(key, file, entry.properties.dtype, tuple(chunk.sizes), offset)))
-        name = key.removeprefix(MODEL)
-        found[name] = leaf(name, entry.size, entry.properties.dtype, shards)
-    return found
-
-
-class _FileSection:
-    """A part of a file as a file object, for zipfile and torch.load."""
-
-    def __init__(self, stream, start: int, length: int) -> None:
-        self._stream, self._start, self._length, self._place = stream, start, length, 0
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._place = offset + (0, self._place, self._length)[whence]
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def seekable(self) -> bool:
-        return True
-
-    def read(self, count: int = -1) -> bytes:
-        left = self._length - self._place
-        count = left if count is None or count < 0 else min(count, left)
-        self._stream.seek(self._start + self._place)
-        data = self._stream.read(count)
-        self._place += len(data)
-        return data
-
-
-def _data_offset(file: Path, start: int, length: int, key: str) -> int:
-    """The offset from `start` of the elements of a tensor that torch.save wrote there, uncompressed, as one record.
-
-    Raises:
-        CheckpointError: it is written otherwise, or the file is damaged.
-    """
-    try:
-        with file.open("rb") as stream:
-            part = _FileSection(stream, start, length)  # has the methods of IO that torch calls
-            tensor = torch.load(cast("IO[bytes]", part), map_location="meta", weights_only=True)
-            part.seek(0)
-            with zipfile.ZipFile(part) as archive:
-                records = [entry for entry in archive.infolist() if "/data/" in entry.filename]
-            if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED or not tensor.is_contiguous():
-                raise CheckpointError(f"{key} in {file} is not stored contiguously.")
-            part.seek(records[0].header_offset + 26)  # the local header ends with the lengths of name and extra field
-            lengths = part.read(4)
-            name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
-            return records[0].header_offset + 30 + name + extra + tensor.storage_offset() * tensor.element_size()
-    except (OSError, zipfile.BadZipFile, RuntimeError) as error:
-        raise CheckpointError(f"{key} cannot be read from {file}: {error}") from error
 
 
 # --------------------------------------------------------------------------------------------- fingerprint
@@ -429,7 +346,7 @@ def fingerprint(directory: str | Path) -> dict[str, str]:
             {key: stored for key, stored in opened.ignored.items() if not key.endswith(COMPUTED_BUFFERS)}
         )
     else:
-        tensors = _stored_shards(find_checkpoint(directory))
+        tensors = stored_shards(find_checkpoint(directory))
     # Infinite values are hashed like others; NaN is refused.
     every = {part.name for lazy in tensors.values() for part in leaves(lazy)} | {f"{MODEL}{name}" for name in tensors}
     with FileReader(may_be_infinite=every) as reader:

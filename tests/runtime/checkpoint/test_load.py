@@ -112,7 +112,7 @@ def test_values_are_cast_to_the_dtype_of_the_model(dtype, original, checkpoint):
 
 
 @pytest.mark.parametrize("size", [1, 100, 1 << 20])
-def test_tensors_that_threads_share_are_whole(size, original, checkpoint, monkeypatch):
+def test_tensors_that_several_threads_read_are_complete(size, original, checkpoint, monkeypatch):
     """In pieces of one row, of a few rows, and uncut; stacks too, whose rows are experts."""
     monkeypatch.setattr(load, "PIECE", size)
     model = empty()
@@ -203,7 +203,7 @@ def test_a_failed_check_changes_nothing(checkpoint, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_new_parts_are_initialised_when_that_is_asked_for(original, checkpoint, tmp_path):
+def test_missing_parts_are_initialised_with_allow_missing(original, checkpoint, tmp_path):
     folder = small_models.rewrite(
         checkpoint, tmp_path / "headless", lambda found: {n: t for n, t in found.items() if n != "lm_head.weight"}
     )
@@ -256,7 +256,7 @@ def test_tied_weights(original, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(("share", "keeps"), [(0, False), (1, True)])
-def test_files_beside_which_memory_is_short_do_not_stay_in_the_page_cache(
+def test_files_larger_than_a_share_of_memory_do_not_stay_in_the_page_cache(
     share, keeps, original, checkpoint, monkeypatch
 ):
     monkeypatch.setattr(load, "MAX_CACHED", share)
@@ -341,7 +341,7 @@ def test_bounds_in_a_buffer_may_be_infinite(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool])
-def test_whole_numbers_in_place_of_a_weight_are_refused(dtype, checkpoint, tmp_path):
+def test_integers_for_a_floating_point_weight_are_refused(dtype, checkpoint, tmp_path):
     key = "model.layers.0.self_attn.q_proj.weight"
     folder = small_models.rewrite(checkpoint, tmp_path / "whole", lambda found: found | {key: found[key].to(dtype)})
     kind = str(dtype).removeprefix("torch.")

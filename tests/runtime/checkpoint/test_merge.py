@@ -43,7 +43,7 @@ def moe():
 
 @pytest.mark.parametrize("layout", ["per-expert", "stacked", "transposed", "merged"])
 @pytest.mark.parametrize("fields", [LINEAR, EXPERTS], ids=["linear", "experts"])
-def test_files_hold_what_peft_makes_of_the_model(fields, layout, tmp_path):
+def test_merged_files_equal_the_model_that_peft_merges(fields, layout, tmp_path):
     model = moe()
     model.save_pretrained(tmp_path / "plain")
     source = small_models.rewrite(tmp_path / "plain", tmp_path / "source", small_models.LAYOUTS[layout])

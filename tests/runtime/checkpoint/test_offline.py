@@ -48,7 +48,7 @@ def test_fingerprints_are_equal_in_every_layout(layout, checkpoint, tmp_path):
     assert fingerprint(folder) == fingerprint(checkpoint)
 
 
-def test_fingerprints_see_one_bit_the_dtype_and_the_place(checkpoint, tmp_path, monkeypatch):
+def test_fingerprints_depend_on_every_bit_the_dtype_and_the_order(checkpoint, tmp_path, monkeypatch):
     first = fingerprint(checkpoint)
     name = "model.layers.1.mlp.experts.down_proj"
 
@@ -101,7 +101,7 @@ def test_tied_weights_of_which_the_file_has_the_head_only(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-def test_what_upstream_leaves_out_is_kept_and_told(tmp_path):
+def test_tensors_that_upstream_ignores_are_copied_and_listed(tmp_path):
     """Heads that predict further tokens are in releases, and not in transformers' class."""
     from transformers import Qwen3NextForCausalLM
 

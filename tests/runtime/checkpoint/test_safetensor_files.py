@@ -114,7 +114,7 @@ def short_preadv(preadv, most, descriptor, buffers, offset, *flags):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_wrong_in_a_stretch_is_told_by_key(dtype, tmp_path):
+def test_problems_of_one_read_are_reported_by_key(dtype, tmp_path):
     """NaN in one tensor, and a file that ends in another after its header was read: the rest is whole."""
     tensors = {name: torch.full((100,), float(place)) for place, name in enumerate("abcde")}
     tensors["b"][99] = float("nan")
@@ -162,7 +162,7 @@ def test_a_thread_keeps_few_files_open(tmp_path):
         (torch.tensor([0.5]), torch.int32),
     ],
 )
-def test_whole_numbers_that_would_be_others(values, dtype, tmp_path):
+def test_integers_that_the_dtype_cannot_represent(values, dtype, tmp_path):
     save_file({"a": values}, tmp_path / "model.safetensors")
     out = torch.zeros(values.shape, dtype=dtype)
     with (
@@ -173,7 +173,7 @@ def test_whole_numbers_that_would_be_others(values, dtype, tmp_path):
     assert not out.any()
 
 
-def test_files_that_do_not_stay_in_the_page_cache_hold_the_same(folder):
+def test_reads_that_bypass_the_page_cache_give_the_same(folder):
     """Where the system cannot read so, it is read as always: every tensor beside the safetensors library's."""
     for name, stored in read_folder(folder).items():
         out = torch.empty(stored.shape, dtype=stored.dtype)
@@ -331,7 +331,7 @@ def test_other_formats_are_named(tmp_path):
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 400))
 @settings(max_examples=50)
-def test_files_hold_every_tensor_once_and_no_more_than_they_may(sizes, limit):
+def test_planned_files_have_every_tensor_once_and_respect_the_limit(sizes, limit):
     from patchgen.runtime.checkpoint.lazy_tensors import leaf
 
     outputs = [

@@ -91,7 +91,7 @@ def test_the_export_is_its_source_but_for_what_trained_and_speaks_alike(way, omn
     assert any(changed)
 
 
-def test_what_trained_is_written_by_itself_when_asked(omni, tmp_path):
+def test_trained_only_exports_only_the_model(omni, tmp_path):
     place, _, _, model = omni
     export_pretrained(model, tmp_path / "model", trained_only=True)
     export_run(place / "run", tmp_path / "run", trained_only=True)
@@ -155,7 +155,7 @@ def test_what_trained_wider_than_the_source_keeps_its_digits(tmp_path):
     assert same(loaded.thinker.state_dict(), model.state_dict(), model.state_dict())
 
 
-def test_what_was_changed_in_the_part_is_changed_in_the_config_of_the_whole(tmp_path):
+def test_changes_of_the_part_are_in_the_config_of_the_complete_model(tmp_path):
     config = omni_models.qwen2_5_omni()
     omni_models.save_whole(config, tmp_path / "source")
     theta = {"rope_theta": 5e5, "rope_type": "default", "mrope_section": [2, 3, 3]}

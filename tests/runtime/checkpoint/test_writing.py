@@ -24,7 +24,7 @@ from patchgen.runtime.checkpoint import (
 )
 
 
-def test_an_earlier_export_is_replaced_whole(original, tmp_path):
+def test_an_earlier_export_is_replaced_completely(original, tmp_path):
     export_pretrained(original, tmp_path, max_file=10_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     export_pretrained(original, tmp_path)
@@ -37,7 +37,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("first, second", [(10_000, 10_000), (10**9, 10_000), (10_000, 10**9)])
-def test_an_export_that_is_killed_while_it_replaces_is_not_taken_for_whole(
+def test_an_export_killed_while_it_replaces_files_is_refused_or_complete(
     first, second, original, checkpoint, tmp_path, monkeypatch
 ):
     """Killed at every single change of a name in turn: what is there is the one or the other, whole, or refused."""
@@ -92,7 +92,7 @@ def test_an_export_that_is_killed_while_it_replaces_is_not_taken_for_whole(
     assert finished and seen == {"whole", "refused"}
 
 
-def test_an_error_after_the_first_replacement_says_so(original, tmp_path, monkeypatch):
+def test_an_error_after_the_first_replacement_marks_the_folder(original, tmp_path, monkeypatch):
     export_pretrained(original, tmp_path, max_file=10_000)
 
     def fail(self):
@@ -116,7 +116,7 @@ def test_files_of_other_names_stay(original, tmp_path):
     ]
 
 
-def test_memory_holds_one_tensor_at_a_time(original, tmp_path, monkeypatch):
+def test_one_tensor_is_in_memory_at_a_time(original, tmp_path, monkeypatch):
     """What exists beside the model while a folder is written is less than twice its largest tensor."""
 
     def held() -> int:

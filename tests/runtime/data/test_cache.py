@@ -39,7 +39,7 @@ def test_processes_that_start_together_end_with_the_same_tokens(tmp_path):
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
-def test_tokens_are_those_of_the_tokenizer_and_places_those_of_the_file(tmp_path):
+def test_cached_tokens_and_places(tmp_path):
     config, tokenizer = make_corpus(tmp_path)
     source = config.sources[0]
     cache = open_cache(
@@ -173,7 +173,7 @@ def test_long_documents_are_skipped_truncated_split_or_refused(tmp_path, streami
         tokens("error")
 
 
-def test_what_is_not_there_is_said(tmp_path):
+def test_missing_data_is_an_error_with_the_path(tmp_path):
     tokenizer = make_corpus(tmp_path)[1]
 
     def build(path, **more):

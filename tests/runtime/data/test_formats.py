@@ -215,7 +215,7 @@ def test_columns_that_are_called_otherwise_are_named(tmp_path):
         DataConfig(sources=(SourceConfig("x", row_format="alpaca"),))
 
 
-def test_what_cannot_be_mapped_says_what_is_missing_and_the_nearest(tmp_path):
+def test_errors_of_columns_name_missing_ones_and_the_nearest_format(tmp_path):
     with pytest.raises(DataError) as error:
         batches(tmp_path, "chat", {"instruction": "Hi", "response": "Hello"}, on_bad="skip")
     assert "rows.jsonl:1: the columns instruction (text), response (text) match no row format" in str(error.value)
@@ -237,7 +237,7 @@ def test_columns_of_several_formats_are_refused_with_the_key(tmp_path):
     assert told(batch)[0][1] == "Hello<|im_end|>"
 
 
-def test_a_format_of_rows_under_the_key_of_files_is_told_where_it_belongs():
+def test_a_row_format_under_the_key_format_is_an_error_with_the_right_key():
     values = {"model": {"source": "qwen3"}, "data": {"sources": [{"path": "x", "format": "sharegpt"}]}}
     with pytest.raises(
         RecipeError, match=r"data.sources.0.format: .*not 'sharegpt'. data.sources.0.row_format takes it"
@@ -245,7 +245,7 @@ def test_a_format_of_rows_under_the_key_of_files_is_told_where_it_belongs():
         from_dict(values)
 
 
-def test_sources_of_one_name_are_told_apart():
+def test_sources_with_the_same_name_get_unique_names():
     sources = (SourceConfig("a"), SourceConfig("b", name="chats"), SourceConfig("a", split="validation"))
     assert DataConfig(sources=sources).source_names == ["a (1)", "chats", "a (2)"]
 
@@ -322,7 +322,7 @@ MARKED = {
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_marks_are_the_places_of_items(name):
+def test_marks_are_placeholders_of_items(name):
     found = Rows(SourceConfig("x"), "multimodal")("x", {**MARKED[name], "id": 3})
     assert found["messages"] == [{"role": "user", "content": PARTS}, ANSWER]
     assert (found["images"], found["audios"], found["id"]) == (["a.png"], ["a.wav"], 3)

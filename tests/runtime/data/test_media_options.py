@@ -69,7 +69,7 @@ def test_what_the_processor_does_not_know_is_refused_with_what_is_near(case):
         options(image_processor(), media)
 
 
-def test_it_is_told_before_ranks_start(tmp_path):
+def test_bad_options_are_errors_before_ranks_start(tmp_path):
     image_processor().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
     (tmp_path / "own.py").write_text("def nothing(row): return None\n")
@@ -92,7 +92,7 @@ def test_it_is_told_before_ranks_start(tmp_path):
         require_data(recipe(sources=[{"path": "builtin:vision", "transform": f"{tmp_path / 'own.py'}:nothing"}]))
 
 
-def test_a_model_without_a_processor_is_told(tmp_path):
+def test_options_without_a_processor_are_an_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     image_processor().tokenizer.save_pretrained(tmp_path)
     with pytest.raises(

@@ -105,7 +105,7 @@ def test_what_is_found_is_the_answer_or_nothing_is_learned(texts, expansions, an
     assert np.flatnonzero(mask).tolist() == [*range(len(made) - len(answer) - 1, len(made))]
 
 
-def test_a_field_without_a_rule_is_told_with_the_sample(tmp_path):
+def test_a_field_without_a_rule_is_an_error_with_the_sample(tmp_path):
     class Extra(NoneOfTransformers):
         def __call__(self, text, images=None, return_tensors=None):
             return super().__call__(text, images, return_tensors) | {"pixel_colours": torch.ones(1)}

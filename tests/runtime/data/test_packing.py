@@ -63,7 +63,7 @@ def test_modalities_that_are_kept_apart_share_no_batch(samples, best_fit):
 
 
 @pytest.mark.parametrize("length", [0, 51])
-def test_a_length_that_no_batch_holds_is_refused(length):
+def test_a_sample_longer_than_a_batch_is_refused(length):
     with pytest.raises(ValueError, match="expected 1 to 50"):
         Pool(50).add("a", length)
 

@@ -93,7 +93,7 @@ def test_what_is_learned_is_what_transformers_marks(tmp_path, name, streaming):
     )
 
 
-def test_halves_of_pairs_and_labels_are_told(tmp_path):
+def test_halves_of_pairs_and_labels_are_shown(tmp_path):
     pair = {"chosen": CHAT, "rejected": [*CHAT[:2], {"role": "assistant", "content": "Nein"}]}
     (row,) = preview_of(tmp_path, "preference", [pair], tokens_per_batch=900).rows
     assert [(one.half, one.where[-1]) for one in row.documents] == [("chosen", "1"), ("rejected", "1")]
@@ -182,7 +182,7 @@ def test_the_page_and_the_text_show_the_same_and_need_nothing_else(tmp_path):
     assert OPEN not in coloured
 
 
-def test_images_are_one_piece_and_their_words_are_told(tmp_path):
+def test_images_are_one_unit_with_their_number_of_tokens(tmp_path):
     Image.new("RGB", (30, 30)).save(tmp_path / "x.png")
     row = {
         "messages": [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}],

@@ -108,7 +108,7 @@ def test_a_split_of_one_saved_dataset_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "value", [b'{"text": "\\ud83d"}', b'{"list": [{"text": "a\xed\xa0\xbd"}]}', {"text": "\ud83d", "image": b"\xff"}]
 )
-def test_half_a_character_is_a_bad_sample_with_its_place(value):
+def test_a_lone_surrogate_is_a_bad_sample_with_its_place(value):
     with pytest.raises(BadSample, match=r"a.jsonl:3: not readable: '\\ud83d' in a text"):
         Record("a.jsonl:3", value).fields()
 
