@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, ReadPlan, Regio
 from patchgen.runtime.checkpoint.load import tied_groups
 from patchgen.runtime.checkpoint.placement import (
     FAILURES,
+    device_of,
     intersection,
     local_tensor,
     narrow_to,
@@ -324,14 +325,6 @@ class _Gatherer:
                         exchange.arrivals.append((target, arrived))
         if is_writer:
             exchange.outputs.append((file, output, (out, plan)))
-
-
-def device_of(tensors: Iterable[Tensor], otherwise: torch.device) -> torch.device:
-    """The device for communication: that of the tensors' mesh, even if shards are kept on the CPU; `otherwise` without a mesh."""
-    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
-    if mesh is None:
-        return otherwise
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def holders_of(tensor: Tensor, num_ranks: int) -> list[tuple[list[int], Region]]:

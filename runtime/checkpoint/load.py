@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint import host_memory, initialise
@@ -28,7 +27,13 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import STAGING, FileReader
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Leaf, Region, leaf, leaves, plan_reads
-from patchgen.runtime.checkpoint.placement import is_replicated, local_region, local_tensor, run_on_all_ranks
+from patchgen.runtime.checkpoint.placement import (
+    device_of,
+    is_replicated,
+    local_region,
+    local_tensor,
+    run_on_all_ranks,
+)
 from patchgen.runtime.checkpoint.safetensor_files import StoredTensor, read_folder
 from patchgen.runtime.parallel import sharding
 
@@ -114,7 +119,7 @@ def load_pretrained(
 
     def fill() -> int:
         if any(tensor.is_meta for tensor in model.state_dict().values()):
-            sharding.materialise(model, _mesh_device(model))
+            sharding.materialise(model, device_of(model.parameters(), otherwise=torch.device("cpu")))
         state = model.state_dict()
         initialise.initialise(model, match.initialised, seed=seed)
         with (
@@ -289,11 +294,6 @@ def distinct_state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict with each tied tensor once, under its first name."""
     copies = {name for group in tied_groups(model) for name in group[1:]}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in copies}
-
-
-def _mesh_device(model: nn.Module) -> str:
-    mesh_types = [p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)]
-    return mesh_types[0] if mesh_types else "cpu"
 
 
 def _patterns(model: nn.Module, attribute: str) -> set[str]:

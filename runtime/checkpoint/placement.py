@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -72,6 +73,14 @@ def is_replicated(tensor: Tensor) -> bool:
         return rank_and_world_size()[1] > 1
     sizes = tensor.device_mesh.shape
     return any(size > 1 and isinstance(one, Replicate) for size, one in zip(sizes, tensor.placements, strict=True))
+
+
+def device_of(tensors: Iterable[Tensor], otherwise: torch.device) -> torch.device:
+    """The device for communication: that of the tensors' mesh, even if shards are kept on the CPU; `otherwise` without a mesh."""
+    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+    if mesh is None:
+        return otherwise
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -40,13 +40,11 @@ class SavedSteps:
     def checkpoints(self) -> Iterator[tuple[Path, Manifest | None, str]]:
         """Folders, their manifests, and what makes them incomplete."""
         folders = sorted(self.directory.glob("step-*")) if self.directory.is_dir() else []
-        folders += [folder for folder in self.directory.glob(".step-*.replaced") if not self._has_final(folder)]
+        replaced = self.directory.glob(".step-*.replaced")
+        folders += [folder for folder in replaced if not (self.directory / step_name(folder)).exists()]
         for folder in folders:
             if re.fullmatch(r"step-\d+", step_name(folder)):
                 yield folder, *check_folder(folder)
-
-    def _has_final(self, replaced: Path) -> bool:
-        return (self.directory / step_name(replaced)).exists()
 
     def folder_of(self, step: int) -> Path:
         """The folder of a step: under its final name, or renamed by a save of the same step that was interrupted at the end."""

@@ -27,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from patchgen.runtime.checkpoint.export import device_of, holders_of, plan_outputs, saved_tensors
+from patchgen.runtime.checkpoint.export import holders_of, plan_outputs, saved_tensors
 from patchgen.runtime.checkpoint.lazy_tensors import Region, full_region, plan_reads, region_shape
 from patchgen.runtime.checkpoint.placement import (
+    device_of,
     intersection,
     local_tensor,
     narrow_to,

@@ -52,9 +52,6 @@ class TokenCache:
     splits: np.ndarray | None = None
     labels: np.ndarray | None = None
 
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
     def places(self, documents: Iterable[int]) -> list[str]:
         """File and line of documents with these numbers, in ascending order: one line of text per document."""
         numbers = set(documents)

@@ -37,9 +37,6 @@ class MixedOrder:
             for size, weight in zip(self.sizes, self.weights, strict=True)
         ]
 
-    def __len__(self) -> int:
-        return sum(self.totals)
-
     def after(self, counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """The samples after the first `counts` of each source: `(source, k, index in the source)`.
 

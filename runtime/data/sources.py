@@ -21,18 +21,14 @@ def open_source(source: SourceConfig) -> Any:
     format = source.format if source.format != "auto" else detect_format(source.path)
     if format == "datasets":
         return open_dataset(source)
-    dataset_options = [f"{name} = {getattr(source, name)}" for name in ("split", "subset") if is_set(source, name)]
+    options = {name: getattr(source, name) for name in ("split", "subset")}
+    dataset_options = [f"{name} = {value}" for name, value in options.items() if value != getattr(SourceConfig, name)]
     if dataset_options:
         raise DataError(
             f"{source.path} is read as {format} files, which have no splits or subsets, but the source has "
             f"{' and '.join(dataset_options)}. To fix: give the path of the split's files, or set format to datasets."
         )
     return READERS[format](find_files(source.path, format))
-
-
-def is_set(source: SourceConfig, name: str) -> bool:
-    """Whether a field differs from its default."""
-    return getattr(source, name) != SourceConfig.__dataclass_fields__[name].default
 
 
 def detect_format(path: str) -> str:

@@ -46,7 +46,7 @@ def test_cached_tokens_and_places(tmp_path):
         tmp_path, open_source(source), make_encoder(config, mappers_of(config)[0], tokenizer), skip_bad=False
     )
     lines = Path(source.path).read_text().splitlines()
-    assert len(cache) == len(lines)
+    assert len(cache.bounds) == len(lines) + 1
     assert cache.tokens.dtype == np.uint16
     assert isinstance(cache.tokens, np.memmap)
     for number, line in enumerate(lines):
@@ -97,7 +97,7 @@ def test_what_an_interrupted_process_left_is_not_taken_for_tokens(tmp_path):
         open_cache(tmp_path / "cache", source, encoder, skip_bad=False)
     assert not list((tmp_path / "cache").glob("*.tmp"))
     source.complete = True
-    assert len(open_cache(tmp_path / "cache", source, encoder, skip_bad=False)) == 11
+    assert len(open_cache(tmp_path / "cache", source, encoder, skip_bad=False).bounds) == 12
 
 
 LINES = ['{"text": "good one"}', '{"text": ', '{"other": 1}', "", '{"text": 7}', '{"text": "good two"}']
