@@ -122,12 +122,10 @@ def load_pretrained(
             sharding.materialise(model, device_of(model.parameters(), otherwise=torch.device("cpu")))
         state = model.state_dict()
         initialise.initialise(model, match.initialised, seed=seed)
-        with (
-            FileReader(
-                keeps_pages=_should_stay_cached(match.num_bytes, state),
-                may_be_infinite=keys_of_buffers(model, match.parameters),
-            ) as reader,
-        ):
+        with FileReader(
+            keeps_pages=_should_stay_cached(match.num_bytes, state),
+            may_be_infinite=keys_of_buffers(model, match.parameters),
+        ) as reader:
             problems = fill_tensors(reader, match, state)
             if problems:
                 raise CheckpointError(unusable, problems)

@@ -119,7 +119,7 @@ class DataConfig:
         shuffle: shuffle each epoch; streams keep the order of their files
         seed: of the shuffling
         cache_dir: folder of the token cache; none: ~/.cache/patchgen/data
-        num_workers: processes that prepare streamed and multimodal samples; 0: none
+        num_workers: processes that prepare streamed and multimodal samples; 0: this one
         media: options of the model's processor (min_pixels, max_pixels, fps, sampling_rate ...), for all media that have them or
             under images, videos, audios for one; multimodal only
         video_fps: frames per second to sample from videos

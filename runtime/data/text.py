@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,11 +47,12 @@ class Encoder(Protocol):
 class SampleEncoder(ABC):
     """Encodes samples one at a time."""
 
-    def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
+    def encode(self, samples: Sequence[tuple[str, dict[str, Any]]], **options: Any) -> list[Tokens | BadSample]:
+        """One result per sample `(where, fields)`; `options` of `tokens`."""
         found: list[Tokens | BadSample] = []
         for where, fields in samples:
             try:
-                found.append(self.tokens(where, fields))
+                found.append(self.tokens(where, fields, **options))
             except BadSample as error:
                 found.append(error)
         return found
@@ -77,18 +78,17 @@ class TextEncoder(SampleEncoder):
 
     def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
         """One result per sample; texts without special tokens are tokenized in one call."""
-        texts = {number: fields.get("text") for number, (_, fields) in enumerate(samples)}
-        plain = {n: text for n, text in texts.items() if isinstance(text, str) and self.literals.mark(text) == text}
+        texts = [text for _, fields in samples if isinstance(text := fields.get("text"), str)]
+        plain = [text for text in texts if self.literals.mark(text) == text]
         # `verbose` would warn about documents longer than the model's context, which packing handles.
-        ids = self.tokenizer([*plain.values()], add_special_tokens=True, verbose=False)["input_ids"] if plain else []
-        ids_of = dict(zip(plain, ids, strict=True))
-        return super().encode([(where, {**fields, "ids": ids_of.get(n)}) for n, (where, fields) in enumerate(samples)])
+        ids = self.tokenizer(plain, add_special_tokens=True, verbose=False)["input_ids"] if plain else []
+        return super().encode(samples, encoded=dict(zip(plain, ids, strict=True)))
 
-    def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
+    def tokens(self, where: str, fields: dict[str, Any], *, encoded: Mapping[str, list[int]] | None = None) -> Tokens:
         if "completion" in fields:
             return self._completion(where, fields["prompt"], fields["completion"])
-        ids = fields.get("ids")
         text = required_field(where, fields, "text", str)
+        ids = (encoded or {}).get(text)
         if ids is None:
             ids = self.literals.encode(where, self.literals.mark(text), add_special_tokens=True)[0].tolist()
         if not text or not ids:  # an empty text may still have a begin-of-sequence token
