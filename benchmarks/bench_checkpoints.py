@@ -74,19 +74,21 @@ def make(directory: Path, layers: int) -> None:
     import torch
 
     from patchgen.runtime.checkpoint.layout import disassemble
-    from patchgen.runtime.checkpoint.tensor_sources import leaf
-    from patchgen.runtime.checkpoint.writing import FolderWriter, Output, plan
+    from patchgen.runtime.checkpoint.lazy_tensors import leaf
+    from patchgen.runtime.checkpoint.writing import FolderWriter, Output, plan_files
 
     model = empty_model(layers)
     leaves = {name: leaf(name, t.shape, t.dtype, name) for name, t in model.state_dict().items()}
     written = disassemble(model, leaves, layout=None, origin=None)
-    files = plan([Output(name, moved, torch.bfloat16) for name, moved in written.items()], max_file=4_000_000_000)
+    files = plan_files(
+        [Output(name, moved, torch.bfloat16) for name, moved in written.items()], max_file=4_000_000_000
+    )
     writer = FolderWriter(directory, files)
     noise = (torch.randn(8 << 20, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     place = 0
     for file in files:
         for output in file.outputs:
-            size = output.moved.numel()
+            size = output.tensor.numel()
             place = (place + 4099) % (1 << 20)
             repeats = -(-(size + place) // noise.numel())
             values = noise.repeat(repeats) if repeats > 1 else noise

@@ -139,7 +139,9 @@ def main() -> None:
         for layout in arguments.layouts:
             options = dict(LAYOUTS[layout])
             exchange, replays = options.pop("expert_exchange", "all_to_all"), options.pop("cuda_graph", False)
-            state = ParallelState.create(ParallelConfig.for_world(dist.get_world_size(), **options), "cuda", expert_exchange=exchange)
+            state = ParallelState.create(
+                ParallelConfig.for_world(dist.get_world_size(), **options), "cuda", expert_exchange=exchange
+            )
             model = bench_train.ours(setting, state, "none")
             for tokens in arguments.tokens:
                 bench_train.fill(model, "cuda")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from patchgen.runtime.checkpoint.placement import part_of_rank
+from patchgen.runtime.checkpoint.placement import shard_like
 
 
 def weight_of(name: str, shape: Sequence[int], device: str) -> Tensor:
@@ -25,6 +25,6 @@ def weight_of(name: str, shape: Sequence[int], device: str) -> Tensor:
 def place(whole: Tensor, parameter: nn.Parameter) -> None:
     """Copies what this rank holds of a whole weight into its parameter."""
     if isinstance(parameter, DTensor):
-        parameter.to_local().copy_(part_of_rank(whole, parameter))
+        parameter.to_local().copy_(shard_like(whole, parameter))
     else:
         parameter.copy_(whole)

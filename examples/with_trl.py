@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from patchgen.runtime import registry, seams
-from patchgen.runtime.data.builtin import documented
+from patchgen.runtime.data.builtin import documented_functions
 
 
 def lower_case(completions: list[str], **_) -> list[float]:
@@ -39,8 +39,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
-    questions = [f"What does {signature} do?\n" for signature, _ in documented()[:64]]
-    answers = [docs.splitlines()[0] for _, docs in documented()[:64]]
+    questions = [f"What does {signature} do?\n" for signature, _ in documented_functions()[:64]]
+    answers = [docs.splitlines()[0] for _, docs in documented_functions()[:64]]
     common = {
         "output_dir": options.output, "max_steps": options.steps, "per_device_train_batch_size": 2, "logging_steps": 1,
         "learning_rate": 1e-3, "report_to": [], "save_strategy": "no", "bf16": torch.cuda.is_available(),

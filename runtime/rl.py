@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from patchgen.kernels.loss.token_log_probs import token_log_probs
 from patchgen.runtime import model_calls, parallel
-from patchgen.runtime.checkpoint.export import device_of
+from patchgen.runtime.checkpoint.placement import device_of
 from patchgen.runtime.checkpoint.weight_stream import stream_weights
 from patchgen.runtime.parallel import gradients, loss, sharding
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch

@@ -96,7 +96,7 @@ def fingerprint(directory: Path, *, code: str | None, generated: str | None) -> 
         hashes = offline.fingerprint(directory)
     for name, value in hashes.items():
         print(f"{value}  {name}")
-    print(f"{offline.hash_of(hashes)}  all {len(hashes)} tensors")
+    print(f"{offline.combined_hash(hashes)}  all {len(hashes)} tensors")
 
 
 def register(code: str | None, generated: str | None) -> Architecture | None:

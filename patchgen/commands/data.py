@@ -12,21 +12,21 @@ def show(path: Path, assignments: list[str], *, rows: int, html: Path | None, ev
     """Prints the first packed rows of a recipe, or writes them to a page."""
     try:
         from patchgen.runtime.data import DataError
-        from patchgen.runtime.data.show_page import as_page
-        from patchgen.runtime.data.show_text import as_text
+        from patchgen.runtime.data.preview_page import as_page
+        from patchgen.runtime.data.preview_text import as_text
         from patchgen.runtime.train import data_view
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
         raise ConfigError(f"Data need the package {error.name}: `pip install 'patchgen[train]'`.") from error
     try:
         recipe = recipes.load(path, recipes.parse_overrides(assignments))
-        shown = data_view.view(recipe, rows=rows, evaluation=evaluation)
+        preview = data_view.view(recipe, rows=rows, evaluation=evaluation)
     except recipes.RecipeError as error:
         raise ConfigError(str(error)) from error
     except DataError as error:
         raise PatchgenError(str(error)) from error
     if html is None:
-        print(as_text(shown, colour=sys.stdout.isatty()), end="")
+        print(as_text(preview, colour=sys.stdout.isatty()), end="")
     else:
-        html.write_text(as_page(shown, title=recipe.name), encoding="utf-8")
+        html.write_text(as_page(preview, title=recipe.name), encoding="utf-8")
         print(f"Wrote {html}.")

@@ -1,19 +1,19 @@
 """Checkpoints: weights in, training state in and out, weights out.
 
 load.py                 weights from any Hugging Face layout into a sharded model
-train_state.py          save and resume a run: whole or not at all, on any layout
+incremental_load.py     the same a few tensors at a time, for a model that never has all of them
+train_state.py          save and resume a run: atomic, on any number of ranks
 export.py               weights out of a sharded model, in the layout of the original
-in_parts.py             weights some at a time, for a model that never holds all of them
-weight_stream.py        the same without files, for an engine that generates
+weight_stream.py        the same without files, for an inference engine
 offline.py              from disk to disk: other layouts, a run's weights, fingerprints
 merge.py                an adapter into a checkpoint
-rest.py                 what a checkpoint holds beside the model that trains
+untrained_part.py       tensors of a checkpoint that the model does not load
 
-tensor_sources.py       how tensors are made of other tensors, without having them
+lazy_tensors.py         tensors without data that record how they are built
 layout.py               transformers' own conversions on such tensors
-safetensor_files.py     headers of safetensors files       writing.py   and files of them
-file_reader.py          the bytes behind them
-placement.py            which rank holds which part        staging.py   copies while training goes on
+safetensor_files.py     headers of safetensors files        writing.py   writes such files
+file_reader.py          reads their data                saved_shards.py   tensors of training checkpoints
+placement.py            which rank holds which region       staging.py   copies while training goes on
 """
 
 from patchgen.runtime.checkpoint.errors import CheckpointError

@@ -1,18 +1,18 @@
-"""What goes wrong with checkpoints. Messages name file and key, and list every problem, not the first."""
+"""The error of this package. Messages name file and key, and list all problems, not only the first."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 NUM_LISTED = 20
-"""How many of several like problems a message lists; the others are counted."""
+"""The most problems that a message lists; the others are counted."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written as asked: nothing was changed on disk by the failed call.
+    """A checkpoint cannot be read or written; the failed call changed nothing on disk.
 
     Attributes:
-        problems: every problem that was found, one sentence each.
+        problems: all problems, one sentence each.
     """
 
     def __init__(self, what: str, problems: Sequence[str] = (), *, advice: str = "") -> None:
@@ -27,7 +27,7 @@ class CheckpointError(ValueError):
 
 
 def _rebuild(kind: type[CheckpointError], text: str, problems: tuple[str, ...]) -> CheckpointError:
-    """An equal error on another rank, or in the process that waits for this one."""
+    """An equal error in another process."""
     error = kind(text)
     error.problems = problems
     return error

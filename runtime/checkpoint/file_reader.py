@@ -1,7 +1,7 @@
-"""Bytes of stored tensors, read where they are wanted: a box of each, cast and looked at on the way.
+"""Reads regions of stored tensors into tensors, casting and checking for NaN on the way.
 
-Bytes are read with `pread` straight into the tensor that they are for: mapped files would count as memory of this
-process, and a copy more would cost as much as the read.
+Bytes are read with `pread` directly into the target: mapped files would count as memory of this process, and another copy
+would cost as much as the read.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from torch import Tensor
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.finite import is_finite
+from patchgen.runtime.checkpoint.lazy_tensors import Region, region_shape
 from patchgen.runtime.checkpoint.safetensor_files import StoredTensor
-from patchgen.runtime.checkpoint.tensor_sources import Box, box_shape
 
 STAGING = 8 << 20
-"""Bytes that one thread reads at most before it hands them on, where they cannot be read to their place: what is cast
-is best still in the processor's cache."""
+"""The most bytes that a thread reads before it casts or copies them, where they cannot be read directly to the target: they
+should still be in the processor's cache."""
 BLOCK = 4 << 20
-"""Bytes that are read and then looked at before the next: no more than the processor's cache holds."""
+"""Bytes that are read and checked at a time: they should fit into the processor's cache."""
 MAX_BUFFERS = 1024
-"""Pieces of memory that one read of the system may fill: IOV_MAX of Linux and macOS."""
+"""Buffers of one `preadv`: IOV_MAX of Linux and macOS."""
 OPEN_FILES = 8
 """Files that a thread keeps open."""
 ALIGNMENT = 64
 DONT_CACHE = 0x80
-"""Linux' RWF_DONTCACHE (6.14 and newer): pages that a read brought into the cache leave it again."""
+"""Linux' RWF_DONTCACHE (6.14 and newer): drops the pages that a read brought into the page cache."""
 SHORT_RUN = 64 << 10
-"""Rows shorter than this are read together with what lies between them."""
+"""Parts of rows shorter than this are read together with the bytes between them."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """Bytes of a file that follow each other, and where they go.
+    """Contiguous bytes of a file, and the memory to read them into.
 
     Attributes:
         offset: of the first byte in the file.
-        values [numel]: memory of the CPU, in the dtype of the file.
-        out: what the values are cast to once they are there; None if they are in their place.
+        values [numel]: on the CPU, in the dtype of the file.
+        out: the target that `values` are copied to, with a cast; None if `values` is the target.
     """
 
     stored: StoredTensor
@@ -67,13 +67,13 @@ class _Run:
 
 
 class FileReader:
-    """Reads boxes of stored tensors; may be used by several threads.
+    """Reads regions of stored tensors; may be used by several threads.
 
     Attributes:
-        keeps_pages: False: what comes from the disk does not stay in the page cache, where the system can do that.
-            Finding memory for pages that nobody reads again costs more than the disk does.
-        may_be_infinite: keys of what holds bounds or masks: buffers, not weights.
-        bytes_read: how many bytes were asked of the files.
+        keeps_pages: False: what is read does not stay in the page cache, if the system supports that. Allocating pages that
+            are not read again takes longer than the disk.
+        may_be_infinite: keys of tensors with bounds or masks: buffers, not weights.
+        bytes_read: the number of bytes read.
     """
 
     def __init__(self, *, keeps_pages: bool = True, may_be_infinite: Collection[str] = ()) -> None:
@@ -91,68 +91,68 @@ class FileReader:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
-        self._local = threading.local()  # whose descriptors are closed
+        self._local = threading.local()  # has only closed descriptors now
 
-    def read(self, stored: StoredTensor, box: Box, out: Tensor) -> None:
-        """Fills `out` (any dtype, strides and device) with a box of a stored tensor.
+    def read(self, stored: StoredTensor, region: Region, out: Tensor) -> None:
+        """Fills `out` (any dtype, strides and device) with a region of a stored tensor.
 
         Raises:
-            CheckpointError: the file ends before the bytes that are asked for, or cannot be read; it holds NaN, an
-                infinite value or what the dtype of `out` has no room for. Names file and key.
+            CheckpointError: the file is too short or cannot be read; the tensor has NaN, an infinite value or one that the
+                dtype of `out` cannot represent. Names file and key.
         """
-        problem = self._read(stored, box, out).get(stored.name)
+        problem = self._read(stored, region, out).get(stored.name)
         if problem is not None:
             raise CheckpointError(problem)
 
-    def read_in_order(self, reads: Iterable[tuple[StoredTensor, Box, Tensor]]) -> dict[str, str]:
-        """As `read` for each, in the order of the files; returns what went wrong first, by key.
+    def read_in_order(self, reads: Iterable[tuple[StoredTensor, Region, Tensor]]) -> dict[str, str]:
+        """`read` for each, which come in file order; returns the first problem of each key.
 
-        What follows each other in a file is read as one, whatever tensors it is for: a system that reads ahead, or
-        drops what was read, does so in units that know nothing of tensors.
+        Contiguous bytes of several tensors are one read: the system reads ahead, and drops pages, in units that are
+        independent of tensors.
         """
         problems: dict[str, str] = {}
         runs: list[_Run] = []
-        staged = 0  # bytes of the staging buffer that `runs` have taken
-        for stored, box, out in reads:
-            place, is_one_run = _place(stored, box)
+        staged = 0  # bytes of the staging buffer that `runs` use
+        for stored, region, out in reads:
+            offset_in_tensor, is_one_run = _locate(stored, region)
             num_bytes = out.numel() * stored.dtype.itemsize
             is_direct = _is_direct(stored, out)
             if not is_one_run or (not is_direct and num_bytes > STAGING):
-                problems = self._read(stored, box, out) | problems
+                problems = self._read(stored, region, out) | problems
                 continue
-            follows = runs and runs[-1].stored.file == stored.file and runs[-1].end == stored.offset + place
+            follows = runs and runs[-1].stored.file == stored.file and runs[-1].end == stored.offset + offset_in_tensor
             if runs and not (follows and (is_direct or staged + num_bytes <= STAGING)):
                 problems = self._fill(runs) | problems
                 runs, staged = [], 0
             if is_direct:
-                runs.append(_Run(stored, stored.offset + place, _flat(out)))
+                runs.append(_Run(stored, stored.offset + offset_in_tensor, _flat(out)))
             else:
                 values = self._stage(STAGING, out.device)[staged : staged + num_bytes].view(stored.dtype)
-                runs.append(_Run(stored, stored.offset + place, values, out))
+                runs.append(_Run(stored, stored.offset + offset_in_tensor, values, out))
                 staged += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return self._fill(runs) | problems
 
-    def _read(self, stored: StoredTensor, box: Box, out: Tensor, offset: int | None = None) -> dict[str, str]:
-        """What went wrong, by key; `offset` is that of the tensor, if not its own."""
+    def _read(self, stored: StoredTensor, region: Region, out: Tensor, offset: int | None = None) -> dict[str, str]:
+        """The problems, by key; `offset` of the tensor, if it is not that of `stored`."""
         if out.numel() == 0:
             return {}
         offset = stored.offset if offset is None else offset
-        place, is_one_run = _place(stored, box)
+        offset_in_tensor, is_one_run = _locate(stored, region)
         if is_one_run:
-            return self._read_run(stored, offset + place, out.view(1) if out.ndim == 0 else out)
-        # Rows of the first dimension: each a box of its own, or, if short, read with what lies between.
+            return self._read_run(stored, offset + offset_in_tensor, out.view(1) if out.ndim == 0 else out)
+        # Rows of the first dimension: each a region, or, if they are short, read with the bytes between.
         problems: dict[str, str] = {}
-        lengths, sizes = box_shape(box), stored.shape
+        lengths, sizes = region_shape(region), stored.shape
         row_bytes = math.prod(sizes[1:]) * stored.dtype.itemsize
-        wanted = math.prod(lengths[1:]) * stored.dtype.itemsize
-        if lengths[0] > 1 and row_bytes <= STAGING and wanted < SHORT_RUN:
-            inner = tuple(slice(*bounds) for bounds in box[1:])
+        part_bytes = math.prod(lengths[1:]) * stored.dtype.itemsize
+        if lengths[0] > 1 and row_bytes <= STAGING and part_bytes < SHORT_RUN:
+            inner = tuple(slice(*bounds) for bounds in region[1:])
             step = max(1, STAGING // row_bytes)
             for first in range(0, lengths[0], step):
                 count = min(step, lengths[0] - first)
                 values = self._stage(count * row_bytes, out.device).view(stored.dtype)
-                run = _Run(stored, offset + (box[0][0] + first) * row_bytes, values)
-                found = self._fill([run], keeps_pages=True)  # another rank may want what lies between
+                run = _Run(stored, offset + (region[0][0] + first) * row_bytes, values)
+                found = self._fill([run], keeps_pages=True)  # another rank may read the bytes between
                 if not found:
                     rows = values.view(count, *sizes[1:])[(slice(None), *inner)]
                     found = _cast(stored, rows, out[first : first + count])
@@ -160,7 +160,7 @@ class FileReader:
             return problems
         for row in range(lengths[0]):
             inner_tensor = StoredTensor(stored.name, stored.file, stored.dtype, sizes[1:], 0)
-            found = self._read(inner_tensor, box[1:], out[row], offset + (box[0][0] + row) * row_bytes)
+            found = self._read(inner_tensor, region[1:], out[row], offset + (region[0][0] + row) * row_bytes)
             problems = found | problems
         return problems
 
@@ -179,7 +179,7 @@ class FileReader:
         return problems
 
     def _stage(self, num_bytes: int, device: torch.device) -> Tensor:
-        """This thread's buffer for what goes to `device`: pinned for a GPU, which then fetches it by itself."""
+        """This thread's staging buffer for `device`: pinned for a GPU."""
         kind = "pinned" if device.type == "cuda" else "plain"
         buffer = getattr(self._local, kind, None)
         if buffer is None or buffer.numel() < num_bytes:
@@ -188,15 +188,15 @@ class FileReader:
         return buffer[:num_bytes]
 
     def _fill(self, runs: Sequence[_Run], *, keeps_pages: bool = False) -> dict[str, str]:
-        """Reads runs that follow each other in a file, block by block, and looks for NaN and infinities in the cache.
+        """Reads contiguous runs of a file, block by block, and checks each block for NaN and infinities while it is in cache.
 
-        Returns what went wrong, by key.
+        Returns the problems, by key.
         """
         problems: dict[str, str] = {}
         waiting = deque(run for run in runs if run.values.numel())
         position = waiting[0].offset if waiting else 0
         while waiting:
-            # Blocks end where those of the disk and of the page cache do.
+            # Blocks are aligned to those of the disk and the page cache.
             stop = (position // BLOCK + 1) * BLOCK
             block = [run for run in islice(waiting, MAX_BUFFERS) if run.offset < stop]
             views = [run.memory[max(position - run.offset, 0) : stop - run.offset] for run in block]
@@ -211,13 +211,11 @@ class FileReader:
                 position = waiting.popleft().end
                 continue
             for run in block:
-                # An element that a block cuts belongs to the next one.
-                start, end = (
-                    max(0, place - run.offset) // run.values.itemsize for place in (position, position + got)
-                )
-                wrong = self._not_finite(run.stored.name, run.values[start:end])
-                if wrong:
-                    problems.setdefault(run.stored.name, f"{run.stored.name} in {run.stored.file} holds {wrong}.")
+                # An element that is split between two blocks belongs to the second.
+                start, end = (max(0, edge - run.offset) // run.values.itemsize for edge in (position, position + got))
+                invalid = self._not_finite(run.stored.name, run.values[start:end])
+                if invalid:
+                    problems.setdefault(run.stored.name, f"{run.stored.name} in {run.stored.file} holds {invalid}.")
             position += got
             while waiting and waiting[0].end <= position:
                 waiting.popleft()
@@ -229,7 +227,7 @@ class FileReader:
         return problems
 
     def _not_finite(self, name: str, values: Tensor) -> str:
-        """What values hold that no weight has; "" if nothing."""
+        """What values have that no weight may have; "" if nothing."""
         if not values.is_floating_point() or is_finite(values):
             return ""
         if bool(values.isnan().any()):
@@ -240,14 +238,14 @@ class FileReader:
         if not keeps_pages:
             try:
                 return os.preadv(descriptor, views, offset, DONT_CACHE)
-            except (OSError, NotImplementedError) as error:  # the latter: a Python built without the call
+            except (OSError, NotImplementedError) as error:  # NotImplementedError: a Python built without preadv
                 if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
-                self.keeps_pages = True  # an older kernel, or a file system that cannot
+                self.keeps_pages = True  # an older kernel, or a file system without support
         return os.preadv(descriptor, views, offset)
 
     def _open(self, file: Path) -> int:
-        """A descriptor of this thread's own, for the system reads ahead of each by itself; a few are kept."""
+        """A descriptor of this thread, because the system reads ahead per descriptor; a few are kept open."""
         mine = self._local.__dict__.setdefault("descriptors", {})
         if file not in mine:
             if len(mine) >= OPEN_FILES:
@@ -261,50 +259,50 @@ class FileReader:
         return mine[file]
 
 
-def _place(stored: StoredTensor, box: Box) -> tuple[int, bool]:
-    """The first byte of a box, counted from the tensor's, and whether its bytes follow each other in the file."""
-    sizes, lengths = stored.shape, box_shape(box)
+def _locate(stored: StoredTensor, region: Region) -> tuple[int, bool]:
+    """The offset of a region in the tensor's bytes, and whether the region is contiguous in the file."""
+    sizes, lengths = stored.shape, region_shape(region)
     strides = [math.prod(sizes[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(sizes))]
-    place = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
-    # One run of bytes: single indices, then one range, then whole dimensions.
-    first_range = next((dim for dim, length in enumerate(lengths) if length != 1), len(box))
-    return place, lengths[first_range + 1 :] == tuple(sizes[first_range + 1 :])
+    offset_in_tensor = sum(start * stride for (start, _), stride in zip(region, strides, strict=True))
+    # Contiguous: single indices, then one range, then full dimensions.
+    first_range = next((dim for dim, length in enumerate(lengths) if length != 1), len(region))
+    return offset_in_tensor, lengths[first_range + 1 :] == tuple(sizes[first_range + 1 :])
 
 
 def _is_direct(stored: StoredTensor, out: Tensor) -> bool:
-    """Whether bytes of the file can be read to where they are wanted."""
+    """Whether the bytes of the file can be read directly into the target."""
     return out.is_contiguous() and out.dtype == stored.dtype and out.device.type == "cpu"
 
 
 def _flat(out: Tensor) -> Tensor:
-    """One element may have any stride and still count as contiguous."""
+    """A flat view; `view(-1)` would refuse a single element with another stride."""
     return out.as_strided((out.numel(),), (1,))
 
 
 def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> dict[str, str]:
-    """Copies values that were read to where they are wanted, unless the dtype of `out` has no room for one of them.
+    """Copies values to `out`, unless its dtype cannot represent one of them.
 
-    Returns what went wrong, by key: a finite value that would be infinite, a whole number or what is to become one that
-    would be another.
+    Returns the problem, by key: a finite value that would become infinite, or an integer, or a value cast to an integer, that
+    would change.
     """
-    lost = _without_room(values, out.dtype)
+    lost = _unrepresentable(values, out.dtype)
     if lost is not None:
         return {stored.name: f"{stored.name} in {stored.file} holds {lost:g}, which {out.dtype} cannot represent."}
     if values.dtype != out.dtype:
-        # The device casts, and may get half the bytes. It must have them all: the next read takes the buffer again.
+        # Cast on the device, which may mean half the transfer. Synchronous, because the next read reuses the buffer.
         values = values.to(out.device)
     out.copy_(values)
     return {}
 
 
-def _without_room(values: Tensor, dtype: torch.dtype) -> float | None:
-    """A value that is lost in `dtype`; None if there is none. Floating-point numbers may be rounded."""
+def _unrepresentable(values: Tensor, dtype: torch.dtype) -> float | None:
+    """A value that `dtype` cannot represent; None if there is none. Floating-point numbers may be rounded."""
     if values.dtype == dtype or values.numel() == 0:
         return None
     if not (dtype.is_floating_point and values.is_floating_point()):
         lost = values[values.to(dtype).to(values.dtype) != values]
     elif torch.finfo(dtype).max < torch.finfo(values.dtype).max:
-        extremes = torch.stack(values.aminmax())  # one pass, over what is in the cache
+        extremes = torch.stack(values.aminmax())  # one pass
         if not bool(extremes.isfinite().all()):
             extremes = torch.where(values.isfinite(), values, 0)
         lost = extremes[extremes.isfinite() & extremes.to(dtype).isinf()]

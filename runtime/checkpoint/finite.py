@@ -1,4 +1,4 @@
-"""Whether values are numbers that a weight may have, at the speed of the processor's cache."""
+"""A fast check for NaN and infinities, on blocks that are in the processor's cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a floating-point tensor on the CPU holds no NaN and no infinity: taken as integers, they lie beyond the rest.
+    """Whether a floating-point tensor on the CPU has no NaN and no infinity: as integers, these are larger than all others.
 
-    By numpy, which works in the calling thread: torch would wake a team of threads for every block of every reader.
+    Uses numpy, which stays in the calling thread: torch would wake its thread pool for every block of every reader.
     """
     if tensor.numel() == 0:
         return True
@@ -24,6 +24,6 @@ def is_finite(tensor: Tensor) -> bool:
 
 @cache
 def _as_integers(dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    """The integers as wide as a floating-point dtype, and which of them has infinity's bits."""
+    """The integer dtype of the same width, and infinity's bits as such an integer."""
     signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     return signed, int(torch.tensor(math.inf, dtype=dtype).view(signed))

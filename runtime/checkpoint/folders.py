@@ -1,4 +1,4 @@
-"""What lies in a folder, told to a reader who expected something else there."""
+"""Describes a folder that does not hold the expected kind of checkpoint, for error messages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 def is_training_checkpoint(folder: Path) -> bool:
-    """Whether it is what a training run saved at a step."""
+    """Whether it is a checkpoint that a training run saved."""
     return (folder / MANIFEST).is_file()
 
 
 def describe(path: Path) -> str:
-    """One or two sentences: what is there, and which command is for that."""
+    """One or two sentences: what the folder holds, and which command reads that."""
     if not path.exists():
         return f"{path} does not exist."
     if not path.is_dir():
-        return f"{path} is a file: give the folder that it is in."
+        return f"{path} is a file: give its folder."
     if is_training_checkpoint(path) or any(
         is_training_checkpoint(step) for parent in (path, path / "checkpoints") for step in parent.glob("step-*")
     ):
@@ -30,7 +30,7 @@ def describe(path: Path) -> str:
     if others:
         return (
             f"{path} holds weights in another format, {', '.join(others[:5])}: load them with transformers, and write "
-            "them with save_pretrained, which makes safetensors files of them."
+            "them with save_pretrained, which writes safetensors."
         )
     found = sorted(file.name for file in path.iterdir())
     return f"{path} holds {', '.join(found[:5]) if found else 'nothing'}{', ...' if found[5:] else ''}."

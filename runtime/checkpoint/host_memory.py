@@ -1,7 +1,7 @@
-"""Host memory: how much there is, and pages of 2 MiB for tensors that are about to be filled.
+"""Host memory: how much is free, and pages of 2 MiB for tensors that are about to be filled.
 
-The kernel finds and clears memory when it is first written. In pages of 4 KiB that costs more time than reading a file
-from the page cache into it (measured: 0.54 s for a GiB, with 2 MiB pages 0.15 s, the reading itself included).
+The kernel allocates and clears pages when they are first written. With pages of 4 KiB that takes longer than reading a file
+from the page cache into them (measured: 0.54 s for a GiB, with 2 MiB pages 0.15 s, the reading included).
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ PAGE = 2 << 20
 
 
 def prefer_large_pages(tensor: Tensor) -> None:
-    """Asks the kernel for large pages where `tensor` lies. Without effect on what is written already.
+    """Asks the kernel for large pages for the storage of `tensor`; pages that were already written keep their size.
 
-    Takes no memory: only pages that lie whole inside of the storage are named. Elsewhere than on Linux, and on devices,
-    nothing is asked.
+    Only pages entirely inside of the storage are affected. Does nothing on other systems than Linux and on devices.
     """
     if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
@@ -28,7 +27,7 @@ def prefer_large_pages(tensor: Tensor) -> None:
     first = -(-storage.data_ptr() // PAGE) * PAGE
     last = (storage.data_ptr() + storage.nbytes()) // PAGE * PAGE
     if last > first:
-        # A request: the kernel may be told to refuse it, and then memory comes in small pages as without it.
+        # Only a hint: where large pages are disabled, memory comes in small ones.
         _madvise()(first, last - first, mmap.MADV_HUGEPAGE)
 
 
@@ -40,7 +39,7 @@ def _madvise():
 
 
 def available() -> float:
-    """Bytes that programs may still take without swapping; infinite where the kernel does not tell."""
+    """Bytes of memory that are available without swapping; infinite where the kernel does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except FileNotFoundError:  # not Linux

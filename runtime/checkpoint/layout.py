@@ -1,14 +1,14 @@
-"""Between the keys of a checkpoint and the parameters of a model, by transformers' own conversions, both ways.
+"""Conversion between the keys of a checkpoint and the parameters of a model, by transformers' own conversions, both ways.
 
     assemble       keys of a checkpoint -> parameters        (what `from_pretrained` does)
     disassemble    parameters -> keys of a checkpoint        (what `save_pretrained` does)
 
-Both work on `Moved` tensors, so nothing is read or computed here. transformers knows per-expert, stacked and
-renamed layouts; what is added here follows from its converters, for whatever model they belong to:
+Both work on `LazyTensor` tensors, so nothing is read or computed here. transformers supports per-expert, stacked and
+renamed layouts; two more are derived here from its converters, for any model:
 
-    merged        experts.gate_proj [E, I, H] + experts.up_proj [E, I, H]: the converter of single experts, without its
+    merged        experts.gate_proj [E, I, H] + experts.up_proj [E, I, H]: the converter of single experts without its
                   stacking
-    transposed    a stack whose last two dimensions are exchanged is transposed
+    transposed    stacks with the last two dimensions exchanged
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from transformers.core_model_loading import (
 )
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
-from patchgen.runtime.checkpoint.tensor_sources import Moved, UnknownMove, is_turned
+from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, UnsupportedOperation, is_permuted
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -48,11 +48,11 @@ LAYOUTS = (PER_EXPERT, STACKED)
 
 @dataclass(frozen=True)
 class Origin:
-    """The layout that a model's weights came in: enough to write them in the same one again.
+    """The layout of the checkpoint that a model was loaded from: enough to write the same layout again.
 
     Attributes:
-        directory: where they were read.
-        shapes: one key for each that differs in more than its numbers -> its shape.
+        directory: of the checkpoint.
+        shapes: the first key of each pattern (`pattern_of`) -> its shape.
     """
 
     directory: str
@@ -74,30 +74,30 @@ class Origin:
 
 
 def pattern_of(key: str) -> str:
-    """The key without the numbers of layers and experts."""
+    """The key with the numbers of layers and experts replaced by 0."""
     return ".".join("0" if part.isdigit() else part for part in key.split("."))
 
 
 @dataclass
 class Assembly:
-    """What a checkpoint gives a model.
+    """How a checkpoint's tensors make up those of a model.
 
     Attributes:
-        parameters: name in the model's state dict -> how it is made of the checkpoint's tensors.
-        sources: name in the model's state dict -> the keys it is made of.
-        unexpected: keys that no parameter takes.
-        problems: sentences about keys that cannot be put together.
+        parameters: name in the model's state dict -> its tensor, built from the checkpoint's.
+        sources: name in the model's state dict -> the keys that it is built from.
+        unexpected: keys that belong to no parameter.
+        problems: sentences about keys that cannot be converted.
     """
 
-    parameters: dict[str, Moved] = field(default_factory=dict)
+    parameters: dict[str, LazyTensor] = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
-def own_classes(model: nn.Module) -> Iterator[None]:
-    """FSDP2 puts a subclass of its own before each class; transformers looks conversions up by class name."""
+def unsharded_classes(model: nn.Module) -> Iterator[None]:
+    """Undoes FSDP2's swap of module classes: transformers looks conversions up by class name."""
     swapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
     classes = [type(module) for module in swapped]
     for module, cls in zip(swapped, classes, strict=True):
@@ -111,17 +111,17 @@ def own_classes(model: nn.Module) -> Iterator[None]:
 
 def class_name(model: nn.Module) -> str:
     """The name of the model's class before it was sharded."""
-    with own_classes(model):
+    with unsharded_classes(model):
         return type(model).__name__
 
 
 def conversions(model: PreTrainedModel, *, legacy: bool) -> list[WeightTransform]:
     """transformers' conversions for `model`, sharded or not; a new copy."""
-    with own_classes(model):
+    with unsharded_classes(model):
         return get_model_conversion_mapping(model, add_legacy=legacy)
 
 
-def assemble(model: PreTrainedModel, stored: Mapping[str, Moved]) -> Assembly:
+def assemble(model: PreTrainedModel, stored: Mapping[str, LazyTensor]) -> Assembly:
     """How the tensors of a checkpoint make up the parameters and persistent buffers of `model`.
 
     Args:
@@ -155,60 +155,60 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Moved]) -> Assembly:
             continue
         if name not in pending:
             pending[name] = deepcopy(by_pattern[pattern])
-        part: Any = stored[key]  # in the place of a future: transformers takes either
+        part: Any = stored[key]  # transformers takes tensors as well as futures
         pending[name].add_tensor(name, key, pattern, part)
     for name, converter in pending.items():
         keys = found.sources.pop(name)
-        # Stacking counts keys and does not look at their numbers.
-        counts = any(isinstance(operation, MergeModulelist) for operation in converter.operations)
-        if counts and (gaps := _gaps(keys)):
-            found.problems.append(f"{name} cannot be made of {_some_keys(keys)}: their numbers have gaps.{gaps}")
+        # MergeModulelist stacks by order and does not check the numbers.
+        stacks = any(isinstance(operation, MergeModulelist) for operation in converter.operations)
+        if stacks and (gaps := _missing_numbers(keys)):
+            found.problems.append(f"{name} cannot be built from {_summarise(keys)}: their numbers have gaps.{gaps}")
             found.sources[name] = keys
             continue
         try:
-            made = converter.convert(name, model=model, config=model.config)
-        except (RuntimeError, ValueError, IndexError, AttributeError, UnknownMove) as error:
+            converted = converter.convert(name, model=model, config=model.config)
+        except (RuntimeError, ValueError, IndexError, AttributeError, UnsupportedOperation) as error:
             reason = " ".join(str(error).split())
-            found.problems.append(f"{name} cannot be made of {_some_keys(keys)}: {reason}{_gaps(keys)}")
+            found.problems.append(f"{name} cannot be built from {_summarise(keys)}: {reason}{_missing_numbers(keys)}")
             found.sources[name] = keys
             continue
-        for target, tensor in cast("dict[str, Any]", made).items():
+        for target, tensor in cast("dict[str, Any]", converted).items():
             found.parameters[target] = tensor[0] if isinstance(tensor, list) else tensor
             found.sources[target] = keys
     for name, tensor in found.parameters.items():
         if name in state:
-            _fit(found, name, tensor, state[name].shape)
-    _turn_squares(found, stored)
+            _check_shape(found, name, tensor, state[name].shape)
+    _transpose_squares(found, stored)
     return found
 
 
-def _fit(found: Assembly, name: str, tensor: Moved, shape: torch.Size) -> None:
-    """Notes a tensor of the wrong shape, unless it is a stack that lies transposed."""
+def _check_shape(found: Assembly, name: str, tensor: LazyTensor, shape: torch.Size) -> None:
+    """Adds a problem for a tensor of the wrong shape, unless it is a transposed stack, which is transposed back."""
     if tensor.shape == shape:
         return
     if tensor.ndim == 3 and (*tensor.shape[:1], tensor.shape[2], tensor.shape[1]) == shape:
-        found.parameters[name] = tensor.turned()
+        found.parameters[name] = tensor.transposed()
         return
     keys = found.sources[name]
     found.problems.append(
         f"{name} is {list(shape)} in the model, {list(tensor.shape)} in the checkpoint "
-        f"(from {_some_keys(keys)}).{_gaps(keys)}"
+        f"(from {_summarise(keys)}).{_missing_numbers(keys)}"
     )
 
 
-def _turn_squares(found: Assembly, stored: Mapping[str, Moved]) -> None:
-    """Turns stacks whose last two dimensions are equal where the others of their module lay transposed."""
+def _transpose_squares(found: Assembly, stored: Mapping[str, LazyTensor]) -> None:
+    """Transposes square stacks (of equal last dimensions) of modules whose other stacks were transposed."""
     stacks = {
         name: tensor
         for name, tensor in found.parameters.items()
         if tensor.ndim == 3 and all(stored[key].ndim == 3 for key in found.sources[name])
     }
-    for name in _squares_of_turned(stacks, {name for name, tensor in stacks.items() if is_turned(tensor)}):
-        found.parameters[name] = stacks[name].turned()
+    for name in _squares_to_transpose(stacks, {name for name, tensor in stacks.items() if is_permuted(tensor)}):
+        found.parameters[name] = stacks[name].transposed()
 
 
-def _squares_of_turned(stacks: Mapping[str, Tensor], turned: Collection[str]) -> list[str]:
-    """The square stacks, themselves not turned, of modules in which every stack that is not square was turned."""
+def _squares_to_transpose(stacks: Mapping[str, Tensor], transposed: Collection[str]) -> list[str]:
+    """The square stacks that are not yet transposed, of modules in which all other stacks were transposed."""
     modules: dict[str, list[str]] = {}
     for name in stacks:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
@@ -216,17 +216,17 @@ def _squares_of_turned(stacks: Mapping[str, Tensor], turned: Collection[str]) ->
     for names in modules.values():
         squares = [name for name in names if stacks[name].shape[1] == stacks[name].shape[2]]
         others = [name for name in names if name not in squares]
-        if others and all(name in turned for name in others):
-            found += [name for name in squares if name not in turned]
+        if others and all(name in transposed for name in others):
+            found += [name for name in squares if name not in transposed]
     return found
 
 
-def _some_keys(keys: Sequence[str]) -> str:
+def _summarise(keys: Sequence[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{keys[0]} ... {keys[-1]}, {len(keys)} keys"
 
 
-def _gaps(keys: Sequence[str]) -> str:
-    """Which numbered keys are missing among those that differ in one number."""
+def _missing_numbers(keys: Sequence[str]) -> str:
+    """A sentence that names missing keys of numbered series; empty if there are none."""
     groups: dict[tuple[str, ...], set[int]] = {}
     for key in keys:
         parts = key.split(".")
@@ -246,13 +246,13 @@ def _gaps(keys: Sequence[str]) -> str:
 
 
 def _merged_experts(converters: Sequence[WeightConverter]) -> list[WeightConverter]:
-    """Converters for experts that were stacked, but not put together as the model has them."""
+    """Converters for the merged layout: experts are stacked, but gate and up are not concatenated."""
     merged = []
     for converter in converters:
         kept = [operation for operation in converter.operations if not isinstance(operation, MergeModulelist)]
         if len(kept) == len(converter.operations) or len(converter.target_patterns) != 1:
             continue
-        # With nothing left to do, only a key that ends in .weight differs from that of the model.
+        # Without remaining operations, only the suffix .weight differs from the key of the model.
         ending = r"(?:\.weight)?$" if kept else r"\.weight$"
         variant = WeightConverter(
             source_patterns=[
@@ -278,29 +278,29 @@ def disassemble(
     Args:
         model: on any device, sharded or not.
         tensors: the tensors of its state dict that are to be written.
-        layout: "per-expert" or "stacked"; None: the layout of `origin`, or upstream's own without one.
-        origin: where the weights came from.
+        layout: "per-expert" or "stacked"; None: that of `origin`, or upstream's without one.
+        origin: the checkpoint that the weights were loaded from.
 
     Raises:
-        CheckpointError: a layout that does not exist, or that the model has no conversion to.
+        CheckpointError: no such layout, or no conversion of the model to it.
     """
     if layout is not None and layout not in LAYOUTS:
         raise CheckpointError(f"There is no layout '{layout}'. Layouts: {', '.join(LAYOUTS)}.")
-    chosen = _used(model, origin)
+    selected = _used_conversions(model, origin)
     available = [entry for entry in conversions(model, legacy=False) if _splits_experts(entry)]
     if layout == PER_EXPERT:
-        chosen = [entry for entry in chosen if not _splits_experts(entry)] + available
+        selected = [entry for entry in selected if not _splits_experts(entry)] + available
         counts = set(_expert_counts(model.config.to_dict()))
         stacks = [name for name, tensor in tensors.items() if tensor.ndim == 3 and tensor.shape[0] in counts]
         if stacks and not available:
             raise CheckpointError(
-                f"{class_name(model)} has no layout with one key per expert: transformers keeps "
-                f"{', '.join(stacks[:3])} as they are. Write it with its own layout."
+                f"{class_name(model)} has no layout with one key per expert: transformers does not convert "
+                f"{', '.join(stacks[:3])}. To fix: leave out the layout."
             )
     elif layout == STACKED:
-        chosen = [entry for entry in chosen if not _splits_experts(entry)]
+        selected = [entry for entry in selected if not _splits_experts(entry)]
     before = getattr(model, "_weight_conversions", None)
-    model._weight_conversions = chosen
+    model._weight_conversions = selected
     try:
         written: dict[str, Any] = revert_weight_conversion(model, dict(tensors))
     finally:
@@ -311,14 +311,14 @@ def disassemble(
     if origin is None or layout is not None:
         return written
     shapes = {pattern_of(key): shape for key, shape in origin.shapes.items()}
-    turned = [key for key, tensor in written.items() if _lay_transposed(tensor, shapes.get(pattern_of(key)))]
+    transposed = [key for key, tensor in written.items() if _was_transposed(tensor, shapes.get(pattern_of(key)))]
     stacks = {key: tensor for key, tensor in written.items() if tensor.ndim == 3 and pattern_of(key) in shapes}
-    turned += _squares_of_turned(stacks, set(turned))
-    return written | {key: written[key].transpose(1, 2) for key in turned}
+    transposed += _squares_to_transpose(stacks, set(transposed))
+    return written | {key: written[key].transpose(1, 2) for key in transposed}
 
 
 def _expert_counts(config: Mapping) -> Iterator[int]:
-    """The numbers of experts that a config names, for the whole model or a part of it."""
+    """The numbers of experts in a config and its sub-configs."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _expert_counts(value)
@@ -326,8 +326,8 @@ def _expert_counts(config: Mapping) -> Iterator[int]:
             yield value
 
 
-def _used(model: PreTrainedModel, origin: Origin | None) -> list[WeightTransform]:
-    """The conversions that reading the original made use of; without an original, those that upstream would undo."""
+def _used_conversions(model: PreTrainedModel, origin: Origin | None) -> list[WeightTransform]:
+    """The conversions that loading the original used; without an original, those that `save_pretrained` reverts."""
     if origin is None:
         return [entry for entry in conversions(model, legacy=False) if not isinstance(entry, PrefixChange)]
     transforms = conversions(model, legacy=True)
@@ -336,7 +336,7 @@ def _used(model: PreTrainedModel, origin: Origin | None) -> list[WeightTransform
     for key in origin.shapes:
         rename_source_key(key, renamings, converters)
     used = [entry for entry in transforms if entry.was_used()]
-    # Merged experts are a layout that nobody loads: they go back to single experts.
+    # Nothing else loads the merged layout: it is written as single experts.
     merged = _merged_experts(converters)
     if any(entry.rename_source_key(key)[1] is not None for key in origin.shapes for entry in merged):
         used += [entry for entry in converters if _splits_experts(entry) and entry not in used]
@@ -349,8 +349,8 @@ def _splits_experts(entry: WeightTransform) -> bool:
     )
 
 
-def _lay_transposed(tensor: Tensor, shape: tuple[int, ...] | None) -> bool:
-    """Whether a stack had its last two dimensions exchanged in the original."""
+def _was_transposed(tensor: Tensor, shape: tuple[int, ...] | None) -> bool:
+    """Whether a stack was transposed in the original, which has `shape`."""
     return (
         shape is not None
         and tensor.ndim == 3

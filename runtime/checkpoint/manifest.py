@@ -1,4 +1,4 @@
-"""What a saved training state consists of (`checkpoint.json`), and whether a folder is whole and unchanged."""
+"""The manifest of a saved training state (`checkpoint.json`), and checks that its folder is complete and undamaged."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `checkpoint.json` says. The newest checkpoint has the highest `serial`, whatever its step.
+    """The fields of `checkpoint.json`. The newest checkpoint has the highest `serial`, whatever its step.
 
     Attributes:
-        files: name -> bytes, of every other file.
+        world: the number of ranks.
+        files: name -> size in bytes, of every other file.
         checksums: name -> CRC-32 of the content.
     """
 
@@ -33,8 +34,8 @@ class Manifest:
     checksums: dict[str, int] = field(default_factory=dict)
 
 
-def examine(folder: Path) -> tuple[Manifest | None, str]:
-    """The manifest of a checkpoint, and why it is not whole; "" if it is."""
+def check_folder(folder: Path) -> tuple[Manifest | None, str]:
+    """The manifest of a checkpoint, and what makes it incomplete; "" if it is complete."""
     if not folder.is_dir():
         return None, "it does not exist"
     try:
@@ -50,14 +51,14 @@ def examine(folder: Path) -> tuple[Manifest | None, str]:
     return manifest, ""
 
 
-def require_content(folder: Path, manifest: Manifest, names: Sequence[str], advice: str = "") -> None:
+def require_checksums(folder: Path, manifest: Manifest, names: Sequence[str], advice: str = "") -> None:
     """Compares files with their checksums.
 
     Raises:
-        CheckpointError: naming those that hold other bytes than were saved.
+        CheckpointError: naming those whose content has changed since it was saved.
     """
     problems = [
-        f"{name} holds other bytes than were saved"
+        f"{name} has changed since it was saved"
         for name in names
         if checksum(folder / name) != manifest.checksums[name]
     ]
@@ -78,13 +79,13 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads `checkpoint.json`.
 
     Raises:
-        CheckpointError: there is none, or it is not ours.
+        CheckpointError: it is missing, damaged or of another version.
     """
     file = folder / MANIFEST
     try:
         fields = json.loads(file.read_text())
         if fields.pop("format") != FORMAT:
-            raise CheckpointError(f"{file} does not have the format {FORMAT}: another version of patchgen wrote it")
+            raise CheckpointError(f"{file} is not of format {FORMAT}: another version of patchgen wrote it")
         return Manifest(**fields)
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None

@@ -1,4 +1,4 @@
-"""The files around the weights: config, generation config, tokenizer; and the model that a config describes."""
+"""The files next to the weights (config, generation config, tokenizer), and the model that a config describes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patchgen.runtime.checkpoint.layout import class_name
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, WEIGHTS
 
 GENERATION_CONFIG = "generation_config.json"
-# What stands beside the weights of a release and is needed to run it.
+# Files of a release, other than weights and config, that are needed to run it.
 SIDE_FILES = (
     "tokenizer*", "vocab*", "merges*", "special_tokens_map*", "added_tokens*", "chat_template*", "*.jinja",
     "*processor_config*", "*.model", "*.tiktoken", "generation_config.json", "*.py", "LICENSE*",
@@ -56,17 +56,19 @@ def side_files(source: Path) -> dict[str, Path]:
     if not source.is_dir():
         raise CheckpointError(f"{source}, whose tokenizer and generation config are to be copied, is not a folder.")
     found = {path.name: path for pattern in SIDE_FILES for path in sorted(source.glob(pattern)) if path.is_file()}
-    return found | {name: source / name for name in names_that_loading_opens(source)}
+    return found | {name: source / name for name in files_opened_by_upstream(source)}
 
 
-def names_that_loading_opens(source: Path) -> list[str]:
-    """Further files that upstream's class opens by name when it loads from a folder: the voices of a model that speaks."""
+def files_opened_by_upstream(source: Path) -> list[str]:
+    """Further files that upstream's `from_pretrained` opens by name, such as the voices of a model that speaks."""
     import transformers
 
     names = read_config(source).get("architectures") or () if (source / CONFIG).is_file() else ()
     classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
-    own = {base for cls in classes if isinstance(cls, type) for base in cls.__mro__} - {*PreTrainedModel.__mro__}
-    methods = [vars(base)["from_pretrained"].__func__ for base in own if "from_pretrained" in vars(base)]
+    upstream_classes = {base for cls in classes if isinstance(cls, type) for base in cls.__mro__} - {
+        *PreTrainedModel.__mro__
+    }
+    methods = [vars(base)["from_pretrained"].__func__ for base in upstream_classes if "from_pretrained" in vars(base)]
     constants = {value for method in methods for value in method.__code__.co_consts if isinstance(value, str)}
     files = {path.name for path in source.iterdir() if path.is_file() and not WEIGHTS.fullmatch(path.name)}
     return sorted(constants & files - {CONFIG})
@@ -82,15 +84,15 @@ def read_config(directory: Path) -> dict:
     try:
         return json.loads(file.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no {CONFIG}: nothing says what its tensors belong to.") from None
+        raise CheckpointError(f"{directory} has no {CONFIG}, which describes the model of its tensors.") from None
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}.") from error
 
 
 def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
-    """The models that a folder's config may describe, on the meta device: shapes and conversions, no memory.
+    """The models that a folder's config may describe, on the meta device.
 
-    transformers' own class first, then the generated class of that name, whose experts may be stacked differently.
+    transformers' class first, then the generated class of that name, whose experts may be stacked differently.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -99,24 +101,26 @@ def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise CheckpointError(
-            f"transformers does not know the model of {directory / CONFIG}; code of your own is named with --code FOLDER: {error}"
+            f"transformers does not know the model of {directory / CONFIG}; name your own code with --code FOLDER: {error}"
         ) from error
     named = [name for name in fields.get("architectures") or () if isinstance(name, str)]
     is_known = False
-    for cls in _classes(named):
+    for cls in _candidate_classes(named):
         is_known = True
-        # Whatever attention the folder asks for: kernels of the Hub are code, and names and shapes are the same.
-        yield on_meta(lambda cls=cls: cls._from_config(copy.deepcopy(config), attn_implementation="eager"))
+        # The folder may name attention kernels of the Hub, which are code; names and shapes do not depend on attention.
+        yield build_on_meta(lambda cls=cls: cls._from_config(copy.deepcopy(config), attn_implementation="eager"))
     if not is_known:
         try:
-            yield on_meta(lambda: AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False))
+            yield build_on_meta(
+                lambda: AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False)
+            )
         except ValueError as error:
             raise CheckpointError(f"No class is known for {named} of {directory / CONFIG}: {error}") from error
 
 
-def _classes(names: list[str]) -> Iterator[type[PreTrainedModel]]:
-    """transformers' classes of these names, those that this process has registered (code of the user's own), then ours: a
-    generated file is imported only if those do not fit."""
+def _candidate_classes(names: list[str]) -> Iterator[type[PreTrainedModel]]:
+    """Classes of these names: of transformers, registered in this process (the user's code), then generated ones, which are
+    imported only if the others do not match."""
     import transformers
 
     for name in names:
@@ -132,22 +136,22 @@ def _classes(names: list[str]) -> Iterator[type[PreTrainedModel]]:
 
 
 def generated_folders() -> list[Path]:
-    """Where generated models are looked for, the user's own before those of the installation.
+    """Folders with generated models: the project's, then those of the installation.
 
     Raises:
-        CheckpointError: the file of the project cannot be read, or names a folder that is not there.
+        CheckpointError: the project's file cannot be read, or names a folder that does not exist.
     """
     try:
-        own = project.generated_folders()
+        of_project = project.generated_folders()
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    missing = next((folder for folder in own if not folder.is_dir()), None)
+    missing = next((folder for folder in of_project if not folder.is_dir()), None)
     if missing is not None:
-        raise CheckpointError(f"{missing}, where the project has its generated models, is not a folder.")
-    return [*own, registry.installed_directory()]
+        raise CheckpointError(f"{missing}, the project's folder of generated models, does not exist.")
+    return [*of_project, registry.installed_directory()]
 
 
-def on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """What `build` makes, without memory."""
+def build_on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """The model that `build` returns, built on the meta device."""
     with torch.device("meta"):
         return build()

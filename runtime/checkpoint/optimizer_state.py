@@ -1,7 +1,7 @@
-"""The state of an optimizer by the names of its parameters, whatever groups and meshes they are in.
+"""The state of an optimizer by parameter name, independent of parameter groups and meshes.
 
-Groups follow the mesh (`sharding.optimizer_groups`), and the mesh changes between runs: so options are kept per
-parameter, and state tensors are laid out as the parameter that they belong to.
+Groups follow the mesh (`sharding.optimizer_groups`), which may change between runs. So options are saved per
+parameter, and state tensors have the placements of their parameter.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 SEPARATOR = "/"
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Options that say how an update is computed, not which: those of this run stay."""
+"""Options that choose an implementation of the same update: this run's are kept."""
 
 
 def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The parameters that the optimizer trains, by their names in the model.
+    """The optimizer's parameters, by name in the model.
 
     Raises:
-        CheckpointError: it trains a tensor that is none of the model's parameters.
+        CheckpointError: the optimizer has a tensor that is not a parameter of the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {}
-    for place, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise CheckpointError(
-                    f"Group {place} of {type(optimizer).__name__} trains a tensor {list(parameter.shape)} that is "
+                    f"Group {index} of {type(optimizer).__name__} trains a tensor {list(parameter.shape)} that is "
                     "not a parameter of the model. Make the optimizer after the model was sharded."
                 )
             found[names[id(parameter)]] = parameter
@@ -43,7 +43,7 @@ def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """The tensors of the state, as `parameter/field`, and what else it holds, by parameter."""
+    """The tensors of the state, as `parameter/field`, and its other values, by parameter."""
     tensors, others = {}, {}
     for name, parameter in named_parameters(model, optimizer).items():
         for field, value in optimizer.state.get(parameter, {}).items():
@@ -69,11 +69,11 @@ def options(model: nn.Module, optimizer: Optimizer) -> list[dict]:
 def empty_state(
     model: nn.Module, optimizer: Optimizer, saved: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
-    """Tensors to read a saved state into, `parameter/field`, laid out for this run.
+    """Tensors to read a saved state into, `parameter/field`, sharded for this run.
 
     Raises:
-        CheckpointError: the state is of parameters that this optimizer does not train, or is divided in a way that only
-            the optimizer itself could tell.
+        CheckpointError: the state is of parameters that this optimizer does not train, or is sharded in a way that only
+            the optimizer itself knows.
     """
     parameters = named_parameters(model, optimizer)
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -81,7 +81,7 @@ def empty_state(
     for key, stored in saved.items():
         name, _, field = key.rpartition(SEPARATOR)
         if name not in parameters:
-            problems.append(f"{name} has a saved {field}; this optimizer does not train it.")
+            problems.append(f"{name} has a saved {field}, but this optimizer does not train it.")
             continue
         parameter = parameters[name]
         existing = optimizer.state.get(parameter, {}).get(field)
@@ -92,7 +92,7 @@ def empty_state(
             found[key] = torch.zeros_like(parameter.detach(), dtype=dtype)
         elif len(stored.chunks) == 1:
             group = group_of[id(parameter)]
-            # torch's optimizers count steps on the host, unless a fused or captured kernel reads the count.
+            # torch's optimizers keep the step count on the host, unless a fused or captured kernel reads it.
             on_host = field == "step" and not (group.get("fused") or group.get("capturable"))
             found[key] = torch.zeros(stored.size, dtype=dtype, device="cpu" if on_host else parameter.device)
         else:
@@ -112,7 +112,7 @@ def restore(
     others: Mapping[str, dict],
     groups: list[dict],
 ) -> None:
-    """Puts a loaded state and the options of each parameter into the optimizer.
+    """Sets the optimizer's state and the options of its groups to loaded ones.
 
     Raises:
         CheckpointError: parameters of one group had different options.
@@ -120,20 +120,20 @@ def restore(
     by_name = {name: group["options"] for group in groups for name in group["names"]}
     names = {id(parameter): name for name, parameter in named_parameters(model, optimizer).items()}
     problems = []
-    for place, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         saved = [by_name[names[id(p)]] for p in group["params"] if names[id(p)] in by_name]
         if not saved:
             continue
         compared = saved[0].keys() - set(IMPLEMENTATION)
         differing = sorted(key for key in compared if any(not _equal(one.get(key), saved[0][key]) for one in saved))
         if differing:
-            problems.append(f"group {place} holds parameters that were saved with different {', '.join(differing)}.")
+            problems.append(f"group {index} holds parameters that were saved with different {', '.join(differing)}.")
         group.update({key: value for key, value in saved[0].items() if key not in IMPLEMENTATION})
     if problems:
         raise CheckpointError(
-            "The optimizer's parameter groups merge groups that were saved apart:",
+            "The optimizer has one parameter group where the saved run had several with different options:",
             problems,
-            advice="Divide the parameters as before.",
+            advice="To fix: use the parameter groups of the saved run.",
         )
     parameters = named_parameters(model, optimizer)
     optimizer.state.clear()
@@ -167,7 +167,7 @@ def fit_scheduler(state: Mapping[str, object], optimizer: Optimizer) -> dict[str
         if any(one != value[0] for one in value):
             raise CheckpointError(
                 f"The scheduler has {count} different values of {key}, one per group; the optimizer now has "
-                f"{len(groups)} groups. Resume with the groups that it was saved with."
+                f"{len(groups)} groups. To fix: resume with the parameter groups of the saved run."
             )
         fitted[key] = [value[0]] * len(groups)
     return fitted

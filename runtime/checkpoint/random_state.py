@@ -5,50 +5,38 @@ from __future__ import annotations
 import hashlib
 import random
 
+import numpy as np
 import torch
 
 
 def capture() -> dict:
     """The states of Python's, NumPy's and torch's generators, as plain values and tensors."""
-    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    numpy = _numpy()
-    if numpy is not None:
-        found = numpy.random.get_state()
-        assert isinstance(found, tuple), "a dict is what it gives without `legacy`"
-        kind, keys, *rest = found
-        state["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *map(float, rest))
+    found = np.random.get_state()
+    assert isinstance(found, tuple), "only `legacy=False` returns a dict"
+    kind, keys, *others = found
+    numpy = (kind, torch.from_numpy(keys.astype("int64")), *map(float, others))
+    state = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": numpy}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def restore(state: dict) -> None:
-    """Puts the generators where `capture` found them."""
+    """Sets the generators to a state from `capture`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
-    numpy = _numpy()
-    if "numpy" in state and numpy is not None:
+    if "numpy" in state:
         kind, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), int(position), int(has_gauss), cached))
+        np.random.set_state((kind, keys.numpy().astype("uint32"), int(position), int(has_gauss), cached))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def derive(state: dict, rank: int) -> None:
-    """Seeds the generators of a rank that the saved run did not have, from the state of one that it had."""
+    """Seeds the generators of a rank that the saved run did not have, from the state of one of its ranks."""
     digest = hashlib.sha256(bytes(state["torch"].tolist()) + rank.to_bytes(4, "little")).digest()
     seed = int.from_bytes(digest[:4], "little")
     random.seed(seed)
     torch.manual_seed(seed)
-    numpy = _numpy()
-    if numpy is not None:
-        numpy.random.seed(seed)
-
-
-def _numpy():
-    try:
-        import numpy
-    except ImportError:  # torch runs without it
-        return None
-    return numpy
+    np.random.seed(seed)

@@ -1,4 +1,4 @@
-"""Folders of safetensors files: what is in them, and whether they are whole. `file_reader.py` reads their bytes.
+"""Reads the headers of safetensors files in a folder, and checks that it is complete. `file_reader.py` reads the data.
 
 The format: eight bytes with the length of a JSON header, the header (`{key: {dtype, shape, data_offsets}}`), the data.
 """
@@ -22,7 +22,7 @@ CONFIG = "config.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """Names of files that transformers loads weights from."""
 INCOMPLETE = ".incomplete"
-"""Stands in a folder while the files of a checkpoint are put in place."""
+"""A file that marks a folder whose files are being replaced."""
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 
 DTYPES = {
@@ -35,7 +35,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `offset` is the place of its first byte in the file."""
+    """A tensor in a file; `offset` of its first byte."""
 
     name: str
     file: Path
@@ -49,19 +49,18 @@ class StoredTensor:
 
 
 def read_folder(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, by key. The data of no tensor is read.
+    """Every tensor of a checkpoint, by key; reads only headers.
 
     Raises:
-        CheckpointError: no safetensors files; a folder whose writing was cut short; a file that the index names is
-            missing, truncated or damaged; a key that the index names is not where it says; a dtype that is not a plain
-            number. All problems are in it.
+        CheckpointError: no safetensors files; an interrupted write; a file of the index is missing, truncated or damaged;
+            a key of the index is not in its file; a dtype that is not supported. Lists all problems.
     """
     if not directory.is_dir():
         raise CheckpointError(f"A checkpoint is a folder with safetensors files. {describe(directory)}")
     if (directory / INCOMPLETE).exists():
         raise CheckpointError(
             f"{directory} is not a complete checkpoint: {INCOMPLETE} says that writing it was interrupted while files were "
-            "replaced. Write it again."
+            "replaced. To fix: write it again."
         )
     problems: list[str] = []
     index = directory / INDEX
@@ -113,22 +112,22 @@ def _read_index(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}.") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} lists no tensors.")
-    astray = [f"{key} in {file!r}" for key, file in weight_map.items() if not _lies_inside(file)]
-    if astray:
-        raise CheckpointError(f"{index} points outside of its folder:", astray)
+    outside = [f"{key} in {file!r}" for key, file in weight_map.items() if not _is_inside_folder(file)]
+    if outside:
+        raise CheckpointError(f"{index} points outside of its folder:", outside)
     return weight_map
 
 
-def _lies_inside(file: object) -> bool:
-    """Whether a path that an index gives leads to its own folder; what lies there may be a link, as in the Hub's cache."""
+def _is_inside_folder(file: object) -> bool:
+    """Whether a path of an index is inside of its folder; the file may be a link, as in the Hub's cache."""
     return isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of one file, after a check that all their bytes are there.
+    """The tensors of one file, after a check of its size.
 
     Raises:
-        CheckpointError: the file is missing, shorter or longer than its header says, or no safetensors file.
+        CheckpointError: the file is missing, shorter or longer than its header says, or not a safetensors file.
     """
     if not file.is_file():
         raise CheckpointError(f"{file.name} is missing.")
@@ -160,7 +159,7 @@ def read_header(file: Path) -> list[StoredTensor]:
             problems.append(f"{name} in {file.name} {where} (bytes {start} to {stop} of the data).")
         end, last = max(end, stop), name
         if entry["dtype"] not in DTYPES:
-            why = f"known are {', '.join(DTYPES)}."
+            why = f"supported are {', '.join(DTYPES)}."
             if entry["dtype"].startswith(("F8", "F6", "F4")):
                 why = "quantised checkpoints cannot be trained on. Use the bf16 release, or dequantise it first."
             problems.append(f"{name} in {file.name} has the dtype {entry['dtype']}: {why}")
@@ -183,7 +182,7 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def _is_entry(entry: object) -> bool:
-    """Whether what a header says of a tensor has the right form."""
+    """Whether a tensor's entry in a header is well-formed."""
 
     def are_sizes(value: object) -> bool:
         return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)

@@ -1,4 +1,4 @@
-"""The saved steps of a run in a folder: which are whole, which are not and why, and where each lies."""
+"""The saved steps of a run in a folder: which are complete, which are not and why, and the folder of each."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from patchgen.runtime.checkpoint.manifest import Manifest, examine
+from patchgen.runtime.checkpoint.manifest import Manifest, check_folder
 
 
 class SavedSteps:
-    """What lies below a directory of checkpoints; reading it takes no other rank."""
+    """The checkpoints below a directory. Not collective: any rank may read it alone."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
 
     def complete(self) -> list[int]:
-        """The steps of the checkpoints that are whole, in the order in which they were saved."""
-        whole = [(known.serial, known.step) for _, known, problem in self.found() if known and not problem]
-        return [step for _, step in sorted(whole)]
+        """The steps of the complete checkpoints, in the order in which they were saved."""
+        found = [(known.serial, known.step) for _, known, problem in self.checkpoints() if known and not problem]
+        return [step for _, step in sorted(found)]
 
     def broken(self) -> dict[str, str]:
-        """Folders that are no complete checkpoint -> why."""
-        found = {folder.name: problem for folder, _, problem in self.found() if problem}
+        """The folders that are incomplete -> why."""
+        found = {folder.name: problem for folder, _, problem in self.checkpoints() if problem}
         for leftover in self.directory.glob(".step-*.partial") if self.directory.is_dir() else ():
-            found[leftover.name] = "its save did not come to an end"
+            found[leftover.name] = "the save was interrupted"
         return found
 
     def latest(self) -> int | None:
-        """The step of the newest whole checkpoint, None if there is none. Broken ones are named in a warning."""
+        """The step of the newest complete checkpoint, or None; warns about incomplete ones."""
         broken = self.broken()
         if broken:
             listed = "\n".join(f"  {name}: {problem}" for name, problem in sorted(broken.items()))
@@ -37,39 +37,37 @@ class SavedSteps:
         complete = self.complete()
         return complete[-1] if complete else None
 
-    def found(self) -> Iterator[tuple[Path, Manifest | None, str]]:
-        """Folders, their manifests, and why they are not whole."""
+    def checkpoints(self) -> Iterator[tuple[Path, Manifest | None, str]]:
+        """Folders, their manifests, and what makes them incomplete."""
         folders = sorted(self.directory.glob("step-*")) if self.directory.is_dir() else []
-        folders += [folder for folder in self.directory.glob(".step-*.replaced") if not self._has_final(folder)]
+        replaced = self.directory.glob(".step-*.replaced")
+        folders += [folder for folder in replaced if not (self.directory / step_name(folder)).exists()]
         for folder in folders:
             if re.fullmatch(r"step-\d+", step_name(folder)):
-                yield folder, *examine(folder)
-
-    def _has_final(self, replaced: Path) -> bool:
-        return (self.directory / step_name(replaced)).exists()
+                yield folder, *check_folder(folder)
 
     def folder_of(self, step: int) -> Path:
-        """Where a step lies: under its name, or set aside by a save that came just short of its end."""
+        """The folder of a step: under its final name, or renamed by a save of the same step that was interrupted at the end."""
         final = self.directory / folder_name(step)
         replaced = self.directory / f".{final.name}.replaced"
         return replaced if replaced.exists() and not final.exists() else final
 
     def newest_first(self) -> list[int]:
-        """The steps of the whole ones; the others are named in a warning."""
-        self.latest()  # names those that are not whole
+        """The steps of the complete checkpoints; warns about the others."""
+        self.latest()  # warns
         return self.complete()[::-1]
 
-    def others(self, step: int) -> str:
-        """The advice of an error about one of them."""
+    def advice_on_others(self, step: int) -> str:
+        """Which other steps could be loaded, for an error about `step`."""
         others = [folder_name(other) for other in self.complete() if other != step]
         return f"Complete ones: {', '.join(others)}." if others else "No other checkpoint there is complete."
 
 
 def folder_name(step: int) -> str:
-    """What the folder of a step is called."""
+    """The name of the folder of a step."""
     return f"step-{step:08d}"
 
 
 def step_name(folder: Path) -> str:
-    """`step-...` of a folder that stands aside."""
+    """`step-...` of a folder, also of one with a temporary name (`.step-....replaced`)."""
     return folder.name.removeprefix(".").partition(".")[0]

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint: what ranks keep for themselves and share, in torch's format without code."""
+"""The small files of a checkpoint: per-rank and shared state, in torch's format and loadable with `weights_only`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 
 
 class RankStates(Sequence):
-    """The own `extra_state` of every rank of a saved run, read when it is asked for: of a thousand, one uses its own."""
+    """`extra_state["rank"]` of every rank of a saved run, each read on access: a rank usually needs only its own."""
 
-    def __init__(self, folder: Path, world: int) -> None:
-        self._folder, self._world = folder, world
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        self._folder, self._num_ranks = folder, num_ranks
         self._read: dict[int, dict] = {}
 
     def __len__(self) -> int:
-        return self._world
+        return self._num_ranks
 
-    def __getitem__(self, place: int) -> dict:
-        return self.whole(range(self._world)[place])["extra"]
+    def __getitem__(self, index: int) -> dict:
+        return self.state_of(range(self._num_ranks)[index])["extra"]
 
-    def whole(self, rank: int) -> dict:
-        """All that a rank kept."""
+    def state_of(self, rank: int) -> dict:
+        """The content of a rank's file."""
         if rank not in self._read:
             file = self._folder / rank_file(rank)
             self._read[rank] = torch.load(file, weights_only=True, map_location="cpu")
@@ -35,12 +35,12 @@ class RankStates(Sequence):
 
 
 def rank_file(rank: int) -> str:
-    """The name of what a rank keeps."""
+    """The name of the file with a rank's own state."""
     return f"rank-{rank:05d}.pt"
 
 
 def plain_bytes(value: object, what: str) -> bytes:
-    """The value in torch's format, after a check that it can be read without running code."""
+    """The value in torch's format, after a check that it loads with `weights_only`."""
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)
@@ -48,13 +48,13 @@ def plain_bytes(value: object, what: str) -> bytes:
         torch.load(stream, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{what} must hold plain values and tensors only (numbers, strings, lists, dicts): {error}"
+            f"{what} must contain only plain values and tensors (numbers, strings, lists, dicts): {error}"
         ) from error
     return stream.getvalue()
 
 
 def write_file(file: Path, data: bytes) -> None:
-    """Writes a file and waits until its bytes are on the disk."""
+    """Writes a file and syncs it to disk."""
     with file.open("wb") as stream:
         stream.write(data)
         stream.flush()
@@ -62,6 +62,6 @@ def write_file(file: Path, data: bytes) -> None:
 
 
 def free_space(folder: Path) -> str:
-    """How much the disk of a folder, which need not be there yet, still takes: for messages."""
+    """The free space of the disk of a folder, which need not exist yet, for messages."""
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     return f"{shutil.disk_usage(existing).free / 1e9:.2f} GB free there"

@@ -1,4 +1,4 @@
-"""A copy of tensors in host memory, made while training goes on."""
+"""Copies tensors to host memory while training continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from patchgen.runtime.checkpoint.placement import local_tensor
 
 
 class Staged:
-    """Tensors on their way to host memory.
+    """A copy to host memory in progress.
 
     Attributes:
         tensors: the copies, DTensors where the originals are; complete after `wait`.
@@ -23,7 +23,7 @@ class Staged:
         self._event = event
 
     def before_change(self) -> None:
-        """Lets the device finish copying before what it is told next, which may change the originals."""
+        """Makes the current stream wait for the copies: what is queued on it next may change the originals."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
@@ -34,9 +34,9 @@ class Staged:
 
 
 class Staging:
-    """Copies this rank's parts of tensors to host memory, pinned and on a stream of its own where they are on a GPU.
+    """Copies this rank's shards to host memory; from a GPU into pinned memory, on a separate stream.
 
-    Its buffers are kept from one copy to the next: only one copy can be in use.
+    Buffers are reused by the next copy, so only one copy can be in use.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> Staged:
-        """Starts copying; the originals must stay as they are until `before_change` or `wait`."""
+        """Starts copying; the originals must not change before `before_change` or `wait` was called."""
         parts = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         on_device = any(part.is_cuda for part in parts.values())
         for name in self._buffers.keys() - parts.keys():
@@ -60,7 +60,7 @@ class Staging:
         if on_device:
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())  # what was told to change them comes first
+            self._stream.wait_stream(torch.cuda.current_stream())  # updates that are already queued come first
             with torch.cuda.stream(self._stream):
                 for name, part in parts.items():
                     self._buffers[name].copy_(part, non_blocking=True)
@@ -73,11 +73,11 @@ class Staging:
 
 
 def _like(original: Tensor, copy: Tensor) -> Tensor:
-    """`copy` as the local part of a DTensor that is laid out as the original is."""
+    """`copy` as the local tensor of a DTensor with the layout of `original`."""
     if not isinstance(original, DTensor):
         return copy
     detached = original.detach()
-    assert isinstance(detached, DTensor), "of a DTensor"
+    assert isinstance(detached, DTensor), "detach keeps the class"
     inner, context = detached.__tensor_flatten__()  # from_local would move the copy to the mesh's device
     parts = {name: getattr(original, name) for name in inner} | {"_local_tensor": copy}
     return DTensor.__tensor_unflatten__(parts, context, original.shape, original.stride())

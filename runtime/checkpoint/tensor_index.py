@@ -1,7 +1,7 @@
 """The index of torch's distributed checkpoint, read without running anything.
 
-`.metadata` is a pickle, and a pickle may call what it likes while it is read: torch's own reader lets it. Here only the
-classes that an index is made of are admitted, and only places inside the checkpoint.
+`.metadata` is a pickle, and a pickle can run any code while it is read; torch's own reader allows that. Here only the
+classes that an index consists of are admitted, and only files inside the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _ADMITTED |= {("torch", name): part for name, part in vars(torch).items() if isi
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Finds the parts of an index and nothing else."""
+    """Admits the classes of an index only."""
 
     def find_class(self, module: str, name: str) -> object:
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            return PurePosixPath  # where it was saved: nobody reads it
+            return PurePosixPath  # the path it was saved to, which is not used
         if (module, name) not in _ADMITTED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in an index of tensors")
         return _ADMITTED[module, name]
 
 
 def read_index(folder: Path) -> Metadata:
-    """Which tensors a training checkpoint holds, and where their bytes lie.
+    """Which tensors a training checkpoint holds, and the offsets of their bytes.
 
     Raises:
         CheckpointError: the file is missing or damaged, names anything but tensors, or points outside of `folder`.
@@ -48,27 +48,27 @@ def read_index(folder: Path) -> Metadata:
         with file.open("rb") as stream:
             index = _IndexUnpickler(stream).load()
         others = [key for key, entry in index.state_dict_metadata.items() if not _is_tensor(entry)]
-        astray = [place.relative_path for place in index.storage_data.values() if not _lies_beside(place)]
-    except Exception as error:  # what damaged bytes raise is of any kind
-        raise CheckpointError(f"{file} was not read: {error}. Nothing in it was run.") from error
-    if others or astray:
+        outside = [place.relative_path for place in index.storage_data.values() if not _is_inside_folder(place)]
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{file} cannot be read: {error}. No code in it was run.") from error
+    if others or outside:
         problems = [f"{key} is not a tensor" for key in others]
-        problems += [f"'{path}' lies outside of {folder}" for path in sorted(set(astray))]
-        raise CheckpointError(f"{file} was not read:", problems)
+        problems += [f"'{path}' is outside of {folder}" for path in sorted(set(outside))]
+        raise CheckpointError(f"{file} cannot be read:", problems)
     return index
 
 
 def _is_tensor(entry: object) -> bool:
-    """Anything else torch reads by a pickle that may run code."""
+    """torch unpickles every other entry, which may run code."""
     return isinstance(entry, TensorStorageMetadata) and isinstance(entry.properties, metadata.TensorProperties)
 
 
-def _lies_beside(place: filesystem._StorageInfo) -> bool:
+def _is_inside_folder(place: filesystem._StorageInfo) -> bool:
     return Path(place.relative_path).name == place.relative_path and not place.transform_descriptors
 
 
 class IndexReader(FileSystemReader):
-    """torch's reader of tensors, with the index read as above."""
+    """torch's reader, with `read_index` for the index."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         index = read_index(Path(self.path))

@@ -1,18 +1,18 @@
-"""The state of a training run on disk: saved while training goes on, whole or not at all, resumed on any layout.
+"""The state of a training run on disk: saved in the background, atomically, and resumed on any number of ranks.
 
     checkpointer = Checkpointer("runs/one/checkpoints", keep=3)
     checkpointer.save(step, model=model, optimizer=optimizer, scheduler=scheduler, extra_state={"shared": {"row": 640}})
     ...
-    state = checkpointer.load(model=model, optimizer=optimizer, scheduler=scheduler)    # the newest that is whole
+    state = checkpointer.load(model=model, optimizer=optimizer, scheduler=scheduler)    # the newest complete one
 
 On disk, below the directory:
 
-    .step-00000200.partial/     being written, or what a crash left of it: never loaded, removed by the next save
-    step-00000100/              whole: it got this name after all its bytes were on the disk
+    .step-00000200.partial/     being written, or left by a crash: never loaded, removed by the next save
+    step-00000100/              complete: renamed after all bytes were on disk
         checkpoint.json         step, layout, and size and checksum of every other file
         config.json             the model, for `patchgen export`
-        shared.pt               scheduler, optimizer options, what `extra_state` shares
-        rank-00000.pt           generators and own state of a rank
+        shared.pt               scheduler, optimizer options, `extra_state["shared"]`
+        rank-00000.pt           random generators and `extra_state["rank"]` of a rank
         .metadata, *.distcp     tensors of model and optimizer, by torch's distributed checkpoint
 """
 
@@ -24,7 +24,7 @@ import json
 import shutil
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -46,13 +46,13 @@ from patchgen.runtime.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     Manifest,
+    check_folder,
     checksum,
-    examine,
     read_manifest,
-    require_content,
+    require_checksums,
 )
 from patchgen.runtime.checkpoint.model_files import config_files
-from patchgen.runtime.checkpoint.placement import FAILURES, together, world
+from patchgen.runtime.checkpoint.placement import FAILURES, cause_of, rank_and_world_size, run_on_all_ranks
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps, folder_name, step_name
 from patchgen.runtime.checkpoint.small_files import RankStates, free_space, plain_bytes, rank_file, write_file
 from patchgen.runtime.checkpoint.staging import Staged, Staging
@@ -67,18 +67,18 @@ if TYPE_CHECKING:
 
 SHARED = "shared.pt"
 MODEL, OPTIMIZER = "model/", "optimizer/"
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")  # one process is one process
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")  # expected with one process
 
 TIMEOUT = datetime.timedelta(hours=2)
 """How long ranks wait for the slowest disk."""
 
 
 class Checkpointer(SavedSteps):
-    """Saves and loads the state of a run. Every rank makes one, and every rank calls save, wait and load.
+    """Saves and loads the state of a run. Its construction, `save`, `wait` and `load` are collective.
 
     Attributes:
-        directory: where the checkpoints lie; on storage that all ranks see.
-        keep: how many whole checkpoints stay.
+        directory: of the checkpoints, on storage that all ranks share.
+        keep: how many complete checkpoints are kept.
     """
 
     def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
@@ -86,10 +86,10 @@ class Checkpointer(SavedSteps):
             raise ValueError(f"Checkpointer.keep must be at least 1, not {keep}.")
         super().__init__(directory)
         self.keep = keep
-        self._rank, self._world = world()
-        # Writing happens in a thread, so its exchanges need a group of their own, and one for host memory.
+        self._rank, self._world = rank_and_world_size()
+        # Writing happens in a thread, so its collectives need a separate group, on the host.
         group = dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
-        assert not isinstance(group, int), "a group of all ranks, of which no rank is left out"
+        assert not isinstance(group, int), "a group of all ranks"
         self._group = group
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging = Staging()
@@ -110,15 +110,15 @@ class Checkpointer(SavedSteps):
         files: Mapping[str, str] | None = None,
         asynchronous: bool = True,
     ) -> None:
-        """Saves the state after optimizer step `step`. An earlier save that still writes is waited for.
+        """Saves the state after optimizer step `step`. Waits for an earlier save first.
 
         Args:
             model: sharded or not; its parameters and persistent buffers are saved.
-            extra_state: `{"shared": {...}, "rank": {...}}` of plain values and tensors: what all ranks have in common
-                (rank 0's is saved), and what is each rank's own.
-            files: text files that lie beside the state (rank 0's), by name: the recipe of the run.
-            asynchronous: return once the state is being copied, and write in the background. The next optimizer step
-                waits for the copy on the device; training must change parameters in no other way meanwhile.
+            extra_state: `{"shared": {...}, "rank": {...}}` of plain values and tensors: what all ranks share (rank 0's is
+                saved), and what belongs to this rank.
+            files: further text files, by name, such as the recipe of the run; rank 0's are saved.
+            asynchronous: return once the copy of the state has started, and write in the background. The next optimizer
+                step waits for the copy on the device; nothing else may change parameters until then.
 
         Raises:
             CheckpointError: on every rank, if this save, or an asynchronous one before it, failed.
@@ -134,34 +134,35 @@ class Checkpointer(SavedSteps):
                 shared |= {"optimizer": others, "groups": optimizer_state.options(model, optimizer)}
             if scheduler is not None:
                 shared["scheduler"] = scheduler.state_dict()
-            own = {"random": random_state.capture(), "extra": (extra_state or {}).get("rank", {})}
-            small = {rank_file(self._rank): plain_bytes(own, "extra_state['rank']")}
+            rank_state = {"random": random_state.capture(), "extra": (extra_state or {}).get("rank", {})}
+            small = {rank_file(self._rank): plain_bytes(rank_state, "extra_state['rank']")}
             if self._rank == 0:
                 small[SHARED] = plain_bytes(shared, "extra_state['shared'], the scheduler or the optimizer's options")
                 small |= _model_files(model) | {name: text.encode() for name, text in (files or {}).items()}
             if asynchronous:
                 self._staged = self._staging.copy(tensors)
-            return tensors, small, Manifest(step, 0, self._world, class_name(model), *_origin(model), {})
+            manifest = Manifest(step, 0, self._world, class_name(model), *_model_type_and_origin(model), {})
+            return tensors, small, manifest
 
         failed = f"Step {step} could not be saved in {self.directory}; earlier checkpoints are unchanged:"
-        tensors, small, manifest = together(prepare, failed, self._group)
+        tensors, small, manifest = run_on_all_ranks(prepare, failed, self._group)
         if not asynchronous:
             self._write(tensors, small, manifest)
             return
         if optimizer is not None and id(optimizer) not in self._hooked:
             optimizer.register_step_pre_hook(lambda *_: self._before_step())
             self._hooked.add(id(optimizer))
-        assert self._staged is not None, "the copy was begun in `prepare`"
+        assert self._staged is not None, "`prepare` has started the copy"
         self._pending = self._executor.submit(self._write_staged, self._staged, small, manifest)
 
     def wait(self) -> None:
-        """Blocks until nothing is being written; raises what an asynchronous save ran into."""
+        """Waits until nothing is being written; raises the error of an asynchronous save."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def failure(self, seconds: float) -> BaseException | None:
-        """What the save in the background ran into, if it comes to that within so many seconds; for a run that ends."""
+        """The error of the save in the background, if it fails within so many seconds; for a run that is ending."""
         pending, self._pending = self._pending, None
         try:
             return pending.exception(seconds) if pending is not None else None
@@ -183,36 +184,33 @@ class Checkpointer(SavedSteps):
         self._write(staged.tensors, small, manifest)
 
     def _write(self, tensors: Mapping[str, Tensor], small: Mapping[str, bytes], manifest: Manifest) -> None:
-        """Writes everything, then gives it its name; all ranks fail or none."""
+        """Writes everything to a temporary folder, then renames it; all ranks fail or none."""
         partial = self.directory / f".{folder_name(manifest.step)}.partial"
-        if self._rank == 0:
-            self._agree(lambda: self._make_room(partial), manifest.step)
-        else:
-            self._agree(lambda: None, manifest.step)
+        self._run(lambda: self._make_room(partial) if self._rank == 0 else None, manifest.step)
 
         def write_small() -> None:
             for name, data in small.items():
                 write_file(partial / name, data)
 
-        self._agree(write_small, manifest.step)
+        self._run(write_small, manifest.step)
 
         def write_tensors() -> None:
-            # With more than one thread, DCP loses what goes wrong in the others.
+            # With more threads, DCP loses the errors of all but one.
             writer = FileSystemWriter(partial, sync_files=True, thread_count=1)
             save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
-        self._agree(write_tensors, manifest.step)
+        self._run(write_tensors, manifest.step)
         sums: dict[str, int] = {}
 
         def read_back() -> None:
             for file in partial.glob(f"__{self._rank}_*.distcp"):
                 sums[file.name] = checksum(file)
 
-        self._agree(read_back, manifest.step)
+        self._run(read_back, manifest.step)
         sums |= {name: zlib.crc32(data) for name, data in small.items()}
         gathered = {name: value for one in gather_objects(sums, self._group) for name, value in one.items()}
         manifest = replace(manifest, checksums=gathered)
-        self._agree((lambda: self._commit(partial, manifest)) if self._rank == 0 else (lambda: None), manifest.step)
+        self._run(lambda: self._commit(partial, manifest) if self._rank == 0 else None, manifest.step)
 
     def _make_room(self, partial: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -229,7 +227,9 @@ class Checkpointer(SavedSteps):
             name: manifest.checksums[name] if name in manifest.checksums else checksum(partial / name)
             for name in files
         }
-        serial = 1 + max((known.serial for _, known, problem in self.found() if known and not problem), default=0)
+        serial = 1 + max(
+            (known.serial for _, known, problem in self.checkpoints() if known and not problem), default=0
+        )
         fields = {**vars(manifest), "serial": serial, "files": files, "checksums": sums, "format": FORMAT}
         write_file(partial / MANIFEST, json.dumps(fields, indent=1).encode())
         sync_folder(partial)
@@ -239,26 +239,23 @@ class Checkpointer(SavedSteps):
         partial.rename(final)
         sync_folder(self.directory)
         for old in self.complete()[: -self.keep]:
+            # Renamed first, so that it does not look like a damaged checkpoint while it is deleted.
             doomed = self.directory / f".{folder_name(old)}.old"
-            (self.directory / folder_name(old)).rename(doomed)  # it must not look like a damaged one while it goes
+            (self.directory / folder_name(old)).rename(doomed)
             shutil.rmtree(doomed)
         for leftover in self.directory.glob(".step-*.replaced"):
             shutil.rmtree(leftover)
 
-    def _agree(self, work, step: int) -> None:
-        """Does this rank's work; raises on every rank if it failed on any."""
-        error = None
+    def _run(self, work: Callable[[], None], step: int) -> None:
+        """Runs `work` on every rank; if it fails on any, all raise an error with the space that is then free."""
         try:
-            work()
-        except FAILURES as caught:  # whatever it is, the other ranks must hear of it: they would wait forever
-            error = f"{type(caught).__name__}: {_cause(caught)}"
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(gather_objects(error, self._group)) if text]
-        if failed:
+            run_on_all_ranks(work, "", self._group)
+        except CheckpointError as error:
             raise CheckpointError(
                 f"Step {step} could not be saved in {self.directory} ({free_space(self.directory)}); earlier checkpoints "
                 "are unchanged:",
-                failed,
-            )
+                error.problems or [str(error)],
+            ) from error
 
     # ------------------------------------------------------------------------------------------- load
 
@@ -270,37 +267,38 @@ class Checkpointer(SavedSteps):
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
     ) -> dict:
-        """Puts a saved state into model, optimizer, scheduler and the random generators, on any number of ranks.
+        """Loads a saved state into model, optimizer, scheduler and the random generators, on any number of ranks.
 
         Args:
-            step: which one; None: the newest whole one. One whose bytes changed since it was saved is passed over, with a
-                warning that names it.
-            model: sharded in whatever way; its values are overwritten.
+            step: which one; None: the newest complete one, skipping with a warning those whose content has changed since
+                they were saved.
+            model: sharded or not.
 
         Returns:
             step: the step that was saved.
-            shared: what `extra_state` shared.
-            rank: this rank's own `extra_state`; None if the run had another number of ranks.
-            ranks: the own `extra_state` of every rank of the saved run; each is read when it is asked for.
+            shared: `extra_state["shared"]`.
+            rank: `extra_state["rank"]` of this rank; None if the run had another number of ranks.
+            ranks: `extra_state["rank"]` of every rank of the saved run, each read on access.
             world: the number of ranks that saved.
 
         Raises:
-            CheckpointError: there is none, or it is not whole, or of another model.
+            CheckpointError: there is none, or it is incomplete or of another model.
         """
         self.wait()
-        is_compared = step is None
-        step = self._unchanged() if step is None else step
+        is_verified = step is None
+        step = self._newest_undamaged() if step is None else step
         folder = self.folder_of(step)
-        unread = f"{folder} cannot be loaded; nothing was changed in the model:"
-        prepare = functools.partial(self._prepare, step, model, optimizer, scheduler, compare=not is_compared)
-        manifest, shared, wanted, state = together(prepare, unread, self._group)
+        failed = f"{folder} cannot be loaded; nothing was changed in the model:"
+        prepare = functools.partial(self._prepare, step, model, optimizer, scheduler, compare=not is_verified)
+        manifest, shared, tensors, state = run_on_all_ranks(prepare, failed, self._group)
         with torch.no_grad():
             try:
                 reader = IndexReader(folder)
-                load(wanted, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+                load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
             except FAILURES as error:
                 raise CheckpointError(
-                    f"{folder} cannot be read; the model is not usable: {_cause(error)}", advice=self.others(step)
+                    f"{folder} cannot be read; the model is not usable: {cause_of(error)}",
+                    advice=self.advice_on_others(step),
                 ) from error
         ranks = RankStates(folder, manifest.world)
 
@@ -310,16 +308,16 @@ class Checkpointer(SavedSteps):
             if scheduler is not None:
                 scheduler.load_state_dict(optimizer_state.fit_scheduler(shared["scheduler"], scheduler.optimizer))
             if self._rank < manifest.world:
-                random_state.restore(ranks.whole(self._rank)["random"])
+                random_state.restore(ranks.state_of(self._rank)["random"])
             else:
-                random_state.derive(ranks.whole(0)["random"], self._rank)
+                random_state.derive(ranks.state_of(0)["random"], self._rank)
             return ranks[self._rank] if manifest.world == self._world else None
 
-        own = together(restore, f"{folder} cannot be loaded; the model is not usable:", self._group)
+        rank_state = run_on_all_ranks(restore, f"{folder} cannot be loaded; the model is not usable:", self._group)
         if manifest.origin is not None:
             # nn.Module takes any attribute; its type says tensors and modules.
             model.checkpoint_origin = Origin.from_json(manifest.origin)  # pyright: ignore[reportArgumentType]
-        return {"step": step, "shared": shared["extra"], "rank": own, "ranks": ranks, "world": manifest.world}
+        return {"step": step, "shared": shared["extra"], "rank": rank_state, "ranks": ranks, "world": manifest.world}
 
     def _prepare(
         self,
@@ -330,15 +328,17 @@ class Checkpointer(SavedSteps):
         *,
         compare: bool,
     ) -> tuple[Manifest, dict, dict[str, Tensor], dict[str, Tensor]]:
-        """What a load reads: the manifest, what is shared, the tensors to fill, and those of them that are the optimizer's.
+        """The manifest, the shared state, the tensors to load, and those of them that belong to the optimizer.
 
         Raises:
-            CheckpointError: what is saved is not whole, or does not fit.
+            CheckpointError: the checkpoint is incomplete, or does not match.
         """
         folder = self.folder_of(step)
-        manifest, problem = examine(folder)
+        manifest, problem = check_folder(folder)
         if manifest is None or problem:
-            raise CheckpointError(f"{folder} is not a complete checkpoint: {problem}.", advice=self.others(step))
+            raise CheckpointError(
+                f"{folder} is not a complete checkpoint: {problem}.", advice=self.advice_on_others(step)
+            )
         if manifest.model_class != class_name(model):
             raise CheckpointError(
                 f"{folder} is of {manifest.model_class} ({manifest.model_type}), not of {class_name(model)}."
@@ -349,30 +349,36 @@ class Checkpointer(SavedSteps):
         saved = read_index(folder).state_dict_metadata
         tensors = distinct_state(model)
         _require_same_tensors(folder, tensors, saved)
-        wanted = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
+        targets = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
         state = {}
         if optimizer is not None:
             if "groups" not in shared:
                 raise CheckpointError(f"{folder} was saved without an optimizer.")
-            own = {k.removeprefix(OPTIMIZER): v for k, v in saved.items() if k.startswith(OPTIMIZER)}
-            stored = {k: v for k, v in own.items() if isinstance(v, TensorStorageMetadata)}  # as all of an index are
+            of_optimizer = {k.removeprefix(OPTIMIZER): v for k, v in saved.items() if k.startswith(OPTIMIZER)}
+            stored = {
+                k: v for k, v in of_optimizer.items() if isinstance(v, TensorStorageMetadata)
+            }  # as `read_index` ensures
             state = optimizer_state.empty_state(model, optimizer, stored)
-            wanted |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
+            targets |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
         if scheduler is not None and "scheduler" not in shared:
             raise CheckpointError(f"{folder} was saved without a scheduler.")
-        return manifest, shared, wanted, state
+        return manifest, shared, targets, state
 
-    def _unchanged(self) -> int:
-        """The newest whole checkpoint with the bytes that were saved; those before it that have others are named.
+    def _newest_undamaged(self) -> int:
+        """The newest complete checkpoint whose content is unchanged; warns about newer ones that are damaged.
 
-        As rank 0 finds them, so that ranks that see the folder differently do not part.
+        Rank 0 lists the folder for all, in case ranks see it differently.
         """
         what = f"{self.directory} cannot be searched for checkpoints:"
-        steps = object_of(together(self.newest_first if self._rank == 0 else list, what, self._group), 0, self._group)
+        steps = object_of(
+            run_on_all_ranks(self.newest_first if self._rank == 0 else list, what, self._group), 0, self._group
+        )
         damaged: list[str] = []
         for step in steps:
             try:
-                together(lambda step=step: self._require_content(step), f"step {step} is damaged:", self._group)
+                run_on_all_ranks(
+                    lambda step=step: self._require_content(step), f"step {step} is damaged:", self._group
+                )
             except CheckpointError as error:
                 damaged += [f"{folder_name(step)}: {problem}" for problem in error.problems]
                 continue
@@ -383,11 +389,11 @@ class Checkpointer(SavedSteps):
         raise CheckpointError(f"{self.directory} holds no complete checkpoint{':' if damaged else '.'}", damaged)
 
     def _require_content(self, step: int) -> None:
-        """Compares this rank's share of a checkpoint's files with their checksums: each is read by one rank."""
+        """Compares a checkpoint's files with their checksums; each file is read by one rank."""
         folder = self.folder_of(step)
         manifest = read_manifest(folder)
         mine = sorted(manifest.checksums)[self._rank :: self._world]
-        require_content(folder, manifest, mine, self.others(step))
+        require_checksums(folder, manifest, mine, self.advice_on_others(step))
 
 
 def _require_same_tensors(folder: Path, tensors: Mapping[str, Tensor], saved: Mapping) -> None:
@@ -403,24 +409,15 @@ def _require_same_tensors(folder: Path, tensors: Mapping[str, Tensor], saved: Ma
         raise CheckpointError(f"{folder} does not fit the model:", problems)
 
 
-def _origin(model: nn.Module) -> tuple[str, dict | None]:
+def _model_type_and_origin(model: nn.Module) -> tuple[str, dict | None]:
     config = getattr(model, "config", None)
     origin = getattr(model, "checkpoint_origin", None)
     return getattr(config, "model_type", ""), origin.to_json() if origin is not None else None
 
 
 def _model_files(model: nn.Module) -> dict[str, bytes]:
-    """The config files that an export needs."""
+    """The config files, which an export needs."""
     if not hasattr(model, "config"):
         return {}
-    has_config = cast("PreTrainedModel", model)  # which is what models with a config are
+    has_config = cast("PreTrainedModel", model)  # models with a config are
     return {name: text.encode() for name, text in config_files(has_config).items()}
-
-
-def _cause(error: BaseException) -> str:
-    """What lies under DCP's wrapping, in one line."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        parts = [f"rank {rank}: {type(inner[0]).__name__}: {inner[0]}" for rank, inner in failures.items()]
-        return " ".join("; ".join(parts).split())
-    return " ".join(str(error).split())

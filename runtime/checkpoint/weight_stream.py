@@ -1,18 +1,18 @@
-"""Weights out of a sharded model without a file: names and tensors as the export has them, for an engine that generates.
+"""Streams the weights of a sharded model without files, with the names and layout of an export, to an inference engine.
 
     for name, tensor in stream_weights(model, dtype=torch.bfloat16):    # on every rank
         ...
-    vllm_model.load_weights(stream_weights(model))                      # vLLM takes it as it is
+    vllm_model.load_weights(stream_weights(model))                      # vLLM takes the iterator
 
-Each rank puts what it holds into its segment of a small buffer and sends it to all others; of what has arrived, whole
-tensors are put together one by one:
+Each rank copies its shards into its segment of a small buffer and broadcasts it; full tensors are assembled from the
+buffer one by one:
 
     buffer   [ of rank 0 | of rank 1 | of rank 2 | of rank 3 ]    a broadcast per rank
                   |____________|___________|___________|
     tensor        experts.5.up_proj [I, H]                        belongs to the caller
 
-No rank ever has the model: beside its shards there are the buffer, the tensor that is put together, and what the caller
-keeps, which in a loop is the tensor before.
+No rank ever has the full model: its memory holds its shards, the buffer, the tensor being assembled, and the tensors that
+the caller keeps, in a loop the previous one.
 """
 
 from __future__ import annotations
@@ -27,16 +27,22 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from patchgen.runtime.checkpoint.export import device_of, holders_of, planned_outputs, saved_tensors
-from patchgen.runtime.checkpoint.load import finish
-from patchgen.runtime.checkpoint.placement import intersection, local_tensor, together, within, world
-from patchgen.runtime.checkpoint.tensor_sources import Box, box_shape, pull, whole
+from patchgen.runtime.checkpoint.export import holders_of, plan_outputs, saved_tensors
+from patchgen.runtime.checkpoint.lazy_tensors import Region, full_region, plan_reads, region_shape
+from patchgen.runtime.checkpoint.placement import (
+    device_of,
+    intersection,
+    local_tensor,
+    narrow_to,
+    rank_and_world_size,
+    run_on_all_ranks,
+)
 from patchgen.runtime.checkpoint.writing import Output
 from patchgen.runtime.parallel import watch
 
 BUCKET = 2**30
 BUFFERS_PER_BUCKET = 8
-"""A bucket is room for the largest tensor. What travels at a time is much less, so that buffer and two tensors fit in two."""
+"""The buffer is this fraction of a bucket, so that it and two of the largest tensors fit into two buckets."""
 
 
 def stream_weights(
@@ -46,57 +52,57 @@ def stream_weights(
     layout: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of `model` in upstream's names and layout, whole, on its device, in the same order on every rank.
+    """The full weights of `model` with upstream's names and layout, on its device, in the same order on every rank.
 
-    Every rank must take all of them; while the caller has one, no rank waits for another. The model must not be trained
-    meanwhile.
+    Collective: every rank must exhaust the iterator, and must not train the model meanwhile. No communication is pending
+    while the caller has a tensor.
 
     Args:
         model: sharded or not.
-        bucket_bytes: the stream and the tensor that the caller took last stay below two buckets of memory, if no tensor is
-            larger than 7/8 of a bucket; a larger one is streamed, too.
-        layout, dtype: as in `export_pretrained`: experts one by one or stacked, and the dtype of floating-point weights.
+        bucket_bytes: the stream and the caller's latest tensor take less than two buckets of memory, if no tensor is larger
+            than 7/8 of a bucket; larger ones take more.
+        layout, dtype: as in `export_pretrained`.
 
     Raises:
-        CheckpointError: on every rank, before anything travels: no such layout.
-        ValueError: a bucket without room for a number.
+        CheckpointError: on every rank, before anything is sent: no such layout, or adapters in the model.
+        ValueError: `bucket_bytes` is too small.
     """
     if bucket_bytes < 8 * BUFFERS_PER_BUCKET:
         raise ValueError(f"bucket_bytes must be at least {8 * BUFFERS_PER_BUCKET}, not {bucket_bytes}.")
     tensors = saved_tensors(model)
-    outputs = together(lambda: planned_outputs(model, tensors, layout, dtype), "The weights cannot be streamed:")
+    outputs = run_on_all_ranks(lambda: plan_outputs(model, tensors, layout, dtype), "The weights cannot be streamed:")
     stream = _Stream(tensors, bucket_bytes // BUFFERS_PER_BUCKET)
     for output in outputs:
-        if not output.num_bytes:  # nothing of it travels
-            yield output.name, torch.empty(output.moved.shape, dtype=output.dtype, device=stream.device)
+        if not output.num_bytes:  # nothing to send
+            yield output.name, torch.empty(output.tensor.shape, dtype=output.dtype, device=stream.device)
     for output, arriving in groupby(stream.arrivals(outputs), key=lambda arrival: arrival[0].output):
-        yield output.name, _put_together(output, arriving, stream.device)
+        yield output.name, _assemble(output, arriving, stream.device)
 
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """What one rank sends of one tensor.
+    """A part of a tensor that one rank sends.
 
     Attributes:
-        output: the tensor that it is for.
-        read: which of the reads of that tensor it fills, or a part of it.
+        output: the tensor that it belongs to.
+        read: the index of the read in the plan of that tensor.
         sender: the rank.
-        source: the name in the model's state dict.
-        held: the part of it that the sender has.
-        box: the part of it that is sent.
+        source: a name in the model's state dict.
+        held_region: of the source, held by the sender.
+        region: of the source, to send.
     """
 
     output: Output
     read: int
     sender: int
     source: str
-    held: Box
-    box: Box
+    held_region: Region
+    region: Region
 
     @property
     def size(self) -> int:
         """The number of its elements."""
-        return math.prod(box_shape(self.box))
+        return math.prod(region_shape(self.region))
 
     @property
     def num_bytes(self) -> int:
@@ -104,19 +110,19 @@ class _Piece:
 
 
 class _Stream:
-    """Brings what the ranks hold to all of them, a buffer at a time."""
+    """Broadcasts the shards of all ranks, a buffer at a time."""
 
     def __init__(self, tensors: dict[str, Tensor], limit: int) -> None:
-        self._rank, self._world = world()
+        self._rank, self._world = rank_and_world_size()
         self._limit = limit
         self._local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         self._holders = {name: holders_of(tensor, self._world) for name, tensor in tensors.items()}
         self.device = device_of(tensors.values(), otherwise=next(iter(self._local.values())).device)
-        # One for all exchanges: gloo's thread may hold what it sent for an instant after the wait for it.
+        # One buffer for all exchanges: gloo's thread may reference what it sent for a moment after the wait.
         self._buffer = torch.empty(limit, dtype=torch.uint8, device=self.device)
 
     def arrivals(self, outputs: Iterable[Output]) -> Iterator[tuple[_Piece, Tensor]]:
-        """The pieces of all tensors, in order, and their elements, which are flat and on the device."""
+        """The pieces of all tensors, in order, each with its elements: flat, on the device, valid until the next."""
         waiting: list[_Piece] = []
         size = 0
         for piece in (piece for output in outputs for piece in self._pieces(output)):
@@ -128,22 +134,22 @@ class _Stream:
         yield from self._exchange(waiting)
 
     def _pieces(self, output: Output) -> Iterator[_Piece]:
-        """Who sends what of a tensor; the same on every rank."""
-        shape = tuple(output.moved.shape)
-        most = self._limit // output.dtype.itemsize
-        for read, (leaf, box, _) in enumerate(
-            pull(output.moved, whole(shape), torch.empty(shape, device="meta")).reads
+        """The pieces of a tensor and their senders; the same on every rank."""
+        shape = tuple(output.tensor.shape)
+        max_elements = self._limit // output.dtype.itemsize
+        for read, (leaf, region, _) in enumerate(
+            plan_reads(output.tensor, full_region(shape), torch.empty(shape, device="meta")).reads
         ):
-            for holders, held in self._holders[leaf.name]:
-                shared = intersection(box, held)
-                for part in _cut(shared, most) if shared is not None else ():
-                    # Of several ranks that hold the same, each sends in turn.
-                    yield _Piece(output, read, holders[read % len(holders)], leaf.name, held, part)
+            for holders, held_region in self._holders[leaf.name]:
+                overlap = intersection(region, held_region)
+                for part in _split_region(overlap, max_elements) if overlap is not None else ():
+                    # Ranks that hold the same region take turns.
+                    yield _Piece(output, read, holders[read % len(holders)], leaf.name, held_region, part)
 
     def _exchange(self, pieces: Sequence[_Piece]) -> Iterator[tuple[_Piece, Tensor]]:
-        """Sends pieces from the ranks that hold them to all others; every rank calls it.
+        """Broadcasts pieces from the ranks that hold them. Collective.
 
-        What has arrived lies in the buffer, and must be copied before the next exchange.
+        The results are views of the buffer, valid until the next exchange.
         """
         segments: dict[tuple[torch.dtype, int], list[_Piece]] = {}
         for piece in pieces:
@@ -151,7 +157,7 @@ class _Stream:
         parts: dict[_Piece, Tensor] = {}
         requests = []
         start = 0
-        # Wide numbers first: each segment starts at a multiple of its own.
+        # Wider dtypes first, so that each segment is aligned to its dtype.
         for (dtype, sender), sent in sorted(segments.items(), key=lambda entry: -entry[0][0].itemsize):
             sizes = [piece.size for piece in sent]
             stop = start + sum(sizes) * dtype.itemsize
@@ -160,8 +166,8 @@ class _Stream:
             parts |= zip(sent, segment.split(sizes), strict=True)
             if sender == self._rank:
                 for piece in sent:
-                    own = within(self._local[piece.source], piece.held, piece.box)
-                    parts[piece].view(own.shape).copy_(own)
+                    values = narrow_to(self._local[piece.source], piece.held_region, piece.region)
+                    parts[piece].view(values.shape).copy_(values)
             if self._world > 1:
                 requests.append(dist.broadcast(segment, src=sender, async_op=True))
         with watch.operation("stream weights"):
@@ -170,26 +176,26 @@ class _Stream:
         return ((piece, parts[piece]) for piece in pieces)
 
 
-def _cut(box: Box, most: int) -> Iterator[Box]:
-    """A box in parts of at most `most` elements."""
-    size = math.prod(box_shape(box))
-    if size <= most:
-        yield box
+def _split_region(region: Region, max_elements: int) -> Iterator[Region]:
+    """A region split into parts of at most `max_elements`."""
+    size = math.prod(region_shape(region))
+    if size <= max_elements:
+        yield region
         return
-    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
-    start, stop = box[dim]
-    step = max(1, (stop - start) * most // size)
+    dim = next(dim for dim, (start, stop) in enumerate(region) if stop - start > 1)
+    start, stop = region[dim]
+    step = max(1, (stop - start) * max_elements // size)
     for first in range(start, stop, step):
-        yield from _cut((*box[:dim], (first, min(first + step, stop)), *box[dim + 1 :]), most)
+        yield from _split_region((*region[:dim], (first, min(first + step, stop)), *region[dim + 1 :]), max_elements)
 
 
-def _put_together(output: Output, arriving: Iterable[tuple[_Piece, Tensor]], device: torch.device) -> Tensor:
-    """The whole tensor, of its pieces."""
-    shape = tuple(output.moved.shape)
+def _assemble(output: Output, arriving: Iterable[tuple[_Piece, Tensor]], device: torch.device) -> Tensor:
+    """The full tensor, from its pieces."""
+    shape = tuple(output.tensor.shape)
     tensor = torch.empty(shape, dtype=output.dtype, device=device)
-    part = pull(output.moved, whole(shape), tensor)
+    plan = plan_reads(output.tensor, full_region(shape), tensor)
     for piece, values in arriving:
-        _, box, view = part.reads[piece.read]
-        within(view, box, piece.box).copy_(values.view(box_shape(piece.box)))
-    finish(part)
+        _, region, view = plan.reads[piece.read]
+        narrow_to(view, region, piece.region).copy_(values.view(region_shape(piece.region)))
+    plan.finish()
     return tensor

@@ -1,10 +1,10 @@
-"""Sharded safetensors files with their index, written tensor by tensor, each file by one rank.
+"""Writes sharded safetensors files and their index, tensor by tensor, each file on one rank.
 
-plan       which tensor goes to which file, and who writes it: the same on every rank
-write      every file under a temporary name, then, if all ranks succeeded, all of them under their own
+plan       which tensor goes to which file, and which rank writes it: the same on every rank
+write      every file under a temporary name; if all ranks succeed, all are renamed
 
-While files are put in place the folder has no config, no index and a file `.incomplete`, so that what a killed process
-leaves is taken for a checkpoint by nobody.
+While files are renamed, the folder has no config, no index and a file `.incomplete`, so that nothing mistakes what a killed
+process leaves for a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from transformers.core_model_loading import dot_natural_key
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.folders import is_training_checkpoint
-from patchgen.runtime.checkpoint.placement import FAILURES, Result, world
+from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor
+from patchgen.runtime.checkpoint.placement import FAILURES, Result, rank_and_world_size
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, DTYPE_NAMES, INCOMPLETE, INDEX, SINGLE, WEIGHTS
-from patchgen.runtime.checkpoint.tensor_sources import Moved
 from patchgen.runtime.parallel.collectives import gather_objects
 
 MAX_FILE = 5_000_000_000
-"""Bytes of a file, if no tensor alone is larger."""
+"""Bytes of a file, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor to write: `moved` says what it is made of, `dtype` what it is stored as."""
+    """One tensor to write, and the dtype to store it in."""
 
     name: str
-    moved: Moved
+    tensor: LazyTensor
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.moved.shape) * self.dtype.itemsize
+        return math.prod(self.tensor.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class ReadOutput(Output):
-    """A tensor that knows by itself how it is read; `moved` has its shape."""
+    """A tensor with its own way of reading; `tensor` has its shape."""
 
     def read(self, reader: FileReader) -> Tensor:
         """The tensor, on the CPU.
@@ -62,37 +62,37 @@ class ReadOutput(Output):
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file, what is in it in order, and the rank that writes it."""
+    """A file, its tensors in order, and the rank that writes it."""
 
     name: str
     outputs: tuple[Output, ...]
     writer: int
 
 
-def plan(outputs: Iterable[Output], *, max_file: int = MAX_FILE) -> list[PlannedFile]:
-    """Divides tensors over files and files over ranks.
+def plan_files(outputs: Iterable[Output], *, max_file: int = MAX_FILE) -> list[PlannedFile]:
+    """Assigns tensors to files and files to ranks.
 
     Raises:
-        CheckpointError: a dtype that safetensors has no name for.
+        CheckpointError: a dtype that safetensors does not support.
     """
     groups: list[list[Output]] = [[]]
     size = 0
     for output in sorted(outputs, key=lambda output: dot_natural_key(output.name)):
         if output.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{output.name} is {output.dtype}, a dtype that is not written to safetensors here.")
+            raise CheckpointError(f"{output.name} is {output.dtype}, a dtype that cannot be written to safetensors.")
         if groups[-1] and size + output.num_bytes > max_file:
             groups.append([])
             size = 0
         groups[-1].append(output)
         size += output.num_bytes
-    _, ranks = world()
+    _, ranks = rank_and_world_size()
     count = len(groups)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     return [PlannedFile(names[i], tuple(group), i % ranks) for i, group in enumerate(groups)]
 
 
 def _partial(file: Path) -> Path:
-    """The name of a file that is not complete."""
+    """The temporary name of a file."""
     return file.with_name(f".{file.name}.partial")
 
 
@@ -105,7 +105,7 @@ class FileWriter:
         end = 0
         for output in outputs:
             start, end = end, end + output.num_bytes
-            shape = list(output.moved.shape)
+            shape = list(output.tensor.shape)
             header[output.name] = {
                 "dtype": DTYPE_NAMES[output.dtype], "shape": shape, "data_offsets": [start, end],
             }  # fmt: skip
@@ -116,7 +116,7 @@ class FileWriter:
             self._stream.write(len(text).to_bytes(8, "little") + text)
             self._stream.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):  # there may be no such file, nor folder
+            with contextlib.suppress(OSError):  # the file or its folder may not exist
                 self._temporary.unlink()
             raise CheckpointError(f"{file} cannot be written: {error}") from error
 
@@ -128,7 +128,7 @@ class FileWriter:
             raise CheckpointError(f"{name} cannot be written to {self.file}: {error}") from error
 
     def finish(self) -> None:
-        """Waits until the bytes are on the disk."""
+        """Syncs the file to disk and closes it."""
         try:
             self._stream.flush()
             os.fsync(self._stream.fileno())
@@ -136,38 +136,38 @@ class FileWriter:
         except OSError as error:
             raise CheckpointError(f"{self.file} cannot be written: {error}") from error
 
-    def place(self) -> None:
-        """Gives the file its name."""
+    def rename(self) -> None:
+        """Gives the file its final name."""
         self._temporary.replace(self.file)
 
     def abandon(self) -> None:
         """Removes what was written."""
-        with contextlib.suppress(OSError):  # closing flushes, and may fail as the write did
+        with contextlib.suppress(OSError):  # closing flushes, which may fail
             self._stream.close()
         self._temporary.unlink(missing_ok=True)
 
 
 class FolderWriter:
-    """This rank's files of a planned checkpoint. A failure is kept until `close`, so that no rank waits for another."""
+    """This rank's files of a planned checkpoint. Errors are kept until `close`, so that no rank waits for another."""
 
     def __init__(self, directory: Path, files: Iterable[PlannedFile]) -> None:
         self.directory, self._files = directory, list(files)
         self._error = ""
-        rank, _ = world()
+        rank, _ = rank_and_world_size()
         self._mine = {file.name: file for file in self._files if file.writer == rank}
         self._finished: list[FileWriter] = []
         self._open: FileWriter | None = None
-        self._of = {output.name: file for file in self._mine.values() for output in file.outputs}
+        self._file_of = {output.name: file for file in self._mine.values() for output in file.outputs}
         self.attempt(self._make_folder)
 
     def _make_folder(self) -> None:
         if is_training_checkpoint(self.directory):
-            raise CheckpointError("it is a training checkpoint, which would be damaged: give another folder")
+            raise CheckpointError("it is a training checkpoint, which this would damage: give another folder")
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, output: Output, tensor: Tensor) -> None:
-        """Writes the next tensor of this rank's files; tensors come in the order of the plan."""
-        file = self._of[output.name]
+        """Writes the next tensor of this rank's files, in the order of the plan."""
+        file = self._file_of[output.name]
 
         def append() -> None:
             if self._open is None:
@@ -181,60 +181,58 @@ class FolderWriter:
         self.attempt(append)
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """Does something that this rank's files need; None, and the error kept, if it fails or something did before."""
+        """Runs `work` unless something failed before; None if it fails, with the error kept."""
         if self._error:
             return None
         try:
             return work()
-        except FAILURES as error:  # whatever it is, the other ranks must hear of it: they would wait
+        except FAILURES as error:  # of any kind: `close` raises it on all ranks
             self._error = str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
             return None
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank could not write something: the others need not know yet."""
+        """Whether anything failed on this rank; other ranks may not know yet."""
         return bool(self._error)
 
     def close(self, others: Mapping[str, str | Path]) -> None:
-        """Writes index and further files, then puts all in place, and removes what an earlier checkpoint left there.
-
-        Every rank calls it.
+        """Writes index and other files, renames all, and removes files of an earlier checkpoint. Collective.
 
         Args:
-            others: further files, name -> text or the file to copy; rank 0 writes them.
+            others: other files, name -> text or the file to copy; rank 0 writes them.
 
         Raises:
-            CheckpointError: on every rank, if a file could not be written on any: then none is replaced; or could not
-                be put in place: then the folder is marked as incomplete.
+            CheckpointError: on every rank, if a file could not be written on any, and then nothing is replaced; or could
+                not be renamed, and then the folder is marked as incomplete.
         """
-        rank, _ = world()
+        rank, _ = rank_and_world_size()
         prepared: list[Path] = []
         if rank == 0:
             self.attempt(lambda: self._prepare(others, prepared))
         try:
-            self._agree(self._error, "what was there before is as it was")
+            self._raise_errors("its earlier content is unchanged")
         except CheckpointError:
             self.abandon(prepared)
             raise
-        lost = f"it holds no complete checkpoint any more ({INCOMPLETE} marks it). Write it again"
+        lost = f"it no longer holds a complete checkpoint ({INCOMPLETE} marks it). Write it again"
         if rank == 0:
             self.attempt(lambda: self._invalidate(prepared))
-        self._agree(self._error, lost)
-        self.attempt(lambda: [writer.place() for writer in self._finished])
-        self._agree(self._error, lost)
+        self._raise_errors(lost)
+        self.attempt(lambda: [writer.rename() for writer in self._finished])
+        self._raise_errors(lost)
         if rank == 0:
             self.attempt(lambda: self._complete(prepared))
-        self._agree(self._error, lost)
+        self._raise_errors(lost)
 
     def abandon(self, prepared: Iterable[Path] = ()) -> None:
-        """Removes what this rank wrote under temporary names."""
+        """Removes this rank's temporary files."""
         for writer in [*self._finished, *([self._open] if self._open else [])]:
             writer.abandon()
         for file in prepared:
             _partial(file).unlink(missing_ok=True)
 
     def _invalidate(self, prepared: Iterable[Path]) -> None:
-        """Marks the folder, and takes away what makes an earlier checkpoint there one."""
+        """Marks the folder as incomplete, and removes index, single file and config of an earlier checkpoint."""
         (self.directory / INCOMPLETE).write_text("Files of this folder were being replaced: do not load it.\n")
         replaced = {file.name for file in prepared}
         for name in (INDEX, SINGLE, *({CONFIG} & replaced)):
@@ -242,7 +240,7 @@ class FolderWriter:
         sync_folder(self.directory)
 
     def _complete(self, prepared: Iterable[Path]) -> None:
-        """Puts in place all but the weights, index and config last, and removes the mark."""
+        """Renames all files except the weights, index and config last, and removes the mark."""
         self._remove_stale()
         for file in sorted(prepared, key=lambda file: file.name in (INDEX, CONFIG)):
             _partial(file).replace(file)
@@ -250,7 +248,7 @@ class FolderWriter:
         (self.directory / INCOMPLETE).unlink()
 
     def _prepare(self, others: Mapping[str, str | Path], prepared: list[Path]) -> None:
-        """Writes all but the weights under temporary names."""
+        """Writes all files except the weights, under temporary names."""
         files = dict(others)
         if len(self._files) > 1:
             sizes = [output.num_bytes for file in self._files for output in file.outputs]
@@ -265,21 +263,24 @@ class FolderWriter:
                 _partial(file).write_text(content)
 
     def _remove_stale(self) -> None:
-        """Weights of an earlier checkpoint, which would be read with these; files of other names are not ours."""
+        """Removes weights of an earlier checkpoint, which would be loaded as well; files with other names stay."""
         names = {file.name for file in self._files}
         for stale in self.directory.glob("model*.safetensors"):
             if stale.name not in names and WEIGHTS.fullmatch(stale.name):
                 stale.unlink()
 
-    def _agree(self, error: str, state: str) -> None:
-        errors = gather_objects(error)
+    def _raise_errors(self, state: str) -> None:
+        """Raises the errors of all ranks, if there are any. Collective."""
+        errors = gather_objects(self._error)
         if any(errors):
-            told = [f"rank {rank}: {text}" if len(errors) > 1 else text for rank, text in enumerate(errors) if text]
-            raise CheckpointError(f"{self.directory} could not be written; {state}:", told)
+            problems = [
+                f"rank {rank}: {text}" if len(errors) > 1 else text for rank, text in enumerate(errors) if text
+            ]
+            raise CheckpointError(f"{self.directory} could not be written; {state}:", problems)
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
+    """Syncs the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

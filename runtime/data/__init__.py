@@ -1,18 +1,21 @@
 """Data: from files to the batches of each rank. `docs/data.md` says what it guarantees.
 
-config.py      what to read and how to batch it        build.py       from a configuration to a loader
-sources.py     opens files.py, hub.py, builtin.py      records.py     one sample, not yet parsed
-formats.py     rows as people have them                rows.py        which of these a source has
-text.py        plain text to tokens                    chat.py        conversations to tokens and labels
-feedback.py    pairs and numbers                       transform.py   a function of the user's own
-cache.py       tokens on disk, shared by all ranks     documents.py   the samples of one cache
-multimodal.py  images, videos, sounds to samples       media.py       reads them
-processors.py  one way to call upstream's processors   prepare.py     records to samples, in the workers
-order.py       shuffling, mixing by weight             packing.py     which samples share a batch
-batch_plan.py  the batches of all ranks                cached_loader.py loader of cached samples
-record_stream.py each rank's share of the records        stream_loader.py loader of streams and multimodal samples
-collate.py     samples to a batch                      problems.py    bad samples: where, why, how many
-agreement.py   what ranks ask each other               tokenizers.py  a tokenizer trained on the data
+config.py        what to read and how to batch it       build.py           from a configuration to a loader
+sources.py       opens files.py, hub.py, builtin.py     records.py         one sample, not yet parsed
+formats.py       row formats and their fields           rows.py            maps the rows of a source
+text.py          encodes plain text                     chat.py            encodes conversations, with a loss mask
+feedback.py      encodes pairs and labelled samples     task_encoders.py   encodes samples of other heads
+literals.py      special tokens in data as plain text   transform.py       the user's own function on rows
+cache.py         tokens on disk, shared by all ranks    documents.py       the samples of one cache
+multimodal.py    prepares images, videos, sounds        media_items.py     finds them in samples; media.py reads them
+processors.py    one interface for processors           token_alignment.py their tokens and the text
+prepare.py       records to samples, in the workers     roles.py           the role of each token
+order.py         shuffling, mixing by weight            packing.py         which samples share a batch
+batch_plan.py    the batches of all ranks               cached_loader.py   loader of cached samples
+record_stream.py each rank's share of the records       stream_loader.py   loader of streams and multimodal samples
+collate.py       samples to a batch                     problems.py        bad samples: where, why, how many
+agreement.py     collectives on data                    tokenizers.py      trains a tokenizer on the data
+preview.py       batches for display: preview_text.py, preview_page.py, decoder.py
 """
 
 from patchgen.runtime.data.build import build_loader

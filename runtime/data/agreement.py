@@ -1,4 +1,4 @@
-"""What ranks ask each other: ranks that read streams know neither each other's lengths nor each other's bad samples."""
+"""Collectives on data: ranks that read streams do not know each other's lengths and bad samples."""
 
 from __future__ import annotations
 
@@ -8,56 +8,56 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from patchgen.runtime.data.problems import Counters, DataError, RefusedElsewhere
+from patchgen.runtime.data.problems import Counters, DataError, FailedOnAnotherRank
 from patchgen.runtime.parallel.collectives import all_reduce, gather_objects
 
 Result = TypeVar("Result")
 
 
-# What a rank says before a batch of samples that have an end; the highest of all ranks counts.
-NOTHING, BATCH, REFUSAL = 0, 1, 2
+# The state of a rank before each batch of finite data; the maximum over ranks decides.
+NO_BATCH, BATCH, FAILURE = 0, 1, 2
 
 
-def highest(mine: int) -> int:
-    """The highest number of any rank; every rank must call it. Without torch.distributed there is one rank."""
+def max_over_ranks(mine: int) -> int:
+    """The maximum of a number over all ranks. Collective; the number itself without torch.distributed."""
     if not dist.is_initialized():
         return mine
-    # Over the host where the process group reaches it: then nothing waits for a device.
+    # On the host if the process group supports it, so that nothing waits for a device.
     device = "cpu" if "cpu" in dist.get_backend_config() else "cuda"
     number = torch.tensor(mine, device=device)
-    operation = "ask whether any rank has another batch, or refused a sample"
+    operation = "agree whether any rank has another batch or failed"
     return int(all_reduce(number, operation=operation, op=dist.ReduceOp.MAX).item())
 
 
-def together(work: Callable[[], Result]) -> Result:
-    """Does this rank's work on its data; every rank must call it.
+def run_on_all_ranks(work: Callable[[], Result]) -> Result:
+    """Runs `work` on every rank. Collective.
 
     Raises:
-        DataError: on all ranks, if it failed on any: with the rank, unless all ranks have the same to say.
+        DataError: on all ranks, if it failed on any: with the rank, unless the message is the same on all.
     """
     failure: Exception | None = None
-    result: list[Result] = []  # nothing, only where there is a failure, which is raised
+    result: list[Result] = []  # empty only after a failure, which is raised
     try:
         result.append(work())
-    except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait
+    except Exception as error:  # of any kind: the other ranks would wait for this one
         failure = error
     raise_on_all_ranks(failure)
     return result[0]
 
 
 def raise_on_all_ranks(failure: Exception | None) -> None:
-    """Raises what any rank has; every rank must call it. A failure that all ranks share is raised as it is.
+    """Raises the failure of any rank on all. Collective. A failure with the same message on all ranks is raised unchanged.
 
     Raises:
-        DataError: with the number and the message of the first rank that has one of its own.
+        DataError: with the number and the message of the first rank that failed by itself.
     """
-    told = gather_objects(_message(failure))
-    if not any(told):
+    messages = gather_objects(_message(failure))
+    if not any(messages):
         return
-    if failure is not None and all(message == told[0] for message in told):
+    if failure is not None and all(message == messages[0] for message in messages):
         raise failure
-    rank = next(rank for rank, message in enumerate(told) if message and message != RefusedElsewhere.MESSAGE)
-    raise DataError(f"rank {rank}: {told[rank]}") from failure
+    rank = next(rank for rank, message in enumerate(messages) if message and message != FailedOnAnotherRank.MESSAGE)
+    raise DataError(f"rank {rank}: {messages[rank]}") from failure
 
 
 def _message(failure: Exception | None) -> str:
@@ -67,9 +67,9 @@ def _message(failure: Exception | None) -> str:
 
 
 def counters_of_all_ranks(mine: Counters, *, batch_index: int) -> Counters:
-    """The counters of all batch groups together, where each reads a share of the samples; every rank must call it.
+    """The sum of the counters of all batch groups, each of which reads a share of the samples. Collective.
 
-    Ranks with the same `batch_index` read the same samples and count once.
+    Ranks with the same `batch_index` read the same samples and are counted once.
     """
     total = Counters()
     for _, counters in sorted(dict(gather_objects((batch_index, mine.as_dict()))).items()):

@@ -1,7 +1,7 @@
-"""Which samples every batch of every rank holds, known before any of them is read.
+"""Which samples are in every batch of every rank, known before any sample is read.
 
-All ranks make the same plan: batches one after the other, of which rank b of n takes every n-th. So each sample is in the
-batch of one rank, all ranks have the same number of batches, and a plan goes on where it was for any other n:
+All ranks make the same plan: a sequence of batches, of which rank b of n takes every n-th. So each sample is in one
+batch of one rank, all ranks have the same number of batches, and a plan can be resumed with any other n:
 
     plan    0 1 2 3 4 5 6 7 8       rank 0 of 2:  0 2 4 6 8     then, resumed after two rounds   rank 0 of 3:  4 7
                                     rank 1 of 2:  1 3 5 7 -                                      rank 1 of 3:  5 8
@@ -18,18 +18,18 @@ import numpy as np
 from patchgen.runtime.data.order import MixedOrder
 from patchgen.runtime.data.packing import Pool
 
-MOST_WAITING = 16384  # samples in the pool, whatever their tokens
+MAX_WAITING = 16384  # samples in the pool, whatever their tokens
 
 
 class BatchPlan:
     """The batches of all ranks, in order; each a list of `(source, number of the sample in it)`.
 
     Args:
-        lengths: of each source, the tokens of its samples.
-        weights: of each source, or None: by size.
+        lengths: the tokens of each sample, by source.
+        weights: by source; None: proportional to size.
         seed: None keeps the order of each source.
-        epochs: None: without end.
-        pool: holds samples that wait for a batch; `pool_tokens` of them.
+        epochs: None: endless.
+        pool: samples that wait for a batch; refilled up to `pool_tokens`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BatchPlan:
         self._counts = counts
         sizes = [len(lengths) for lengths in self._lengths]
         self._order = MixedOrder(sizes, self._weights, seed=self._seed, epoch=epoch)
-        self._coming: Iterator[tuple[int, int, int]] = self._order.after(counts)
+        self._upcoming: Iterator[tuple[int, int, int]] = self._order.after(counts)
         self._numbers: dict[tuple[int, int], int] = {}
 
     def next(self) -> list[tuple[int, int]] | None:
@@ -70,24 +70,24 @@ class BatchPlan:
         return [(key[0], self._numbers.pop(key)) for key in self._pool.take()]
 
     def _refill(self) -> None:
-        while self._pool.tokens < self._pool_tokens and len(self._pool) < MOST_WAITING:
-            entry = next(self._coming, None)
+        while self._pool.tokens < self._pool_tokens and len(self._pool) < MAX_WAITING:
+            entry = next(self._upcoming, None)
             if entry is None:
                 return
             source, k, number = entry
             self._counts[source] += 1
-            self._wait(source, k, number)
+            self._add_to_pool(source, k, number)
 
-    def _wait(self, source: int, k: int, number: int) -> None:
+    def _add_to_pool(self, source: int, k: int, number: int) -> None:
         self._numbers[source, k] = number
         self._pool.add((source, k), int(self._lengths[source][number]))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch, how many samples of each source have come in it, which of them still wait."""
+        """The position: the epoch, how many samples of each source it has used, and which of them still wait in the pool."""
         return {"epoch": self.epoch, "counts": list(self._counts), "waiting": [list(entry) for entry in self._pool]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pool.clear()
         self._begin(state["epoch"], list(state["counts"]))
         for source, k in state["waiting"]:
-            self._wait(source, k, int(self._order.samples(source, np.array([k]))[0]))
+            self._add_to_pool(source, k, int(self._order.samples(source, np.array([k]))[0]))

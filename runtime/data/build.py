@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from patchgen.runtime.data.agreement import highest
+from patchgen.runtime.data.agreement import max_over_ranks
 from patchgen.runtime.data.cache import open_cache
 from patchgen.runtime.data.cached_loader import PlannedLoader
 from patchgen.runtime.data.config import DataConfig
@@ -30,21 +30,21 @@ def build_loader(
     position_function: Callable[..., Any] | None = None,
     batch_index: int,
     num_batches: int,
-    agree: Callable[[int], int] = highest,
+    agree: Callable[[int], int] = max_over_ranks,
 ) -> Loader:
     """The micro-batches of one rank.
 
     Args:
         config: what to read and how to batch it.
-        tokenizer: of transformers; `train_tokenizer` makes one from the data.
+        tokenizer: of transformers; `train_tokenizer` trains one on the data.
         processor: of transformers, for kind multimodal.
-        position_function: of the generated model, for kind multimodal: picklable, gives positions `(3, n)`.
-        batch_index, num_batches: those of `ParallelState`: the ranks of one sequence-parallel group share them.
-        agree: the highest number of any rank; asked at every batch of a stream with a number of epochs.
+        position_function: of the generated model, for kind multimodal: picklable, returns positions `(3, n)`.
+        batch_index, num_batches: of `ParallelState`; equal on the ranks of a sequence-parallel group.
+        agree: the maximum over ranks; called at every batch of a stream with a limited number of epochs.
 
     Raises:
-        DataError: no data, or data that is refused; the message says where. The same on all ranks where tokens are
-            cached; where they are not, the rank that reads a sample refuses it (`agreement.raise_on_all_ranks`).
+        DataError: no data, or a bad sample; names its place. The same on all ranks if tokens are cached; otherwise on the
+            rank that reads the sample (`agreement.raise_on_all_ranks`).
     """
     if not 0 <= batch_index < num_batches:
         raise ValueError(f"batch_index must be one of 0 to {num_batches - 1}, not {batch_index}.")
@@ -78,12 +78,12 @@ def build_loader(
 
 
 def _stream(config: DataConfig, sources: Sequence[Any], share: Share) -> MixedStream:
-    given = [source.weight for source in config.sources if source.weight is not None]  # all have one, or none has
+    weights = [source.weight for source in config.sources if source.weight is not None]  # all have one, or none has
     streaming = any(source.streaming for source in config.sources)
     return MixedStream(
         sources,
-        given or [1 if streaming else len(source) for source in sources],
-        repeat=bool(given),
+        weights or [1 if streaming else len(source) for source in sources],
+        repeat=bool(weights),
         seed=config.seed,
         shuffled=[config.shuffle and not source.streaming for source in config.sources],
         epochs=config.epochs,
@@ -92,10 +92,10 @@ def _stream(config: DataConfig, sources: Sequence[Any], share: Share) -> MixedSt
 
 
 def _settings(config: DataConfig, sources: Sequence[Any], stream: MixedStream, encodings: list[Any]) -> dict[str, Any]:
-    """What decides which samples a stream gives, and in which batches: a run goes on with no other."""
-    of_sources = [source.contents() if isinstance(source, Files) else source.fingerprint() for source in sources]
+    """What determines the samples of a stream and their batches: it must not change when a run resumes."""
+    fingerprints = [source.contents() if isinstance(source, Files) else source.fingerprint() for source in sources]
     settings = {
-        "sources": [digest(one) for one in of_sources],
+        "sources": [digest(one) for one in fingerprints],
         "encodings": digest(encodings),
         "weights": stream.weights,
         "shuffled": stream.shuffled,

@@ -1,17 +1,17 @@
-"""Tokens of a source, made once and read memory-mapped by all ranks.
+"""Tokens of a source, encoded once and memory-mapped by all ranks.
 
-    <cache_dir>/<key>/tokens.npy     uint16 or uint32 (T,)    all documents one after the other
-                      targets.npy    bool or int32 (T,)       the tokens that are learned, or their classes; absent: all are
+    <cache_dir>/<key>/tokens.npy     uint16 or uint32 (T,)    all documents, concatenated
+                      targets.npy    bool or int32 (T,)       the tokens with a loss, or their classes; absent: all have one
                       bounds.npy     int64 (documents + 1,)   where each document, or pair of them, starts
                       splits.npy     int64 (documents,)       the tokens of the first half of each pair; absent: no pairs
-                      labels.npy     float64 (documents,)     the number of each; absent: they have none
+                      labels.npy     float64 (documents,)     the label of each; absent: no labels
                       places.txt     file and line of each document
                       counters.json  bad samples: how many, and where
-                      contents.txt   a hash of tokens, targets and lengths, which a saved position must agree with
+                      contents.txt   a hash of tokens, targets and lengths, which a saved position must match
 
-The key is a hash of the samples' files (path, size, time of change), the tokenizer and the encoding. Processes that need
-the same tokens at once wait for one of them to make them. A folder appears under its key only when it is complete, so
-one that was killed half way leaves nothing that another would take for tokens.
+The key is a hash of the samples' files (path, size, time of change), the tokenizer and the encoding. Of processes that
+need the same tokens at once, one encodes and the others wait. A folder gets its name only when it is complete, so a
+process that is killed leaves nothing that another would read.
 """
 
 from __future__ import annotations
@@ -30,33 +30,12 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from patchgen.runtime.data.problems import BadSample, Counters, DataError, refuse_bad
+from patchgen.runtime.data.problems import BadSample, Counters, DataError, bad_sample_error
 from patchgen.runtime.data.records import Record, Source
 from patchgen.runtime.data.text import Encoder, Tokens, digest
 
 VERSION = 3
-AT_ONCE = 256  # samples handed to the tokenizer together, which spreads them over its threads
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where each document is, its file and line, for messages: a line of text per document."""
-
-    path: Path
-
-    def of(self, documents: Iterable[int]) -> list[str]:
-        """The places of some documents, whose numbers ascend."""
-        wanted = iter(documents)
-        next_one = next(wanted, None)
-        found = []
-        with self.path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines):
-                if next_one is None:
-                    break
-                if number == next_one:
-                    found.append(line.rstrip("\n"))
-                    next_one = next(wanted, None)
-        return found
+ENCODE_BATCH_SIZE = 256  # samples per call of the tokenizer, which uses several threads
 
 
 @dataclass(frozen=True)
@@ -68,42 +47,46 @@ class TokenCache:
     tokens: np.ndarray
     targets: np.ndarray | None
     bounds: np.ndarray
-    places: Places
+    places_file: Path
     counters: Counters
     splits: np.ndarray | None = None
     labels: np.ndarray | None = None
 
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
+    def places(self, documents: Iterable[int]) -> list[str]:
+        """File and line of documents with these numbers, in ascending order: one line of text per document."""
+        numbers = set(documents)
+        with self.places_file.open(encoding="utf-8") as lines:
+            first = itertools.islice(lines, max(numbers, default=-1) + 1)
+            return [line.rstrip("\n") for number, line in enumerate(first) if number in numbers]
 
 
 def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> TokenCache:
-    """The tokens of `source`, made now unless they are there.
+    """The tokens of `source`, encoded now unless they are cached.
 
     Args:
-        root: holds the caches of all sources.
-        skip_bad: leave out and count samples that cannot be used; otherwise the first of them is a DataError.
+        root: the folder of all caches.
+        skip_bad: skip and count bad samples; otherwise the first one raises a DataError.
     """
-    meaning = {
+    key_parts = {
         "version": VERSION,
         "source": source.fingerprint(),
         "encoder": encoder.fingerprint(),
         "skip_bad": skip_bad,
     }
-    key = digest(meaning)
+    key = digest(key_parts)
     folder = root / key
     if not folder.exists():
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{key}.lock"):
             if not folder.exists():
-                _make(folder, source, encoder, skip_bad=skip_bad)
+                _build(folder, source, encoder, skip_bad=skip_bad)
     found = {name: folder / f"{name}.npy" for name in ("targets", "splits", "labels")}
     return TokenCache(
         tokens=_array(folder / "tokens.npy"),
         bounds=_array(folder / "bounds.npy"),
         **{name: _array(file) if file.exists() else None for name, file in found.items()},
         contents=(folder / "contents.txt").read_text(),
-        places=Places(folder / "places.txt"),
+        places_file=folder / "places.txt",
         counters=Counters.from_dict(json.loads((folder / "counters.json").read_text())),
     )
 
@@ -112,7 +95,7 @@ def _array(file: Path) -> np.ndarray:
     return np.load(file, mmap_mode="r", allow_pickle=False)
 
 
-def _make(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> None:
+def _build(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> None:
     unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
     unfinished.mkdir()
     try:
@@ -120,7 +103,7 @@ def _make(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> 
         try:
             os.rename(unfinished, folder)
         except OSError:
-            # Where file locks do not reach (some network file systems) another process may have been first.
+            # Where file locks do not work (some network file systems), another process may have been first.
             if not folder.exists():
                 raise
     finally:
@@ -130,8 +113,8 @@ def _make(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> 
 def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> None:
     counters = Counters()
     lengths = []
-    beside: dict[str, list[float]] = {"splits": [], "labels": []}
-    highest = 0
+    per_document: dict[str, list[float]] = {"splits": [], "labels": []}
+    max_over_ranks = 0
     any_targets, type_of_targets = False, np.dtype(bool)
     contents = hashlib.sha256()
     with (
@@ -142,19 +125,19 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
         for where, found in _encoded(source, encoder):
             if isinstance(found, BadSample):
                 if not skip_bad:
-                    raise refuse_bad(found.where, found.reason)
+                    raise bad_sample_error(found.where, found.reason)
                 counters.add("bad", found.where, found.reason)
                 continue
             ids = found.ids.astype(np.uint32)
             ids.tofile(tokens)
-            highest = max(highest, int(found.ids.max()))
+            max_over_ranks = max(max_over_ranks, int(found.ids.max()))
             any_targets |= found.targets is not None
             mask = np.ones(len(found.ids), dtype=bool) if found.targets is None else found.targets
             mask.tofile(targets)
-            type_of_targets = mask.dtype  # of all samples of an encoder the same
+            type_of_targets = mask.dtype  # the same for all samples of an encoder
             for part in (np.int64(len(ids)), ids, mask):
                 contents.update(part.tobytes())
-            for values, value in ((beside["splits"], found.split), (beside["labels"], found.label)):
+            for values, value in ((per_document["splits"], found.split), (per_document["labels"], found.label)):
                 if value is not None:
                     values.append(value)
                     contents.update(np.float64(value).tobytes())
@@ -162,17 +145,17 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
             places.write(where.replace("\n", " ") + "\n")
     if not lengths:
         raise DataError(
-            f"No usable sample in {source.name}: {counters.summary() if counters.counts else 'it has none'}."
+            f"No usable sample in {source.name}: {counters.summary() if counters.counts else 'the source is empty'}."
         )
 
     bounds = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
     np.save(folder / "bounds.npy", bounds)
     for name, type_ in (("splits", np.int64), ("labels", np.float64)):
-        if beside[name]:
-            np.save(folder / f"{name}.npy", np.array(beside[name], dtype=type_))
-    _to_npy(folder / "tokens", np.uint32, np.uint16 if highest < 2**16 else np.uint32, int(bounds[-1]))
+        if per_document[name]:
+            np.save(folder / f"{name}.npy", np.array(per_document[name], dtype=type_))
+    _raw_to_npy(folder / "tokens", np.uint32, np.uint16 if max_over_ranks < 2**16 else np.uint32, int(bounds[-1]))
     if any_targets:
-        _to_npy(folder / "targets", type_of_targets, type_of_targets, int(bounds[-1]))
+        _raw_to_npy(folder / "targets", type_of_targets, type_of_targets, int(bounds[-1]))
     else:
         (folder / "targets.raw").unlink()
     (folder / "contents.txt").write_text(contents.hexdigest()[:32])
@@ -195,18 +178,18 @@ def _encoded(source: Source, encoder: Encoder) -> Iterator[tuple[str, Tokens | B
 
 def _batched(source: Source) -> Iterator[list[Record]]:
     records = (record for record, _ in source.read())
-    while batch := list(itertools.islice(records, AT_ONCE)):
+    while batch := list(itertools.islice(records, ENCODE_BATCH_SIZE)):
         yield batch
 
 
-def _to_npy(path: Path, raw_type: Any, type_: Any, length: int) -> None:
-    """`path`.raw becomes `path`.npy, piece by piece: no source has to fit into memory."""
+def _raw_to_npy(path: Path, raw_type: Any, type_: Any, length: int) -> None:
+    """Converts `path`.raw to `path`.npy in blocks: a source need not fit into memory."""
     raw = path.with_suffix(".raw")
     written = np.memmap(raw, dtype=raw_type, mode="r", shape=(length,))
     out = np.lib.format.open_memmap(path.with_suffix(".npy"), mode="w+", dtype=type_, shape=(length,))
-    piece = 2**24
-    for start in range(0, length, piece):
-        out[start : start + piece] = written[start : start + piece]
+    block = 2**24
+    for start in range(0, length, block):
+        out[start : start + block] = written[start : start + block]
     out.flush()
     del written, out
     raw.unlink()

@@ -1,4 +1,4 @@
-"""Batches of samples whose tokens lie in a cache: all lengths are known, so all ranks follow one plan (`batch_plan.py`)."""
+"""Batches of samples with cached tokens: all lengths are known, so all ranks follow one plan (`batch_plan.py`)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import Any
 from patchgen.runtime.data.batch_plan import BatchPlan
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.documents import Documents
-from patchgen.runtime.data.loader import Census, Loader, make_batch, require_same
+from patchgen.runtime.data.loader import Loader, SourceStatistics, make_batch, require_same
 from patchgen.runtime.data.packing import Pool
 from patchgen.runtime.data.problems import Counters, DataError
 
 
 class PlannedLoader(Loader):
-    """Batches of cached samples. A position holds for any number of ranks.
+    """Batches of cached samples. A position is valid for any number of ranks.
 
     Args:
-        config: how samples become batches.
-        sources: the samples of each source, in the order of `config.sources`.
+        sources: in the order of `config.sources`.
         pad_token_id: fills padded batches.
-        batch_index, num_batches: which of the batches of a round this rank takes.
+        batch_index, num_batches: this rank takes batch `batch_index` of every `num_batches`.
     """
 
     def __init__(
@@ -78,15 +77,17 @@ class PlannedLoader(Loader):
     def places(self) -> list[str]:
         return [self._sources[source].place(number) for source, number in self._latest]
 
-    def census(self) -> list[Census]:
-        return [Census(source.parts.ravel(), source.learned()) for source in self._sources]
+    def statistics(self) -> list[SourceStatistics]:
+        return [SourceStatistics(source.parts.ravel(), source.learned()) for source in self._sources]
 
     def state_dict(self) -> dict[str, Any]:
         return {"settings": self._settings, "plan": self._plan.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        require_same("samples or settings", self._settings, state["settings"])
+        require_same(self._settings, state["settings"])
         self._plan.load_state_dict(state["plan"])
 
-    def position_of(self, own: dict[str, Any] | None, all_ranks: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
-        return own if own is not None else all_ranks()[0]  # the plan is the same on all
+    def position_of(
+        self, saved: dict[str, Any] | None, all_ranks: Callable[[], list[dict[str, Any]]]
+    ) -> dict[str, Any]:
+        return saved if saved is not None else all_ranks()[0]  # the plan is the same on all

@@ -1,17 +1,17 @@
 """Conversations to tokens, with loss only on assistant turns.
 
-A chat template that marks its assistant turns (`{% generation %}`) says itself which tokens those are. For any other the
-turns are found by rendering the conversation up to them and through them:
+A chat template may mark its assistant turns (`{% generation %}`). For any other, a turn is found by rendering the
+conversation without it and with it:
 
     messages[:i] + generation prompt   <|user|>Hi<|end|><|assistant|>
     messages[:i + 1]                   <|user|>Hi<|end|><|assistant|>Hello<|end|>
-    learned                                                          ^^^^^^^^^^^^
+    loss                                                             ^^^^^^^^^^^^
 
-Templates that render a turn differently once others follow (they drop its reasoning, say) are searched a second way: the
-turn is exchanged for another text, and what differs is the turn. Where the template refuses the results of tools without
-the calls, the calls stay and only what they hold is exchanged.
+If a template renders a turn differently once others follow (it drops its reasoning, for example), the content of the turn
+is replaced by a sentinel, and the characters that differ are the turn. If the template refuses tool results without
+calls, the calls stay and only their content is replaced.
 
-A message of the assistant with `train: false` or `weight: 0` is not learned, one with `train: true` or `weight: 1` is; for
+Assistant messages with `train: false` or `weight: 0` have no loss, those with `train: true` or `weight: 1` have one; for
 the others `learn` decides.
 """
 
@@ -26,21 +26,21 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from patchgen.runtime.data.literals import Literals
-from patchgen.runtime.data.problems import BadSample, DataError, refusals_of
-from patchgen.runtime.data.text import Tokens, required, tokenizer_fingerprint
+from patchgen.runtime.data.problems import BadSample, DataError, as_bad_sample
+from patchgen.runtime.data.text import SampleEncoder, Tokens, required_field, tokenizer_fingerprint
 
-FLAGS = ("train", "weight")
+LEARN_FLAGS = ("train", "weight")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-OTHER = "\ue000\ue001\ue000"  # private characters, which no conversation has
+SENTINEL = "\ue000\ue001\ue000"  # private-use characters, which do not occur in conversations
 
 
-class ChatEncoder:
+class ChatEncoder(SampleEncoder):
     """Conversations: a list of messages with `role` and `content` in `messages`, tools (JSON schemas) in `tools`.
 
     Args:
         kind: of the data, for messages.
-        learn: which turns of the assistant: "all", or the "last".
-        special_tokens: those that the messages may write and mean; any other in them is text.
+        learn: which assistant turns have a loss: "all" or the "last".
+        special_tokens: those that messages may contain as such; all others in messages are plain text.
     """
 
     def __init__(
@@ -54,29 +54,21 @@ class ChatEncoder:
         self.learn = learn
         self.literals = Literals(tokenizer, kept=special_tokens)
 
-    def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
-        return [self._encode(where, fields) for where, fields in samples]
-
-    def _encode(self, where: str, fields: dict[str, Any]) -> Tokens | BadSample:
-        messages = required(where, fields, "messages", list)
-        if isinstance(messages, BadSample):
-            return messages
-        try:
-            require_messages(where, messages)
-            ids, targets = self.tokens(where, messages, fields, learned_turns(where, messages, self.learn))
-        except BadSample as error:
-            return error
+    def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
+        messages = required_field(where, fields, "messages", list)
+        require_messages(where, messages)
+        ids, targets = self.encode_messages(where, messages, fields, learned_turns(where, messages, self.learn))
         if not targets.any():
-            return BadSample(where, "no assistant turn to learn from")
+            raise BadSample(where, "no assistant turn to learn from")
         return Tokens(ids, targets)
 
-    def tokens(
+    def encode_messages(
         self, where: str, messages: list[Any], fields: dict[str, Any], learned: frozenset[int] | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The ids `(n,)` int64 of messages, with the tools of `fields`, and which are learned `(n,)` bool.
+        """The ids `(n,)` int64 of messages, with the tools of `fields`, and which have a loss `(n,)` bool.
 
         Raises:
-            BadSample: the template refuses them.
+            BadSample: the template refuses the messages.
         """
         tools = fields.get("tools") or None
         return chat_tokens(self.tokenizer, messages, tools, literals=self.literals, where=where, learned=learned)
@@ -86,34 +78,34 @@ class ChatEncoder:
 
 
 def learned_turns(where: str, messages: list[dict[str, Any]], learn: str = "all") -> frozenset[int] | None:
-    """The numbers of the messages that are learned; None: all of the assistant.
+    """The indices of the messages with a loss; None: all of the assistant.
 
     Raises:
-        BadSample: a message says what cannot be: of another than the assistant, a share, two things at once.
+        BadSample: a flag is not a boolean, is set on a message of another role, or contradicts another flag.
     """
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    said = {number: _flag(where, number, message) for number, message in enumerate(messages)}
-    if learn == "all" and all(flag is None for flag in said.values()):
+    flags = {number: _flag(where, number, message) for number, message in enumerate(messages)}
+    if learn == "all" and all(flag is None for flag in flags.values()):
         return None
     default = turns if learn == "all" else turns[-1:]
-    return frozenset(number for number in turns if (number in default if said[number] is None else said[number]))
+    return frozenset(number for number in turns if (number in default if flags[number] is None else flags[number]))
 
 
 def _flag(where: str, number: int, message: dict[str, Any]) -> bool | None:
-    """Whether a message says that it is learned; None: it says nothing."""
-    said = {name: message[name] for name in FLAGS if message.get(name) is not None}
-    for name, value in said.items():
+    """Whether a message is flagged to have a loss or none; None: it has no flag."""
+    flags = {name: message[name] for name in LEARN_FLAGS if message.get(name) is not None}
+    for name, value in flags.items():
         if value not in (0, 1):
-            raise BadSample(where, f"message {number} has {name} = {value!r:.40}; possible are false, true, 0 and 1")
-    values = {bool(value) for value in said.values()}
+            raise BadSample(where, f"message {number} has {name} = {value!r:.40}; expected false, true, 0 or 1")
+    values = {bool(value) for value in flags.values()}
     if len(values) > 1:
         raise BadSample(
-            where, f"message {number} has {' and '.join(f'{name} = {value}' for name, value in said.items())}"
+            where, f"message {number} has {' and '.join(f'{name} = {value}' for name, value in flags.items())}"
         )
     flag = values.pop() if values else None
     if flag and message["role"] != "assistant":
         raise BadSample(
-            where, f"message {number} of {message['role']!r} asks for a loss; only turns of the assistant can have one"
+            where, f"message {number} of {message['role']!r} is flagged to have a loss; only assistant turns can"
         )
     return flag
 
@@ -134,12 +126,12 @@ def chat_tokens(
     where: str = "messages",
     learned: frozenset[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ids `(n,)` int64 of a conversation and which are learned `(n,)` bool: the turns of these numbers; None: all."""
+    """The ids `(n,)` int64 of a conversation and which have a loss `(n,)` bool: the turns `learned`; None: all assistant turns."""
     literals = literals or Literals(tokenizer)
-    text, spans = rendered(
+    text, spans = render_with_spans(
         where,
-        literals.marked(messages),
-        literals.marked(tools),
+        literals.mark(messages),
+        literals.mark(tools),
         template=tokenizer.get_chat_template(None, tools=tools),
         tokenizer=tokenizer,
         learned=learned,
@@ -147,7 +139,7 @@ def chat_tokens(
     return literals.encode(where, text, spans)
 
 
-def rendered(
+def render_with_spans(
     where: str,
     messages: list[dict[str, Any]],
     tools: Any,
@@ -156,27 +148,27 @@ def rendered(
     tokenizer: Any,
     learned: frozenset[int] | None = None,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and the characters of the assistant's turns in it: those of these numbers; None: all.
+    """The text of a conversation, and the characters of the assistant turns `learned` in it; None: of all.
 
     Raises:
         BadSample: the template refuses the messages.
     """
-    render, messages = rendering(messages, tools, template=template, tokenizer=tokenizer)
-    with refusals_of("the chat template", where, "the messages"):
+    render, messages = make_renderer(messages, tools, template=template, tokenizer=tokenizer)
+    with as_bad_sample("the chat template", where, "the messages"):
         marks = None
-        if has_mask(template):
-            text, marks = render.marked(messages)
+        if marks_assistant_turns(template):
+            text, marks = render.with_marks(messages)
             if learned is None:
                 return text, marks
         else:
             text = render(messages)
         spans = assistant_spans(render, messages, text, tuple(tokenizer.get_added_vocab()))
     if marks is not None and learned is not None:
-        return text, _marks_of(where, marks, spans, learned)
+        return text, _marks_of_turns(where, marks, spans, learned)
     return text, [span for number, span in spans.items() if learned is None or number in learned]
 
 
-class Render:
+class Renderer:
     """Renders messages by a chat template.
 
     Args:
@@ -187,53 +179,55 @@ class Render:
         self.options = options
 
     def __call__(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """The text; with `prompt` the header of an assistant turn follows."""
+        """The text; with `prompt`, followed by the header of an assistant turn."""
         return render_jinja_template([messages], add_generation_prompt=prompt, **self.options)[0][0]
 
-    def marked(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the characters that the template marks as the assistant's."""
+    def with_marks(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the characters that the template marks as assistant turns."""
         texts, marks = render_jinja_template([messages], return_assistant_tokens_mask=True, **self.options)
         return texts[0], [(int(start), int(end)) for start, end in marks[0]]
 
 
-def rendering(
+def make_renderer(
     messages: list[dict[str, Any]], tools: Any, *, template: str, tokenizer: Any
-) -> tuple[Render, list[dict[str, Any]]]:
-    """What renders a conversation, and its messages as a template takes them."""
-    # As transformers does: templates would write None where a key says that there is nothing.
-    plain = [{key: value for key, value in one.items() if value is not None and key not in FLAGS} for one in messages]
-    return Render({**tokenizer.special_tokens_map, "chat_template": template, "tools": tools}), plain
+) -> tuple[Renderer, list[dict[str, Any]]]:
+    """A renderer for a conversation, and its messages without empty keys and flags."""
+    # Templates would write "None" for keys with no value; transformers drops them as well.
+    plain = [
+        {key: value for key, value in one.items() if value is not None and key not in LEARN_FLAGS} for one in messages
+    ]
+    return Renderer({**tokenizer.special_tokens_map, "chat_template": template, "tools": tools}), plain
 
 
-def _marks_of(
+def _marks_of_turns(
     where: str, marks: list[tuple[int, int]], turns: dict[int, tuple[int, int]], learned: frozenset[int]
 ) -> list[tuple[int, int]]:
-    """The marks of a template that are of the learned turns."""
+    """The template's marks that belong to turns with a loss."""
     kept = []
     for mark in marks:
-        own = {number in learned for number, (start, end) in turns.items() if start < mark[1] and mark[0] < end}
-        if len(own) > 1:
-            raise BadSample(where, "the chat template marks turns that are learned and others in one piece")
-        if True in own:
+        have_loss = {number in learned for number, (start, end) in turns.items() if start < mark[1] and mark[0] < end}
+        if len(have_loss) > 1:
+            raise BadSample(where, "the chat template marks turns with and without a loss as one span")
+        if True in have_loss:
             kept.append(mark)
     return kept
 
 
-def has_mask(template: str) -> bool:
-    """Whether a chat template marks the assistant's turns."""
+def marks_assistant_turns(template: str) -> bool:
+    """Whether a chat template marks assistant turns."""
     return bool(GENERATION.search(template))
 
 
 def assistant_spans(
     render: Any, messages: list[dict[str, Any]], text: str, special: tuple[str, ...]
 ) -> dict[int, tuple[int, int]]:
-    """The characters of each assistant turn in `text`, by the number of its message: with the token that ends the turn,
-    without white space behind it.
+    """The characters of each assistant turn in `text`, by the index of its message: with the token that ends the turn,
+    without white space after it.
 
     Args:
-        render: `(messages, prompt=False) -> str`; with `prompt` the header of an assistant turn follows.
+        render: `(messages, prompt=False) -> str`; with `prompt`, followed by the header of an assistant turn.
         text: all messages, rendered.
-        special: the special tokens, with one of which a turn may end.
+        special: the special tokens, which may end a turn.
     """
     spans = {}
     for number, message in enumerate(messages):
@@ -244,39 +238,39 @@ def assistant_spans(
         if number and text.startswith(before) and text.startswith(through) and len(through) > len(before):
             spans[number] = (len(before), _without_trailing_space(text, len(before), len(through), special))
             continue
-        bare = {"role": message["role"], "content": OTHER}
-        other = or_none(render, [*messages[:number], bare, *messages[number + 1 :]])
+        bare = {"role": message["role"], "content": SENTINEL}
+        other = render_or_none(render, [*messages[:number], bare, *messages[number + 1 :]])
         end_of_turn = ""
         if other is None:
-            other = render([*messages[:number], other_calls(message), *messages[number + 1 :]])
-            alone = or_none(render, [*messages[:number], bare]) or ""
+            other = render([*messages[:number], with_other_content(message), *messages[number + 1 :]])
+            alone = render_or_none(render, [*messages[:number], bare]) or ""
             end_of_turn = through[len(through) - common_suffix(through, alone) :].strip()
-        if OTHER not in other:
+        if SENTINEL not in other:
             continue  # the template does not show this turn
         start = len(before) if number and text.startswith(before) else common_prefix(text, other)
         end = max(start, len(text) - common_suffix(text, other))
-        end = max(end, text.find(end_of_turn, end))  # behind the calls' last brackets
+        end = max(end, text.find(end_of_turn, end))  # after the closing brackets of the calls
         spans[number] = (start, _with_end_token(text, end, special))
     return spans
 
 
-def or_none(render: Any, messages: list[dict[str, Any]]) -> str | None:
-    """None: the template refuses the messages."""
+def render_or_none(render: Any, messages: list[dict[str, Any]]) -> str | None:
+    """The text, or None if the template refuses the messages."""
     try:
         return render(messages)
     except (TemplateError, TypeError):
         return None
 
 
-def other_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """The turn with another content, and with calls of as many tools under the same ids that hold other texts."""
+def with_other_content(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content, and the names and arguments of its tool calls, replaced by the sentinel."""
     calls = []
     for call in message.get("tool_calls") or []:
         function = call.get("function", call)
-        arguments = OTHER if isinstance(function.get("arguments"), str) else {OTHER: OTHER}
-        changed = {**function, "name": OTHER, "arguments": arguments}
+        arguments = SENTINEL if isinstance(function.get("arguments"), str) else {SENTINEL: SENTINEL}
+        changed = {**function, "name": SENTINEL, "arguments": arguments}
         calls.append({**call, "function": changed} if "function" in call else changed)
-    return {**message, "content": OTHER, **({"tool_calls": calls} if calls else {})}
+    return {**message, "content": SENTINEL, **({"tool_calls": calls} if calls else {})}
 
 
 def _without_trailing_space(text: str, start: int, end: int, special: tuple[str, ...]) -> int:
@@ -286,9 +280,9 @@ def _without_trailing_space(text: str, start: int, end: int, special: tuple[str,
 
 def _with_end_token(text: str, end: int, special: tuple[str, ...]) -> int:
     rest = text[end:]
-    behind = rest.lstrip()
-    token = max((token for token in special if behind.startswith(token)), key=len, default=None)
-    return end + (len(rest) - len(behind)) + len(token) if token else end
+    following = rest.lstrip()
+    token = max((token for token in special if following.startswith(token)), key=len, default=None)
+    return end + (len(rest) - len(following)) + len(token) if token else end
 
 
 def common_suffix(one: str, other: str) -> int:
@@ -296,7 +290,5 @@ def common_suffix(one: str, other: str) -> int:
 
 
 def common_prefix(one: str, other: str) -> int:
-    for number, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return number
-    return min(len(one), len(other))
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

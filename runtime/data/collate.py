@@ -1,4 +1,4 @@
-"""From the samples of a batch to the batch: one row, one document after the other."""
+"""Packs samples into a batch of one row of concatenated documents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from patchgen.runtime.parallel.batch_fields import pack, rule_of
 
 
 def text_sample(ids: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
-    """A sample `input_ids` `(n,)`, `labels` `(n,)`, `position_ids` `(n,)` from its ids and what is learned (`text.Tokens`)."""
+    """A sample `input_ids` `(n,)`, `labels` `(n,)`, `position_ids` `(n,)` from its ids and targets (`text.Tokens`)."""
     if targets is None or targets.dtype == torch.bool:
         labels = ids if targets is None else ids.masked_fill(~targets, IGNORED)
     else:
@@ -25,13 +25,13 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
     """One micro-batch.
 
     Args:
-        samples: as `text_sample` makes them, with media fields beside; none at all gives a batch of padding only.
-        pad_to: a last document of padding without labels fills the row up to so many tokens.
+        samples: as of `text_sample`, possibly with media fields; without samples the batch is only padding.
+        pad_to: the row is filled up to this many tokens with a last document without labels.
 
     Returns:
-        `input_ids`, `labels` (not shifted, IGNORED where nothing is learned), `position_ids`, all `(1, S)` int64, of
-        multimodal samples positions `(4, 1, S)`: the text's, time, height, width; `cu_seq_lens_q`, `cu_seq_lens_k`
-        `(documents + 1,)` int32; `max_length_q`, `max_length_k` int; the media of all samples put together by the rules
+        `input_ids`, `labels` (not shifted, IGNORED where there is no loss), `position_ids`, all `(1, S)` int64; positions of
+        multimodal samples are `(4, 1, S)`: text, time, height, width; `cu_seq_lens_q`, `cu_seq_lens_k`
+        `(documents + 1,)` int32; `max_length_q`, `max_length_k` int; the media of all samples, packed by the rules
         of `parallel/batch_fields.py`; with padding, `real_tokens` `(1, S)` bool.
     """
     lengths = [sample["input_ids"].shape[-1] for sample in samples]
@@ -55,13 +55,13 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
 
 
 def _of_all(name: str, samples: Sequence[dict[str, Any]]) -> list[Tensor]:
-    """A field of the tokens, of every sample: where one has no types they are 0, text positions count in all rows."""
-    rows = max(sample[name].ndim for sample in samples if name in sample)
-    four = next((sample[name].shape[0] for sample in samples if name in sample and sample[name].ndim == 2), 0)
+    """A per-token field of every sample: missing token types are 0; text positions are repeated for each multimodal dimension."""
+    ndim = max(sample[name].ndim for sample in samples if name in sample)
+    num_rows = next((sample[name].shape[0] for sample in samples if name in sample and sample[name].ndim == 2), 0)
     values = []
     for sample in samples:
         value = sample.get(name)
         if value is None:
             value = torch.zeros_like(sample["input_ids"])
-        values.append(value if value.ndim == rows else value.expand(four, -1))
+        values.append(value if value.ndim == ndim else value.expand(num_rows, -1))
     return values

@@ -1,4 +1,4 @@
-"""What to read, how to make samples of it and how to batch them."""
+"""Configuration of data: what to read, how to prepare samples and how to batch them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from patchgen.runtime.data.formats import COLUMNS, HALVES, OF_KIND
+from patchgen.runtime.data.formats import COLUMNS, FORMATS_OF_KIND, PAIR_COLUMNS
 
 Format = Literal["auto", "jsonl", "parquet", "datasets", "text"]
 Kind = Literal["text", "chat", "multimodal", "preference", "classification", "token_classes", "answers", "similar"]
@@ -46,16 +46,16 @@ class SourceConfig:
         path: a file, a folder, a glob, the name of a Hugging Face dataset, or a built-in set: builtin:stdlib, builtin:chat,
             builtin:prompts, builtin:pairs, builtin:labels, builtin:tags, builtin:answers, builtin:similar, builtin:vision,
             builtin:audio, builtin:video, builtin:omni
-        format: auto: by the suffix of the files; datasets: a saved dataset or a name on the hub
-        weight: share of the samples in the mix; none: by size, each sample once per epoch. All sources or none have one
+        format: auto: by suffix; datasets: a saved dataset or a name on the hub
+        weight: share of the samples in the mix; none: by size, each sample once per epoch. Give one to all sources or to none
         split: split of a Hugging Face dataset or of a built-in set (train, validation)
         subset: configuration name of a Hugging Face dataset
-        streaming: read in order while training, without an index or a tokenised cache
+        streaming: read in order while training, without an index or a token cache
         transform: module:function or path/to/file.py:function, from a row to messages, to a text, or to input_ids with labels
-        row_format: how rows hold their samples; auto: the one whose columns each row has
-        columns: columns with other names: name in the format -> name in the data, as {prompt: question}
+        row_format: format of the rows; auto: the one that the columns of each row match
+        columns: other column names: name in the format -> name in the data, as {prompt: question}
         name: the source's name in logs and pages; none: its path
-        media_root: folder that relative media paths start from; none: that of the data
+        media_root: folder of relative media paths; none: that of the data
     """
 
     path: str
@@ -81,13 +81,16 @@ class SourceConfig:
         require_choice("row_format", self.row_format, RowFormat)
         if unknown := sorted(self.columns.keys() - COLUMNS):
             raise ValueError(
-                f"The columns of {self.path} name {', '.join(unknown)}, which no row format has: {', '.join(sorted(COLUMNS))}."
+                f"The columns of {self.path} name {', '.join(unknown)}, which no row format has; expected "
+                f"{', '.join(sorted(COLUMNS))}."
             )
         if self.transform is not None and (self.columns or self.row_format != "auto"):
-            raise ValueError(f"{self.path} has a transform, which makes the rows: leave columns and row_format out.")
+            raise ValueError(
+                f"{self.path} has a transform, which returns the rows. To fix: remove columns and row_format."
+            )
         if self.weight is not None and not self.weight > 0:
             raise ValueError(
-                f"The weight of {self.path} is {self.weight}; weights are above 0. Leave the source out instead."
+                f"The weight of {self.path} is {self.weight}; expected a number above 0. To fix: remove the source instead."
             )
 
 
@@ -97,31 +100,30 @@ class DataConfig:
 
     Attributes:
         sources: what to read, mixed by weight
-        kind: plain text, conversations with labels on assistant turns, multimodal conversations, pairs of a chosen and a rejected
-            one, texts and conversations with a number each, words with a class each, questions whose answers stand in a text, or
-            pairs of texts whose meaning is near
-        learn: the turns of the assistant that are learned: all, or the last of a conversation
-        tokens_per_batch: most tokens of a micro-batch, which the ranks of one SP group share
-        packing: fill batches with the samples that fit best; otherwise in order until one is full
-        separate_modalities: pairs of modalities of which no row holds both; none: those that the model cannot tell apart in one
-            row, which is tried before the run
-        pool: samples wait for a fitting batch in a pool of this many batches of tokens; none: 64, multimodal 4
-        pad_batches: fill every batch up to tokens_per_batch, so that all have one shape
-        max_length: longest sample in tokens, of a pair each half; none: tokens_per_batch, of pairs half of it
-        on_long: what happens to a longer sample; split (plain text only) keeps all its tokens
-        on_bad: what happens to a sample that cannot be read: skipped and counted, or refused
-        special_tokens: special tokens that the data's texts may write and mean (<|box_start|>); any other in a text is text, as its
-            characters
-        append_eos: plain text: end each document with the tokenizer's end-of-sequence token
-        epochs: passes over the data; none: without end
-        shuffle: reshuffled each epoch; streams keep the order of their files
-        seed: seed of the order
-        cache_dir: where tokens are kept; none: ~/.cache/patchgen/data
-        num_workers: processes that prepare streamed and multimodal samples; 0: in this one
+        kind: plain text, conversations with loss on assistant turns, multimodal conversations, pairs of a chosen and a rejected
+            one, texts or conversations with labels, words with classes, questions with answers in a text, or pairs of
+            similar texts
+        learn: assistant turns with a loss: all, or the last of a conversation
+        tokens_per_batch: most tokens of a micro-batch, which the ranks of an SP group share
+        packing: fill batches with the samples that fit best; otherwise in order
+        separate_modalities: pairs of modalities that are not combined in one row; none: those that the model cannot distinguish
+            in one row, as tested before the run
+        pool: size of the pool of samples that wait for a batch, in batches of tokens; none: 64, multimodal 4
+        pad_batches: pad every batch to tokens_per_batch, so that all have one shape
+        max_length: most tokens of a sample, of a pair each half; none: tokens_per_batch, for pairs half of it
+        on_long: handling of longer samples; split (plain text only) keeps all tokens
+        on_bad: handling of samples that cannot be used: skip and count, or raise an error
+        special_tokens: special tokens that texts may contain as such (<|box_start|>); others in texts are encoded as plain text
+        append_eos: plain text: end each document with the end-of-sequence token
+        epochs: passes over the data; none: endless
+        shuffle: shuffle each epoch; streams keep the order of their files
+        seed: of the shuffling
+        cache_dir: folder of the token cache; none: ~/.cache/patchgen/data
+        num_workers: processes that prepare streamed and multimodal samples; 0: this one
         media: options of the model's processor (min_pixels, max_pixels, fps, sampling_rate ...), for all media that have them or
             under images, videos, audios for one; multimodal only
-        video_fps: frames a second that are taken of videos
-        max_frames: most frames that are taken of a video
+        video_fps: frames per second to sample from videos
+        max_frames: most frames of a video
     """
 
     sources: tuple[SourceConfig, ...] = (SourceConfig("builtin:stdlib"),)
@@ -159,7 +161,9 @@ class DataConfig:
             for name in {name for pair in pairs for name in pair}:
                 require_choice("separate_modalities", name, Modality)
         if self.media and self.kind != "multimodal":
-            raise ValueError(f"data.media has options of a processor, which data.kind = {self.kind} does not use.")
+            raise ValueError(
+                f"data.media has options of a processor, which data.kind = {self.kind} does not use. To fix: remove it."
+            )
         if not self.sources:
             raise ValueError("data.sources is empty: name at least one source, for example builtin:stdlib.")
         weighted = [source.path for source in self.sources if source.weight is not None]
@@ -174,26 +178,26 @@ class DataConfig:
             raise ValueError(f"data.num_workers must be 0 or more, not {self.num_workers}.")
         if self.longest * self.halves > self.tokens_per_batch or not self.longest:
             of_pairs = (
-                "both halves of a pair share a batch" if self.halves > 1 else "a sample is never spread over batches"
+                "both halves of a pair share a batch" if self.halves > 1 else "a sample is never split over batches"
             )
             raise ValueError(
                 f"data.max_length = {self.max_length} does not fit into data.tokens_per_batch = {self.tokens_per_batch}: "
                 f"{of_pairs}."
             )
         for source in self.sources:
-            if source.row_format != "auto" and source.row_format not in OF_KIND[self.kind]:
+            if source.row_format != "auto" and source.row_format not in FORMATS_OF_KIND[self.kind]:
                 raise ValueError(
                     f"{source.path} has row_format = {source.row_format}, which data.kind = {self.kind} does not read; it "
-                    f"reads {', '.join(OF_KIND[self.kind])}."
+                    f"reads {', '.join(FORMATS_OF_KIND[self.kind])}."
                 )
         if self.on_long == "split" and self.kind != "text":
             raise ValueError(
-                f"data.on_long = split cuts plain text; a sample of kind {self.kind} is skip, truncate or error."
+                f"data.on_long = split is only for plain text; for kind {self.kind} it must be skip, truncate or error."
             )
 
     @property
     def source_names(self) -> list[str]:
-        """What logs and pages call the sources, no two alike."""
+        """Unique names of the sources, for logs and pages."""
         plain = [source.name or source.path for source in self.sources]
         return [
             name if plain.count(name) == 1 else f"{name} ({plain[: number + 1].count(name)})"
@@ -207,12 +211,12 @@ class DataConfig:
 
     @property
     def halves(self) -> int:
-        """Documents of a sample that stay together."""
-        return len(HALVES.get(self.kind, ("",)))
+        """The number of documents of a sample, which share a batch."""
+        return len(PAIR_COLUMNS.get(self.kind, ("",)))
 
     @property
     def pool_tokens(self) -> int:
-        """The pool is refilled up to this many tokens before a batch is made of it."""
+        """The number of tokens that the pool is refilled to before each batch."""
         batches = self.pool if self.pool is not None else (4 if self.kind == "multimodal" else 64)
         return batches * self.tokens_per_batch
 

@@ -1,4 +1,4 @@
-"""The samples of one token cache: its documents, those that are too long left out, cut or split."""
+"""The samples of one token cache: its documents, with long ones skipped, truncated or split."""
 
 from __future__ import annotations
 
@@ -11,65 +11,65 @@ import torch
 from patchgen.runtime.data.cache import TokenCache
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
-from patchgen.runtime.data.loader import pair
-from patchgen.runtime.data.problems import REMEMBERED, Counters, Outcome, long_reason, refuse_long
+from patchgen.runtime.data.loader import join_pair
+from patchgen.runtime.data.problems import MAX_PLACES, Counters, Outcome, long_reason, too_long_error
 
 
 class Documents:
-    """Samples of one document, or of the two of a pair, each at most `limit` tokens long.
+    """Samples of one document, or of the two of a pair, each of at most `limit` tokens.
 
     Attributes:
-        starts: `(samples, documents of each)` int64, where each begins in the cache's tokens.
-        parts: `(samples, documents of each)` int32, the tokens of each.
-        lengths: `(samples,)` int32, the tokens of all of a sample.
-        numbers: of each sample, which document, or pair, of the cache it is, or is a piece of.
-        counters: what was bad when the cache was made, and what is too long.
+        starts: `(samples, documents per sample)` int64, offsets in the cache's tokens.
+        parts: `(samples, documents per sample)` int32, tokens of each document.
+        lengths: `(samples,)` int32, tokens of each sample.
+        numbers: the index of the document, or pair, in the cache that each sample is, or is a part of.
+        counters: samples that were bad when the cache was written, and that are too long.
     """
 
     def __init__(self, cache: TokenCache, *, limit: int, on_long: OnLong) -> None:
         self.cache = cache
         self.counters = Counters()
         self.counters.merge(cache.counters)
-        first, whole = np.asarray(cache.bounds[:-1]), np.diff(cache.bounds)
-        self.starts, self.parts = first[:, None], whole.astype(np.int32)[:, None]  # the starts stay on the disk
+        first, lengths = np.asarray(cache.bounds[:-1]), np.diff(cache.bounds)
+        self.starts, self.parts = first[:, None], lengths.astype(np.int32)[:, None]  # the starts stay memory-mapped
         if cache.splits is not None:
             self.starts = np.stack([first, first + cache.splits], axis=1)
-            self.parts = np.stack([cache.splits, whole - cache.splits], axis=1).astype(np.int32)
-        self.numbers: Sequence[int] | np.ndarray = range(len(whole))
-        self._fit(limit, on_long)
+            self.parts = np.stack([cache.splits, lengths - cache.splits], axis=1).astype(np.int32)
+        self.numbers: Sequence[int] | np.ndarray = range(len(lengths))
+        self._apply_limit(limit, on_long)
         self.lengths = self.parts.sum(axis=1, dtype=np.int32)
 
-    def _fit(self, limit: int, on_long: OnLong) -> None:
+    def _apply_limit(self, limit: int, on_long: OnLong) -> None:
         longest = self.parts.max(axis=1)
         long = np.flatnonzero(longest > limit)
         if not len(long):
             return
         if on_long == "error":
-            raise refuse_long(self.cache.places.of(long[:1])[0], int(longest[long[0]]), limit)
+            raise too_long_error(self.cache.places(long[:1])[0], int(longest[long[0]]), limit)
         if on_long == "split":
             self._split(limit)
             return
-        kept = [on_long == "truncate" and self._learns(int(number), limit) for number in long]
+        kept = [on_long == "truncate" and self._has_loss(int(number), limit) for number in long]
         found: dict[Outcome, np.ndarray] = {"truncated": long[kept], "skipped": long[np.logical_not(kept)]}
-        for outcome, own in found.items():
-            first = own[:REMEMBERED]
+        for outcome, documents in found.items():
+            first = documents[:MAX_PLACES]
             reasons = [
                 long_reason(int(longest[number]), limit, cut=on_long == "truncate", outcome=outcome)
                 for number in first
             ]
-            if len(own):
-                self.counters.add_many(outcome, len(own), zip(self.cache.places.of(first), reasons, strict=True))
+            if len(documents):
+                self.counters.add_many(outcome, len(documents), zip(self.cache.places(first), reasons, strict=True))
         self.numbers = np.delete(np.arange(len(self.parts)), long[np.logical_not(kept)])
         self.starts, self.parts = self.starts[self.numbers], np.minimum(self.parts[self.numbers], limit)
 
-    def _learns(self, number: int, limit: int) -> bool:
-        """Whether the first `limit` tokens of each document of a sample hold some that are learned."""
+    def _has_loss(self, number: int, limit: int) -> bool:
+        """Whether any of the first `limit` tokens of each document of a sample have a loss."""
         targets = self.cache.targets
         parts = zip(self.starts[number], np.minimum(self.parts[number], limit), strict=True)
         return targets is None or all(bool(targets[start + 1 : start + length].any()) for start, length in parts)
 
     def _split(self, limit: int) -> None:
-        """Each document becomes pieces of `limit` tokens and a rest; pairs are never split."""
+        """Splits each document into pieces of `limit` tokens and a shorter last one; pairs are never split."""
         lengths = self.parts[:, 0]
         pieces = -(-lengths // limit)
         self.numbers = document = np.repeat(np.arange(len(pieces)), pieces)
@@ -78,19 +78,19 @@ class Documents:
         self.starts = self.starts[document] + offset[:, None]
 
     def sample(self, number: int) -> dict[str, Any]:
-        """The sample `number` as `loader.make_batch` takes it."""
+        """The sample `number` for `loader.make_batch`."""
         documents = [self._document(*where) for where in zip(self.starts[number], self.parts[number], strict=True)]
-        sample: dict[str, Any] = documents[0] if len(documents) == 1 else pair(*documents)
+        sample: dict[str, Any] = documents[0] if len(documents) == 1 else join_pair(*documents)
         if self.cache.labels is not None:
             sample["label"] = float(self.cache.labels[self.numbers[number]])
         return sample
 
     def place(self, number: int) -> str:
         """File and line of the sample `number`."""
-        return self.cache.places.of([int(self.numbers[number])])[0]
+        return self.cache.places([int(self.numbers[number])])[0]
 
     def learned(self) -> int:
-        """The tokens of all samples that are learned, but for the first of each document, which nothing predicts."""
+        """The number of tokens with a loss, without the first of each document, which is not predicted."""
         targets = self.cache.targets
         if targets is None:
             return int(self.parts.sum(dtype=np.int64)) - self.parts.size
@@ -98,7 +98,7 @@ class Documents:
         many = self.parts.ravel() > 1
         starts = self.starts.ravel()[many] + 1
         bounds = np.stack([starts, starts + self.parts.ravel()[many] - 1], axis=1).ravel()
-        bounds = bounds[: len(bounds) - (bounds[-1:] == len(targets)).sum()]  # the last sum goes to the end anyway
+        bounds = bounds[: len(bounds) - (bounds[-1:] == len(targets)).sum()]  # the last sum extends to the end
         return int(np.add.reduceat(targets, bounds, dtype=np.int64)[::2].sum()) if len(bounds) else 0
 
     def _document(self, start: int, length: int) -> dict[str, torch.Tensor]:

@@ -1,13 +1,11 @@
-"""Samples with what people say of them: pairs of a chosen and a rejected conversation, and texts with a number.
+"""Samples with human feedback: pairs of a chosen and a rejected conversation, and texts with a label.
 
-pair      both conversations are one sample, the chosen one first; learned is what the assistant says after the messages
-          that they share
-number    of a class, or of a scale: `label`
+pair      one sample of both conversations, the chosen one first; assistant turns after their common messages have a loss
+label     a class, or a number on a scale
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,19 +13,16 @@ import numpy as np
 
 from patchgen.runtime.data.chat import ChatEncoder, learned_turns
 from patchgen.runtime.data.problems import BadSample, DataError
-from patchgen.runtime.data.text import TextEncoder, Tokens
+from patchgen.runtime.data.text import SampleEncoder, TextEncoder, Tokens
 
 
-class PairEncoder:
-    """Pairs of conversations `chosen` and `rejected`: one sample, of two documents."""
+class PairEncoder(SampleEncoder):
+    """Pairs of conversations `chosen` and `rejected`: one sample of two documents."""
 
     def __init__(self, chat: ChatEncoder) -> None:
         self.chat = chat
 
-    def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
-        return [self._encode(where, fields) for where, fields in samples]
-
-    def _encode(self, where: str, fields: dict[str, Any]) -> Tokens | BadSample:
+    def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
         halves = [fields["chosen"], fields["rejected"]]
         shared = next(
             (number for number, (one, other) in enumerate(zip(*halves, strict=False)) if one != other),
@@ -40,48 +35,44 @@ class PairEncoder:
                 if turns is None:
                     turns = frozenset(range(len(messages)))
                 later = frozenset(number for number in turns if number >= shared)
-                ids, targets = self.chat.tokens(where, messages, fields, later)
+                ids, targets = self.chat.encode_messages(where, messages, fields, later)
             except BadSample as error:
-                return BadSample(error.where, f"{name}: {error.reason}")
+                raise BadSample(error.where, f"{name}: {error.reason}") from error
             if not targets.any():
-                return BadSample(where, f"{name} has no assistant turn after the prefix that it shares with the other")
+                raise BadSample(where, f"{name} has no assistant turn after the messages that both share")
             found.append((ids, targets))
-        (chosen, learned), (rejected, learned_too) = found
+        (chosen, chosen_targets), (rejected, rejected_targets) = found
         if np.array_equal(chosen, rejected):
-            return BadSample(where, "chosen and rejected are the same tokens")
-        return Tokens(np.concatenate([chosen, rejected]), np.concatenate([learned, learned_too]), split=len(chosen))
+            raise BadSample(where, "chosen and rejected are the same tokens")
+        return Tokens(
+            np.concatenate([chosen, rejected]), np.concatenate([chosen_targets, rejected_targets]), split=len(chosen)
+        )
 
     def fingerprint(self) -> list[Any]:
         return ["pairs", self.chat.fingerprint()]
 
 
-class LabelledEncoder:
-    """Texts or conversations with a number; all their tokens count as learned.
+class LabelledEncoder(SampleEncoder):
+    """Texts or conversations with a label; all their tokens count as targets.
 
     Args:
-        chat: of conversations; None: the tokenizer has no chat template.
+        chat: encoder of conversations; None: the tokenizer has no chat template.
     """
 
     def __init__(self, text: TextEncoder, chat: ChatEncoder | None) -> None:
         self.text = text
         self.chat = chat
 
-    def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
-        return [self._encode(where, fields) for where, fields in samples]
-
-    def _encode(self, where: str, fields: dict[str, Any]) -> Tokens | BadSample:
+    def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
         if "messages" not in fields:
-            (found,) = self.text.encode([(where, fields)])
+            found = self.text.tokens(where, fields)
         elif self.chat is None:
             raise DataError(
                 f"{where}: messages need a tokenizer with a chat template; this one has none (chat_template)."
             )
         else:
-            try:
-                found = Tokens(self.chat.tokens(where, fields["messages"], fields, None)[0], None)
-            except BadSample as error:
-                return error
-        return found if isinstance(found, BadSample) else replace(found, label=float(fields["label"]))
+            found = Tokens(self.chat.encode_messages(where, fields["messages"], fields, None)[0], None)
+        return replace(found, label=float(fields["label"]))
 
     def fingerprint(self) -> list[Any]:
         return ["labelled", self.text.fingerprint(), self.chat.fingerprint() if self.chat else None]

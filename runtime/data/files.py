@@ -18,9 +18,9 @@ ENDS = 65536  # bytes
 
 
 def find_files(path: str, format: str) -> list[Path]:
-    """The files that `path` names: itself, those of a folder (at any depth) or those of a glob, sorted.
+    """The files of `path`, sorted: a file, those of a folder (recursively) with a suffix of the format, or those of a glob.
 
-    A folder gives the files with a suffix of the format. Raises DataError where there are none.
+    Raises DataError if there are none.
     """
     place = Path(path).expanduser()
     if place.is_file():
@@ -39,19 +39,19 @@ def find_files(path: str, format: str) -> list[Path]:
 
 
 class Files:
-    """What all sources made of files share. A position is `[file, ...]`, numbers of JSON."""
+    """A source of files. A position is `[file, ...]`, of plain numbers."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)
         self.name = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
 
     def fingerprint(self) -> list[list[Any]]:
-        """Path, size and time of change of each file."""
+        """Path, size and modification time of each file."""
         found = [(file.resolve(), file.stat()) for file in self.files]
         return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in found]
 
     def contents(self) -> list[list[Any]]:
-        """What a saved position must agree with: name, size and a hash of both ends of each file."""
+        """What must not change when a run resumes: name, size and a hash of both ends of each file."""
         found = []
         for file in self.files:
             size = file.stat().st_size
@@ -80,7 +80,7 @@ class JsonLines(Files):
 
     @functools.cached_property
     def _index(self) -> np.ndarray:
-        """`(samples, 3)`: file, byte and line of each."""
+        """`(samples, 3)`: file, offset in bytes and line of each."""
         rows = []
         for number, file in enumerate(self.files):
             offset = 0
@@ -139,7 +139,7 @@ class Parquet(Files):
 
     @functools.cached_property
     def _table(self) -> Any:
-        """The rows as a memory-mapped table of `datasets`, which gives any of them quickly."""
+        """The rows as a memory-mapped table of `datasets`, for random access."""
         import datasets
 
         return datasets.load_dataset("parquet", data_files=[str(file) for file in self.files], split="train")

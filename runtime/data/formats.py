@@ -1,4 +1,4 @@
-"""Rows in the formats that people have, to the fields that a kind of data reads.
+"""Converts rows in common formats to the fields that a kind of data reads.
 
     text                {"text": "Once upon a time"}
     prompt_completion   {"prompt": "2 + 2 =", "completion": " 4"}                            texts or lists of messages
@@ -6,13 +6,13 @@
     sharegpt            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
     alpaca              {"instruction": "Add.", "input": "2 2", "output": "4"}               and system, history
     preference          {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}           texts, messages, one turn each
-    tags                {"tokens": ["Ada", "wrote"], "tags": [1, 0]}                         a class of each word
+    tags                {"tokens": ["Ada", "wrote"], "tags": [1, 0]}                         a class per word
     question            {"question": "Who?", "context": "Ada wrote.", "answers": {"text": ["Ada"], "answer_start": [0]}}
-    similar             {"anchor": "Who wrote?", "positive": "Ada wrote."}                   texts whose meaning is near
+    similar             {"anchor": "Who wrote?", "positive": "Ada wrote."}                   texts with similar meaning
 
-Which one a row has is seen by its columns and their types alone (`detect`). Of multimodal rows `<image>`, `<video>` and
-`<audio>` in a text are the places of the row's `image` or `images`, and so on, in their order; parts of OpenAI's interface
-(`image_url`, `input_audio`) become the parts of chat templates. What a row has besides stays.
+The format of a row is determined by its columns and their types (`detect_row_format`). In multimodal rows, `<image>`,
+`<video>` and `<audio>` in a text are placeholders of the items in `image` or `images` and so on, in order; parts of
+OpenAI's API (`image_url`, `input_audio`) become parts of chat templates. Other columns are kept.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ ROLES = {
     "observation": "tool",
     "function_call": "assistant",
 }
-ITEMS = {"image": "images", "video": "videos", "audio": "audios"}
+MEDIA_COLUMNS = {"image": "images", "video": "videos", "audio": "audios"}
 TEXT, MESSAGES, TURNS, TURN = "text", "list of {role, content}", "list of {from, value}", "{from, value}"
 LABEL = "label"
 
 
 class WrongColumns(BadSample):
-    """The columns of a row are of no format, or of several: so they are of its neighbours."""
+    """The columns of a row match no format, or several, as probably those of other rows do."""
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The columns that a row must have, each with the types that it may be of; and those that it may have."""
+    """Required columns, each with its possible types, and optional ones."""
 
     required: dict[str, tuple[str, ...]]
     optional: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ FORMATS = {
     "similar": RowFormat({"anchor": (TEXT,), "positive": (TEXT,)}),
 }
 CONVERSATIONS = ("messages", "sharegpt", "alpaca", "prompt_completion")
-OF_KIND = {
+FORMATS_OF_KIND = {
     "text": ("text", "prompt_completion"),
     "chat": CONVERSATIONS,
     "multimodal": CONVERSATIONS,
@@ -81,21 +81,21 @@ OF_KIND = {
     "answers": ("question",),
     "similar": ("similar",),
 }
-HALVES = {"preference": ("chosen", "rejected"), "similar": ("anchor", "positive")}
-"""The two documents of a sample, by the kinds of data whose samples are pairs."""
+PAIR_COLUMNS = {"preference": ("chosen", "rejected"), "similar": ("anchor", "positive")}
+"""The columns of the two documents of a sample, for kinds of data whose samples are pairs."""
 COLUMNS = {
     *(name for form in FORMATS.values() for name in (*form.required, *form.optional)),
-    *ITEMS.values(),
+    *MEDIA_COLUMNS.values(),
     LABEL,
 }
-"""Every name that `columns` may give to a column."""
+"""All columns of all formats, which `columns` may map to others."""
 
 
 # --------------------------------------------------------------------------------------------------- which format
 
 
-def renamed(where: str, row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row under the names of its format.
+def rename_columns(where: str, row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row with the column names of its format.
 
     Args:
         columns: name in the format -> name in the row.
@@ -103,42 +103,42 @@ def renamed(where: str, row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         WrongColumns: the row has no such column.
     """
-    missing = [f"{name}: {own}" for name, own in columns.items() if own not in row]
+    missing = [f"{name}: {actual}" for name, actual in columns.items() if actual not in row]
     if missing:
-        raise WrongColumns(where, f"columns names {', '.join(missing)}, and the row has only {_columns_of(row)}")
+        raise WrongColumns(where, f"columns maps {', '.join(missing)}, but the row has only {_columns_of(row)}")
     rest = {name: value for name, value in row.items() if name not in columns.values()}
-    return rest | {name: row[own] for name, own in columns.items()}
+    return rest | {name: row[actual] for name, actual in columns.items()}
 
 
-def detect(where: str, row: Row, kind: str) -> str:
-    """The one format of a kind whose columns the row has.
+def detect_row_format(where: str, row: Row, kind: str) -> str:
+    """The format of the kind that the columns of a row match.
 
     Raises:
-        WrongColumns: it has those of none, with the nearest, or of several.
-        BadSample: it has those of one, and a type that does not go with it.
+        WrongColumns: they match none, with the nearest, or several.
+        BadSample: they match one except for a type.
     """
-    found = [name for name in OF_KIND[kind] if not lacking(name, row)]
+    found = [name for name in FORMATS_OF_KIND[kind] if not missing_columns(name, row)]
     if len(found) == 1:
         return found[0]
     if found:
         raise WrongColumns(
             where,
-            f"the columns {_columns_of(row)} are of {' and of '.join(found)}: set data.sources[].row_format to one of them",
+            f"the columns {_columns_of(row)} match {' and '.join(found)}: set data.sources[].row_format to one of them",
         )
-    named = [name for name in OF_KIND[kind] if FORMATS[name].required.keys() <= row.keys()]
+    named = [name for name in FORMATS_OF_KIND[kind] if FORMATS[name].required.keys() <= row.keys()]
     if len(named) == 1:
         raise BadSample(where, _wrong_types(named[0], row))
     raise (BadSample if named else WrongColumns)(
-        where, f"the columns {_columns_of(row)} are of no row format that {_nearest(row, kind)}"
+        where, f"the columns {_columns_of(row)} match no row format that {_nearest(row, kind)}"
     )
 
 
-def lacking(name: str, row: Row) -> list[str]:
-    """What a row lacks of a format: a column, or its type."""
-    wanted = FORMATS[name].required
+def missing_columns(name: str, row: Row) -> list[str]:
+    """The columns of a format that a row does not have, or has with another type."""
+    required = FORMATS[name].required
     return [
         f"{column} ({' or '.join(types)}{f', found {type_of(row[column])}' if row.get(column) is not None else ''})"
-        for column, types in wanted.items()
+        for column, types in required.items()
         if type_of(row.get(column)) not in types
     ]
 
@@ -152,8 +152,8 @@ def _wrong_types(name: str, row: Row) -> str:
 
 
 def require_format(where: str, row: Row, name: str) -> None:
-    """Raises WrongColumns where a row lacks a column of a format, BadSample where one is of another type."""
-    lacks = lacking(name, row)
+    """Raises WrongColumns if a row lacks a column of a format, BadSample if one has another type."""
+    lacks = missing_columns(name, row)
     if lacks and FORMATS[name].required.keys() <= row.keys():
         raise BadSample(where, _wrong_types(name, row))
     if lacks:
@@ -165,7 +165,7 @@ def require_format(where: str, row: Row, name: str) -> None:
 
 
 def type_of(value: Any) -> str:
-    """What a column holds, for people and for `detect`: by its first entry where it is a list."""
+    """The type of a column's value; of a list, by its first entry."""
     if value is None:
         return "nothing"
     if isinstance(value, str):
@@ -187,25 +187,28 @@ def _columns_of(row: Row) -> str:
 
 
 def _nearest(row: Row, kind: str) -> str:
-    """The three formats that lack least, those of the kind first among equals; then those with the likest names."""
+    """The three formats with the fewest missing columns; ties are ordered by kind, then by similar column names."""
 
     def distance(name: str) -> tuple[float, ...]:
         missing = [column for column in FORMATS[name].required if row.get(column) is None]
         likeness = [
-            max((difflib.SequenceMatcher(None, one, str(own)).ratio() for own in row), default=0) for one in missing
+            max((difflib.SequenceMatcher(None, one, str(column)).ratio() for column in row), default=0)
+            for one in missing
         ]
-        share = (len(missing) + len(lacking(name, row))) / len(FORMATS[name].required)  # a wrong type is half a lack
-        return share, name not in OF_KIND[kind], -sum(likeness) / max(1, len(likeness))
+        share = (len(missing) + len(missing_columns(name, row))) / len(
+            FORMATS[name].required
+        )  # a wrong type counts half
+        return share, name not in FORMATS_OF_KIND[kind], -sum(likeness) / max(1, len(likeness))
 
-    told = []
+    descriptions = []
     for name in sorted(FORMATS, key=distance)[:3]:
-        lacks, kinds = lacking(name, row), [one for one, names in OF_KIND.items() if name in names]
-        wants = f"lacks {', '.join(lacks)}" if lacks else "lacks nothing"
-        told.append(
-            f"{name} {wants}" + ("" if kind in kinds else f", and is read by data.kind = {' or '.join(kinds)}")
+        lacks, kinds = missing_columns(name, row), [one for one, names in FORMATS_OF_KIND.items() if name in names]
+        difference = f"lacks {', '.join(lacks)}" if lacks else "lacks nothing"
+        descriptions.append(
+            f"{name} {difference}" + ("" if kind in kinds else f", and is read by data.kind = {' or '.join(kinds)}")
         )
     return (
-        f"data.kind = {kind} reads ({', '.join(OF_KIND[kind])}). Nearest: {'; '.join(told)}. Map columns with "
+        f"data.kind = {kind} reads ({', '.join(FORMATS_OF_KIND[kind])}). Nearest: {'; '.join(descriptions)}. Map columns with "
         "other names in data.sources[].columns, or write a data.sources[].transform"
     )
 
@@ -214,15 +217,15 @@ def _nearest(row: Row, kind: str) -> str:
 
 
 def fields_of(where: str, row: Row, name: str, kind: str) -> dict[str, Any]:
-    """What encoders read of a row in the format `name`.
+    """The fields for the encoders of a row in the format `name`.
 
     Returns:
-        of kind text: `text`, or `prompt` and `completion`; chat, multimodal: `messages`, `tools`, lists of media;
-        preference: `chosen` and `rejected` (whole conversations), `tools`; classification: `text` or `messages`, `label`;
-        of the other kinds the columns of their format.
+        kind text: `text`, or `prompt` and `completion`; chat, multimodal: `messages`, `tools`, lists of media;
+        preference: `chosen` and `rejected` (full conversations), `tools`; classification: `text` or `messages`, `label`;
+        other kinds: the columns of their format.
 
     Raises:
-        BadSample: a column holds what its format does not have.
+        BadSample: a column has a value that its format does not allow.
     """
     if name == "text" or kind == "text":
         fields = {column: row[column] for column in (*FORMATS[name].required, LABEL) if column in row}
@@ -235,7 +238,7 @@ def fields_of(where: str, row: Row, name: str, kind: str) -> dict[str, Any]:
         if "tools" in row:
             fields["tools"] = _tools(where, row["tools"])
     if kind == "multimodal":
-        fields = _with_items(fields, marks_mean=name == "sharegpt")
+        fields = _with_media(fields, all_marks_are_media=name == "sharegpt")
     if kind == "classification" and (isinstance(row.get(LABEL), bool) or not isinstance(row.get(LABEL), int | float)):
         raise BadSample(where, f"data.kind = classification needs label as a number; the row has {_columns_of(row)}")
     return fields
@@ -246,7 +249,7 @@ def _from_messages(where: str, row: Row) -> dict[str, Any]:
 
 
 def _from_sharegpt(where: str, row: Row) -> dict[str, Any]:
-    messages = [_message(where, turn) for turn in row["conversations"]]
+    messages = [_from_turn(where, turn) for turn in row["conversations"]]
     return {**row, "messages": _with_system(where, row.get("system"), messages)}
 
 
@@ -254,35 +257,35 @@ def _from_alpaca(where: str, row: Row) -> dict[str, Any]:
     messages = []
     for turn in row.get("history") or []:
         if not isinstance(turn, list | tuple) or len(turn) != 2:
-            raise BadSample(where, f"history holds {turn!r:.60}, expected lists of a question and an answer")
-        messages += [_said("user", turn[0]), _said("assistant", turn[1])]
-    messages += [_said("user", _instruction(row)), _said("assistant", row["output"])]
+            raise BadSample(where, f"history has {turn!r:.60}, expected lists of a question and an answer")
+        messages += [_message("user", turn[0]), _message("assistant", turn[1])]
+    messages += [_message("user", _instruction(row)), _message("assistant", row["output"])]
     return {**row, "messages": _with_system(where, row.get("system"), messages)}
 
 
 def _from_prompt(where: str, row: Row) -> dict[str, Any]:
     prompt, completion = _as_messages("user", row["prompt"]), _as_messages("assistant", row["completion"])
-    # What the prompt has said by the assistant is not learned: the completion is.
+    # Assistant turns of the prompt have no loss: only the completion has one.
     before = [{**one, "train": False} if one.get("role") == "assistant" else one for one in prompt]
     return {**row, "messages": before + completion}
 
 
 def _from_preference(where: str, row: Row) -> dict[str, Any]:
-    given = [name for name in ("prompt", "conversations", "instruction") if row.get(name) is not None]
-    if len(given) > 1:
+    present = [name for name in ("prompt", "conversations", "instruction") if row.get(name) is not None]
+    if len(present) > 1:
         raise BadSample(
             where,
-            f"{' and '.join(given)} may each be the prompt: name the one that is, columns: {{prompt: {given[0]}}}",
+            f"{' and '.join(present)} could each be the prompt: choose one, columns: {{prompt: {present[0]}}}",
         )
-    if not given:
+    if not present:
         prompt = []
-    elif given == ["conversations"]:
-        prompt = [_message(where, turn) for turn in row["conversations"]]
+    elif present == ["conversations"]:
+        prompt = [_from_turn(where, turn) for turn in row["conversations"]]
     else:
-        prompt = _as_messages("user", _instruction(row) if given == ["instruction"] else row["prompt"])
+        prompt = _as_messages("user", _instruction(row) if present == ["instruction"] else row["prompt"])
     prompt = _with_system(where, row.get("system"), prompt)
     answers = {name: _answer(where, row[name]) for name in ("chosen", "rejected")}
-    return {**row, **{name: _after(where, name, prompt, answer) for name, answer in answers.items()}}
+    return {**row, **{name: _conversation(where, name, prompt, answer) for name, answer in answers.items()}}
 
 
 _TO_MESSAGES: dict[str, Callable[[str, Row], dict[str, Any]]] = {
@@ -294,16 +297,16 @@ _TO_MESSAGES: dict[str, Callable[[str, Row], dict[str, Any]]] = {
 }
 
 
-def _said(role: str, content: Any) -> dict[str, Any]:
+def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
 def _as_messages(role: str, value: Any) -> list[Any]:
-    return [_said(role, value)] if isinstance(value, str) else list(value)
+    return [_message(role, value)] if isinstance(value, str) else list(value)
 
 
 def _instruction(row: Row) -> str:
-    """The instruction, and below it the input where there is one."""
+    """The instruction, followed by the input if there is one."""
     return "\n".join(part for part in (row["instruction"], row.get("input")) if part)
 
 
@@ -311,27 +314,31 @@ def _with_system(where: str, system: Any, messages: list[Any]) -> list[Any]:
     if not system:
         return list(messages)
     if messages and isinstance(messages[0], Mapping) and messages[0].get("role") == "system":
-        raise BadSample(where, "a column system and a message of the system: one of them")
-    return [_said("system", system), *messages]
+        raise BadSample(where, "both a column system and a system message: expected only one")
+    return [_message("system", system), *messages]
 
 
-def _message(where: str, turn: Any) -> dict[str, Any]:
-    """A turn of ShareGPT with whatever it holds beside `from` and `value` (`train`, `weight`)."""
+def _from_turn(where: str, turn: Any) -> dict[str, Any]:
+    """The message of a ShareGPT turn, with its other keys (`train`, `weight`)."""
     if not isinstance(turn, Mapping) or turn.get("from") not in ROLES:
         who = turn.get("from") if isinstance(turn, Mapping) else turn
-        raise BadSample(where, f"a turn from {who!r:.60}; known are {', '.join(ROLES)}")
+        raise BadSample(where, f"a turn from {who!r:.60}; expected one of {', '.join(ROLES)}")
     rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
     if turn["from"] != "function_call":
-        return {**_said(ROLES[turn["from"]], turn.get("value")), **rest}
+        return {**_message(ROLES[turn["from"]], turn.get("value")), **rest}
     calls = _json(where, "a function_call", turn.get("value"))
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise BadSample(where, "a function_call without a name; expected JSON with name and arguments")
-    return {**_said("assistant", ""), "tool_calls": [{"type": "function", "function": call} for call in calls], **rest}
+    return {
+        **_message("assistant", ""),
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+        **rest,
+    }
 
 
 def _tools(where: str, tools: Any) -> Any:
-    """Tools as a list; many data keep them as JSON."""
+    """Tools as a list; many datasets store them as JSON."""
     return _json(where, "tools", tools) or None if isinstance(tools, str) and tools.strip() else tools or None
 
 
@@ -339,45 +346,47 @@ def _json(where: str, what: str, text: Any) -> Any:
     try:
         return json.loads(text) if isinstance(text, str) else text
     except json.JSONDecodeError as error:
-        raise BadSample(where, f"{what} as a text that is not JSON: {error}") from error
+        raise BadSample(where, f"{what} is not valid JSON: {error}") from error
 
 
 def _answer(where: str, value: Any) -> list[Any]:
     if type_of(value) in (TURN, TURNS):
-        return [_message(where, turn) for turn in ([value] if isinstance(value, Mapping) else value)]
+        return [_from_turn(where, turn) for turn in ([value] if isinstance(value, Mapping) else value)]
     return _as_messages("assistant", value)
 
 
-def _after(where: str, name: str, prompt: list[Any], answer: list[Any]) -> list[Any]:
-    """The whole conversation: the answer behind the prompt, unless it begins with the prompt itself."""
+def _conversation(where: str, name: str, prompt: list[Any], answer: list[Any]) -> list[Any]:
+    """The full conversation: the answer after the prompt, unless it already begins with the prompt."""
     if answer and isinstance(answer[0], Mapping) and answer[0].get("role") == "assistant":
         if not prompt:
-            raise BadSample(where, f"{name} without a prompt: a column prompt, or the whole conversation in {name}")
+            raise BadSample(
+                where, f"{name} without a prompt: expected a column prompt, or the full conversation in {name}"
+            )
         return [*prompt, *answer]
-    if [_bare(one) for one in answer[: len(prompt)]] != [_bare(one) for one in prompt]:
-        raise BadSample(where, f"{name} is a whole conversation and does not begin with the prompt of the row")
+    if [_role_and_content(one) for one in answer[: len(prompt)]] != [_role_and_content(one) for one in prompt]:
+        raise BadSample(where, f"{name} is a full conversation that does not begin with the prompt of the row")
     return list(answer)
 
 
-def _bare(message: Any) -> tuple[Any, Any]:
+def _role_and_content(message: Any) -> tuple[Any, Any]:
     return (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, message)
 
 
 # ------------------------------------------------------------------------------------------------------------ media
 
 
-def _with_items(row: Row, *, marks_mean: bool) -> dict[str, Any]:
-    """The parts of chat templates, and lists of items.
+def _with_media(row: Row, *, all_marks_are_media: bool) -> dict[str, Any]:
+    """Messages with parts of chat templates, and lists of media.
 
     Args:
-        marks_mean: every mark is a place. Otherwise those are of a kind that has no parts, and as many items as marks:
-            who asks what `<video>` means in HTML brings none.
+        all_marks_are_media: every mark is a placeholder. Otherwise only those of a kind without parts and with as many
+            items as marks: a question about `<video>` in HTML has no video.
     """
     items = {}
-    for kind, name in ITEMS.items():
-        given = row.get(name) if row.get(name) is not None else row.get(kind)
-        if given is not None:
-            items[name] = list(given) if isinstance(given, list | tuple) else [given]
+    for kind, name in MEDIA_COLUMNS.items():
+        media = row.get(name) if row.get(name) is not None else row.get(kind)
+        if media is not None:
+            items[name] = list(media) if isinstance(media, list | tuple) else [media]
     contents = [one.get("content") for one in row["messages"] if isinstance(one, Mapping)]
     marks = [mark for text in contents if isinstance(text, str) for mark in MARKS.findall(text)]
     parts = {
@@ -385,19 +394,19 @@ def _with_items(row: Row, *, marks_mean: bool) -> dict[str, Any]:
     }
     kinds = {
         kind
-        for kind, name in ITEMS.items()
-        if marks_mean or (kind not in parts and marks.count(kind) == len(items.get(name, ())))
+        for kind, name in MEDIA_COLUMNS.items()
+        if all_marks_are_media or (kind not in parts and marks.count(kind) == len(items.get(name, ())))
     }
     messages = [
         {**one, "content": _parts(one.get("content"), kinds)} if isinstance(one, Mapping) else one
         for one in row["messages"]
     ]
-    rest = {name: value for name, value in row.items() if name not in (*ITEMS, *ITEMS.values())}
+    rest = {name: value for name, value in row.items() if name not in (*MEDIA_COLUMNS, *MEDIA_COLUMNS.values())}
     return {**rest, "messages": messages, **items}
 
 
 def _parts(content: Any, kinds: set[str]) -> Any:
-    """A text with marks as parts, parts of OpenAI's as those of templates; anything else as it is."""
+    """Marks in a text as parts, and OpenAI's parts as those of templates; other content unchanged."""
     if isinstance(content, list):
         return [_part(part) for part in content]
     if not isinstance(content, str) or not any(mark in kinds for mark in MARKS.findall(content)):
@@ -419,8 +428,8 @@ def _parts(content: Any, kinds: set[str]) -> Any:
 def _part(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("image_url", "video_url", "audio_url"):
-        address, own = part[kind], kind.removesuffix("_url")
-        return {"type": own, own: address["url"] if isinstance(address, Mapping) else address}
+        address, media = part[kind], kind.removesuffix("_url")
+        return {"type": media, media: address["url"] if isinstance(address, Mapping) else address}
     if kind == "input_audio":
         sound = part[kind]
         return {"type": "audio", "audio": f"data:audio/{sound['format']};base64,{sound['data']}"}

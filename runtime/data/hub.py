@@ -1,4 +1,4 @@
-"""Samples from Hugging Face datasets: saved in a folder, or on the hub, there also streamed."""
+"""Samples from Hugging Face datasets: saved in a folder, or on the hub, where they can be streamed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from patchgen.runtime.data.records import Record
 
 
 class HubDataset:
-    """A map-style dataset; a position is the number of the next row."""
+    """A map-style dataset; a position is the index of the next row."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         self.dataset = dataset
@@ -34,7 +34,7 @@ class HubDataset:
 
 
 class HubStream:
-    """A streamed dataset; a position is the rows read, a state that `datasets` gave, and the rows read since it."""
+    """A streamed dataset; a position is the number of rows read, a state of the dataset, and the rows read since that state."""
 
     STATE_EVERY = 256
 
@@ -57,7 +57,7 @@ class HubStream:
 
 
 def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
-    """The dataset that `source.path` names: a folder written by `save_to_disk`, or a name on the hub."""
+    """The dataset of `source.path`: a folder written by `save_to_disk`, or a name on the hub."""
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
@@ -69,7 +69,7 @@ def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
             found = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
         except (OSError, DatasetNotFoundError) as error:
             raise DataError(
-                f"No data at {source.path}: it is not a file or folder here, and the hub gives no dataset of that name: {error}"
+                f"No data at {source.path}: it is not a local file or folder, and the hub has no dataset of that name: {error}"
             ) from error
     if source.streaming:
         found = _undecoded(found)
@@ -78,7 +78,7 @@ def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
 
 
 def _undecoded(dataset: Any) -> Any:
-    """The dataset with media as bytes or paths: one that cannot be read is then a bad sample, not an end of the reading."""
+    """The dataset with media as bytes or paths, so that unreadable media are bad samples and do not stop the iteration."""
     import datasets
 
     media = (datasets.Image, datasets.Audio, datasets.Video)
@@ -105,7 +105,7 @@ def _open_saved(source: SourceConfig) -> Any:
         return found[source.split]
     if source.split not in (SourceConfig.split, str(found.split)):
         raise DataError(
-            f"{source.path} is one dataset without splits, and the source asks for split = {source.split}. Leave it out, or "
+            f"{source.path} has no splits, and the source has split = {source.split}. To fix: leave it out, or "
             "name the folder of that split."
         )
     return found

@@ -1,11 +1,11 @@
-"""Special tokens that stand in the data's own texts: there they are text.
+"""Keeps special tokens that occur in the data's own texts as plain text.
 
-A template writes `<|im_end|>` to end a turn; somebody who asks about `<|im_end|>` writes the same characters. So what the
-data hold is marked before a template is rendered, and what is marked becomes the tokens of its characters:
+A template writes `<|im_end|>` to end a turn; a question about `<|im_end|>` has the same characters. So special tokens in
+the data are marked before the template is rendered, and marked ones are encoded as the tokens of their characters:
 
     in the data           what does <|im_end|> mean?
     marked, rendered      <|user|>what does START<|im_end|>END mean?<|im_end|>
-    to the tokenizer      <|user|>what does <|pad|> mean?<|im_end|>          one special token stands in for it
+    to the tokenizer      <|user|>what does <|pad|> mean?<|im_end|>          another special token stands in
     tokens                <|user|> what does < | im _ end | > mean? <|im_end|>
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from patchgen.runtime.data.problems import BadSample, DataError
 
-START, END = "\U000f0000", "\U000f0001"  # private characters, as transformers marks control tokens with
+START, END = "\U000f0000", "\U000f0001"  # private-use characters, which transformers also uses to mark control tokens
 MARKED = re.compile(f"{START}([^{START}{END}]*){END}|[{START}{END}]")
 
 Span = tuple[int, int]
@@ -31,8 +31,8 @@ Offsets = Sequence[Span] | np.ndarray
 
 
 @dataclass(frozen=True)
-class Unmarked:
-    """A text as a tokenizer takes it: `literals` are the special tokens that are text, each with its stand-in's place."""
+class PlainText:
+    """A text without marks, spans in it, and the literals: special tokens as text, each with the span of its stand-in."""
 
     text: str
     spans: list[Span]
@@ -40,11 +40,11 @@ class Unmarked:
 
 
 class Literals:
-    """The special tokens of a tokenizer, where they stand in the data.
+    """Marks special tokens of a tokenizer in data, and encodes marked ones as plain text.
 
     Args:
-        kept: those that the data may write and mean.
-        placeholders: of items in a text; none of them stands in for another token.
+        kept: special tokens that the data may contain as such.
+        placeholders: of media; never used as stand-in.
 
     Raises:
         DataError: a token of `kept` is not a special token of the tokenizer.
@@ -62,7 +62,7 @@ class Literals:
                 )
         longest_first = sorted(special.keys() - set(self.kept), key=len, reverse=True)
         self._literal = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         plain = (tokenizer.pad_token, tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
         self._stand_in = next(
             (
@@ -75,45 +75,43 @@ class Literals:
             None,
         )
 
-    def marked(self, value: Any) -> Any:
-        """A text, or a list or dict of them (messages, tools), with its special tokens marked."""
+    def mark(self, value: Any) -> Any:
+        """A text, or a list or dict of texts (messages, tools), with special tokens marked."""
         if isinstance(value, str):
             bare = value.replace(START, "").replace(END, "")
             return self._literal.sub(self._mark, bare)
         if isinstance(value, dict):
-            return {key: self.marked(one) for key, one in value.items()}
+            return {key: self.mark(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
-            return [self.marked(one) for one in value]
+            return [self.mark(one) for one in value]
         return value
 
     def _mark(self, match: re.Match) -> str:
         token = match.group()
-        if token not in self._told:
-            self._told.add(token)
+        if token not in self._warned:
+            self._warned.add(token)
             warnings.warn(
-                f"{token!r} stands in the data, and is text there: its characters. If it means the special token, name it in "
+                f"{token!r} in the data is encoded as plain text. If it should be the special token, add it to "
                 "data.special_tokens.",
                 stacklevel=2,
             )
         return f"{START}{token}{END}"
 
-    def unmarked(self, where: str, text: str, spans: Sequence[Span] = ()) -> Unmarked:
-        """A rendered text with a stand-in for each marked token, and `spans` of its characters moved along.
+    def unmark(self, where: str, text: str, spans: Sequence[Span] = ()) -> PlainText:
+        """A rendered text with a stand-in for each marked token, and `spans` shifted accordingly.
 
         Raises:
-            BadSample: the tokenizer has no token that could stand in.
+            BadSample: the tokenizer has no token to stand in.
         """
         if START not in text and END not in text:
-            return Unmarked(text, list(spans))
+            return PlainText(text, list(spans))
         pieces, literals, shifts, length, last = [], [], [(0, 0)], 0, 0
         for match in MARKED.finditer(text):
-            token = match.group(1)  # None: a template cut between the marks, and one stands alone
+            token = match.group(1)  # None: the template split a marked token, and this is a single mark
             if not token:
                 piece = ""
             elif self._stand_in is None:
-                raise BadSample(
-                    where, f"{token!r} in a text, and the tokenizer has no token that could stand in for it"
-                )
+                raise BadSample(where, f"{token!r} in a text, and the tokenizer has no token to stand in for it")
             else:
                 piece = self._stand_in
             pieces += [text[last : match.start()], piece]
@@ -125,35 +123,35 @@ class Literals:
             shifts.append((last, length - last))
         ends = np.array([end for end, _ in shifts])
 
-        def moved(character: int) -> int:
+        def shifted(character: int) -> int:
             return character + shifts[int(np.searchsorted(ends, character, side="right")) - 1][1]
 
         pieces.append(text[last:])
-        return Unmarked("".join(pieces), [(moved(start), moved(end)) for start, end in spans], literals)
+        return PlainText("".join(pieces), [(shifted(start), shifted(end)) for start, end in spans], literals)
 
     def ids(self, where: str, token: str) -> list[int]:
         """The tokens of the characters of a special token.
 
         Raises:
-            BadSample: the tokenizer makes the special token of them whatever it is told.
+            BadSample: the tokenizer ignores `split_special_tokens`.
         """
         found = self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if self.tokenizer.convert_tokens_to_ids(token) in found:
-            raise BadSample(where, f"{token!r} in a text, of which the tokenizer makes the special token")
+            raise BadSample(where, f"{token!r} in a text, which the tokenizer always encodes as the special token")
         return list(found)
 
     def encode(
         self, where: str, text: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The ids `(n,)` int64 of a rendered text, and which of them lie in `spans` `(n,)` bool."""
+        """The ids `(n,)` int64 of a rendered text, and which of them overlap `spans` `(n,)` bool."""
         ids, number = self.encode_numbered(where, text, spans, add_special_tokens=add_special_tokens)
         return ids, number > 0
 
     def encode_numbered(
         self, where: str, text: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The same with the number of the first span that each overlaps, from 1, `(n,)` int64; 0: none."""
-        plain = self.unmarked(where, text, spans)
+        """`encode`, with the number of the first span that each token overlaps, from 1, `(n,)` int64; 0: none."""
+        plain = self.unmark(where, text, spans)
         found = self.tokenizer(
             plain.text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
         )
@@ -161,32 +159,32 @@ class Literals:
         number = numbers_of_spans(offsets, plain.spans)
         if not plain.literals:
             return ids, number
-        ids, repeats = self.put_back(where, ids, offsets, plain.literals)
+        ids, repeats = self.restore_literals(where, ids, offsets, plain.literals)
         return ids, np.repeat(number, repeats)
 
-    def put_back(
+    def restore_literals(
         self, where: str, ids: np.ndarray, offsets: Offsets, literals: Sequence[tuple[Span, str]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The ids with those of each literal in the place of its stand-in, and how often each old token counts `(n,)`."""
+        """The ids with each stand-in replaced by those of its literal, and how many ids replace each of `ids` `(n,)`."""
         repeats = np.ones(len(ids), dtype=np.int64)
         texts: dict[int, list[int]] = {}
         for span, token in literals:
             places = np.flatnonzero(mask_of_spans(offsets, [span]))
             if len(places) != 1:
-                raise BadSample(where, f"{token!r} in a text, which has no place of its own among the tokens")
-            texts[int(places[0])] = own = self.ids(where, token)
-            repeats[places[0]] = len(own)
+                raise BadSample(where, f"{token!r} in a text, whose stand-in is not a single token")
+            texts[int(places[0])] = literal_ids = self.ids(where, token)
+            repeats[places[0]] = len(literal_ids)
         parts = [texts.get(number, [one]) for number, one in enumerate(ids.tolist())]
         return np.array([one for part in parts for one in part], dtype=np.int64), repeats
 
 
 def mask_of_spans(offsets: Offsets, spans: Sequence[Span]) -> np.ndarray:
-    """`(n,)` bool: the tokens, given by their characters `offsets`, that overlap a span."""
+    """`(n,)` bool: whether each token, of the characters `offsets`, overlaps a span."""
     return numbers_of_spans(offsets, spans) > 0
 
 
 def numbers_of_spans(offsets: Offsets, spans: Sequence[Span]) -> np.ndarray:
-    """`(n,)` int64: the first span, from 1, that each token overlaps, given by its characters `offsets`; 0: none."""
+    """`(n,)` int64: the number of the first span, from 1, that each token, of the characters `offsets`, overlaps; 0: none."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     numbers = np.zeros(len(starts), dtype=np.int64)
     for number, (start, end) in enumerate(spans, 1):

@@ -1,4 +1,4 @@
-"""What a trainer takes batches from."""
+"""The interface of loaders, and packing of samples into batches."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from patchgen.runtime.data.collate import collate
 from patchgen.runtime.data.problems import Counters, DataError
 
 PADDING = -1
-"""The source of a document that is none."""
+"""The source of a document of padding."""
 
 
-def pair(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> dict[str, Any]:
-    """Two documents `(n,)` and `(m,)` as one sample `(n + m,)`, which `make_batch` takes apart again."""
+def join_pair(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> dict[str, Any]:
+    """Two documents `(n,)` and `(m,)` as one sample `(n + m,)`, which `make_batch` splits again."""
     lengths = [len(half["input_ids"]) for half in (chosen, rejected)]
     return {name: torch.cat([chosen[name], rejected[name]]) for name in chosen} | {"lengths": lengths}
 
@@ -28,13 +28,13 @@ def pair(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> dict[str, An
 def make_batch(
     samples: Sequence[tuple[int, dict[str, Any]]], *, pad_to: int | None, pad_token_id: int
 ) -> dict[str, Any]:
-    """The micro-batch of some samples, each with the number of its source: `collate.collate` of their documents.
+    """A micro-batch of samples, each with the index of its source: `collate.collate` of their documents.
 
-    The halves of a pair are two documents, one after the other.
+    The two documents of a pair follow each other.
 
     Returns:
-        besides: `document_sources` `(documents,)` int64, PADDING for what is none; where samples have a `label`,
-        `document_labels` `(documents,)` float64, NaN for padding.
+        also `document_sources` `(documents,)` int64, PADDING for padding; if samples have a `label`, `document_labels`
+        `(documents,)` float64, NaN for padding.
     """
     documents, sources, labels = [], [], []
     for source, sample in samples:
@@ -51,7 +51,7 @@ def make_batch(
 
 
 def documents_of(sample: dict[str, Any]) -> list[dict[str, Any]]:
-    """The document that a sample is, or the two of a pair."""
+    """The documents of a sample: one, or the two of a pair."""
     fields = {name: value for name, value in sample.items() if name not in ("lengths", "label")}
     if "lengths" not in sample:
         return [fields]
@@ -60,33 +60,33 @@ def documents_of(sample: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Census:
-    """All samples of a source: `lengths` `(documents,)` in tokens, and how many of them are learned."""
+class SourceStatistics:
+    """All samples of a source: `lengths` `(documents,)` in tokens, and the number of tokens with a loss."""
 
     lengths: np.ndarray
     learned: int
 
 
 class Loader(ABC):
-    """Micro-batches of one rank, whole: `parallel.batch.slice_batch` takes the slice of a sequence-parallel rank.
+    """Full micro-batches of one rank; `parallel.batch.slice_batch` takes the slice of a sequence-parallel rank.
 
-    All ranks have the same number of batches. Where samples end before a round of ranks is full, the ranks without
-    samples get a batch of padding, none of whose tokens has a label.
+    All ranks have the same number of batches. If samples run out before all ranks have a batch, the others get a batch of
+    padding without labels.
 
     Attributes:
         counters: samples that were bad, skipped or truncated, by file and line.
-        reads_a_share: whether these are of this batch group's samples only; otherwise of all samples, on every rank.
+        is_sharded: whether `counters` covers only the samples of this batch group; otherwise all samples, on every rank.
     """
 
     counters: Counters
-    reads_a_share: bool = False
+    is_sharded: bool = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
 
     @abstractmethod
     def __next__(self) -> dict[str, Any]:
-        """The next micro-batch, see `collate.collate`; StopIteration after the last epoch, on all ranks at once."""
+        """The next micro-batch, see `collate.collate`; StopIteration after the last epoch, on all ranks."""
 
     @property
     @abstractmethod
@@ -97,37 +97,39 @@ class Loader(ABC):
     def places(self) -> list[str]:
         """File and line of each sample of the latest batch."""
 
-    def census(self) -> list[Census] | None:
-        """All samples, by source; None: nobody knows before they are read."""
+    def statistics(self) -> list[SourceStatistics] | None:
+        """All samples, by source; None: not known before they are read."""
         return None
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the latest batch, of plain types."""
+        """The position after the latest batch, of plain types."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a position. The next batch is the one that followed it.
+        """Continues from a position: the next batch is the one that followed it.
 
-        Raises DataError if the position is of other data or other settings: the batches would not be the same.
+        Raises DataError if the position is of other data or settings, which give other batches.
         """
 
     @abstractmethod
-    def position_of(self, own: dict[str, Any] | None, all_ranks: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
-        """The position to go on from on these ranks, whatever the number of ranks that saved.
+    def position_of(
+        self, saved: dict[str, Any] | None, all_ranks: Callable[[], list[dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """The position to continue from on these ranks, for any number of ranks that saved.
 
         Args:
-            own: what this rank saved; None if there were another number of them.
-            all_ranks: gives what all ranks saved, at the same moment.
+            saved: what this rank saved; None if the number of ranks has changed.
+            all_ranks: returns what all ranks saved at the same step.
         """
 
 
-def require_same(kind: str, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    """Refuses a position whose `found` settings are not the `expected` ones of this loader."""
+def require_same(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    """Raises unless the `found` settings of a position are the `expected` ones of this loader."""
     different = [name for name in expected | found if expected.get(name) != found.get(name)]
     if different:
         lines = "".join(f"\n  {name}: saved {found.get(name)!r}, now {expected.get(name)!r}" for name in different)
         raise DataError(
-            f"The saved position is of {kind} that differ from those of this loader, so the batches would too:{lines}\n"
-            "Use the settings and data that it was saved with, or start at the beginning without it."
+            f"The saved position is of other samples or settings than those of this loader, so batches would differ:{lines}\n"
+            "To fix: use the settings and data that it was saved with, or start at the beginning without it."
         )

@@ -1,8 +1,7 @@
-"""Images, sounds and videos from paths, bytes or arrays. What cannot be read is a MediaError.
+"""Reads images, sounds and videos from paths, bytes or arrays; raises MediaError.
 
-A value is a path (relative ones from the folder of the data), bytes, a `data:` address, a dict with `bytes` or `path` (as
-`datasets` stores them), or what is there already: a PIL image, an array, for sounds a dict with `array` and
-`sampling_rate`.
+A value is a path (relative to the folder of the data), bytes, a `data:` URL, a dict with `bytes` or `path` (as `datasets`
+stores them), or already decoded: a PIL image, an array, for sounds a dict with `array` and `sampling_rate`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import numpy as np
 
 
 class MediaError(Exception):
-    """An image, a sound or a video cannot be read; says which and why."""
+    """An image, a sound or a video cannot be read."""
 
 
 def open_value(value: Any, root: Path) -> io.BytesIO | str:
-    """A stream of the bytes of a media value, or the path of its file."""
+    """A media value as a stream of bytes, or the path of its file."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes | bytearray):
@@ -30,7 +29,7 @@ def open_value(value: Any, root: Path) -> io.BytesIO | str:
         try:
             return io.BytesIO(base64.b64decode(value.partition(",")[2], validate=True))
         except binascii.Error as error:
-            raise MediaError(f"a data: address that is not base64: {error}") from error
+            raise MediaError(f"a data: URL that is not base64: {error}") from error
     if isinstance(value, str | Path):
         path = Path(value).expanduser()
         path = path if path.is_absolute() else root / path
@@ -56,7 +55,7 @@ def load_image(value: Any, root: Path) -> Any:
 
 
 def load_audio(value: Any, root: Path, *, sampling_rate: int | None) -> np.ndarray:
-    """A sound, one channel, `(samples,)` float32 in [-1, 1] at `sampling_rate`; None: at its own."""
+    """A mono sound `(samples,)` float32 in [-1, 1], resampled to `sampling_rate`; None: not resampled."""
     import av
     from av.error import FFmpegError
 
@@ -88,12 +87,12 @@ def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[
     """Frames of a video.
 
     Args:
-        value: as above; an array `(frames, height, width, 3)` uint8 counts as `fps` frames a second.
-        fps: frames a second that are kept, evenly; fewer where there would be more than `max_frames`.
+        value: as above; an array `(frames, height, width, 3)` uint8 has `fps` frames per second.
+        fps: frames per second to sample, evenly; fewer if they would exceed `max_frames`.
 
     Returns:
-        `(frames, height, width, 3)` uint8, and the metadata that processors want: frames, frames a second and length of
-        the whole video, and which frames these are.
+        `(frames, height, width, 3)` uint8, and the metadata that processors need: number of frames, frames per second and
+        duration of the original video, and the indices of the sampled frames.
     """
     import av
     from av.error import FFmpegError
@@ -110,8 +109,8 @@ def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[
         raise MediaError(f"no readable video: {error}") from error
     if not frames:
         raise MediaError("a video without frames")
-    wanted = max(1, min(max_frames, round(len(frames) / rate * fps), len(frames)))
-    kept = np.linspace(0, len(frames) - 1, wanted).round().astype(int).tolist()
+    count = max(1, min(max_frames, round(len(frames) / rate * fps), len(frames)))
+    kept = np.linspace(0, len(frames) - 1, count).round().astype(int).tolist()
     return np.stack([frames[index] for index in kept]), _metadata(len(frames), rate, kept, frames[0].shape[:2])
 
 

@@ -1,6 +1,6 @@
-"""`data.media`: options that the processor takes, checked against its signature.
+"""`data.media`: options of the processor, checked against its signature.
 
-media: {min_pixels: 3136, max_pixels: 401408, fps: 1}     of every modality that has an option of that name
+media: {min_pixels: 3136, max_pixels: 401408, fps: 1}     for every modality that has an option of that name
 media: {images: {max_pixels: 401408}, videos: {max_pixels: 50176}, audios: {sampling_rate: 16000}}
 """
 
@@ -15,39 +15,41 @@ from huggingface_hub.dataclasses import validate_typed_dict
 from huggingface_hub.errors import StrictDataclassError
 
 from patchgen.runtime.data.config import DataConfig
-from patchgen.runtime.data.items import ItemReader, Items
+from patchgen.runtime.data.media_items import MediaItems, MediaReader
 from patchgen.runtime.data.problems import DataError
-from patchgen.runtime.data.processors import PARTS, SECTIONS, ProcessorAdapter
+from patchgen.runtime.data.processors import PARTS, ProcessorAdapter
 
-SET_HERE = {
-    "do_sample_frames": "data.media.fps and data.max_frames say which frames are taken",
-    "num_frames": "data.max_frames says how many frames are taken",
+FIXED_OPTIONS = {
+    "do_sample_frames": "data.media.fps and data.max_frames determine which frames are sampled",
+    "num_frames": "data.max_frames limits the number of frames",
     "video_metadata": "it is read from each video",
-    "return_metadata": "batches have no place for it",
-    "return_tensors": "batches are torch's",
-    "input_data_format": "images, frames and sounds are read to one form",
-    "device": "samples are prepared on the host",
+    "return_metadata": "batches have no field for it",
+    "return_tensors": "batches are torch tensors",
+    "input_data_format": "images, frames and sounds are always read in one format",
+    "device": "samples are prepared on the CPU",
     "load_audio_backend": "sounds are read by PyAV",
     **dict.fromkeys(("images", "videos", "raw_speech", "audio", "audios"), "it is the data"),
 }
-"""Options with values that follow from elsewhere."""
+"""Options that cannot be set, because their values follow from other settings."""
 
 
 class MediaOptions:
     """The options of `data.media` for one processor.
 
     Raises:
-        DataError: it takes no option of such a name, or not such a value.
+        DataError: it has no option of such a name, or of another type.
     """
 
     def __init__(self, config: DataConfig, processor: ProcessorAdapter) -> None:
         self.processor = processor
-        self.of: dict[str, dict[str, Any]] = {modality: {} for modality in processor.modalities}
-        names = {modality: processor.option_names(modality) - SET_HERE.keys() for modality in processor.modalities}
+        self.options_of: dict[str, dict[str, Any]] = {modality: {} for modality in processor.modalities}
+        names = {
+            modality: processor.option_names(modality) - FIXED_OPTIONS.keys() for modality in processor.modalities
+        }
         for key, value in config.media.items():
             if key not in PARTS:
-                for modality in self._takers(key, names):
-                    self.of[modality].setdefault(key, value)
+                for modality in self._modalities_with(key, names):
+                    self.options_of[modality].setdefault(key, value)
                 continue
             if key not in processor.modalities or not isinstance(value, Mapping):
                 taken = ", ".join(processor.modalities)
@@ -55,23 +57,23 @@ class MediaOptions:
                     f"data.media.{key} = {value!r}: {processor.name} takes {taken}; each is a mapping of its options."
                 )
             for name, one in value.items():
-                self._takers(name, {key: names[key]}, prefix=f"{key}.")
-                self.of[key][name] = one
-        for modality, options in self.of.items():
+                self._modalities_with(name, {key: names[key]}, prefix=f"{key}.")
+                self.options_of[key][name] = one
+        for modality, options in self.options_of.items():
             self._require_types(modality, options)
-        self.fps = self.of.get("videos", {}).pop("fps", None) or config.video_fps
-        self.sampling_rate = self.of.get("audios", {}).pop("sampling_rate", None) or processor.sampling_rate
-        self.reader = ItemReader(
+        self.fps = self.options_of.get("videos", {}).pop("fps", None) or config.video_fps
+        self.sampling_rate = self.options_of.get("audios", {}).pop("sampling_rate", None) or processor.sampling_rate
+        self.reader = MediaReader(
             processor, fps=self.fps, max_frames=config.max_frames, sampling_rate=self.sampling_rate
         )
 
-    def _takers(self, key: str, names: Mapping[str, frozenset[str]], prefix: str = "") -> list[str]:
-        """The modalities that have the option."""
+    def _modalities_with(self, key: str, names: Mapping[str, frozenset[str]], prefix: str = "") -> list[str]:
+        """The modalities that have the option `key`."""
         takers = [modality for modality, known in names.items() if key in known]
         if takers:
             return takers
-        if key in SET_HERE:
-            raise DataError(f"data.media.{prefix}{key} cannot be set: {SET_HERE[key]}.")
+        if key in FIXED_OPTIONS:
+            raise DataError(f"data.media.{prefix}{key} cannot be set: {FIXED_OPTIONS[key]}.")
         known = sorted(set().union(*names.values()) | (PARTS.keys() if not prefix else set()))
         near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
         found = f"Near: {', '.join(near)}" if near else f"There are: {', '.join(known)}"
@@ -81,9 +83,7 @@ class MediaOptions:
         )
 
     def _require_types(self, modality: str, options: dict[str, Any]) -> None:
-        typed = getattr(self.processor.part(modality), "valid_kwargs", None)
-        whole = getattr(getattr(self.processor.processor, "valid_processor_kwargs", None), "__annotations__", {})
-        typed = typed or whole.get(SECTIONS[modality])
+        typed = next(iter(self.processor.option_types(modality)), None)
         if typed is None or not options:
             return
         try:
@@ -93,38 +93,38 @@ class MediaOptions:
                 f"data.media = {options!r} for {modality}: {' '.join(str(error.__cause__ or error).split())}"
             ) from error
 
-    def for_call(self, items: Items) -> dict[str, Any]:
+    def for_call(self, items: MediaItems) -> dict[str, Any]:
         """The keyword arguments of the processor's call for a sample with these items."""
         options: dict[str, Any] = {"text_kwargs": {"return_offsets_mapping": True, "add_special_tokens": False}}
-        if items.images and self.of["images"]:
-            options["images_kwargs"] = dict(self.of["images"])
+        if items.images and self.options_of["images"]:
+            options["images_kwargs"] = dict(self.options_of["images"])
         if items.videos:
             options["videos_kwargs"] = self._of_videos([metadata for _, metadata in items.videos])
         if items.audios:
             options["audio_kwargs"] = self._of_audios()
-        if any(video is not None for video in items.of_videos):
-            options |= {"load_audio_from_video": True, "audio_from_video_indices": items.of_videos}
+        if any(video is not None for video in items.video_of_audio):
+            options |= {"load_audio_from_video": True, "audio_from_video_indices": items.video_of_audio}
         return options
 
     def _of_videos(self, metadata: list[dict[str, Any]]) -> dict[str, Any]:
-        # A clip that is one or three pixels high would be taken for one with its channels in front.
-        given = {"video_metadata": metadata, "do_sample_frames": False, "fps": self.fps}
-        return {**given, "input_data_format": "channels_last", **self.of["videos"]}
+        # Without the format, a clip that is one or three pixels high would be read as channels first.
+        fixed = {"video_metadata": metadata, "do_sample_frames": False, "fps": self.fps}
+        return {**fixed, "input_data_format": "channels_last", **self.options_of["videos"]}
 
     def _of_audios(self) -> dict[str, Any]:
-        return {"sampling_rate": self.sampling_rate, **self.of["audios"]}
+        return {"sampling_rate": self.sampling_rate, **self.options_of["audios"]}
 
     def require_accepted(self) -> None:
         """Tries the options on an image, a clip and a sound.
 
         Raises:
-            DataError: the processor refuses them, in its own words.
+            DataError: the processor refuses them, with its message.
         """
         picture = np.linspace(0, 255, 224 * 224 * 3).astype(np.uint8).reshape(224, 224, 3)
         silence = np.zeros(() if self.sampling_rate is None else self.sampling_rate, dtype=np.float32)
         metadata = {"total_num_frames": 8, "fps": self.fps, "duration": 8 / self.fps, "frames_indices": [*range(8)]}
         trials = {
-            "images": lambda part: part(images=[picture], return_tensors="pt", **self.of["images"]),
+            "images": lambda part: part(images=[picture], return_tensors="pt", **self.options_of["images"]),
             "videos": lambda part: part(
                 videos=[np.stack([picture] * 8)], return_tensors="pt", **self._of_videos([metadata])
             ),
@@ -132,10 +132,12 @@ class MediaOptions:
         }
         for modality in self.processor.modalities:
             try:
-                trials[modality](self.processor.part(modality))
-            except Exception as error:  # it is upstream's code: what it raises is not known
-                given = self.of[modality] | ({"sampling_rate": self.sampling_rate} if modality == "audios" else {})
+                trials[modality](self.processor.sub_processor(modality))
+            except Exception as error:  # upstream's code may raise anything
+                options = self.options_of[modality] | (
+                    {"sampling_rate": self.sampling_rate} if modality == "audios" else {}
+                )
                 raise DataError(
-                    f"data.media = {given!r} for {modality}: {type(self.processor.part(modality)).__name__} refuses it: "
+                    f"data.media = {options!r} for {modality}: {type(self.processor.sub_processor(modality)).__name__} refuses it: "
                     f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 ) from error

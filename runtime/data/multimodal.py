@@ -1,9 +1,9 @@
-"""Conversations with images, videos and sounds to samples, by the model's own processor and position function.
+"""Prepares conversations with images, videos and sounds, with the model's own processor and position function.
 
-Messages have the content of transformers' chat templates: text, or a list of parts `{"type": "text", "text": ...}`,
-`{"type": "image"}`, `{"type": "video"}`, `{"type": "audio"}`. A part brings its item (`{"type": "image", "image": PATH}`)
-or takes the next one of the record's list of images, videos or sounds. A video that brings its sound says so, each for
-itself: `{"type": "video", "video": PATH, "audio": true}`, or with the sound in the place of `true`.
+The content of messages is that of transformers' chat templates: text, or a list of parts `{"type": "text", "text": ...}`,
+`{"type": "image"}`, `{"type": "video"}`, `{"type": "audio"}`. A part contains its item (`{"type": "image", "image": PATH}`)
+or takes the next one of the record's list of images, videos or sounds. The sound of a video is used if the part says so:
+`{"type": "video", "video": PATH, "audio": true}`, or with another sound instead of `true`.
 """
 
 from __future__ import annotations
@@ -17,45 +17,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchgen.runtime.data import placement
-from patchgen.runtime.data.chat import learned_turns, rendered
+from patchgen.runtime.data import token_alignment
+from patchgen.runtime.data.chat import learned_turns, render_with_spans
 from patchgen.runtime.data.config import DataConfig, SourceConfig
-from patchgen.runtime.data.items import Items
 from patchgen.runtime.data.literals import Literals
+from patchgen.runtime.data.media_items import MediaItems
 from patchgen.runtime.data.media_options import MediaOptions
 from patchgen.runtime.data.prepare import Prepared
 from patchgen.runtime.data.problems import (
     BadSample,
     DataError,
     Outcome,
+    as_bad_sample,
     long_reason,
-    refusals_of,
-    refuse_long,
-    too_long,
+    too_long_error,
+    too_long_reason,
 )
 from patchgen.runtime.data.processors import ProcessorAdapter
 from patchgen.runtime.data.records import Record
-from patchgen.runtime.data.roles import named, role_spans
-from patchgen.runtime.data.transform import Inputs, mappers_of
+from patchgen.runtime.data.roles import role_spans, roles_of_tokens
+from patchgen.runtime.data.transform import ModelInputs, mappers_of
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.parallel.batch_fields import RULES, rule_of
 from patchgen.runtime.verify.media import INPUTS, OTHER_INPUTS
 
-NOT_FIELDS = ("attention_mask", "offset_mapping", "text_replacement_offsets", "video_metadata", "num_audio_tokens")
+DROPPED_OUTPUTS = (
+    "attention_mask",
+    "offset_mapping",
+    "text_replacement_offsets",
+    "video_metadata",
+    "num_audio_tokens",
+)
 
 
 class PrepareMultimodal:
     """One sample per record.
 
     Args:
-        config: limits, and the sources with the names of their fields.
         processor: of transformers, with a chat template.
         position_function: called with those of `input_ids` `(1, n)`, `attention_mask` `(1, n)`, the processor's fields,
-            `audio_seqlens` and `second_per_grids` that it names; gives positions `(3, 1, n)` or `(3, n)`, alone or first
-            in a tuple. None: positions are 0, 1, 2 ...
+            `audio_seqlens` and `second_per_grids` that it has parameters for; returns positions `(3, 1, n)` or `(3, n)`,
+            alone or first in a tuple. None: positions are 0, 1, 2 ...
 
     Raises:
-        DataError: there is no processor or no chat template, or the processor has no such option as `config.media` names.
+        DataError: no processor, no chat template, or no such option as in `config.media`.
     """
 
     def __init__(self, config: DataConfig, processor: Any, position_function: Callable[..., Any] | None) -> None:
@@ -78,21 +83,21 @@ class PrepareMultimodal:
 
     def __call__(self, source: int, record: Record) -> Prepared:
         try:
-            made = self.mappers[source](record.where, record.fields())
-            if isinstance(made, Inputs):
-                return self._given(record.where, made.fields)
-            return self._prepare(self.config.sources[source], record.where, made)
+            mapped = self.mappers[source](record.where, record.fields())
+            if isinstance(mapped, ModelInputs):
+                return self._prepare_inputs(record.where, mapped.fields)
+            return self._prepare(self.config.sources[source], record.where, mapped)
         except BadSample as error:
             return Prepared(problem=("bad", error.where, error.reason))
 
     def _prepare(self, source: SourceConfig, where: str, fields: dict[str, Any]) -> Prepared:
         learned = learned_turns(where, fields["messages"], self.config.learn)
         messages, items = self.options.reader(where, source, fields, fields["messages"])
-        self._require_apart(where, items.modalities)
-        text, spans = rendered(
+        self._require_separable(where, items.modalities)
+        text, spans = render_with_spans(
             where,
-            self.literals.marked(messages),
-            self.literals.marked(fields.get("tools") or None),
+            self.literals.mark(messages),
+            self.literals.mark(fields.get("tools") or None),
             template=self.template,
             tokenizer=self.processor.tokenizer,
             learned=learned,
@@ -100,39 +105,39 @@ class PrepareMultimodal:
         if not spans:
             raise BadSample(where, "no assistant turn to learn from")
         sample, is_media = self._process(where, text, spans, items)
-        return replace(self._fit(where, sample, is_media), modalities=items.modalities)
+        return replace(self._apply_limit(where, sample, is_media), modalities=items.modalities)
 
     def roles(self, source: int, where: str, fields: dict[str, Any]) -> tuple[np.ndarray, list[str]]:
-        """The ids `(n,)` of a sample, and whose words each is; `fields` as the source's mapper makes them.
+        """The ids `(n,)` of a sample, and the role of each; `fields` are those of the source's mapper.
 
         Raises:
-            BadSample: it is none.
+            BadSample: it cannot be used.
         """
         messages, items = self.options.reader(where, self.config.sources[source], fields, fields["messages"])
         text, spans = role_spans(
-            self.literals.marked(messages),
-            self.literals.marked(fields.get("tools") or None),
+            self.literals.mark(messages),
+            self.literals.mark(fields.get("tools") or None),
             template=self.template,
             tokenizer=self.processor.tokenizer,
         )
         ids = self._process(where, text, [], items)[0]["input_ids"].numpy()
-        within = lambda own: (self._process(where, text, own, items)[0]["labels"] != IGNORED).numpy()  # noqa: E731
-        return ids, named(len(ids), spans, within)
+        within = lambda role: (self._process(where, text, role, items)[0]["labels"] != IGNORED).numpy()  # noqa: E731
+        return ids, roles_of_tokens(len(ids), spans, within)
 
-    def _given(self, where: str, sample: dict[str, Tensor]) -> Prepared:
-        """A sample that a transform made: only its positions are left to find."""
-        names = {name: kind for kind, own in INPUTS.items() for name in (own, *OTHER_INPUTS.get(kind, ()))}
+    def _prepare_inputs(self, where: str, sample: dict[str, Tensor]) -> Prepared:
+        """A sample that a transform returned as model inputs: only its positions may be missing."""
+        names = {name: kind for kind, main in INPUTS.items() for name in (main, *OTHER_INPUTS.get(kind, ()))}
         modalities = frozenset(names[name] for name in sample if name in names)
-        self._require_apart(where, modalities)
+        self._require_separable(where, modalities)
         if "position_ids" not in sample:
             found = {name: value[None] if RULES[name].pack_dim == -1 else value for name, value in sample.items()}
             sample = {**sample, "position_ids": self._positions(where, found)}
-        # Which of its tokens stand for an item is not known: one with items is not cut.
+        # Which tokens stand for media is unknown, so a sample with media is not truncated.
         is_media = torch.full(sample["input_ids"].shape, bool(modalities))
-        return replace(self._fit(where, sample, is_media), modalities=modalities)
+        return replace(self._apply_limit(where, sample, is_media), modalities=modalities)
 
-    def _require_apart(self, where: str, modalities: frozenset[str]) -> None:
-        """Refuses a sample that no row may hold.
+    def _require_separable(self, where: str, modalities: frozenset[str]) -> None:
+        """Refuses a sample with modalities that must not share a row.
 
         Raises:
             BadSample: with the modalities.
@@ -141,17 +146,17 @@ class PrepareMultimodal:
             if modalities.issuperset(pair):
                 raise BadSample(
                     where,
-                    f"{' and '.join(pair)} in one sample, which the model cannot tell apart (separate_modalities)",
+                    f"{' and '.join(pair)} in one sample, which the model cannot distinguish (separate_modalities)",
                 )
 
     # -------------------------------------------------------------------------------------------- text and labels
 
     def _process(
-        self, where: str, text: str, spans: Sequence[tuple[int, int]], items: Items
+        self, where: str, text: str, spans: Sequence[tuple[int, int]], items: MediaItems
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The sample, and which of its tokens `(n,)` stand for an item."""
-        plain = self.literals.unmarked(where, text, spans)
-        with refusals_of(self.processor.name, where):
+        """The sample, and which of its tokens `(n,)` stand for media."""
+        plain = self.literals.unmark(where, text, spans)
+        with as_bad_sample(self.processor.name, where):
             found = self.processor(
                 plain.text,
                 images=items.images,
@@ -162,14 +167,16 @@ class PrepareMultimodal:
             )
         ids = found["input_ids"][0].numpy()
         self._require_placeholders(where, plain.text, found)
-        places = placement.reported(where, found)
-        if places is None:
+        alignment = token_alignment.alignment_of_processor(where, found)
+        if alignment is None:
             needed = [*plain.spans, *(span for span, _ in plain.literals)]
-            places = placement.matched(where, ids.tolist(), plain.text, self.processor.tokenizer, needed)
-        learned, is_media = places.within(plain.spans), places.is_media
+            alignment = token_alignment.alignment_by_matching(
+                where, ids.tolist(), plain.text, self.processor.tokenizer, needed
+            )
+        learned, is_media = alignment.overlapping(plain.spans), alignment.is_media
         if plain.literals:
-            spans_now = [(places.expanded(span), token) for span, token in plain.literals]
-            ids, repeats = self.literals.put_back(where, ids, places.offsets, spans_now)
+            spans_now = [(alignment.expanded(span), token) for span, token in plain.literals]
+            ids, repeats = self.literals.restore_literals(where, ids, alignment.offsets, spans_now)
             learned, is_media = np.repeat(learned, repeats), np.repeat(is_media, repeats)
             for name in found.keys() & {name for name, rule in RULES.items() if rule.pack_dim == -1}:
                 found[name] = found[name].repeat_interleave(torch.from_numpy(repeats), dim=-1)
@@ -180,84 +187,92 @@ class PrepareMultimodal:
         return sample, torch.from_numpy(is_media)
 
     def _require_placeholders(self, where: str, text: str, found: dict[str, Any]) -> None:
-        """Refuses a sample whose items stand for tokens that the tokenizer does not have.
+        """Refuses a sample with placeholders that the tokenizer does not have.
 
         Raises:
             BadSample: with the token.
         """
-        replaced = [place["replacement"] for places in found.get("text_replacement_offsets") or () for place in places]
+        replaced = [
+            place["replacement"] for alignment in found.get("text_replacement_offsets") or () for place in alignment
+        ]
         for token in self.missing:
             if any(token in one for one in replaced or [text]):
                 raise BadSample(
                     where,
-                    f"{self.processor.name} puts {token!r} where an item stands, and the tokenizer has no such token: take the "
-                    "tokenizer that belongs to the processor, or add the token to it",
+                    f"{self.processor.name} uses the placeholder {token!r}, and the tokenizer has no such token. To fix: use the "
+                    "tokenizer of the processor, or add the token to it",
                 )
 
     def _fields(self, where: str, found: dict[str, Any]) -> dict[str, Tensor]:
-        """What the processor made for the model: tokens `(n,)`, media as they are.
+        """The processor's outputs for the model: per-token fields as `(n,)`, media unchanged.
 
         Raises:
-            BadSample: it made a field that is not a tensor: items that do not go together, say.
-            DataError: no rule says how a field is packed and sliced.
+            BadSample: a field is not a tensor, for example of images with different sizes.
+            DataError: there is no rule for packing and slicing a field.
         """
         sample = {}
         for name, value in found.items():
-            if name in NOT_FIELDS:
+            if name in DROPPED_OUTPUTS:
                 continue
-            wanted = list if name in RULES and RULES[name].listed else Tensor
-            if name in RULES and not isinstance(value, wanted):
-                kind = "list" if wanted is list else "tensor"
+            expected = list if name in RULES and RULES[name].listed else Tensor
+            if name in RULES and not isinstance(value, expected):
+                kind = "list" if expected is list else "tensor"
                 raise BadSample(
-                    where, f"{self.processor.name} made {name} a {type(value).__name__}, expected a {kind}"
+                    where, f"{self.processor.name} returned {name} as a {type(value).__name__}, expected a {kind}"
                 )
-            if not isinstance(value, wanted):
+            if not isinstance(value, expected):
                 continue
             try:
                 rule = rule_of(name)
             except KeyError as error:
-                raise DataError(f"{where}: {self.processor.name} makes the field {name!r}. {error.args[0]}") from error
+                raise DataError(
+                    f"{where}: {self.processor.name} returns the field {name!r}. {error.args[0]}"
+                ) from error
             sample[name] = value[0] if rule.pack_dim == -1 else value
         return sample
 
     def _positions(self, where: str, found: dict[str, Any]) -> Tensor:
-        """`(n,)`; with a position function `(4, n)`: the text's, then time, height and width."""
+        """`(n,)`; with a position function `(4, n)`: text, time, height and width."""
         ids = found["input_ids"]
         text = torch.arange(ids.shape[1])
         if self.position_function is None:
             return text
-        known = {**found, "attention_mask": torch.ones_like(ids)}
+        available = {**found, "attention_mask": torch.ones_like(ids)}
         if "feature_attention_mask" in found:
-            known["audio_seqlens"] = found["feature_attention_mask"].sum(-1)
+            available["audio_seqlens"] = found["feature_attention_mask"].sum(-1)
         if "video_second_per_grid" in found:
-            known["second_per_grids"] = found["video_second_per_grid"]
-        wanted = inspect.signature(self.position_function).parameters
-        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in wanted.values()):
-            known = {name: value for name, value in known.items() if name in wanted}
-        with refusals_of("the model's position function", where):
-            positions = self.position_function(**known)
+            available["second_per_grids"] = found["video_second_per_grid"]
+        parameters = inspect.signature(self.position_function).parameters
+        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+            available = {name: value for name, value in available.items() if name in parameters}
+        with as_bad_sample("the model's position function", where):
+            positions = self.position_function(**available)
         if isinstance(positions, dict):
             positions = positions["position_ids"]
         if isinstance(positions, tuple):
             positions = positions[0]
-        # In their own dtype: seconds between frames may make positions that are not whole numbers.
+        # In their own dtype: positions may be fractional, by the seconds between frames.
         return torch.cat([text[None].to(positions.dtype), positions.reshape(3, -1)])
 
     # ------------------------------------------------------------------------------------------------- length
 
-    def _fit(self, where: str, sample: dict[str, Tensor], is_media: Tensor) -> Prepared:
+    def _apply_limit(self, where: str, sample: dict[str, Tensor], is_media: Tensor) -> Prepared:
         length, limit = sample["input_ids"].shape[0], self.config.longest
         if length <= limit:
             return Prepared([sample])
         if self.config.on_long == "error":
-            raise refuse_long(where, length, limit)
+            raise too_long_error(where, length, limit)
         if self.config.on_long == "truncate" and not is_media[limit:].any():
             tokens = {name for name in sample if rule_of(name).pack_dim == -1}
             cut = {name: value[..., :limit] if name in tokens else value for name, value in sample.items()}
             outcome: Outcome = "truncated" if bool((cut["labels"][1:] != IGNORED).any()) else "skipped"
             problem = (outcome, where, long_reason(length, limit, cut=True, outcome=outcome))
             return Prepared([cut] if outcome == "truncated" else [], problem)
-        reason = too_long(length, limit)
+        reason = too_long_reason(length, limit)
         return Prepared(
-            problem=("skipped", where, reason if self.config.on_long == "skip" else f"{reason}, media among them")
+            problem=(
+                "skipped",
+                where,
+                reason if self.config.on_long == "skip" else f"{reason}, with media among those beyond",
+            )
         )

@@ -1,9 +1,9 @@
-"""The order in which samples come: shuffled within each source, the sources mixed by weight.
+"""The order of samples: shuffled within each source, the sources mixed by weight.
 
-Sample k of a source with weight w comes at time (k + 1/2) / w, so that after any number of samples each source has had
-its share to within one sample. An epoch ends when every source was gone through once. Sources without weights weigh as
-much as they hold, which gives each of their samples once; with weights, a source that is through before the others
-starts again in another order.
+Sample k of a source with weight w comes at time (k + 1/2) / w, so that after any number of samples each source has
+contributed its share to within one sample. An epoch ends when every source was read once. Without weights, sources are
+weighted by size, so each sample comes once; with weights, a source that ends before the others starts again in another
+order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class MixedOrder:
 
     Args:
         sizes: samples of each source, all above 0.
-        weights: of each source, or None: by size.
-        seed: None leaves the samples of each source in their order.
+        weights: by source; None: proportional to size.
+        seed: None keeps the order of each source.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, *, seed: int | None, epoch: int) -> None:
@@ -31,19 +31,16 @@ class MixedOrder:
         self.seed = seed
         self.epoch = epoch
         end = max(size / weight for size, weight in zip(self.sizes, self.weights, strict=True))
-        # Samples of each source in the epoch: those whose time lies before its end.
+        # Samples of each source in the epoch: those whose time is before its end.
         self.totals = [
             size if weights is None else max(size, int(np.ceil(end * weight - 0.5)))
             for size, weight in zip(self.sizes, self.weights, strict=True)
         ]
 
-    def __len__(self) -> int:
-        return sum(self.totals)
-
     def after(self, counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """What follows when `counts` samples of each source have come: `(source, k, number within the source)`.
+        """The samples after the first `counts` of each source: `(source, k, index in the source)`.
 
-        k counts the samples of the source through the epoch.
+        k counts the samples of the source in the epoch.
         """
         counts = list(counts)
         while any(count < total for count, total in zip(counts, self.totals, strict=True)):
@@ -53,7 +50,7 @@ class MixedOrder:
             times = np.concatenate([(k + 0.5) / weight for k, weight in zip(ks, self.weights, strict=True)])
             sources = np.repeat(np.arange(len(ks)), [len(k) for k in ks])
             numbers = np.concatenate([self.samples(source, k) for source, k in enumerate(ks)])
-            # Only the first BLOCK of the candidates are certain: a source beyond its candidates might come earlier.
+            # Only the first BLOCK candidates are certain: the next sample of a source could precede the others.
             first = np.argsort(times, kind="stable")[:BLOCK]
             taken = np.bincount(sources[first], minlength=len(ks)).tolist()
             counts = [count + more for count, more in zip(counts, taken, strict=True)]
@@ -62,7 +59,7 @@ class MixedOrder:
             )
 
     def samples(self, source: int, k: np.ndarray) -> np.ndarray:
-        """The numbers within their source of what comes there as k-th, for ascending `k` `(n,)`."""
+        """The indices in the source of its k-th samples, for ascending `k` `(n,)`."""
         size = self.sizes[source]
         if self.seed is None:
             return k % size
@@ -75,5 +72,5 @@ class MixedOrder:
 
 @lru_cache(maxsize=8)
 def permutation(size: int, seed: int, epoch: int, source: int, lap: int) -> np.ndarray:
-    kind = np.uint32 if size < 2**32 else np.uint64
-    return np.random.default_rng([seed, epoch, source, lap]).permutation(np.arange(size, dtype=kind))
+    dtype = np.uint32 if size < 2**32 else np.uint64
+    return np.random.default_rng([seed, epoch, source, lap]).permutation(np.arange(size, dtype=dtype))

@@ -1,13 +1,13 @@
 """Which samples share a batch.
 
-Samples wait in a pool. Every batch begins with the sample that has waited longest, so none waits for ever, and is filled
-up with the longest waiting sample that still fits, again and again, until none does: long samples go first, short ones
-close the gaps. With a pool of many batches hardly a token of the budget stays empty (`benchmarks/bench_data.py`).
+Samples wait in a pool. Every batch begins with the oldest sample, so none waits forever, and is filled repeatedly with
+the longest sample that still fits: long samples go first, short ones fill the gaps. With a pool of many batches there is
+hardly any padding (`benchmarks/bench_data.py`).
 
     budget 10, waiting (oldest first)  4 7 3 2 9 1      ->  4 3 2 1   then 7   then 9
     in order (packing off)             4 7 3 2 9 1      ->  4   then 7 3   then 2   then 9 1
 
-Samples of modalities that a model cannot tell apart in one row never share one.
+Samples with modalities that the model cannot distinguish in one row are not packed together.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Pool(Generic[Key]):
     Args:
         budget: the most tokens of a batch.
         best_fit: as above; False: batches are filled in order of arrival.
-        apart: pairs of modalities of which no batch holds both.
+        separate: pairs of modalities that no batch combines.
     """
 
-    def __init__(self, budget: int, *, best_fit: bool = True, apart: Collection[tuple[str, str]] = ()) -> None:
+    def __init__(self, budget: int, *, best_fit: bool = True, separate: Collection[tuple[str, str]] = ()) -> None:
         self.budget = budget
         self.best_fit = best_fit
-        self._apart = [frozenset(pair) for pair in apart]
-        self._modalities: dict[Key, frozenset[str]] = {}  # of those that hold any
+        self._separate = [frozenset(pair) for pair in separate]
+        self._modalities: dict[Key, frozenset[str]] = {}  # of samples with media
         self.tokens = 0
         self._waiting: dict[Key, tuple[int, int]] = {}  # key -> (length, -arrival), oldest first
         self._by_length: list[tuple[int, int, Key]] = []
@@ -42,7 +42,7 @@ class Pool(Generic[Key]):
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Key]:
-        """The keys that wait, oldest first."""
+        """The waiting keys, oldest first."""
         return iter(self._waiting)
 
     def clear(self) -> None:
@@ -52,9 +52,9 @@ class Pool(Generic[Key]):
         self.tokens = 0
 
     def add(self, key: Key, length: int, modalities: frozenset[str] = frozenset()) -> None:
-        """Raises ValueError for a length that no batch holds or a key that waits already."""
+        """Raises ValueError for a length outside of the budget or a key that is already waiting."""
         if not 0 < length <= self.budget:
-            raise ValueError(f"Sample {key} has {length} tokens; a batch holds 1 to {self.budget}.")
+            raise ValueError(f"Sample {key} has {length} tokens; expected 1 to {self.budget}.")
         if key in self._waiting:
             raise ValueError(f"Sample {key} is in the pool already.")
         self._waiting[key] = (length, -self._arrivals)
@@ -68,28 +68,28 @@ class Pool(Generic[Key]):
     def take(self) -> list[Key]:
         """Removes the samples of the next batch from the pool; the pool must not be empty."""
         batch = [next(iter(self._waiting))]
-        held = set(self._modalities.get(batch[0], ()))
+        modalities = set(self._modalities.get(batch[0], ()))
         room = self.budget - self._remove(batch[0])
-        while (key := self._next(room, held)) is not None:
-            held |= self._modalities.get(key, frozenset())
+        while (key := self._next(room, modalities)) is not None:
+            modalities |= self._modalities.get(key, frozenset())
             room -= self._remove(key)
             batch.append(key)
         return batch
 
-    def _next(self, room: int, held: set[str]) -> Key | None:
-        """The sample that a batch with so much room, which holds these modalities, takes next."""
+    def _next(self, room: int, modalities: set[str]) -> Key | None:
+        """The next sample for a batch with `room` tokens left and these modalities; None if none fits."""
         if not self.best_fit:
             key = next(iter(self._waiting), None)
-            fits = key is not None and self._waiting[key][0] <= room and self._goes_with(key, held)
+            fits = key is not None and self._waiting[key][0] <= room and self._is_compatible(key, modalities)
             return key if fits else None
         position = bisect_left(self._by_length, (room + 1,)) - 1
-        while position >= 0 and not self._goes_with(self._by_length[position][2], held):
+        while position >= 0 and not self._is_compatible(self._by_length[position][2], modalities):
             position -= 1
         return self._by_length[position][2] if position >= 0 else None
 
-    def _goes_with(self, key: Key, held: set[str]) -> bool:
-        together = held | self._modalities.get(key, frozenset())
-        return not any(pair <= together for pair in self._apart)
+    def _is_compatible(self, key: Key, modalities: set[str]) -> bool:
+        combined = modalities | self._modalities.get(key, frozenset())
+        return not any(pair <= combined for pair in self._separate)
 
     def _remove(self, key: Key) -> int:
         length, arrival = self._waiting.pop(key)

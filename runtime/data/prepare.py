@@ -1,4 +1,4 @@
-"""From a record to samples that fit into a batch, in the data workers."""
+"""Turns a record into samples that fit into a batch, in the data workers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
-from patchgen.runtime.data.loader import pair
-from patchgen.runtime.data.problems import BadSample, Outcome, long_reason, refuse_long
+from patchgen.runtime.data.loader import join_pair
+from patchgen.runtime.data.problems import BadSample, Outcome, long_reason, too_long_error
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.text import Encoder, Tokens
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The samples of a record, each as `loader.make_batch` takes them, and what is to be counted: `(outcome, where, reason)`.
+    """The samples of a record for `loader.make_batch`, and a problem to count: `(outcome, where, reason)`.
 
-    `modalities` are those of image, video and audio that each of the samples holds.
+    `modalities`: which of image, video and audio the samples have.
     """
 
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Prepare(Protocol):
     """Picklable: runs in worker processes."""
 
     def __call__(self, source: int, record: Record) -> Prepared:
-        """Raises DataError for a sample that is too long where that is refused."""
+        """Raises DataError for a sample that is too long if `on_long` is error."""
         ...
 
 
@@ -40,8 +40,8 @@ class PrepareText:
     """Text and conversations.
 
     Args:
-        encoders: of each source.
-        limit: the most tokens of a sample.
+        encoders: by source.
+        limit: the most tokens of a document.
     """
 
     def __init__(self, encoders: Sequence[Encoder], *, limit: int, on_long: OnLong) -> None:
@@ -59,9 +59,9 @@ class PrepareText:
         if self.on_long == "split":
             return Prepared([_piece(found, start, start + self.limit) for start in range(0, length, self.limit)])
         if self.on_long == "error":
-            raise refuse_long(record.where, length, self.limit)
+            raise too_long_error(record.where, length, self.limit)
         cut = self.on_long == "truncate"
-        outcome: Outcome = "truncated" if cut and _learns(found, self.limit) else "skipped"
+        outcome: Outcome = "truncated" if cut and _has_loss(found, self.limit) else "skipped"
         problem = (outcome, record.where, long_reason(length, self.limit, cut=cut, outcome=outcome))
         return Prepared([_sample(found, self.limit)] if outcome == "truncated" else [], problem)
 
@@ -74,22 +74,22 @@ class PrepareText:
 
 
 def _halves(tokens: Tokens) -> list[Tokens]:
-    """The documents of a sample: itself, or the two of a pair."""
+    """The documents of a sample: one, or the two of a pair."""
     if tokens.split is None:
         return [tokens]
     cut = [slice(None, tokens.split), slice(tokens.split, None)]
     return [Tokens(tokens.ids[half], None if tokens.targets is None else tokens.targets[half]) for half in cut]
 
 
-def _learns(tokens: Tokens, limit: int) -> bool:
-    """Whether the first `limit` tokens of each document hold some that are learned."""
+def _has_loss(tokens: Tokens, limit: int) -> bool:
+    """Whether any of the first `limit` tokens of each document have a loss."""
     return all(half.targets is None or bool(half.targets[1:limit].any()) for half in _halves(tokens))
 
 
 def _sample(tokens: Tokens, limit: int) -> dict[str, Any]:
-    """The first `limit` tokens of each document, as `loader.make_batch` takes them."""
+    """The first `limit` tokens of each document, for `loader.make_batch`."""
     documents = [_piece(half, 0, limit) for half in _halves(tokens)]
-    sample = documents[0] if len(documents) == 1 else pair(*documents)
+    sample = documents[0] if len(documents) == 1 else join_pair(*documents)
     return sample if tokens.label is None else {**sample, "label": tokens.label}
 
 

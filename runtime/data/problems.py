@@ -1,4 +1,4 @@
-"""Samples that cannot be used: where each is, why, and how many there were."""
+"""Samples that cannot be used: where they are, why, and how many."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Outcome = Literal["bad", "skipped", "truncated"]
-REMEMBERED = 1000
+MAX_PLACES = 1000
 ALL_USED = "all samples used"
 
 
 class DataError(ValueError):
-    """The data cannot be used as asked; the message says which file and line, and what to do."""
+    """The data cannot be used; the message has file, line and how to fix it."""
 
 
-class RefusedElsewhere(DataError):
-    """Another rank stopped on its data, so this one stops as well."""
+class FailedOnAnotherRank(DataError):
+    """Another rank failed on its data, so this one stops."""
 
-    MESSAGE = "Another rank stopped on its data: its own message says why."
+    MESSAGE = "Another rank failed on its data; see its message."
 
     def __init__(self) -> None:
         super().__init__(self.MESSAGE)
@@ -42,7 +42,7 @@ class BadSample(Exception):
 class Counters:
     """How many samples were bad, skipped (too long) or truncated, and where the first thousand of them are.
 
-    One sample counts once per epoch that is read from a stream and once in all where it is read from a cache.
+    A sample of a stream is counted once per epoch, a cached one only once.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -54,14 +54,14 @@ class Counters:
     def add_many(self, outcome: Outcome, count: int, places: Iterable[tuple[str, str]]) -> None:
         """`count` samples, of which `places` `(where, reason)` are the first."""
         self.counts[outcome] += count
-        self.places += [(outcome, where, reason) for where, reason in places][: REMEMBERED - len(self.places)]
+        self.places += [(outcome, where, reason) for where, reason in places][: MAX_PLACES - len(self.places)]
 
     def merge(self, other: Counters) -> None:
         self.counts.update(other.counts)
-        self.places.extend(other.places[: REMEMBERED - len(self.places)])
+        self.places.extend(other.places[: MAX_PLACES - len(self.places)])
 
     def summary(self) -> str:
-        """One line for people: the counts, and the first place of each."""
+        """One line for logs: the counts, and the first place of each."""
         if not self.counts:
             return ALL_USED
         first: dict[str, str] = {}
@@ -77,53 +77,55 @@ class Counters:
         return cls(Counter(data["counts"]), [tuple(place) for place in data["places"]])
 
 
-def too_long(length: int, limit: int) -> str:
-    return f"{length} tokens, more than the {limit} that a sample may have (data.max_length, data.tokens_per_batch)"
+def too_long_reason(length: int, limit: int) -> str:
+    return f"{length} tokens, more than the limit of {limit} (data.max_length, data.tokens_per_batch)"
 
 
 def long_reason(length: int, limit: int, *, cut: bool, outcome: Outcome) -> str:
-    """Why a long sample is cut, or skipped: as configured, or because no token with a loss would be left."""
-    return too_long(length, limit) + (", and none with a loss among the first" if cut and outcome == "skipped" else "")
-
-
-def refuse_long(where: str, length: int, limit: int) -> DataError:
-    return DataError(
-        f"{where}: {too_long(length, limit)}. Set data.on_long to skip, truncate or split, or raise the limit."
+    """Why a long sample is truncated, or skipped: as configured, or because no token with a loss would remain."""
+    return too_long_reason(length, limit) + (
+        ", and none with a loss among the first" if cut and outcome == "skipped" else ""
     )
 
 
-def refuse_bad(where: str, reason: str) -> DataError:
-    return DataError(f"{where}: {reason}. Fix the sample, or set data.on_bad to skip to go on without such samples.")
+def too_long_error(where: str, length: int, limit: int) -> DataError:
+    return DataError(
+        f"{where}: {too_long_reason(length, limit)}. To fix: set data.on_long to skip, truncate or split, or raise the limit."
+    )
 
 
-NOT_OF_A_SAMPLE = (ImportError, MemoryError, NotImplementedError)
-"""Errors that every other sample would meet as well."""
+def bad_sample_error(where: str, reason: str) -> DataError:
+    return DataError(f"{where}: {reason}. To fix: change the sample, or set data.on_bad to skip.")
+
+
+ENVIRONMENT_ERRORS = (ImportError, MemoryError, NotImplementedError)
+"""Errors that do not depend on the sample."""
 
 
 @contextlib.contextmanager
-def refusals_of(who: str, where: str, what: str = "the sample") -> Iterator[None]:
-    """Errors that foreign code raises on a sample become `BadSample`.
+def as_bad_sample(who: str, where: str, what: str = "the sample") -> Iterator[None]:
+    """Converts errors of third-party code on a sample to `BadSample`.
 
     Args:
-        who: that code, for people.
+        who: that code, for the message.
         where: the sample, file and line.
-        what: it is given.
+        what: the input, for the message.
 
     Raises:
-        BadSample: `who` refuses it, in its own words.
-        DataError: it would refuse every other sample as well: a package is missing, say.
+        BadSample: `who` raised on the sample.
+        DataError: `who` would raise on every sample, for example because a package is missing.
     """
     try:
         yield
     except (BadSample, DataError):
         raise
-    except NOT_OF_A_SAMPLE as error:
+    except ENVIRONMENT_ERRORS as error:
         raise DataError(f"{where}: {who} cannot be used here: {_one_line(error)}.") from error
-    except Exception as error:  # it is somebody else's: what it raises is not known
+    except Exception as error:  # third-party code may raise anything
         raise BadSample(where, f"{who} refuses {what}: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:
-    """An error in one line."""
+    """The type and message of an error, in one line."""
     words = " ".join(str(error).split())[:300].rstrip(".")
     return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -1,11 +1,11 @@
-"""Records of several sources one after the other, mixed by weight, of which each rank takes its share.
+"""A stream of records of several sources, mixed by weight, of which each rank takes its share.
 
-Every rank walks through the same records, which are numbered through all epochs, and takes every n-th:
+Every rank iterates over the same records, numbered across epochs, and takes every n-th:
 
     mixed     a0 b0 a1 a2 b1 a3 a4 ...      rank 0 of 2: a0 a1 b1 a4      rank 1 of 2: b0 a2 a3
 
-Sample k of a source with weight w comes at time (k + 1/2) / w. A source that ends starts again, or is
-done for this epoch, as asked; the epoch ends when each has ended once.
+Sample k of a source with weight w comes at time (k + 1/2) / w. With `repeat`, a source that ends
+starts again; the epoch ends when each source has ended once.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from patchgen.runtime.data.records import Record, Source
 
 @dataclass(frozen=True)
 class Share:
-    """The records of one rank, by their numbers: from `since` on every `count`-th, and of those before it `left`.
+    """The records of one rank, by number: from `since` on every `count`-th, and before that those of `leftover`.
 
-    Records are left where the ranks of an earlier start, of another number, came less far than others of them.
+    Records are left over if a run with another number of ranks was resumed, whose ranks had advanced differently.
     """
 
     index: int
     count: int
     since: int = 0
-    left: frozenset[int] = frozenset()
+    leftover: frozenset[int] = frozenset()
 
-    def holds(self, number: int) -> bool:
-        """Whether the record of this number is one of them."""
-        return number % self.count == self.index if number >= self.since else number in self.left
+    def includes(self, number: int) -> bool:
+        """Whether the record of this number belongs to the share."""
+        return number % self.count == self.index if number >= self.since else number in self.leftover
 
 
 @dataclass
 class Cursor:
-    """Where a source is in the epoch. `position` is the number of the next sample, or what `Source.read` gave."""
+    """The state of a source in the epoch. `position` is the index of the next sample, or one of `Source.read`."""
 
     count: int = 0
     lap: int = 0
@@ -51,12 +51,11 @@ class MixedStream:
     """The records of one rank, over all epochs.
 
     Args:
-        sources: samples, all with the same fields.
-        weights: of each source.
+        weights: by source.
         repeat: a source that ends before the others starts again.
-        shuffled: of each source, whether it is read by number, in a new order each lap; otherwise in its own order.
-        epochs: None: without end.
-        share: those of this rank.
+        shuffled: by source, whether it is read in a new random order each lap; otherwise in its own order.
+        epochs: None: endless.
+        share: of this rank.
     """
 
     def __init__(
@@ -78,17 +77,17 @@ class MixedStream:
         self._epochs = epochs
         self.share = share
         self.epoch = 0
-        self._taken = 0
+        self._num_records = 0
         self._cursors = [Cursor() for _ in sources]
         self._readers: list[Iterator[tuple[Record, Any]] | None] = [None] * len(sources)
 
     def __iter__(self) -> Iterator[tuple[int, int, Record]]:
-        """`(number of the record, number of its source, record)`, this rank's share."""
+        """`(number of the record, index of its source, record)`, this rank's share."""
         while self._epochs is None or self.epoch < self._epochs:
             while (source := self._next_source()) is not None:
-                number = self._taken
-                there, record = self._advance(source, wanted=self.share.holds(number))
-                self._taken += there
+                number = self._num_records
+                exists, record = self._advance(source, needed=self.share.includes(number))
+                self._num_records += exists
                 if record is not None:
                     yield number, source, record
             self.epoch += 1
@@ -96,7 +95,7 @@ class MixedStream:
             self._readers = [None] * len(self._sources)
 
     def _next_source(self) -> int | None:
-        """The source whose sample is due; None at the end of the epoch."""
+        """The index of the source whose sample is next; None at the end of the epoch."""
         if all(cursor.ended for cursor in self._cursors):
             return None
         due = [
@@ -106,14 +105,14 @@ class MixedStream:
         ]
         return min(due)[1]
 
-    def _advance(self, number: int, *, wanted: bool) -> tuple[bool, Record | None]:
-        """Whether the source had another record, and the record if it is wanted."""
+    def _advance(self, number: int, *, needed: bool) -> tuple[bool, Record | None]:
+        """Whether the source had another record, and that record if `needed`."""
         cursor, source = self._cursors[number], self._sources[number]
         record = None
         if self.shuffled[number]:
             k, numbered = cursor.position or 0, cast(records.Sequence, source)  # streams are not shuffled
-            there = k < len(numbered)
-            if there and wanted:
+            exists = k < len(numbered)
+            if exists and needed:
                 record = numbered[int(permutation(len(numbered), self._seed, self.epoch, number, cursor.lap)[k])]
             cursor.position = k + 1
         else:
@@ -121,23 +120,23 @@ class MixedStream:
             if reader is None:
                 reader = self._readers[number] = source.read(cursor.position)
             record, cursor.position = next(reader, (None, None))
-            there = record is not None
-        if not there:
+            exists = record is not None
+        if not exists:
             if cursor.count == 0:
                 raise DataError(f"No samples in {source.name}.")
             cursor.ended, cursor.lap, cursor.position = True, cursor.lap + 1, None
             self._readers[number] = None
             return False, None
         cursor.count += 1
-        return True, record if wanted else None
+        return True, record if needed else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the latest record; JSON types."""
+        """The position after the latest record; JSON types."""
         cursors = [[cursor.count, cursor.lap, cursor.position, cursor.ended] for cursor in self._cursors]
-        return {"epoch": self.epoch, "taken": self._taken, "cursors": cursors}
+        return {"epoch": self.epoch, "taken": self._num_records, "cursors": cursors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = state["epoch"]
-        self._taken = state["taken"]
+        self._num_records = state["taken"]
         self._cursors = [Cursor(*values) for values in state["cursors"]]
         self._readers = [None] * len(self._sources)

@@ -1,4 +1,4 @@
-"""A record: one sample as a source hands it out, not yet parsed, and the place that errors name."""
+"""A record: one sample of a source, not yet parsed, with its place for error messages."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from patchgen.runtime.data.problems import BadSample
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`value` is a line of JSON (bytes), a text file (its path) or the fields themselves (a dict)."""
+    """`value` is a line of JSON (bytes), the path of a text file, or the fields (a dict)."""
 
     where: str
     value: bytes | Path | dict[str, Any]
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the sample; text files have one, `text`. Raises BadSample for what cannot be read."""
+        """The fields of the sample; text files have one, `text`. Raises BadSample if it cannot be read."""
         try:
             if isinstance(self.value, Path):
                 return {"text": self.value.read_text(encoding="utf-8")}
             fields = self.value if isinstance(self.value, dict) else json.loads(self.value)
-            # JSON may hold half a character ("\\ud83d"), over which tokenizers fall; media are looked at later.
+            # JSON may contain lone surrogates ("\\ud83d"), on which tokenizers fail; media are checked later.
             json.dumps(fields, ensure_ascii=False, skipkeys=True, default=_no_text).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start : error.end]
@@ -37,30 +37,30 @@ class Record:
 
 
 def _no_text(value: Any) -> None:
-    """Values that JSON does not have: images, sounds, bytes, dates."""
+    """For values without JSON type: images, sounds, bytes, dates."""
 
 
 class Source(Protocol):
     """Samples in a fixed order.
 
-    A position is what `read` hands out beside each record: reading on from it gives the records that follow.
+    A position is what `read` yields with each record: reading from it yields the following records.
 
     Attributes:
-        name: what messages call it.
+        name: for messages.
     """
 
     name: str
 
     def read(self, position: Any = None) -> Iterator[tuple[Record, Any]]:
-        """The records from `position` on (None: from the first), each with the position behind it."""
+        """The records from `position` on (None: from the first), each with the position after it."""
         ...
 
     def fingerprint(self) -> Any:
-        """What changes when the samples do; JSON types."""
+        """A value of JSON types that changes when the samples do."""
 
 
 class Sequence(Source, Protocol):
-    """A source that also gives any record by its number."""
+    """A source with random access."""
 
     def __len__(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""The rows of one source to the fields of its kind, by their format (`formats.py`)."""
+"""Converts the rows of one source to the fields of its kind, by their format (`formats.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from patchgen.runtime.data.config import Kind, SourceConfig
 
 @dataclass(frozen=True)
 class Rows:
-    """What `formats.fields_of` makes of the rows of a source; picklable."""
+    """Maps the rows of a source to fields; picklable."""
 
     source: SourceConfig
     kind: Kind
@@ -21,12 +21,12 @@ class Rows:
         """The fields of a row.
 
         Raises:
-            BadSample: the row is of no format of the kind, or of several, or not of the one that the source names.
+            BadSample: the row matches no format of the kind, or several, or not the one of the source.
         """
-        row = formats.renamed(where, row, self.source.columns)
+        row = formats.rename_columns(where, row, self.source.columns)
         name = self.source.row_format
         if name == "auto":
-            name = formats.detect(where, row, self.kind)
+            name = formats.detect_row_format(where, row, self.kind)
         else:
             formats.require_format(where, row, name)
         fields = formats.fields_of(where, row, name, self.kind)
@@ -36,5 +36,5 @@ class Rows:
         return fields
 
     def fingerprint(self) -> list[Any]:
-        """Changes with what the fields depend on beside the rows."""
+        """Changes with everything that the fields depend on, except the rows."""
         return ["rows", self.kind, self.source.row_format, dict(sorted(self.source.columns.items()))]

@@ -1,4 +1,4 @@
-"""From a source's configuration to its records."""
+"""Opens the source that a configuration describes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,24 @@ READERS = {"jsonl": JsonLines, "parquet": Parquet, "text": TextFiles}
 
 
 def open_source(source: SourceConfig) -> Any:
-    """The `records.Source` that `source` describes; a `records.Sequence` unless it is a streamed dataset."""
+    """The `records.Source` of a configuration; a `records.Sequence` unless it is a streamed dataset."""
     if source.path.startswith(BUILTIN):
         return open_builtin(source.path.removeprefix(BUILTIN), source.split)
     format = source.format if source.format != "auto" else detect_format(source.path)
     if format == "datasets":
         return open_dataset(source)
-    asked = [f"{name} = {getattr(source, name)}" for name in ("split", "subset") if is_set(source, name)]
-    if asked:
+    options = {name: getattr(source, name) for name in ("split", "subset")}
+    dataset_options = [f"{name} = {value}" for name, value in options.items() if value != getattr(SourceConfig, name)]
+    if dataset_options:
         raise DataError(
-            f"{source.path} is read as {format}, whose files have no splits or subsets, and the source asks for "
-            f"{' and '.join(asked)}. Give the files of each split a path of their own, or set format to datasets."
+            f"{source.path} is read as {format} files, which have no splits or subsets, but the source has "
+            f"{' and '.join(dataset_options)}. To fix: give the path of the split's files, or set format to datasets."
         )
     return READERS[format](find_files(source.path, format))
 
 
-def is_set(source: SourceConfig, name: str) -> bool:
-    """Whether a field has another value than its default."""
-    return getattr(source, name) != SourceConfig.__dataclass_fields__[name].default
-
-
 def detect_format(path: str) -> str:
-    """By the suffix of the files; a folder written by `datasets` and a name that is no file are `datasets`."""
+    """The format by suffix; `datasets` for a folder written by `datasets`, and for a name that is not a file."""
     place = Path(path).expanduser()
     if place.is_dir():
         if any((place / mark).exists() for mark in ("dataset_info.json", "dataset_dict.json")):
@@ -45,11 +41,11 @@ def detect_format(path: str) -> str:
         if len(found) == 1:
             return found.pop()
         raise DataError(
-            f"{path} holds {' and '.join(sorted(found)) or 'no known data'} files: set the source's format to one of "
+            f"{path} holds {' and '.join(sorted(found)) or 'no known data'} files. To fix: set the source's format to one of "
             f"{', '.join(READERS)}, datasets."
         )
     if place.suffix in SUFFIXES:
         return SUFFIXES[place.suffix]
     if place.exists():
-        raise DataError(f"{path} has no known suffix ({', '.join(SUFFIXES)}): set the source's format.")
+        raise DataError(f"{path} has no known suffix ({', '.join(SUFFIXES)}). To fix: set the source's format.")
     return "datasets"

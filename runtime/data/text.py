@@ -1,10 +1,11 @@
-"""Plain text to tokens, and what all encoders share."""
+"""Encodes plain text, and what all encoders share."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,14 +17,14 @@ from patchgen.runtime.data.problems import BadSample
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sample: `ids` `(n,)` integers; `targets` `(n,)` bool, the tokens that are learned, None: all.
+    """One sample: `ids` `(n,)` integers; `targets` `(n,)` bool, whether each token has a loss, None: all have one.
 
-    Targets may be int32 instead: 0, or one more than the class that is learned in the place of the token. What is said of a
-    token stands one further, where what it predicts stands.
+    Targets may be int32 classes instead: 0 for none, or the class plus 1. Like the labels of a language model they are
+    shifted by one: the class of a token is at the next position.
 
     Attributes:
-        split: of a pair, the tokens of its first half; None: it is one document.
-        label: the number that belongs to it, where there is one.
+        split: of a pair, the number of tokens of its first document; None: not a pair.
+        label: of the sample, if it has one.
     """
 
     ids: np.ndarray
@@ -33,23 +34,41 @@ class Tokens:
 
 
 class Encoder(Protocol):
-    """Turns the fields of samples into tokens."""
+    """Encodes the fields of samples as tokens."""
 
     def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
-        """One answer per sample `(where, fields)`."""
+        """One result per sample `(where, fields)`."""
         ...
 
     def fingerprint(self) -> Any:
-        """What changes when the tokens do; JSON types."""
+        """A value of JSON types that changes when the tokens do."""
 
 
-class TextEncoder:
-    """Plain text: all tokens are learned, each document ends with the end-of-sequence token where there is one.
+class SampleEncoder(ABC):
+    """Encodes samples one at a time."""
 
-    Of a `prompt` with a `completion`, which are one text, the completion is learned, and the token that ends it.
+    def encode(self, samples: Sequence[tuple[str, dict[str, Any]]], **options: Any) -> list[Tokens | BadSample]:
+        """One result per sample `(where, fields)`; `options` of `tokens`."""
+        found: list[Tokens | BadSample] = []
+        for where, fields in samples:
+            try:
+                found.append(self.tokens(where, fields, **options))
+            except BadSample as error:
+                found.append(error)
+        return found
+
+    @abstractmethod
+    def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
+        """The tokens of one sample. Raises BadSample."""
+
+
+class TextEncoder(SampleEncoder):
+    """Plain text: all tokens have a loss, and each document ends with the end-of-sequence token, if there is one.
+
+    Of a `prompt` and its `completion`, only the completion and its end-of-sequence token have a loss.
 
     Args:
-        special_tokens: those that a text may write and mean; any other in it is text.
+        special_tokens: those that texts may contain as such; all others in texts are plain text.
     """
 
     def __init__(self, tokenizer: Any, *, append_eos: bool, special_tokens: Sequence[str] = ()) -> None:
@@ -58,70 +77,54 @@ class TextEncoder:
         self.literals = Literals(tokenizer, kept=special_tokens)
 
     def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
-        whole = iter(self._encode_texts([one for one in samples if "completion" not in one[1]]))
-        return [
-            self._completion(where, fields) if "completion" in fields else next(whole) for where, fields in samples
-        ]
+        """One result per sample; texts without special tokens are tokenized in one call."""
+        texts = [text for _, fields in samples if isinstance(text := fields.get("text"), str)]
+        plain = [text for text in texts if self.literals.mark(text) == text]
+        # `verbose` would warn about documents longer than the model's context, which packing handles.
+        ids = self.tokenizer(plain, add_special_tokens=True, verbose=False)["input_ids"] if plain else []
+        return super().encode(samples, encoded=dict(zip(plain, ids, strict=True)))
 
-    def _completion(self, where: str, fields: dict[str, Any]) -> Tokens | BadSample:
-        prompt, completion = self.literals.marked(fields["prompt"]), self.literals.marked(fields["completion"])
-        text, span = prompt + completion, (len(prompt), len(prompt) + len(completion))
-        try:
-            ids, learned = self.literals.encode(where, text, [span], add_special_tokens=True)
-        except BadSample as error:
-            return error
+    def tokens(self, where: str, fields: dict[str, Any], *, encoded: Mapping[str, list[int]] | None = None) -> Tokens:
+        if "completion" in fields:
+            return self._completion(where, fields["prompt"], fields["completion"])
+        text = required_field(where, fields, "text", str)
+        ids = (encoded or {}).get(text)
+        if ids is None:
+            ids = self.literals.encode(where, self.literals.mark(text), add_special_tokens=True)[0].tolist()
+        if not text or not ids:  # an empty text may still have a begin-of-sequence token
+            raise BadSample(where, "no tokens in the text")
+        ids = ids if self.eos and ids[-1:] == self.eos else [*ids, *self.eos]
+        return Tokens(np.array(ids, dtype=np.int64), None)
+
+    def _completion(self, where: str, prompt: str, completion: str) -> Tokens:
+        prompt, completion = self.literals.mark(prompt), self.literals.mark(completion)
+        span = (len(prompt), len(prompt) + len(completion))
+        ids, learned = self.literals.encode(where, prompt + completion, [span], add_special_tokens=True)
         if not learned.any():
-            return BadSample(where, "no tokens in the completion")
-        return Tokens(*self.ended(ids, learned, True))
+            raise BadSample(where, "no tokens in the completion")
+        return Tokens(*self.with_end_token(ids, learned, True))
 
-    def ended(self, ids: np.ndarray, targets: np.ndarray, target: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a document with the one that ends it, whose target is this."""
+    def with_end_token(self, ids: np.ndarray, targets: np.ndarray, target: int) -> tuple[np.ndarray, np.ndarray]:
+        """Appends the end-of-sequence token, with this target, unless the document already ends with it."""
         if not self.eos or ids[-1] == self.eos[0]:
             return ids, targets
         return np.append(ids, self.eos), np.append(targets, np.array([target], dtype=targets.dtype))
-
-    def _encode_texts(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
-        texts = [required(where, fields, "text", str) for where, fields in samples]
-        marked = ["" if isinstance(text, BadSample) else self.literals.marked(text) for text in texts]
-        plain = [text for text, other in zip(texts, marked, strict=True) if isinstance(text, str) and text == other]
-        # `verbose` would warn of documents longer than the model's context; packing sees to those.
-        found = iter(self.tokenizer(plain, add_special_tokens=True, verbose=False)["input_ids"] if plain else [])
-        return [
-            text
-            if isinstance(text, BadSample)
-            else self._document(where, text, next(found) if text == other else self._with_literals(where, other))
-            for (where, _), text, other in zip(samples, texts, marked, strict=True)
-        ]
-
-    def _with_literals(self, where: str, marked: str) -> list[int] | BadSample:
-        try:
-            return self.literals.encode(where, marked, add_special_tokens=True)[0].tolist()
-        except BadSample as error:
-            return error
-
-    def _document(self, where: str, text: str, ids: list[int] | BadSample) -> Tokens | BadSample:
-        if isinstance(ids, BadSample):
-            return ids
-        if not text or not ids:  # without a text there may still be a token that opens each
-            return BadSample(where, "no tokens in the text")
-        ids = ids if self.eos and ids[-1:] == self.eos else [*ids, *self.eos]
-        return Tokens(np.array(ids, dtype=np.int64), None)
 
     def fingerprint(self) -> list[Any]:
         return ["text", self.eos, self.literals.kept, tokenizer_fingerprint(self.tokenizer)]
 
 
-def required(where: str, fields: dict[str, Any], name: str, type_: type) -> Any:
-    """The field `name`, or the BadSample that says what is there instead."""
+def required_field(where: str, fields: dict[str, Any], name: str, type_: type) -> Any:
+    """The field `name`. Raises BadSample if it is missing or of another type."""
     if name not in fields:
-        return BadSample(where, f"no field {name!r}, only {', '.join(sorted(map(str, fields))) or 'none'}")
+        raise BadSample(where, f"no field {name!r}, only {', '.join(sorted(map(str, fields))) or 'none'}")
     if not isinstance(fields[name], type_):
-        return BadSample(where, f"field {name!r} is {type(fields[name]).__name__}, expected {type_.__name__}")
+        raise BadSample(where, f"field {name!r} is {type(fields[name]).__name__}, expected {type_.__name__}")
     return fields[name]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Names everything that decides which tokens a text gives."""
+    """A hash of everything that determines the tokens of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts = [
         type(tokenizer).__name__,
@@ -132,6 +135,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return digest(parts)
 
 
-def digest(meaning: Any) -> str:
-    """A short name for a value of JSON types, the same in every process."""
-    return hashlib.sha256(json.dumps(meaning, default=str, sort_keys=True).encode()).hexdigest()[:32]
+def digest(value: Any) -> str:
+    """A hash of a value of JSON types, the same in every process."""
+    return hashlib.sha256(json.dumps(value, default=str, sort_keys=True).encode()).hexdigest()[:32]

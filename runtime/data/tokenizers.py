@@ -1,4 +1,4 @@
-"""A tokenizer trained on the spot, for data that comes without one."""
+"""Trains a tokenizer, for data without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.text import digest
-from patchgen.runtime.data.transform import Inputs, mappers_of
+from patchgen.runtime.data.transform import ModelInputs, mappers_of
 
 END = "<|endoftext|>"
 PADDING = "<|padding|>"
@@ -23,21 +23,21 @@ CHAT_TEMPLATE = (
     "{{ eos_token if message['role'] == 'assistant' else '' }}{{ '\n' }}{% endfor %}"
     "{{ 'assistant: ' if add_generation_prompt else '' }}"
 )
-MOST_CHARACTERS = 4_000_000  # of the first samples of each source: enough for the merges of a small vocabulary
+MAX_CHARACTERS = 4_000_000  # from the start of each source: enough for a small vocabulary
 
 
 def train_tokenizer(config: DataConfig, *, vocab_size: int, special_tokens: tuple[str, ...] = ()) -> Any:
-    """A byte-level BPE tokenizer of the text of `config`'s sources, as a transformers tokenizer.
+    """A byte-level BPE tokenizer trained on `config`'s sources, as a transformers tokenizer.
 
-    It is the same for the same files and kept in the cache folder, so all ranks have the same one. Id 0 is padding, 1
-    the end of a text, then `special_tokens`. Of conversations it has a chat template: `role: content`, a line a message.
+    It is cached and the same for the same files, so all ranks have the same one. Id 0 is padding, 1 the end of a text,
+    then `special_tokens`. For conversations it has a chat template: `role: content`, one line per message.
     """
     from transformers import PreTrainedTokenizerFast
 
     sources = [open_source(source) for source in config.sources]
-    meaning = [vocab_size, special_tokens, MOST_CHARACTERS, [source.fingerprint() for source in sources]]
-    meaning += [mapper.fingerprint() for mapper in mappers_of(config)]
-    path = config.cache_root / f"tokenizer-{digest(meaning)}.json"
+    key_parts = [vocab_size, special_tokens, MAX_CHARACTERS, [source.fingerprint() for source in sources]]
+    key_parts += [mapper.fingerprint() for mapper in mappers_of(config)]
+    path = config.cache_root / f"tokenizer-{digest(key_parts)}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
@@ -73,13 +73,13 @@ def _texts(config: DataConfig, sources: list[Any]) -> Iterator[str]:
             try:
                 fields = mapper(record.where, record.fields())
             except BadSample:
-                continue  # counted or refused when the samples are made
-            if isinstance(fields, Inputs):
-                continue  # tokens already: of another tokenizer
+                continue  # counted or raised when samples are prepared
+            if isinstance(fields, ModelInputs):
+                continue  # already tokens, of another tokenizer
             for text in _texts_of(fields):
                 characters += len(text)
                 yield text
-            if characters > MOST_CHARACTERS:
+            if characters > MAX_CHARACTERS:
                 break
 
 

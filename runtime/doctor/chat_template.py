@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from patchgen.runtime.data.chat import rendered
-from patchgen.runtime.data.marked import OF_TEXTS
+from patchgen.runtime.data.chat import render_with_spans
 from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.task_encoders import TASK_ENCODERS
 from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
-WITHOUT = ("text", "classification", *OF_TEXTS)
+WITHOUT = ("text", "classification", *TASK_ENCODERS)
 """Kinds of data that a tokenizer without a chat template can encode."""
 QUESTION, ANSWER = "Where is the river?", "Behind the hill."
 REFUSALS = (TemplateError, TypeError, ValueError)
@@ -91,7 +91,7 @@ def find_turn(patient: Patient) -> Turn | None:
     conversation = messages(patient)
     try:
         _, prompt, text = renders(tokenizer, template, conversation)
-        _, spans = rendered("probe", conversation, None, template=template, tokenizer=tokenizer)
+        _, spans = render_with_spans("probe", conversation, None, template=template, tokenizer=tokenizer)
     except (*REFUSALS, BadSample):
         return None
     if not spans or not text.startswith(prompt):
@@ -163,7 +163,7 @@ def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
     except REFUSALS:  # reported by `_unknown_tokens`
         return
     try:
-        _, spans = rendered("probe", conversation, None, template=template, tokenizer=tokenizer)
+        _, spans = render_with_spans("probe", conversation, None, template=template, tokenizer=tokenizer)
     except BadSample as error:
         yield f"The assistant's turn cannot be searched for in it: {error.reason}."
         return

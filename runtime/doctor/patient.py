@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from patchgen.runtime.checkpoint import host_memory, load_pretrained
-from patchgen.runtime.checkpoint.in_parts import WeightsInParts
+from patchgen.runtime.checkpoint.incremental_load import IncrementalLoader
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.data.collate import collate
 from patchgen.runtime.doctor import calls, layerwise, traces
@@ -89,7 +89,7 @@ class Patient:
     def __init__(self, recipe: Recipe, *, memory: int | None = None) -> None:
         self.recipe, self.current_check, self.proof_has_run, self.memory = recipe, "", False, memory
         self.layerwise: Layerwise | None = None
-        self.weights: WeightsInParts | None = None
+        self.weights: IncrementalLoader | None = None
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.made: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
@@ -187,7 +187,7 @@ class Patient:
 
     def load_layerwise(
         self, model: PreTrainedModel, options: dict[str, Any]
-    ) -> tuple[Layerwise, WeightsInParts | None]:
+    ) -> tuple[Layerwise, IncrementalLoader | None]:
         """Gives a model on the meta device, generated or upstream's, the checkpoint's weights, layer by layer.
 
         Raises:
@@ -196,7 +196,7 @@ class Patient:
         for module in sharding.kept_in_fp32(model, self.dtype):
             module.float()
         folder = models.weights_folder(self.recipe.model)
-        parts = None if folder is None else WeightsInParts(model, folder, **options)
+        parts = None if folder is None else IncrementalLoader(model, folder, **options)
         read = parts.read if parts else lambda tensors: initialise(model, list(tensors), seed=options["seed"])
         try:
             return Layerwise(model, self.device, read, self.available_bytes), parts

@@ -85,7 +85,7 @@ def _export_in_parts(patient: Patient) -> Finding:
     """The export of a model that is larger than memory: its tensors are converted from the checkpoint's and compared."""
     if patient.weights is None:
         return not_checked("the weights are random and larger than memory: there is no checkpoint to compare with.")
-    wrong = list(patient.weights.differences_of_export())
+    wrong = list(patient.weights.export_differences())
     if wrong:
         return failed(" ".join(wrong[:3]) + (f" And {len(wrong) - 3} more." if len(wrong) > 3 else ""), ADVICE)
     return passed(

@@ -11,14 +11,14 @@ from typing import Any, get_args
 from patchgen.runtime.data import DataConfig, DataError
 from patchgen.runtime.data.config import Modality
 from patchgen.runtime.data.encoders import make_encoder
-from patchgen.runtime.data.formats import HALVES
+from patchgen.runtime.data.formats import PAIR_COLUMNS
 from patchgen.runtime.data.loader import documents_of
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.prepare import Prepare, Prepared, PrepareText
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.transform import FIRST_ROWS, Inputs, Transform, check_first_rows, mappers_of
+from patchgen.runtime.data.transform import FIRST_ROWS, ModelInputs, Transform, check_first_rows, mappers_of
 from patchgen.runtime.train.setup import DataParts
 
 TOKENS = 2048
@@ -108,7 +108,7 @@ def _samples(
     halves = documents_of(fields)
     was_cut = prepared.problem is not None and prepared.problem[0] == "truncated"
     samples = []
-    for half, name in zip(halves, HALVES.get(config.kind, ("",)), strict=True):
+    for half, name in zip(halves, PAIR_COLUMNS.get(config.kind, ("",)), strict=True):
         is_cut = was_cut and half["input_ids"].shape[-1] == min(config.longest, MAX_LENGTH)
         options = {"half": name, "label": fields.get("label"), "is_cut_in_run": is_cut and is_cut_in_run}
         samples.append(Sample(where, half, is_cut, prepared.modalities, **options))
@@ -144,7 +144,7 @@ def transform_outputs(config: DataConfig) -> Iterator[Sample]:
         for record, _ in itertools.islice(rows, FIRST_ROWS):
             with contextlib.suppress(BadSample):
                 made = mapper(record.where, record.fields())
-                if isinstance(made, Inputs):
+                if isinstance(made, ModelInputs):
                     yield Sample(record.where, made.fields)
 
 

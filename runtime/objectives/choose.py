@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
-from patchgen.runtime.data.formats import HALVES
+from patchgen.runtime.data.formats import PAIR_COLUMNS
 from patchgen.runtime.objectives.base import NextToken, Objective
 from patchgen.runtime.train.recipe import ObjectiveConfig, OptimConfig, Recipe, RecipeError
 
@@ -105,10 +105,10 @@ def require_valid(recipe: Recipe) -> None:
                 f"objective.name = {recipe.objective.name} learns from {section}.kind = {' or '.join(objective.kinds)}, not "
                 f"'{data.kind}'."
             )
-        if data is not None and objective.per == "pair" and data.kind not in HALVES:
+        if data is not None and objective.per == "pair" and data.kind not in PAIR_COLUMNS:
             raise RecipeError(
                 f"objective.name = {recipe.objective.name} is a mean over pairs (per), which need {section}.kind = "
-                f"{' or '.join(HALVES)}, not '{data.kind}'."
+                f"{' or '.join(PAIR_COLUMNS)}, not '{data.kind}'."
             )
     if objective.needs_teacher is not (recipe.teacher is not None):
         raise RecipeError(

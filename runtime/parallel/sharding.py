@@ -390,7 +390,7 @@ def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     Raises:
         ValueError: names that do not match the parameters and persistent buffers of the model.
     """
-    from patchgen.runtime.checkpoint.placement import part_of_rank
+    from patchgen.runtime.checkpoint.placement import shard_like
 
     own = model.state_dict()
     wrong = sorted(set(own) ^ set(tensors))
@@ -398,6 +398,6 @@ def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         raise ValueError(f"The tensors do not match {type(model).__name__}: {wrong[:8]} are on one side only.")
     for name, target in own.items():
         if isinstance(target, DTensor):
-            target.to_local().copy_(part_of_rank(tensors[name], target))
+            target.to_local().copy_(shard_like(tensors[name], target))
         else:
             target.copy_(tensors[name])

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from patchgen.runtime.checkpoint.load import require_fitting
+from patchgen.runtime.checkpoint.load import match_checkpoint
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
@@ -76,7 +76,7 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
 def _require_weights(recipe: Recipe, model: PreTrainedModel) -> None:
     weights = models.find_weights(recipe.model)
     if isinstance(weights, Path):
-        require_fitting(model, weights, **models.allowed_differences(recipe, model))
+        match_checkpoint(model, weights, **models.allowed_differences(recipe, model))
 
 
 @contextlib.contextmanager

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from patchgen.runtime.data import build_loader
 from patchgen.runtime.data.multimodal import PrepareMultimodal
-from patchgen.runtime.data.shown import Shown, show
+from patchgen.runtime.data.preview import Preview, make_preview
 from patchgen.runtime.train import data_check, modalities, preflight, setup
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 
-def view(recipe: Recipe, *, rows: int, evaluation: bool = False) -> Shown:
+def view(recipe: Recipe, *, rows: int, evaluation: bool = False) -> Preview:
     """The first packed rows of a run from its own loader, in the order in which ranks take them.
 
     Args:
@@ -39,4 +39,4 @@ def view(recipe: Recipe, *, rows: int, evaluation: bool = False) -> Shown:
     prepare = None
     if config.kind == "multimodal":
         prepare = PrepareMultimodal(replace(config, num_workers=0), parts.processor, parts.position_function)
-    return show(loader, config, parts.tokenizer, rows=rows, processor=parts.processor, prepare=prepare)
+    return make_preview(loader, config, parts.tokenizer, rows=rows, processor=parts.processor, prepare=prepare)

@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from patchgen.kernels.moe.adapters import LowRank
 from patchgen.runtime import expert_adapters
-from patchgen.runtime.checkpoint.load import own_box
-from patchgen.runtime.checkpoint.placement import within
-from patchgen.runtime.checkpoint.tensor_sources import whole as box
+from patchgen.runtime.checkpoint.lazy_tensors import full_region
+from patchgen.runtime.checkpoint.placement import local_region, narrow_to
 from patchgen.runtime.parallel import checkpointing, sharding, undivided
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
@@ -147,7 +146,7 @@ def _full_tensor(tensor: Tensor) -> Tensor:
     local = tensor.to_local()
     full = local.new_zeros(tensor.shape)
     if is_first_replica:
-        within(full, box(full.shape), own_box(tensor)).copy_(local)
+        narrow_to(full, full_region(full.shape), local_region(tensor)).copy_(local)
     return all_reduce(full, operation="gather an adapter")
 
 
@@ -158,15 +157,15 @@ def local_delta(module: LoraLayer) -> tuple[nn.Parameter, Tensor]:
         layer: Any = module  # every PEFT layer has get_delta_weight; their base type does not declare it
         weight = layer.get_param() if isinstance(module, ParamWrapper) else layer.get_base_layer().weight
         delta = layer.get_delta_weight(ADAPTER)
-        return weight, within(delta, box(delta.shape), own_box(weight))
+        return weight, narrow_to(delta, full_region(delta.shape), local_region(weight))
     weight = module.get_param()
     left, right, scale = module.get_delta_factors(ADAPTER)
-    experts, rows, columns = own_box(weight)
+    experts, rows, columns = local_region(weight)
     ranks = (0, left.shape[2])
     left, right = _full_tensor(left.contiguous()), _full_tensor(right.contiguous())
     left, right = (
-        within(left, box(left.shape), (experts, rows, ranks)),
-        within(right, box(right.shape), (experts, ranks, columns)),
+        narrow_to(left, full_region(left.shape), (experts, rows, ranks)),
+        narrow_to(right, full_region(right.shape), (experts, ranks, columns)),
     )
     return weight, left @ right * scale
 

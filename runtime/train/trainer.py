@@ -26,7 +26,7 @@ from torch import Tensor
 from patchgen.kernels import choices
 from patchgen.runtime import parallel
 from patchgen.runtime.data import DataConfig, DataError, Loader
-from patchgen.runtime.data.agreement import counters_of_all_ranks, together
+from patchgen.runtime.data.agreement import counters_of_all_ranks, run_on_all_ranks
 from patchgen.runtime.objectives import learning
 from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
@@ -72,7 +72,7 @@ class Trainer:
         )
         seed_rank(recipe)
         setup.require_shared(recipe.directory)
-        self.parts, self.loader, self.eval_loader = together(self.open_data)
+        self.parts, self.loader, self.eval_loader = run_on_all_ranks(self.open_data)
         if self.eval_loader is not None:
             self.eval_start = copy.deepcopy(self.eval_loader.state_dict())
         self.model = models.build_model(recipe, self.state, device)
@@ -316,7 +316,7 @@ class Trainer:
             elif dist.get_rank() == 0:
                 print(f"Nothing to export: {folder} has the model of step {self.step}.", flush=True)
         counters = self.loader.counters
-        if self.loader.reads_a_share:
+        if self.loader.is_sharded:
             counters = counters_of_all_ranks(counters, batch_index=self.state.batch_index)
         summary = Summary(
             steps=self.step,

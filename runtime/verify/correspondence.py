@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime.checkpoint.layout import assemble, disassemble
-from patchgen.runtime.checkpoint.tensor_sources import Leaf, Moved, leaf, leaves, pull, whole
+from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Leaf, full_region, leaf, leaves, plan_reads
 from patchgen.runtime.verify.comparison import Step
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Correspondence:
         problems: sentences about tensors that cannot be built.
     """
 
-    conversions: Mapping[str, Moved] = field(default_factory=dict)
+    conversions: Mapping[str, LazyTensor] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     @property
@@ -86,17 +86,16 @@ def correspondence(upstream: PreTrainedModel, generated: PreTrainedModel) -> Cor
     return Correspondence(conversions, tuple(found.problems))
 
 
-def _convert(moved: Moved, theirs: Mapping[str, Tensor | None]) -> Tensor | None:
+def _convert(moved: LazyTensor, theirs: Mapping[str, Tensor | None]) -> Tensor | None:
     existing = [one for part in leaves(moved) if (one := theirs.get(part.name)) is not None]
     if not existing:
         return None
     out = torch.zeros(moved.shape, dtype=existing[0].dtype)
-    found = pull(moved, whole(moved.shape), out)
-    for part, bounds_by_dim, target in found.reads:
+    plan = plan_reads(moved, full_region(moved.shape), out)
+    for part, bounds_by_dim, target in plan.reads:
         if (one := theirs.get(part.name)) is not None:
             target.copy_(one.detach()[tuple(slice(*bounds) for bounds in bounds_by_dim)])
         else:
             target.zero_()
-    for finish in found.finishes:
-        finish()
+    plan.finish()
     return out

@@ -102,7 +102,7 @@ def export_fails_midway(head: str, file: str, source: str, target: str, rank: in
     """The message of this rank and the seconds until it came, where one rank fails in the middle of an export.
 
     Args:
-        what: "disk": the rank's files may not grow over a limit of the system; "tensor": it cannot give its part of one.
+        what: "disk": the rank's files reach a size limit of the system; "tensor": it fails to provide its part of a tensor.
     """
     from patchgen.runtime.checkpoint import export
 
@@ -110,18 +110,18 @@ def export_fails_midway(head: str, file: str, source: str, target: str, rank: in
     sharding.shard_model(model, cases_sequence.state_of())
     load_pretrained(model, source)
     fails = rank == dist.get_rank()
-    limits, within = resource.getrlimit(resource.RLIMIT_FSIZE), export.within
+    limits, real = resource.getrlimit(resource.RLIMIT_FSIZE), export.narrow_to
     calls = itertools.count()
 
     def broken(*args):
         if next(calls) == 20:
             raise MemoryError("no memory for a part")
-        return within(*args)
+        return real(*args)
 
     if fails and what == "disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     elif fails:
-        export.within = broken
+        export.narrow_to = broken
     text, started = "", time.monotonic()
     try:
         export_pretrained(model, target, max_file=40_000)
@@ -129,7 +129,7 @@ def export_fails_midway(head: str, file: str, source: str, target: str, rank: in
         text = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        export.within = within
+        export.narrow_to = real
     return text, time.monotonic() - started
 
 

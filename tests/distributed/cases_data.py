@@ -17,7 +17,7 @@ def batches_of(path: str, cache: str, **changes) -> list[tuple[int, int]]:
 def counted(path: str, cache: str, *, shared: bool) -> tuple[dict, dict]:
     """This rank's counters and those of all ranks; `shared`: both ranks are of one batch group."""
     loader = loader_of(path, cache, streaming=True, on_bad="skip")
-    assert loader.reads_a_share
+    assert loader.is_sharded
     list(loader)
     total = counters_of_all_ranks(loader.counters, batch_index=0 if shared else dist.get_rank())
     return loader.counters.as_dict(), total.as_dict()

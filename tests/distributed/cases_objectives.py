@@ -87,8 +87,10 @@ class DocumentLoader(Loader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._place = state["rows"] // self._batches
 
-    def position_of(self, own: dict[str, Any] | None, all_ranks: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
-        return own if own is not None else all_ranks()[0]
+    def position_of(
+        self, saved: dict[str, Any] | None, all_ranks: Callable[[], list[dict[str, Any]]]
+    ) -> dict[str, Any]:
+        return saved if saved is not None else all_ranks()[0]
 
 
 def trainer_of(values: dict, together: int) -> tuple[Trainer, Kept]:

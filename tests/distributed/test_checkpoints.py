@@ -168,7 +168,7 @@ def test_an_export_that_cannot_be_written(tmp_path, two_ranks):
 
 @pytest.mark.parametrize(("rank", "what"), [(0, "disk"), (1, "disk"), (2, "tensor")])
 def test_an_export_that_fails_midway_on_one_rank(rank, what, tmp_path, four_ranks):
-    """Nobody waits for the rank that cannot go on; rank, file and key are named; the export before is as it was."""
+    """No rank waits for the one that fails; rank, file and key are named; the earlier export is unchanged."""
     head, file = upstream_checkpoint("qwen3_moe", tmp_path / "original")
     target = shutil.copytree(tmp_path / "original", tmp_path / "target")
     before = {path.name: path.read_bytes() for path in target.iterdir()}

@@ -122,7 +122,7 @@ def test_a_run_goes_on_in_another_layout_and_exports_the_merged_model(trainer_fo
     then = two_ranks.run(cases.train, part(3, "run", parallel={"ep": 2}))[0]["losses"]
     require_rounding(first + then, straight)
     with pytest.raises(
-        CheckpointError, match=r"step-00000003 holds adapters beside the weights\. .* set lora.merge: true"
+        CheckpointError, match=r"step-00000003 holds adapters and weights separately\. .* set lora.merge: true"
     ):
         export_run(tmp_path / "run", tmp_path / "merged")
 

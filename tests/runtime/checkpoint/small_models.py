@@ -112,3 +112,11 @@ LAYOUTS = {
 def change_config(folder: Path, **fields) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def require_loads(original, folder: Path) -> None:
+    """Plain transformers loads a folder, and it is the original."""
+    loaded, info = type(original).from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    wanted = original.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())

@@ -29,7 +29,7 @@ def is_asked(address: int) -> bool:
     raise AssertionError(f"{address:x} is in no mapping")
 
 
-def test_whole_pages_of_a_tensor_and_no_others():
+def test_only_full_pages_of_a_tensor():
     tensor = torch.empty(5 * PAGE)  # more than malloc ever takes from memory that was used before
     assert not is_asked(tensor.data_ptr() + 2 * PAGE)
     host_memory.prefer_large_pages(tensor[7:])
@@ -41,6 +41,6 @@ def test_whole_pages_of_a_tensor_and_no_others():
     assert bool((tensor == 3).all())
 
 
-def test_tensors_without_a_whole_page():
+def test_tensors_without_a_full_page():
     for tensor in (torch.ones(3), torch.ones(()), torch.empty(0), torch.empty(PAGE, device="meta")):
         host_memory.prefer_large_pages(tensor)

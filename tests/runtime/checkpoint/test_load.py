@@ -112,7 +112,7 @@ def test_values_are_cast_to_the_dtype_of_the_model(dtype, original, checkpoint):
 
 
 @pytest.mark.parametrize("size", [1, 100, 1 << 20])
-def test_tensors_that_threads_share_are_whole(size, original, checkpoint, monkeypatch):
+def test_tensors_that_several_threads_read_are_complete(size, original, checkpoint, monkeypatch):
     """In pieces of one row, of a few rows, and uncut; stacks too, whose rows are experts."""
     monkeypatch.setattr(load, "PIECE", size)
     model = empty()
@@ -169,7 +169,7 @@ def test_everything_that_does_not_fit_is_in_one_error(checkpoint, tmp_path):
         load_pretrained(empty(), folder)
     text = str(caught.value)
     assert "missing: model.norm.weight [16]" in text
-    assert "model.layers.1.mlp.experts.gate_up_proj cannot be made of" in text
+    assert "model.layers.1.mlp.experts.gate_up_proj cannot be built from" in text
     assert "Missing: model.layers.1.mlp.experts.2.up_proj.weight." in text
     assert "model.layers.0.self_attn.q_proj.weight is [16, 16] in the model, [5, 16] in the checkpoint" in text
     assert "unexpected: model.extra.weight [3] in model.safetensors" in text
@@ -203,7 +203,7 @@ def test_a_failed_check_changes_nothing(checkpoint, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_new_parts_are_initialised_when_that_is_asked_for(original, checkpoint, tmp_path):
+def test_missing_parts_are_initialised_with_allow_missing(original, checkpoint, tmp_path):
     folder = small_models.rewrite(
         checkpoint, tmp_path / "headless", lambda found: {n: t for n, t in found.items() if n != "lm_head.weight"}
     )
@@ -256,7 +256,7 @@ def test_tied_weights(original, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(("share", "keeps"), [(0, False), (1, True)])
-def test_files_beside_which_memory_is_short_do_not_stay_in_the_page_cache(
+def test_files_larger_than_a_share_of_memory_do_not_stay_in_the_page_cache(
     share, keeps, original, checkpoint, monkeypatch
 ):
     monkeypatch.setattr(load, "MAX_CACHED", share)
@@ -278,7 +278,7 @@ def test_a_file_that_shrinks_names_each_key_once(checkpoint, tmp_path, monkeypat
     """However many pieces of a tensor are missing."""
     folder = small_models.rewrite(checkpoint, tmp_path / "cut", dict)
     file = folder / "model.safetensors"
-    fit = load.fitting
+    fit = load.match_checkpoint
 
     def fit_then_cut(*arguments):
         found = fit(*arguments)
@@ -286,7 +286,7 @@ def test_a_file_that_shrinks_names_each_key_once(checkpoint, tmp_path, monkeypat
             stream.truncate(5000)
         return found
 
-    monkeypatch.setattr(load, "fitting", fit_then_cut)
+    monkeypatch.setattr(load, "match_checkpoint", fit_then_cut)
     monkeypatch.setattr(load, "PIECE", 100)
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(empty(), folder)
@@ -341,13 +341,13 @@ def test_bounds_in_a_buffer_may_be_infinite(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool])
-def test_whole_numbers_in_place_of_a_weight_are_refused(dtype, checkpoint, tmp_path):
+def test_integers_for_a_floating_point_weight_are_refused(dtype, checkpoint, tmp_path):
     key = "model.layers.0.self_attn.q_proj.weight"
     folder = small_models.rewrite(checkpoint, tmp_path / "whole", lambda found: found | {key: found[key].to(dtype)})
     kind = str(dtype).removeprefix("torch.")
     for read in (lambda: load_pretrained(empty(), folder), lambda: convert(folder, tmp_path / "out")):
         with pytest.raises(
-            CheckpointError, match=f"{key} in model.safetensors is {kind}, which is not a weight of {key}"
+            CheckpointError, match=f"{key} in model.safetensors is {kind}; {key} is a floating-point tensor"
         ):
             read()
 

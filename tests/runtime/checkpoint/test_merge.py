@@ -10,7 +10,7 @@ import peft
 import pytest
 import small_models
 import torch
-from test_rest import same
+from test_untrained_part import same
 from typer.testing import CliRunner
 
 from patchgen.cli import app
@@ -43,7 +43,7 @@ def moe():
 
 @pytest.mark.parametrize("layout", ["per-expert", "stacked", "transposed", "merged"])
 @pytest.mark.parametrize("fields", [LINEAR, EXPERTS], ids=["linear", "experts"])
-def test_files_hold_what_peft_makes_of_the_model(fields, layout, tmp_path):
+def test_merged_files_equal_the_model_that_peft_merges(fields, layout, tmp_path):
     model = moe()
     model.save_pretrained(tmp_path / "plain")
     source = small_models.rewrite(tmp_path / "plain", tmp_path / "source", small_models.LAYOUTS[layout])
@@ -100,7 +100,7 @@ def test_the_adapted_part_is_of_a_model_that_only_the_project_has(said, tmp_path
         Path("patchgen.toml").write_text(f'generated = "{"models" if said == "project" else "gone"}"\n')
     command = ["merge", str(tmp_path / "adapter"), "--source", str(tmp_path / "source"), "--output", "out"]
     done = CliRunner().invoke(app, [*command, *(["--generated", "models"] if said == "option" else [])])
-    told = {"nothing": "a part of it that is generated", "gone": "patchgen.toml: generated = 'gone' is not a folder"}
+    told = {"nothing": "a generated part of it", "gone": "patchgen.toml: generated = 'gone' is not a folder"}
     assert told.get(said, "parameters changed") in f"{done.output}{done.exception}"
     assert (done.exit_code == 0) == (said in ("project", "option")) == Path("out").exists()
 
@@ -109,9 +109,9 @@ def test_what_is_no_product_of_two_factors_is_refused(tmp_path):
     model = moe()
     model.save_pretrained(tmp_path / "source")
     for number, (fields, told) in enumerate((
-        ({"target_modules": ["q_proj"], "use_dora": True}, "only the two factors of LoRA"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "only the two factors of LoRA"),
-        ({"target_modules": ["embed_tokens"]}, "only the two factors of LoRA"),
+        ({"target_modules": ["q_proj"], "use_dora": True}, "only LoRA factors"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "only LoRA factors"),
+        ({"target_modules": ["embed_tokens"]}, "only LoRA factors"),
     )):  # fmt: skip
         adapt(moe(), tmp_path / f"adapter{number}", **fields)
         with pytest.raises(CheckpointError, match=told):
@@ -125,12 +125,12 @@ def test_an_adapter_of_another_model_and_of_a_tied_head(tmp_path):
     moe().save_pretrained(tmp_path / "source")
     other = Qwen3NextForCausalLM._from_config(small_config("qwen3_next").config)
     adapt(other, tmp_path / "other", target_modules=["in_proj_qkvz"])
-    with pytest.raises(CheckpointError, match="in_proj_qkvz.* which neither the model of .* has nor a part of it"):
+    with pytest.raises(CheckpointError, match="in_proj_qkvz.* but neither the model of .* nor a generated part of it"):
         merge_adapter(tmp_path / "other", tmp_path / "source", tmp_path / "out")
     with pytest.raises(CheckpointError, match="holds no readable PEFT adapter"):
         merge_adapter(tmp_path / "source", tmp_path / "source", tmp_path / "out")
     tied = small_models.build(type(moe()), small_models.moe_config(tie_word_embeddings=True))
     tied.save_pretrained(tmp_path / "tied")
     adapt(tied, tmp_path / "head", target_modules=["lm_head"])
-    with pytest.raises(CheckpointError, match="adapts .*, which is one tensor with .*: merged, it would"):
+    with pytest.raises(CheckpointError, match="adapts .*, which is one tensor with .*: merging would"):
         merge_adapter(tmp_path / "head", tmp_path / "tied", tmp_path / "out")

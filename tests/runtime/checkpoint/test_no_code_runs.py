@@ -73,7 +73,7 @@ def test_a_prepared_file_of_a_checkpoint_runs_nothing(name, reader, saved, tmp_p
     if name in ("shared.pt", "rank-00000.pt") and reader != "resume":
         READERS[reader](run, tmp_path / "out")  # of no use to it
     else:
-        with pytest.raises(CheckpointError, match=r"metadata was not read: it names pathlib|cannot be"):
+        with pytest.raises(CheckpointError, match=r"metadata cannot be read: it names pathlib|cannot be"):
             READERS[reader](run, tmp_path / "out")
     assert not mark.exists()
 
@@ -93,7 +93,7 @@ def test_an_index_points_to_tensors_of_its_folder_only(reader, saved, tmp_path):
                 lambda index: index.state_dict_metadata.update({"model/lm_head.weight": None}),
                 "lm_head.weight is not a tensor",
             ),
-            (lambda index: _move(index, "../../other.distcp"), r"'../../other.distcp' lies outside"),
+            (lambda index: _move(index, "../../other.distcp"), r"'../../other.distcp' is outside"),
         )
     ):
         run = tmp_path / str(number)

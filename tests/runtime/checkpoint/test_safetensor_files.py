@@ -18,7 +18,7 @@ from patchgen.runtime.checkpoint import CheckpointError, file_reader
 from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.finite import is_finite
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
-from patchgen.runtime.checkpoint.writing import Output, plan
+from patchgen.runtime.checkpoint.writing import Output, plan_files
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def short_preadv(preadv, most, descriptor, buffers, offset, *flags):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_wrong_in_a_stretch_is_told_by_key(dtype, tmp_path):
+def test_problems_of_one_read_are_reported_by_key(dtype, tmp_path):
     """NaN in one tensor, and a file that ends in another after its header was read: the rest is whole."""
     tensors = {name: torch.full((100,), float(place)) for place, name in enumerate("abcde")}
     tensors["b"][99] = float("nan")
@@ -162,7 +162,7 @@ def test_a_thread_keeps_few_files_open(tmp_path):
         (torch.tensor([0.5]), torch.int32),
     ],
 )
-def test_whole_numbers_that_would_be_others(values, dtype, tmp_path):
+def test_integers_that_the_dtype_cannot_represent(values, dtype, tmp_path):
     save_file({"a": values}, tmp_path / "model.safetensors")
     out = torch.zeros(values.shape, dtype=dtype)
     with (
@@ -173,7 +173,7 @@ def test_whole_numbers_that_would_be_others(values, dtype, tmp_path):
     assert not out.any()
 
 
-def test_files_that_do_not_stay_in_the_page_cache_hold_the_same(folder):
+def test_reads_that_bypass_the_page_cache_give_the_same(folder):
     """Where the system cannot read so, it is read as always: every tensor beside the safetensors library's."""
     for name, stored in read_folder(folder).items():
         out = torch.empty(stored.shape, dtype=stored.dtype)
@@ -331,14 +331,14 @@ def test_other_formats_are_named(tmp_path):
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 400))
 @settings(max_examples=50)
-def test_files_hold_every_tensor_once_and_no_more_than_they_may(sizes, limit):
-    from patchgen.runtime.checkpoint.tensor_sources import leaf
+def test_planned_files_have_every_tensor_once_and_respect_the_limit(sizes, limit):
+    from patchgen.runtime.checkpoint.lazy_tensors import leaf
 
     outputs = [
         Output(f"layers.{place}.w", leaf("w", (size,), torch.float32, None), torch.float32)
         for place, size in enumerate(sizes)
     ]
-    files = plan(outputs, max_file=limit)
+    files = plan_files(outputs, max_file=limit)
     assert [output.name for file in files for output in file.outputs] == [output.name for output in outputs]
     for file in files:
         assert len(file.outputs) == 1 or sum(output.num_bytes for output in file.outputs) <= limit

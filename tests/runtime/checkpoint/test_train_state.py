@@ -159,12 +159,12 @@ def test_other_bytes_of_the_same_length_are_found(name, tmp_path):
     flip_a_byte(tmp_path / "step-00000002" / name)
     before = everything(model, optimizer)
     assert checkpointer.latest() == 2
-    with pytest.raises(CheckpointError, match=f"{name} holds other bytes than were saved\n.*step-00000001"):
+    with pytest.raises(CheckpointError, match=f"{name} has changed since it was saved\n.*step-00000001"):
         checkpointer.load(2, model=model, optimizer=optimizer)
-    with pytest.raises(CheckpointError, match=f"{name} holds other bytes than were saved\n--step takes another: 1"):
+    with pytest.raises(CheckpointError, match=f"{name} has changed since it was saved\n--step takes another: 1"):
         export_run(tmp_path, tmp_path / "out")
     require_equal(everything(model, optimizer), before)
-    with pytest.warns(UserWarning, match=f"step-00000001 is loaded:\n  step-00000002: {name} holds other bytes"):
+    with pytest.warns(UserWarning, match=f"step-00000001 is loaded:\n  step-00000002: {name} has changed"):
         assert checkpointer.load(model=model, optimizer=optimizer)["step"] == 1
     require_equal(everything(model, optimizer), expected)
     flip_a_byte(tmp_path / "step-00000001" / name)
@@ -217,7 +217,7 @@ def test_a_crash_between_the_last_two_renames(tmp_path):
     checkpointer, model, optimizer, _ = saved_twice(tmp_path)
     (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002.replaced")
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000002.partial")
-    with pytest.warns(UserWarning, match=r"\.step-00000002\.partial: its save did not come to an end"):
+    with pytest.warns(UserWarning, match=r"\.step-00000002\.partial: the save was interrupted"):
         assert checkpointer.latest() == 2
     with pytest.warns(UserWarning):
         assert checkpointer.load(model=model, optimizer=optimizer)["step"] == 2
@@ -249,7 +249,7 @@ def test_another_model_is_refused_by_name(tmp_path):
 
 def test_values_that_are_not_plain_are_refused_before_anything_is_written(tmp_path):
     model, _optimizer, _ = make()
-    with pytest.raises(CheckpointError, match=r"extra_state\['rank'\] must hold plain values and tensors"):
+    with pytest.raises(CheckpointError, match=r"extra_state\['rank'\] must contain only plain values and tensors"):
         Checkpointer(tmp_path).save(1, model=model, extra_state={"rank": {"object": Checkpointer}})
     assert not list(tmp_path.iterdir())
 

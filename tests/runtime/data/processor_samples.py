@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from patchgen.runtime.data import DataConfig, SourceConfig, build_loader  # noqa: E402
 from patchgen.runtime.data.builtin_media import NOTES, clip, omni_sample, tone  # noqa: E402
 from patchgen.runtime.data.collate import collate  # noqa: E402
-from patchgen.runtime.data.items import KINDS  # noqa: E402
+from patchgen.runtime.data.formats import MEDIA_COLUMNS  # noqa: E402
 from patchgen.runtime.data.multimodal import PrepareMultimodal  # noqa: E402
 from patchgen.runtime.data.records import Record  # noqa: E402
 from patchgen.runtime.train.recipe import load  # noqa: E402
@@ -224,7 +224,7 @@ def compare(name: str) -> dict[str, Any]:
     """Ten samples of one processor, and the batch of them."""
     marked, unmarked = PROCESSORS[name](), PROCESSORS[name](marked=False)
     prepare, prepare_unmarked = (PrepareMultimodal(CONFIG, one, positions) for one in (marked, unmarked))
-    kinds = {kind for kind, plural in KINDS.items() if plural not in prepare.processor.modalities}
+    kinds = {kind for kind, plural in MEDIA_COLUMNS.items() if plural not in prepare.processor.modalities}
     compared: Counter[str] = Counter()
     samples = []
     for number in range(10):

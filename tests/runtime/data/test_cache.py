@@ -39,20 +39,20 @@ def test_processes_that_start_together_end_with_the_same_tokens(tmp_path):
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
-def test_tokens_are_those_of_the_tokenizer_and_places_those_of_the_file(tmp_path):
+def test_cached_tokens_and_places(tmp_path):
     config, tokenizer = make_corpus(tmp_path)
     source = config.sources[0]
     cache = open_cache(
         tmp_path, open_source(source), make_encoder(config, mappers_of(config)[0], tokenizer), skip_bad=False
     )
     lines = Path(source.path).read_text().splitlines()
-    assert len(cache) == len(lines)
+    assert len(cache.bounds) == len(lines) + 1
     assert cache.tokens.dtype == np.uint16
     assert isinstance(cache.tokens, np.memmap)
     for number, line in enumerate(lines):
         expected = [*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]
         assert cache.tokens[cache.bounds[number] : cache.bounds[number + 1]].tolist() == expected
-    assert cache.places.of([0, 3, 10]) == [f"{source.path}:{line}" for line in (1, 4, 11)]
+    assert cache.places([0, 3, 10]) == [f"{source.path}:{line}" for line in (1, 4, 11)]
 
 
 def test_a_changed_file_tokenizer_or_setting_is_not_served_from_the_cache(tmp_path):
@@ -97,7 +97,7 @@ def test_what_an_interrupted_process_left_is_not_taken_for_tokens(tmp_path):
         open_cache(tmp_path / "cache", source, encoder, skip_bad=False)
     assert not list((tmp_path / "cache").glob("*.tmp"))
     source.complete = True
-    assert len(open_cache(tmp_path / "cache", source, encoder, skip_bad=False)) == 11
+    assert len(open_cache(tmp_path / "cache", source, encoder, skip_bad=False).bounds) == 12
 
 
 LINES = ['{"text": "good one"}', '{"text": ', '{"other": 1}', "", '{"text": 7}', '{"text": "good two"}']
@@ -117,7 +117,7 @@ def test_bad_lines_are_counted_or_refused_with_file_and_line(tmp_path, streaming
     places = {where: reason for loader in loaders for _, where, reason in loader.counters.places}
     assert set(places) == {f"{path}:{line}" for line in (2, 3, 5, 7, 8)}
     assert "not readable" in places[f"{path}:2"]
-    assert places[f"{path}:3"].startswith("the columns other (int) are of no row format that data.kind = text reads")
+    assert places[f"{path}:3"].startswith("the columns other (int) match no row format that data.kind = text reads")
     assert places[f"{path}:5"] == "column 'text' holds int, expected text (row format text)"
     assert "not a valid character" in places[f"{path}:7"]
     assert places[f"{path}:8"] == "no tokens in the text"
@@ -169,11 +169,11 @@ def test_long_documents_are_skipped_truncated_split_or_refused(tmp_path, streami
     assert total == sum(lengths) - sum(long)
     assert counters.counts == {"skipped": len(long)}
     assert counters.places[0][1].startswith(str(tmp_path))
-    with pytest.raises(DataError, match=r"a.jsonl:\d+: \d+ tokens, more than the 50 .*on_long"):
+    with pytest.raises(DataError, match=r"a.jsonl:\d+: \d+ tokens, more than the limit of 50 .*on_long"):
         tokens("error")
 
 
-def test_what_is_not_there_is_said(tmp_path):
+def test_missing_data_is_an_error_with_the_path(tmp_path):
     tokenizer = make_corpus(tmp_path)[1]
 
     def build(path, **more):
@@ -186,14 +186,14 @@ def test_what_is_not_there_is_said(tmp_path):
 
     with pytest.raises(DataError, match="No data at .*gone.jsonl"):
         build(tmp_path / "gone.jsonl")
-    with pytest.raises(DataError, match="not a file or folder here, and the hub gives no dataset"):
+    with pytest.raises(DataError, match="not a local file or folder, and the hub has no dataset"):
         build(tmp_path / "gone")
     with pytest.raises(DataError, match="no built-in data set 'nothing'; there are stdlib"):
         build("builtin:nothing")
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.txt").write_text("a")
     (tmp_path / "mixed" / "b.jsonl").write_text('{"text": "a"}')
-    with pytest.raises(DataError, match="jsonl and text files: set the source's format"):
+    with pytest.raises(DataError, match="jsonl and text files. To fix: set the source's format"):
         build(tmp_path / "mixed")
     build(tmp_path / "mixed", format="text")
     with pytest.raises(DataError, match="needs a tokenizer"):

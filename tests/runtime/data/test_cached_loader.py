@@ -107,7 +107,7 @@ def test_sequence_parallel_slices_join_to_the_batch(corpus):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_position_holds_for_the_same_samples_whenever_their_file_was_written(tmp_path, streaming):
+def test_a_position_is_valid_if_only_the_modification_time_changes(tmp_path, streaming):
     corpus = make_corpus(tmp_path)
     (loader,) = make_loaders(corpus, 1, streaming=streaming)
     next(loader)

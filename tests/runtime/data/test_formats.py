@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from small_processors import byte_tokenizer, template
 
 from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader
-from patchgen.runtime.data.formats import COLUMNS, FORMATS, OF_KIND, detect, lacking
+from patchgen.runtime.data.formats import COLUMNS, FORMATS, FORMATS_OF_KIND, detect_row_format, missing_columns
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.rows import Rows
 from patchgen.runtime.parallel.batch import IGNORED
@@ -188,10 +188,10 @@ def test_messages_say_whether_they_are_learned(tmp_path, flags, learn, learned, 
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({**ANSWER, "weight": 0.5}, "message 1 has weight = 0.5; possible are false, true, 0 and 1"),
+        ({**ANSWER, "weight": 0.5}, "message 1 has weight = 0.5; expected false, true, 0 or 1"),
         ({**ANSWER, "weight": 0, "train": True}, "message 1 has train = True and weight = 0"),
         ({**ANSWER, "train": False}, "no assistant turn to learn from"),
-        ({**ASK, "train": True}, "message 1 of 'user' asks for a loss"),
+        ({**ASK, "train": True}, "message 1 of 'user' is flagged to have a loss"),
     ],
 )
 def test_what_a_message_cannot_say_is_refused(tmp_path, message, reason):
@@ -204,10 +204,10 @@ def test_columns_that_are_called_otherwise_are_named(tmp_path):
     (batch,) = batches(tmp_path, "chat", row, source={"columns": {"prompt": "question", "completion": "answer"}})
     assert told(batch)[0][1] == "Hello<|im_end|>"
     with pytest.raises(
-        DataError, match=r"columns names prompt: q, and the row has only question \(text\), answer \(text\)\. So it is"
+        DataError, match=r"columns maps prompt: q, but the row has only question \(text\), answer \(text\)\. All of"
     ):
         batches(tmp_path, "chat", row, source={"columns": {"prompt": "q", "completion": "answer"}})
-    with pytest.raises(ValueError, match="name promt, which no row format has: .*prompt"):
+    with pytest.raises(ValueError, match=r"name promt, which no row format has; expected[\s\S]*prompt"):
         SourceConfig("x", columns={"promt": "question"})
     with pytest.raises(
         ValueError, match="has row_format = alpaca, which data.kind = text does not read; it reads text"
@@ -215,10 +215,10 @@ def test_columns_that_are_called_otherwise_are_named(tmp_path):
         DataConfig(sources=(SourceConfig("x", row_format="alpaca"),))
 
 
-def test_what_cannot_be_mapped_says_what_is_missing_and_the_nearest(tmp_path):
+def test_errors_of_columns_name_missing_ones_and_the_nearest_format(tmp_path):
     with pytest.raises(DataError) as error:
         batches(tmp_path, "chat", {"instruction": "Hi", "response": "Hello"}, on_bad="skip")
-    assert "rows.jsonl:1: the columns instruction (text), response (text) are of no row format" in str(error.value)
+    assert "rows.jsonl:1: the columns instruction (text), response (text) match no row format" in str(error.value)
     assert "Nearest: alpaca lacks output (text); messages lacks messages (list of {role, content});" in str(
         error.value
     )
@@ -231,13 +231,13 @@ def test_what_cannot_be_mapped_says_what_is_missing_and_the_nearest(tmp_path):
 
 def test_columns_of_several_formats_are_refused_with_the_key(tmp_path):
     row = CHATS["messages"] | CHATS["alpaca"]
-    with pytest.raises(DataError, match="are of messages and of alpaca: set data.sources.*row_format"):
+    with pytest.raises(DataError, match="match messages and alpaca: set data.sources.*row_format"):
         batches(tmp_path, "chat", row, on_bad="skip")
     (batch,) = batches(tmp_path, "chat", row, source={"row_format": "alpaca"})
     assert told(batch)[0][1] == "Hello<|im_end|>"
 
 
-def test_a_format_of_rows_under_the_key_of_files_is_told_where_it_belongs():
+def test_a_row_format_under_the_key_format_is_an_error_with_the_right_key():
     values = {"model": {"source": "qwen3"}, "data": {"sources": [{"path": "x", "format": "sharegpt"}]}}
     with pytest.raises(
         RecipeError, match=r"data.sources.0.format: .*not 'sharegpt'. data.sources.0.row_format takes it"
@@ -245,7 +245,7 @@ def test_a_format_of_rows_under_the_key_of_files_is_told_where_it_belongs():
         from_dict(values)
 
 
-def test_sources_of_one_name_are_told_apart():
+def test_sources_with_the_same_name_get_unique_names():
     sources = (SourceConfig("a"), SourceConfig("b", name="chats"), SourceConfig("a", split="validation"))
     assert DataConfig(sources=sources).source_names == ["a (1)", "chats", "a (2)"]
 
@@ -261,14 +261,14 @@ VALUES = {
 
 @given(
     row=st.dictionaries(st.sampled_from(sorted(COLUMNS)), st.one_of(*VALUES.values())),
-    kind=st.sampled_from(sorted(OF_KIND)),
+    kind=st.sampled_from(sorted(FORMATS_OF_KIND)),
 )
 def test_a_format_is_found_where_its_columns_are_and_never_guessed(row, kind):
     """By the table alone: every required column there, of one of its types, and no other format of the kind so."""
-    fits = [name for name in OF_KIND[kind] if not lacking(name, row)]
+    fits = [name for name in FORMATS_OF_KIND[kind] if not missing_columns(name, row)]
     assert all(row.get(column) is not None for name in fits for column in FORMATS[name].required)
     try:
-        assert [detect("x", row, kind)] == fits
+        assert [detect_row_format("x", row, kind)] == fits
     except BadSample as error:
         assert len(fits) != 1
         assert ("row_format" in error.reason) == (len(fits) > 1)
@@ -299,9 +299,9 @@ def test_calls_and_tools_of_sharegpt_are_those_of_templates():
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "It is 2."},
     ]
-    with pytest.raises(BadSample, match="a function_call as a text that is not JSON"):
+    with pytest.raises(BadSample, match="a function_call is not valid JSON"):
         Rows(SourceConfig("x"), "chat")("x", {"conversations": [{"from": "function_call", "value": "add(1)"}]})
-    with pytest.raises(BadSample, match="a turn from 'cat'; known are human"):
+    with pytest.raises(BadSample, match="a turn from 'cat'; expected one of human"):
         Rows(SourceConfig("x"), "chat")("x", {"conversations": [{"from": "cat", "value": "Miau"}]})
 
 
@@ -322,7 +322,7 @@ MARKED = {
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_marks_are_the_places_of_items(name):
+def test_marks_are_placeholders_of_items(name):
     found = Rows(SourceConfig("x"), "multimodal")("x", {**MARKED[name], "id": 3})
     assert found["messages"] == [{"role": "user", "content": PARTS}, ANSWER]
     assert (found["images"], found["audios"], found["id"]) == (["a.png"], ["a.wav"], 3)

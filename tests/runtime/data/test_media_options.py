@@ -57,7 +57,7 @@ REFUSED = {
     "near, inside": ({"images": {"rescale_facto": 1}}, "data.media.images.rescale_facto: .*Near: rescale_factor"),
     "of no modality": ({"videos": {"fps": 1}}, "data.media.videos = .*LlavaProcessor takes images"),
     "no mapping": ({"images": 7}, "data.media.images = 7: LlavaProcessor takes images; each is a mapping"),
-    "set here": ({"return_tensors": "np"}, "data.media.return_tensors cannot be set: batches are torch's"),
+    "set here": ({"return_tensors": "np"}, "data.media.return_tensors cannot be set: batches are torch tensors"),
     "of another type": ({"do_resize": "many"}, "data.media = {'do_resize': 'many'} for images: .*bool"),
 }
 
@@ -69,7 +69,7 @@ def test_what_the_processor_does_not_know_is_refused_with_what_is_near(case):
         options(image_processor(), media)
 
 
-def test_it_is_told_before_ranks_start(tmp_path):
+def test_bad_options_are_errors_before_ranks_start(tmp_path):
     image_processor().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
     (tmp_path / "own.py").write_text("def nothing(row): return None\n")
@@ -92,7 +92,7 @@ def test_it_is_told_before_ranks_start(tmp_path):
         require_data(recipe(sources=[{"path": "builtin:vision", "transform": f"{tmp_path / 'own.py'}:nothing"}]))
 
 
-def test_a_model_without_a_processor_is_told(tmp_path):
+def test_options_without_a_processor_are_an_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     image_processor().tokenizer.save_pretrained(tmp_path)
     with pytest.raises(

@@ -92,8 +92,8 @@ BROKEN = {
     "a missing field": ('{"images": []}', "the columns images .* Nearest: messages lacks messages"),
     "an unreadable image": (sample("bad.png"), "image 0: no readable image"),
     "no such image": (sample("gone.png"), "image 0: no file .*gone.png"),
-    "an image too few": (sample(), "a place for image 0 in the messages, and no image for it"),
-    "an image too many": (sample("data:,", "x.png", places=0), "2 images in 'images', places for 0"),
+    "an image too few": (sample(), "a part for image 0 in the messages, but no image for it"),
+    "an image too many": (sample("data:,", "x.png", places=0), "2 images in 'images', but 0 parts"),
     "a sound for a processor of images": (
         json.dumps({"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}),
         "audio 0: LlavaProcessor takes no audios",
@@ -122,7 +122,7 @@ def test_a_bad_sample_is_skipped_and_counted_or_refused_with_file_and_line(tmp_p
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_refusal_in_a_worker_reaches_the_trainer(tmp_path, workers):
     (tmp_path / "data.jsonl").write_text(sample(places=0, answer="long " * 100) + "\n")
-    with pytest.raises(DataError, match=r"data.jsonl:1: 5\d\d tokens, more than the 200"):
+    with pytest.raises(DataError, match=r"data.jsonl:1: 5\d\d tokens, more than the limit of 200"):
         next(loader_of(tmp_path / "data.jsonl", on_long="error", num_workers=workers))
 
 
@@ -141,7 +141,7 @@ def test_a_long_sample_is_cut_unless_media_would_be(tmp_path, folder):
     (batch,) = loader
     assert batch["input_ids"].shape == (1, 200)
     assert loader.counters.counts == {"truncated": 1, "skipped": 1}
-    assert "media among them" in loader.counters.summary()
+    assert "with media among those beyond" in loader.counters.summary()
 
 
 def test_images_of_parquet_and_saved_datasets(tmp_path, folder):

@@ -15,8 +15,8 @@ from test_multimodal import loader_of, sample
 from transformers import BatchFeature
 
 from patchgen.runtime.data import DataError
-from patchgen.runtime.data.placement import matched
 from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.token_alignment import alignment_by_matching
 from patchgen.runtime.parallel.batch import IGNORED
 
 TEXT = template("<image>", marked=False)
@@ -74,7 +74,7 @@ def test_a_text_that_the_processor_changes_is_bad(tmp_path):
             return super().__call__([one.upper() for one in text], images, return_tensors)
 
     (tmp_path / "data.jsonl").write_text(sample(places=0, answer="yes") + "\n")
-    with pytest.raises(DataError, match="data.jsonl:1: the processor gives other tokens than the text has around '"):
+    with pytest.raises(DataError, match="data.jsonl:1: the processor returns other tokens than the text has around '"):
         list(loader_of(tmp_path / "data.jsonl", processor=Shouting()))
 
 
@@ -97,19 +97,19 @@ def test_what_is_found_is_the_answer_or_nothing_is_learned(texts, expansions, an
     span = (text.rindex("<|im_start|>") + len("<|im_start|>"), len(text))
     made = TOKENIZER(ids)["input_ids"]
     try:
-        found = matched("x", made, text, TOKENIZER, [span])
+        found = alignment_by_matching("x", made, text, TOKENIZER, [span])
     except BadSample as error:
         assert "is unknown" in error.reason
         return
-    mask = found.within([span])
+    mask = found.overlapping([span])
     assert np.flatnonzero(mask).tolist() == [*range(len(made) - len(answer) - 1, len(made))]
 
 
-def test_a_field_without_a_rule_is_told_with_the_sample(tmp_path):
+def test_a_field_without_a_rule_is_an_error_with_the_sample(tmp_path):
     class Extra(NoneOfTransformers):
         def __call__(self, text, images=None, return_tensors=None):
             return super().__call__(text, images, return_tensors) | {"pixel_colours": torch.ones(1)}
 
     (tmp_path / "data.jsonl").write_text(json.dumps(json.loads(sample(places=0))) + "\n")
-    with pytest.raises(DataError, match="data.jsonl:1: Extra makes the field 'pixel_colours'. No rule says how"):
+    with pytest.raises(DataError, match="data.jsonl:1: Extra returns the field 'pixel_colours'. No rule says how"):
         list(loader_of(tmp_path / "data.jsonl", processor=Extra(), on_bad="skip"))

@@ -101,14 +101,14 @@ def test_a_split_of_one_saved_dataset_is_refused(tmp_path):
 
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
     assert len(open_source(SourceConfig(str(tmp_path / "saved")))) == 1
-    with pytest.raises(DataError, match="is one dataset without splits, and the source asks for split = test"):
+    with pytest.raises(DataError, match="has no splits, and the source has split = test"):
         open_source(SourceConfig(str(tmp_path / "saved"), split="test"))
 
 
 @pytest.mark.parametrize(
     "value", [b'{"text": "\\ud83d"}', b'{"list": [{"text": "a\xed\xa0\xbd"}]}', {"text": "\ud83d", "image": b"\xff"}]
 )
-def test_half_a_character_is_a_bad_sample_with_its_place(value):
+def test_a_lone_surrogate_is_a_bad_sample_with_its_place(value):
     with pytest.raises(BadSample, match=r"a.jsonl:3: not readable: '\\ud83d' in a text"):
         Record("a.jsonl:3", value).fields()
 
@@ -146,6 +146,6 @@ def test_made_up_sets_are_there_in_every_installation(name):
 def test_made_up_texts_are_named_by_what_they_are_made_of(monkeypatch):
     """Documented functions are those of the Python at hand: tokens of another one's must not be taken for theirs."""
     here = open_builtin("pairs", "train").fingerprint()
-    changed = [(signature, f"{docs}!") for signature, docs in builtin.documented()]
-    monkeypatch.setattr(builtin, "documented", lambda: changed)
+    changed = [(signature, f"{docs}!") for signature, docs in builtin.documented_functions()]
+    monkeypatch.setattr(builtin, "documented_functions", lambda: changed)
     assert open_builtin("pairs", "train").fingerprint() != here

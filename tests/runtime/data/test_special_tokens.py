@@ -24,7 +24,7 @@ TOKENIZER = byte_tokenizer(template(), {"box_token": "<|box|>"})
 TEMPLATES = [template(), template(marked=False)]
 pieces = st.lists(st.sampled_from([*TOKENS, "a", " ", "é", "\n", "<|", "\U000f0000"]), max_size=6).map("".join)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*stands in the data, and is text there")
+pytestmark = pytest.mark.filterwarnings("ignore:.*in the data is encoded as plain text")
 
 
 def special_ids(ids) -> list[str]:
@@ -64,10 +64,10 @@ def test_those_that_the_recipe_names_are_meant():
         TextEncoder(TOKENIZER, append_eos=False, special_tokens=("<|boxx|>",))
 
 
-def test_it_is_told_once():
+def test_the_warning_comes_once_per_token():
     literals = Literals(TOKENIZER)
-    with pytest.warns(UserWarning, match=r"'<\|box\|>' stands in the data, and is text there") as told:
-        literals.marked([{"content": "<|box|> <|box|>"}, {"content": "<|box|>"}])
+    with pytest.warns(UserWarning, match=r"'<\|box\|>' in the data is encoded as plain text") as told:
+        literals.mark([{"content": "<|box|> <|box|>"}, {"content": "<|box|>"}])
     assert len(told) == 1
 
 
@@ -75,10 +75,10 @@ def test_a_tokenizer_without_a_token_to_stand_in_makes_a_bad_sample():
     bare = byte_tokenizer(template(), {"box_token": "<|box|>"})
     bare.pad_token = bare.eos_token = None
     with pytest.raises(BadSample, match=r"a.jsonl:1: '<\|box\|>' in a text, and the tokenizer has no token"):
-        Literals(bare).encode("a.jsonl:1", Literals(bare).marked("a <|box|>"))
+        Literals(bare).encode("a.jsonl:1", Literals(bare).mark("a <|box|>"))
 
 
-def test_a_placeholder_in_a_text_is_text_beside_images_and_sounds(tmp_path):
+def test_a_placeholder_in_a_text_is_text_also_with_media(tmp_path):
     """`<image>` in a text ended a run: the processor counted it as a place for an image."""
     processor = image_processor()
     for text, images in (("What is <image>?", 0), ("What is <image>?", 1)):
@@ -93,12 +93,12 @@ def test_a_placeholder_in_a_text_is_text_beside_images_and_sounds(tmp_path):
         assert processor.tokenizer.decode(labels[labels >= 0]) == "a mark: <image><|im_end|>"
 
 
-def test_items_of_which_the_tokenizer_has_no_placeholder_are_bad(tmp_path):
+def test_media_without_a_placeholder_in_the_tokenizer_are_bad_samples(tmp_path):
     processor = image_processor(marks={})
     Image.new("RGB", (30, 30)).save(tmp_path / "x.png")
     (tmp_path / "data.jsonl").write_text("\n".join([sample(places=0), sample("x.png")]) + "\n")
     with pytest.raises(
-        DataError, match=r"data.jsonl:2: LlavaProcessor puts '<image>' where an item stands, and the tok.*on_bad"
+        DataError, match=r"data.jsonl:2: LlavaProcessor uses the placeholder .<image>., and the tok.*on_bad"
     ):
         list(loader_of(tmp_path / "data.jsonl", processor=processor))
     loader = loader_of(tmp_path / "data.jsonl", processor=processor, on_bad="skip")

@@ -150,7 +150,7 @@ def test_a_position_of_another_rank_is_refused(corpus):
     one, other = make_loaders(corpus, 2, streaming=True)
     with pytest.raises(DataError, match="is of share 0 of 2 of the samples, and this rank reads share 1 of 2"):
         other.load_state_dict(one.state_dict())
-    with pytest.raises(DataError, match=r"of 2 shares of the samples, and of \[1\] there is none"):
+    with pytest.raises(DataError, match=r"of 2 shares of the samples, but those of \[1\] are missing"):
         other.position_of(None, lambda: [one.state_dict()])
     (different,) = make_loaders(corpus, 1, streaming=True, tokens_per_batch=64)
     with pytest.raises(DataError, match="tokens_per_batch: saved 128, now 64"):

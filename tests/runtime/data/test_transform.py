@@ -127,7 +127,7 @@ def test_rows_become_inputs(folder):
     assert batch["pixel_values"].shape == (10, 3, 4, 4)
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3] * 5]
     with pytest.raises(
-        DataError, match=r"rows.jsonl:1: .* data.kind = chat keeps input_ids, and labels that are the same"
+        DataError, match=r"rows.jsonl:1: .* data.kind = chat supports only input_ids, and labels that are the same"
     ):
         loader_of(folder, "other_labels")
 
@@ -139,13 +139,13 @@ WRONG = {
     "no_labels": "returned input_ids without labels, only input_ids",
     "short_labels": r"returned labels of shape \(1,\) for 2 input_ids",
     "unknown_field": "returned the field 'pixels'. No rule says how",
-    "no_numbers": r"returned input_ids as list \['a'\], expected numbers",
+    "no_numbers": r"returned input_ids as list \['a'\], expected a tensor of numbers",
     "masked": "returned an attention_mask with zeros",
     "odd_positions": r"returned position_ids of shape \(5, 2\), expected \(n,\), \(3, n\) or \(4, n\)",
-    "raises": "refuses the row: KeyError: 'gone'.*So it is with the first 5 rows of",
+    "raises": "refuses the row: KeyError: 'gone'.*All of the first 5 rows of",
     "not_a_function": "own.py has no function 'not_a_function', only fields, inputs, masked,",
     "gone.py:f": "there is no file gone.py",
-    "gone_module:f": "gone_module cannot be imported: ModuleNotFoundError.*looked for where Python looks and in /",
+    "gone_module:f": "gone_module cannot be imported: ModuleNotFoundError.*searched on Python.s path and in /",
 }
 
 

@@ -113,17 +113,17 @@ def test_weights_that_cannot_be_read_are_reported_with_their_key(toy, tmp_path):
 
 
 def test_a_conversion_that_does_not_come_back_is_seen_without_an_export(toy, monkeypatch):
-    from patchgen.runtime.checkpoint import in_parts
+    from patchgen.runtime.checkpoint import incremental_load
 
-    real = in_parts.with_rest
+    real = incremental_load.outputs_and_files
 
     def turned(model, tensors, *args, **options):
         made, files = real(model, tensors, *args, **options)
         gate = next(one for one in made if one.name.endswith("layers.0.mlp.experts.0.gate_proj.weight"))
         up = next(one for one in made if one.name.endswith("layers.0.mlp.experts.0.up_proj.weight"))
         others = [one for one in made if one not in (gate, up)]
-        return [*others, type(gate)(gate.name, up.moved, gate.dtype), type(up)(up.name, gate.moved, up.dtype)], files
+        return [*others, type(gate)(gate.name, up.tensor, gate.dtype), type(up)(up.name, gate.tensor, up.dtype)], files
 
-    monkeypatch.setattr(in_parts, "with_rest", turned)
+    monkeypatch.setattr(incremental_load, "outputs_and_files", turned)
     report = examine(from_dict(toy.values), skip=(*SLOW, "alternatives"), memory=LIMIT)
     assert "experts.0.gate_proj.weight has other values in the export." in report["export"].found

@@ -1,4 +1,4 @@
-"""What is learned, as text: green where there are colours, else in brackets.
+"""A preview as text: tokens with a loss are green or, without colours, in brackets.
 
 document 2   chats.jsonl:7   tokens 118 to 239   40 of 121 learned
   template  │ <|im_start|>user⏎
@@ -8,28 +8,34 @@ document 2   chats.jsonl:7   tokens 118 to 239   40 of 121 learned
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
-from patchgen.runtime.data.pieces import Piece, Unit
-from patchgen.runtime.data.shown import Document, Shown
+from patchgen.runtime.data.decoder import RoleRun, Unit
+from patchgen.runtime.data.preview import Document, Preview
 
 OPEN, CLOSE, LINE_END = "【", "】", "⏎"
 GREEN, DIM, BOLD, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 BAR = 40
 
 
-def as_text(shown: Shown, *, colour: bool) -> str:
+def as_text(preview: Preview, *, colour: bool) -> str:
     """The figures, the lengths and the rows.
 
     Args:
-        colour: for a terminal that shows colours.
+        colour: use terminal colours.
     """
-    lines = [*_figures(shown), "", f"lengths of documents, in tokens ({shown.scope})", *_histogram(shown.histogram)]
-    if shown.problems:
-        lines += ["", f"left out or cut: {shown.problems}"]
-    for number, row in enumerate(shown.rows, 1):
+    lines = [
+        *_figures(preview),
+        "",
+        f"lengths of documents, in tokens ({preview.scope})",
+        *_histogram(preview.histogram),
+    ]
+    if preview.problems:
+        lines += ["", f"left out or cut: {preview.problems}"]
+    for number, row in enumerate(preview.rows, 1):
         count = sum(bool(document.source) for document in row.documents)
-        head = f"row {number} of {len(shown.rows)}   {row.tokens:,} tokens of at most {shown.budget:,}   "
+        head = f"row {number} of {len(preview.rows)}   {row.tokens:,} tokens of at most {preview.budget:,}   "
         head += f"{count} document{'s' if count != 1 else ''}   "
         lines += ["", _bold(f"{head}{row.learned:,} learned   {row.padding:,} of padding", colour)]
         lines += [f"  {name} {shape}" for name, shape in row.fields.items()]
@@ -38,7 +44,7 @@ def as_text(shown: Shown, *, colour: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _figures(shown: Shown) -> list[str]:
+def _figures(preview: Preview) -> list[str]:
     table = [("source", "documents", "tokens", "learned", "of its tokens")]
     table += [
         (
@@ -48,10 +54,10 @@ def _figures(shown: Shown) -> list[str]:
             f"{one.learned:,}",
             f"{one.learned / max(1, one.tokens):.1%}",
         )
-        for one in shown.figures
+        for one in preview.figures
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    first = f"data.kind = {shown.kind}; figures of {shown.scope}"
+    first = f"data.kind = {preview.kind}; figures of {preview.scope}"
     return [first, *("  ".join(_cells(line, widths)).rstrip() for line in table)]
 
 
@@ -82,38 +88,30 @@ def _document(number: int, document: Document, colour: bool) -> list[str]:
     if document.label is not None:
         words.append(f"label {document.label:g}")
     lines = [_bold("   ".join(word for word in words if word), colour)]
-    width = max((len(piece.role) for piece in document.pieces), default=0)
-    for piece in document.pieces:
-        lead = f"  {piece.role:<{width}} │ " if width else "  │ "
-        own = "".join(_runs(piece, colour)).removesuffix("\n").split("\n")
+    width = max((len(run.role) for run in document.role_runs), default=0)
+    for run in document.role_runs:
+        lead = f"  {run.role:<{width}} │ " if width else "  │ "
+        parts = "".join(_text_of(run, colour)).removesuffix("\n").split("\n")
         lines += [
             (lead if not place else f"  {'':<{width}} │ " if width else "  │ ") + part
-            for place, part in enumerate(own)
+            for place, part in enumerate(parts)
         ]
     return lines
 
 
-def _runs(piece: Piece, colour: bool) -> Iterator[str]:
-    """The text of a piece, what is learned told apart."""
-    run: list[Unit] = []
-    for unit in [*piece.units, None]:
-        if run and (unit is None or unit.learned != run[0].learned):
-            text = "".join(map(_shown, run))
-            before, behind = (GREEN, PLAIN) if colour and run[0].learned else (DIM, PLAIN) if colour else ("", "")
-            if not colour and run[0].learned:
-                before, behind = OPEN, CLOSE
-            # Colours do not reach over the ends of lines: each has its own lead.
-            yield (
-                "\n".join(f"{before}{part}{behind}" if part or not colour else "" for part in text.split("\n"))
-                if colour
-                else (f"{before}{text}{behind}")
-            )
-            run = []
-        if unit is not None:
-            run.append(unit)
+def _text_of(run: RoleRun, colour: bool) -> Iterator[str]:
+    """The text of a run, with marks around tokens with a loss."""
+    for learned, units in itertools.groupby(run.units, lambda unit: unit.learned):
+        text = "".join(map(_display, units))
+        if colour:
+            # Each line is coloured separately, because each has its own lead.
+            style = GREEN if learned else DIM
+            yield "\n".join(f"{style}{part}{PLAIN}" if part else "" for part in text.split("\n"))
+        else:
+            yield f"{OPEN}{text}{CLOSE}" if learned else text
 
 
-def _shown(unit: Unit) -> str:
+def _display(unit: Unit) -> str:
     if unit.item:
         return f"[{unit.item}: {len(unit.ids)} tokens]"
     text = unit.text.replace("\r", "␍").replace("\x1b", "␛")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the model that trains comes out as it went in, and the whole still speaks."""
+"""The untrained part of a checkpoint is exported unchanged, and the complete model still speaks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from patchgen.runtime.checkpoint import (
     export_pretrained,
     export_run,
     load_pretrained,
+    untrained_part,
     writing,
 )
-from patchgen.runtime.checkpoint import rest as rests
 from patchgen.runtime.train.model import find_head_and_config
 from patchgen.runtime.verify.small_config import small_config
 
@@ -36,7 +36,7 @@ def same(one: dict, other: dict, names) -> bool:
 
 
 def trained_part(config, folder, **changes):
-    """The head that a recipe trains of this checkpoint, loaded, and with every parameter moved a little."""
+    """The head that a recipe trains of this checkpoint, loaded, with every parameter perturbed."""
     head, own = find_head_and_config(config)
     for name, value in changes.items():
         setattr(own.get_text_config(), name, value)
@@ -52,7 +52,7 @@ def trained_part(config, folder, **changes):
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def omni(request, tmp_path_factory):
-    """A whole checkpoint of upstream, its thinker after training, and the run that this was saved in."""
+    """A complete checkpoint of upstream, its thinker after training, and the run that saved it."""
     place = tmp_path_factory.mktemp(request.param)
     config = CONFIGS[request.param]()
     whole = omni_models.save_whole(config, place / "source")
@@ -91,7 +91,7 @@ def test_the_export_is_its_source_but_for_what_trained_and_speaks_alike(way, omn
     assert any(changed)
 
 
-def test_what_trained_is_written_by_itself_when_asked(omni, tmp_path):
+def test_trained_only_exports_only_the_model(omni, tmp_path):
     place, _, _, model = omni
     export_pretrained(model, tmp_path / "model", trained_only=True)
     export_run(place / "run", tmp_path / "run", trained_only=True)
@@ -101,7 +101,7 @@ def test_what_trained_is_written_by_itself_when_asked(omni, tmp_path):
         assert json.loads((folder / "config.json").read_text())["architectures"] == [type(model).__name__]
 
 
-def test_a_rest_that_is_not_there_any_more_is_asked_for(omni, tmp_path):
+def test_a_missing_source_of_the_untrained_part_is_named(omni, tmp_path):
     place, _, _, model = omni
     (place / "source").rename(place / "moved")
     try:
@@ -109,7 +109,7 @@ def test_a_rest_that_is_not_there_any_more_is_asked_for(omni, tmp_path):
             lambda: export_pretrained(model, tmp_path / "out"),
             lambda: export_run(place / "run", tmp_path / "out"),
         ):
-            with pytest.raises(CheckpointError, match=r"holds? the rest any more .*--source"):
+            with pytest.raises(CheckpointError, match=r"no longer has the other tensors .*--source"):
                 work()
         assert not (tmp_path / "out").exists()
         export_run(place / "run", tmp_path / "out", source=place / "moved")
@@ -119,8 +119,8 @@ def test_a_rest_that_is_not_there_any_more_is_asked_for(omni, tmp_path):
 
 
 @pytest.mark.parametrize("omni", ["qwen3_omni_moe"], indirect=True)
-def test_no_more_than_one_tensor_is_held(omni, tmp_path, monkeypatch):
-    """Of the rest, which is larger than the part that trained, one tensor is in memory at a time."""
+def test_one_tensor_is_in_memory_at_a_time(omni, tmp_path, monkeypatch):
+    """Also of the untrained part, which is larger than the trained one."""
     place, _, _, model = omni
 
     def held() -> int:
@@ -135,7 +135,7 @@ def test_no_more_than_one_tensor_is_held(omni, tmp_path, monkeypatch):
     before, most, write = held(), [], writing.FolderWriter.write
 
     def measured(self, output, tensor):
-        if isinstance(output, rests.Passed) and 4 * output.num_bytes > largest:
+        if isinstance(output, untrained_part.CopiedTensor) and 4 * output.num_bytes > largest:
             most.append(held() - before)
         write(self, output, tensor)
 
@@ -155,7 +155,7 @@ def test_what_trained_wider_than_the_source_keeps_its_digits(tmp_path):
     assert same(loaded.thinker.state_dict(), model.state_dict(), model.state_dict())
 
 
-def test_what_was_changed_in_the_part_is_changed_in_the_config_of_the_whole(tmp_path):
+def test_changes_of_the_part_are_in_the_config_of_the_complete_model(tmp_path):
     config = omni_models.qwen2_5_omni()
     omni_models.save_whole(config, tmp_path / "source")
     theta = {"rope_theta": 5e5, "rope_type": "default", "mrope_section": [2, 3, 3]}

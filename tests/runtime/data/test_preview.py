@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 from patchgen.cli import app
 from patchgen.runtime.data import DataConfig, SourceConfig, build_loader
+from patchgen.runtime.data.decoder import Decoder
 from patchgen.runtime.data.multimodal import PrepareMultimodal
-from patchgen.runtime.data.pieces import Decoder
+from patchgen.runtime.data.preview import Preview, histogram, make_preview
+from patchgen.runtime.data.preview_page import as_page
+from patchgen.runtime.data.preview_text import CLOSE, LINE_END, OPEN, as_text
 from patchgen.runtime.data.roles import TEMPLATE
-from patchgen.runtime.data.show_page import as_page
-from patchgen.runtime.data.show_text import CLOSE, LINE_END, OPEN, as_text
-from patchgen.runtime.data.shown import Shown, histogram, show
 
 MARKED, PLAIN = byte_tokenizer(template(), {}), byte_tokenizer(template(marked=False), {})
 CHAT = [
@@ -46,18 +46,18 @@ ROWS = {
 }
 
 
-def shown_of(folder: Path, kind: str, rows: list[dict], tokenizer=PLAIN, **changes) -> Shown:
+def preview_of(folder: Path, kind: str, rows: list[dict], tokenizer=PLAIN, **changes) -> Preview:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"tokens_per_batch": 600, "epochs": 1, "shuffle": False, "cache_dir": str(folder / "cache"), **changes}
     streaming = values.pop("streaming", False)
     config = DataConfig(sources=(SourceConfig(str(folder / "rows.jsonl"), streaming=streaming),), kind=kind, **values)
     loader = build_loader(config, tokenizer=tokenizer, batch_index=0, num_batches=1, agree=int)
-    return show(loader, config, tokenizer, rows=9)
+    return make_preview(loader, config, tokenizer, rows=9)
 
 
 def told(document) -> tuple[str, str]:
     """All of a document, and what of it is learned."""
-    units = [unit for piece in document.pieces for unit in piece.units]
+    units = [unit for run in document.role_runs for unit in run.units]
     return "".join(unit.text for unit in units), "".join(unit.text for unit in units if unit.learned)
 
 
@@ -71,13 +71,13 @@ def marked_by_transformers(messages: list[dict]) -> tuple[str, str]:
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ROWS)
 def test_what_is_learned_is_what_transformers_marks(tmp_path, name, streaming):
-    shown = shown_of(tmp_path, "chat", [ROWS[name]], streaming=streaming)
-    ((document,),) = [row.documents for row in shown.rows]
+    preview = preview_of(tmp_path, "chat", [ROWS[name]], streaming=streaming)
+    ((document,),) = [row.documents for row in preview.rows]
     assert told(document) == marked_by_transformers(CHAT)
     assert document.where == f"{tmp_path / 'rows.jsonl'}:1"
     words = {role: [] for role in ("system", "user", "assistant", TEMPLATE)}
-    for piece in document.pieces:
-        words[piece.role].append("".join(unit.text for unit in piece.units))
+    for run in document.role_runs:
+        words[run.role].append("".join(unit.text for unit in run.units))
     contents = {
         role: [one["content"] for one in CHAT if one["role"] == role] for role in ("system", "user", "assistant")
     }
@@ -85,31 +85,31 @@ def test_what_is_learned_is_what_transformers_marks(tmp_path, name, streaming):
     assert words["user"] == contents["user"]
     assert words["assistant"] == [f"{text}<|im_end|>" for text in contents["assistant"]]
     assert (
-        shown.figures[0].learned == document.learned == sum(len(text.encode()) + 1 for text in contents["assistant"])
+        preview.figures[0].learned == document.learned == sum(len(text.encode()) + 1 for text in contents["assistant"])
     )
-    assert (shown.figures[0].tokens, shown.scope) == (
+    assert (preview.figures[0].tokens, preview.scope) == (
         document.tokens,
         "the 1 rows shown" if streaming else "all samples",
     )
 
 
-def test_halves_of_pairs_and_labels_are_told(tmp_path):
+def test_halves_of_pairs_and_labels_are_shown(tmp_path):
     pair = {"chosen": CHAT, "rejected": [*CHAT[:2], {"role": "assistant", "content": "Nein"}]}
-    (row,) = shown_of(tmp_path, "preference", [pair], tokens_per_batch=900).rows
+    (row,) = preview_of(tmp_path, "preference", [pair], tokens_per_batch=900).rows
     assert [(one.half, one.where[-1]) for one in row.documents] == [("chosen", "1"), ("rejected", "1")]
     assert told(row.documents[0]) == marked_by_transformers(pair["chosen"])
     assert told(row.documents[1]) == marked_by_transformers(pair["rejected"])
-    (row,) = shown_of(tmp_path, "classification", [{"text": "good", "label": 2}], pad_batches=True).rows
+    (row,) = preview_of(tmp_path, "classification", [{"text": "good", "label": 2}], pad_batches=True).rows
     assert [(one.label, one.source, one.tokens) for one in row.documents[1:]] == [(None, "", 595)]
     assert row.documents[0].label == 2
-    assert "label 2" in as_text(shown_of(tmp_path, "classification", [{"text": "good", "label": 2}]), colour=False)
+    assert "label 2" in as_text(preview_of(tmp_path, "classification", [{"text": "good", "label": 2}]), colour=False)
 
 
 def test_texts_and_prompts_are_shown(tmp_path):
     rows = [{"text": "abc"}, {"text": "é"}]
-    documents = shown_of(tmp_path, "text", rows).rows[0].documents
+    documents = preview_of(tmp_path, "text", rows).rows[0].documents
     assert [told(one) for one in documents] == [("abc<|im_end|>", "bc<|im_end|>"), ("é<|im_end|>", "é<|im_end|>")]
-    (row,) = shown_of(tmp_path, "text", [{"prompt": "2 + 2 = ", "completion": "4"}]).rows
+    (row,) = preview_of(tmp_path, "text", [{"prompt": "2 + 2 = ", "completion": "4"}]).rows
     assert told(row.documents[0]) == ("2 + 2 = 4<|im_end|>", "4<|im_end|>")
 
 
@@ -121,15 +121,15 @@ def test_figures_of_all_samples_are_those_of_all_rows(tmp_path, kind, on_long):
     rows = [{"text": "a" * count} for count in (1, 70, 12, 31, 30, 64)]
     if kind == "chat":
         rows = [{"messages": [CHAT[1], {"role": "assistant", "content": row["text"]}]} for row in rows]
-    shown = shown_of(
+    preview = preview_of(
         tmp_path, kind, rows, tokens_per_batch=100, max_length=30 if kind == "text" else 90, on_long=on_long
     )
-    documents = [document for row in shown.rows for document in row.documents]
-    assert shown.figures[0].documents == len(documents)
-    assert shown.figures[0].tokens == sum(document.tokens for document in documents)
-    assert shown.figures[0].learned == sum(document.learned for document in documents)
-    assert sum(count for _, _, count in shown.histogram) == len(documents)
-    assert bool(shown.problems) == (on_long != "split")
+    documents = [document for row in preview.rows for document in row.documents]
+    assert preview.figures[0].documents == len(documents)
+    assert preview.figures[0].tokens == sum(document.tokens for document in documents)
+    assert preview.figures[0].learned == sum(document.learned for document in documents)
+    assert sum(count for _, _, count in preview.histogram) == len(documents)
+    assert bool(preview.problems) == (on_long != "split")
 
 
 class Page(HTMLParser):
@@ -164,25 +164,25 @@ class Page(HTMLParser):
 
 
 def test_the_page_and_the_text_show_the_same_and_need_nothing_else(tmp_path):
-    shown = shown_of(tmp_path, "chat", [ROWS["messages"], ROWS["sharegpt"]], pad_batches=True)
-    html = as_page(shown, title="my <run>")
+    preview = preview_of(tmp_path, "chat", [ROWS["messages"], ROWS["sharegpt"]], pad_batches=True)
+    html = as_page(preview, title="my <run>")
     page = Page(html)
     expected = list(marked_by_transformers(CHAT))
     assert page.documents == [expected, expected, ["", ""]]
     assert page.asked == []
     assert not re.search(r"https?://|@import|url\(", html)
     assert "<title>my &lt;run&gt;: what is learned</title>" in html
-    text = as_text(shown, colour=False)
+    text = as_text(preview, colour=False)
     learned = "".join(re.findall(f"{OPEN}(.*?){CLOSE}", re.sub(r"\n +│ ", "", text), re.DOTALL)).replace(
         LINE_END, "\n"
     )
     assert learned == expected[1] * 2
-    coloured = as_text(shown, colour=True)
+    coloured = as_text(preview, colour=True)
     assert "\x1b[32m" in coloured
     assert OPEN not in coloured
 
 
-def test_images_are_one_piece_and_their_words_are_told(tmp_path):
+def test_images_are_one_unit_with_their_number_of_tokens(tmp_path):
     Image.new("RGB", (30, 30)).save(tmp_path / "x.png")
     row = {
         "messages": [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}],
@@ -195,24 +195,22 @@ def test_images_are_one_piece_and_their_words_are_told(tmp_path):
     processor = image_processor()
     loader = build_loader(config, processor=processor, batch_index=0, num_batches=1, agree=int)
     prepare = PrepareMultimodal(config, processor, None)
-    shown = show(loader, config, processor.tokenizer, rows=1, processor=processor, prepare=prepare)
-    (document,) = shown.rows[0].documents
-    items = [(unit.item, len(unit.ids)) for piece in document.pieces for unit in piece.units if unit.item]
+    preview = make_preview(loader, config, processor.tokenizer, rows=1, processor=processor, prepare=prepare)
+    (document,) = preview.rows[0].documents
+    items = [(unit.item, len(unit.ids)) for run in document.role_runs for unit in run.units if unit.item]
     assert items == [("image", 4)]
     assert told(document)[1] == "A cat.<|im_end|>"
-    assert [piece.role for piece in document.pieces if piece.role != TEMPLATE] == ["user", "assistant"]
-    assert shown.rows[0].fields["pixel_values"][0] == 1
-    assert "[image: 4 tokens]" in as_text(shown, colour=False)
-    assert "image × 4" in as_page(shown, title="x")
+    assert [run.role for run in document.role_runs if run.role != TEMPLATE] == ["user", "assistant"]
+    assert preview.rows[0].fields["pixel_values"][0] == 1
+    assert "[image: 4 tokens]" in as_text(preview, colour=False)
+    assert "image × 4" in as_page(preview, title="x")
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=30))
 def test_the_units_of_a_text_are_its_characters(text):
     ids = MARKED(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     decoder = Decoder(MARKED)
-    units = [
-        unit for piece in decoder.pieces(ids, [False] * len(ids), [None] * len(ids), None) for unit in piece.units
-    ]
+    units = [unit for run in decoder.role_runs(ids, [False] * len(ids), [None] * len(ids), None) for unit in run.units]
     assert [one for unit in units for one in unit.ids] == ids
     assert "".join(unit.text for unit in units) == text
 

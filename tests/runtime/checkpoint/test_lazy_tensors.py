@@ -1,4 +1,4 @@
-"""Boxes of moved tensors against the same operations on real tensors."""
+"""Regions of lazy tensors against the same operations on real tensors."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchgen.runtime.checkpoint.tensor_sources import UnknownMove, leaf, pull, whole
+from patchgen.runtime.checkpoint.lazy_tensors import UnsupportedOperation, full_region, leaf, plan_reads
 
 
-def evaluate(moved, box, values, *, dtype=torch.int64, transposed=False):
-    """`moved[box]` read leaf box by leaf box; also how many elements were read."""
-    shape = [stop - start for start, stop in box]
+def evaluate(lazy, region, values, *, dtype=torch.int64, transposed=False):
+    """`lazy[region]`, read leaf by leaf; also how many elements were read."""
+    shape = [stop - start for start, stop in region]
     out = torch.full(shape[::-1], -1, dtype=dtype).permute(*range(len(shape))[::-1]) if transposed else None
     out = torch.full(shape, -1, dtype=dtype) if out is None else out
-    part = pull(moved, box, out)
+    plan = plan_reads(lazy, region, out)
     count = 0
-    for found, inner, view in part.reads:
+    for found, inner, view in plan.reads:
         piece = values[found.name][tuple(slice(*bounds) for bounds in inner)]
         view.copy_(piece)
         count += piece.numel()
-    for call in part.finishes:
-        call()
+    plan.finish()
     return out, count
 
 
 @st.composite
 def programs(draw):
-    """Some tensors and a chain of the moves that conversions are made of."""
+    """Some tensors and a chain of the operations that conversions consist of."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     count = draw(st.integers(1, 3))
     steps = draw(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 10), st.integers(0, 10)), max_size=6))
@@ -71,39 +70,39 @@ def run(tensors, steps):
 
 @given(programs(), st.data())
 @settings(max_examples=150)
-def test_any_box_of_any_chain_of_moves(program, data):
+def test_any_region_of_any_chain_of_operations(program, data):
     shape, count, steps = program
     numbers = torch.arange(count * torch.Size(shape).numel()).view(count, *shape)
     values = {str(place): numbers[place] for place in range(count)}
     expected = run(list(values.values()), steps)
-    moved = run([leaf(name, shape, torch.int64, None) for name in values], steps)
-    assert moved.shape == expected.shape
-    box = []
+    lazy = run([leaf(name, shape, torch.int64, None) for name in values], steps)
+    assert lazy.shape == expected.shape
+    region = []
     for size in expected.shape:
         start = data.draw(st.integers(0, size))
-        box.append((start, data.draw(st.integers(start, size))))
-    part = expected[tuple(slice(*bounds) for bounds in box)]
-    got, _ = evaluate(moved, tuple(box), values, transposed=data.draw(st.booleans()))
+        region.append((start, data.draw(st.integers(start, size))))
+    part = expected[tuple(slice(*bounds) for bounds in region)]
+    got, _ = evaluate(lazy, tuple(region), values, transposed=data.draw(st.booleans()))
     assert torch.equal(got, part)
 
 
-def test_no_more_is_read_than_the_box_holds():
-    """Single experts, stacked, gate and up put together: one expert's upper rows come from one gate alone."""
+def test_only_the_elements_of_the_region_are_read():
+    """Single experts, stacked, gate and up concatenated: one expert's upper rows come from one gate alone."""
     gates = [leaf(f"gate.{expert}", (6, 5), torch.int64, None) for expert in range(4)]
     ups = [leaf(f"up.{expert}", (6, 5), torch.int64, None) for expert in range(4)]
-    moved = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)
+    lazy = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)
     values = {one.origin.name: torch.randint(0, 99, (6, 5)) for one in (*gates, *ups)}
-    out, count = evaluate(moved, ((2, 3), (1, 4), (0, 5)), values)
+    out, count = evaluate(lazy, ((2, 3), (1, 4), (0, 5)), values)
     assert torch.equal(out[0], values["gate.2"][1:4])
     assert count == 15
-    transposed = moved.transpose(1, 2).contiguous()
+    transposed = lazy.transpose(1, 2).contiguous()
     out, count = evaluate(transposed, ((2, 3), (0, 5), (7, 9)), values)
     assert torch.equal(out[0], values["up.2"][1:3].T)
     assert count == 10
 
 
-def test_what_computes_is_refused():
-    moved = leaf("weight", (2, 2), torch.float32, None)
-    with pytest.raises(UnknownMove, match="mul"):
-        moved * 2
-    assert pull(moved, whole((2, 2)), torch.empty(2, 2)).reads
+def test_operations_that_compute_are_refused():
+    lazy = leaf("weight", (2, 2), torch.float32, None)
+    with pytest.raises(UnsupportedOperation, match="mul"):
+        lazy * 2
+    assert plan_reads(lazy, full_region((2, 2)), torch.empty(2, 2)).reads

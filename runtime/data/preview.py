@@ -1,9 +1,9 @@
-"""What is learned, to be looked at: the batches of a loader, document by document and token by token.
+"""A preview of the batches of a loader, document by document and token by token, with the tokens that have a loss.
 
-A token counts as learned where the loss reads it: by the shifted labels of `parallel.batch.slice_batch`, which is what a
-step takes. So what is shown here is what is trained, whatever went before.
+These are determined by the shifted labels of `parallel.batch.slice_batch`, which a training step uses: the preview shows
+exactly what is trained on.
 
-    shown = show(loader, config, tokenizer, rows=2)     # `show_text.as_text`, `show_page.as_page` make it readable
+    preview = make_preview(loader, config, tokenizer, rows=2)     # for `preview_text.as_text` or `preview_page.as_page`
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 
 from patchgen.runtime.data.config import DataConfig
-from patchgen.runtime.data.formats import HALVES
+from patchgen.runtime.data.decoder import Decoder, RoleRun
+from patchgen.runtime.data.formats import PAIR_COLUMNS
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.loader import PADDING, Loader
-from patchgen.runtime.data.pieces import Decoder, Piece
 from patchgen.runtime.data.problems import ALL_USED, BadSample
 from patchgen.runtime.data.records import Record
-from patchgen.runtime.data.roles import roles_of
+from patchgen.runtime.data.roles import tokens_with_roles
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.transform import Inputs, Mapper, mappers_of
+from patchgen.runtime.data.transform import Mapper, ModelInputs, mappers_of
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 
-NOT_OF_TOKENS = ("input_ids", "labels", "position_ids", "real_tokens", "cu_seq_lens_q", "cu_seq_lens_k")
+TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "real_tokens", "cu_seq_lens_q", "cu_seq_lens_k")
 RoleFinder = Callable[[int, Record, str], "tuple[np.ndarray, list[str]] | None"]
 
 
@@ -36,12 +36,11 @@ class Document:
     """One document of a packed row.
 
     Attributes:
-        source, where: what it is of, file and line; empty for padding.
+        source, where: its source, file and line; empty for padding.
         half: "chosen" or "rejected" of a pair.
-        label: its number, where it has one.
         start: its first token in the row.
-        tokens, learned: counts.
-        pieces: its text in runs of one role.
+        tokens, learned: the number of tokens, and of those with a loss.
+        role_runs: its tokens, grouped by role.
     """
 
     source: str
@@ -51,19 +50,19 @@ class Document:
     start: int
     tokens: int
     learned: int
-    pieces: list[Piece]
+    role_runs: list[RoleRun]
 
     @property
     def learned_runs(self) -> list[tuple[int, int]]:
-        """`(first token, tokens)` of each run of what is learned."""
-        units = [unit for piece in self.pieces for unit in piece.units]
-        runs = [list(own) for is_learned, own in itertools.groupby(units, lambda unit: unit.learned) if is_learned]
+        """`(first token, tokens)` of each run of tokens with a loss."""
+        units = [unit for run in self.role_runs for unit in run.units]
+        runs = [list(run) for is_learned, run in itertools.groupby(units, lambda unit: unit.learned) if is_learned]
         return [(run[0].start, sum(len(unit.ids) for unit in run)) for run in runs]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One packed row, the micro-batch of one step of one batch group: its documents, and its other fields with their shapes."""
+    """One packed row, a micro-batch: its documents, and the shapes of its other fields."""
 
     tokens: int
     documents: list[Document]
@@ -80,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one source: documents, their tokens, those that are learned."""
+    """The number of documents, tokens and tokens with a loss of one source."""
 
     source: str
     documents: int
@@ -89,16 +88,15 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What `show` found.
+class Preview:
+    """The first packed rows of a loader, and figures.
 
     Attributes:
         kind: of the data.
-        budget: most tokens of a row.
-        rows: the first packed rows.
-        figures: by source, and `scope` says of what: all samples, or the rows shown.
-        histogram: `(first length, last length, documents)` of the same.
-        problems: what was left out, in one line; empty if nothing was.
+        budget: the most tokens of a row.
+        figures: by source, of `scope`: all samples, or the rows shown.
+        histogram: `(first length, last length, documents)` of `scope`.
+        problems: skipped and truncated samples, in one line; empty if there are none.
     """
 
     kind: str
@@ -111,35 +109,35 @@ class Shown:
     sources: list[str] = field(default_factory=list)
 
 
-def show(
+def make_preview(
     loader: Loader, config: DataConfig, tokenizer: Any, *, rows: int, processor: Any = None, prepare: Any = None
-) -> Shown:
+) -> Preview:
     """Reads the next `rows` packed rows of a loader.
 
     Args:
-        config: that the loader was built from.
-        processor: whose placeholders of items are told apart from text.
+        config: of the loader.
+        processor: its placeholders are shown as media.
         prepare: `PrepareMultimodal` of the loader, which finds the roles of its samples.
     """
     decoder = Decoder(tokenizer, processor)
     find = _role_finder(config, tokenizer, prepare)
     batches = [(batch, loader.places()) for batch in itertools.islice(loader, rows)]
-    wanted = _records(config, batches)
-    found = [_row(batch, places, config, decoder, wanted, find) for batch, places in batches]
-    census = loader.census()
-    if census is None:
+    records = _records(config, batches)
+    found = [_row(batch, places, config, decoder, records, find) for batch, places in batches]
+    statistics = loader.statistics()
+    if statistics is None:
         figures, lengths = _figures_of_rows(found, config.source_names)
     else:
-        pairs = zip(config.source_names, census, strict=True)
+        pairs = zip(config.source_names, statistics, strict=True)
         figures = [Figures(name, len(one.lengths), int(one.lengths.sum()), one.learned) for name, one in pairs]
-        lengths = np.concatenate([one.lengths for one in census])
+        lengths = np.concatenate([one.lengths for one in statistics])
     problems = loader.counters.summary()
-    return Shown(
+    return Preview(
         kind=config.kind,
         budget=config.tokens_per_batch,
         rows=found,
         figures=figures,
-        scope="all samples" if census is not None else f"the {len(found)} rows shown",
+        scope="all samples" if statistics is not None else f"the {len(found)} rows shown",
         histogram=histogram(lengths),
         problems="" if problems == ALL_USED else problems,
         sources=config.source_names,
@@ -147,7 +145,7 @@ def show(
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """`(first, last, documents)` of lengths that double from one entry to the next; none empty at either end."""
+    """`(first, last, documents)` by powers of two, without empty entries at the ends."""
     if not len(lengths):
         return []
     powers = np.floor(np.log2(lengths)).astype(int)
@@ -172,13 +170,13 @@ def _row(
     learned = [False, *(target != IGNORED for target in targets[:-1])]
     others = [None, *(t if t not in (IGNORED, i) else None for t, i in zip(targets[:-1], ids[1:], strict=True))]
     labels = batch["document_labels"].tolist() if "document_labels" in batch else [None] * len(sources)
-    names, halves = config.source_names, HALVES.get(config.kind, ("",))
+    names, halves = config.source_names, PAIR_COLUMNS.get(config.kind, ("",))
     documents = []
     for number, (start, end) in enumerate(itertools.pairwise(bounds)):
-        own, source = slice(start, end), sources[number]
+        window, source = slice(start, end), sources[number]
         padding = source == PADDING
         place, half = ("", "") if padding else (places[number // len(halves)], halves[number % len(halves)])
-        roles = None if padding else _roles(ids[own], source, records.get((source, place)), half, find)
+        roles = None if padding else _roles(ids[window], source, records.get((source, place)), half, find)
         documents.append(
             Document(
                 source="" if padding else names[source],
@@ -187,14 +185,14 @@ def _row(
                 label=None if padding else labels[number],
                 start=start,
                 tokens=end - start,
-                learned=sum(learned[own]),
-                pieces=[] if padding else decoder.pieces(ids[own], learned[own], others[own], roles),
+                learned=sum(learned[window]),
+                role_runs=[] if padding else decoder.role_runs(ids[window], learned[window], others[window], roles),
             )
         )
     shapes = {
         name: tuple(value.shape)
         for name, value in batch.items()
-        if name not in NOT_OF_TOKENS and not name.startswith("document_") and hasattr(value, "shape")
+        if name not in TOKEN_FIELDS and not name.startswith("document_") and hasattr(value, "shape")
     }
     return Row(bounds[-1], documents, shapes)
 
@@ -203,8 +201,10 @@ def _figures_of_rows(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[Fi
     documents = [document for row in rows for document in row.documents if document.source]
     figures = []
     for name in names:
-        own = [one for one in documents if one.source == name]
-        figures.append(Figures(name, len(own), sum(one.tokens for one in own), sum(one.learned for one in own)))
+        of_source = [one for one in documents if one.source == name]
+        figures.append(
+            Figures(name, len(of_source), sum(one.tokens for one in of_source), sum(one.learned for one in of_source))
+        )
     return figures, np.array([one.tokens for one in documents], dtype=np.int64)
 
 
@@ -214,16 +214,16 @@ def _figures_of_rows(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[Fi
 def _records(
     config: DataConfig, batches: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
 ) -> dict[tuple[int, str], Record]:
-    """The records of the samples of some batches, by the number of their source and their place."""
-    halves = len(HALVES.get(config.kind, ("",)))
-    wanted = {
+    """The records of the samples in batches, by source and place."""
+    halves = len(PAIR_COLUMNS.get(config.kind, ("",)))
+    samples = {
         (int(source), place)
         for batch, places in batches
         for source, place in zip(batch["document_sources"][::halves], places, strict=False)
     }
     found = {}
     for number, described in enumerate(config.sources):
-        missing = {place for source, place in wanted if source == number}
+        missing = {place for source, place in samples if source == number}
         records = (record for record, _ in open_source(described).read()) if missing and config.kind != "text" else ()
         for record in records:
             if record.where in missing:
@@ -235,7 +235,7 @@ def _records(
 
 
 def _roles(ids: Sequence[int], source: int, record: Record | None, half: str, find: RoleFinder) -> list[str] | None:
-    """The role of each token; None: they are not known. A sample that was cut is the beginning of what is found."""
+    """The role of each token; None: not known. A truncated sample is a prefix of what `find` encodes."""
     try:
         found = find(source, record, half) if record is not None else None
     except BadSample:
@@ -244,18 +244,18 @@ def _roles(ids: Sequence[int], source: int, record: Record | None, half: str, fi
 
 
 def _role_finder(config: DataConfig, tokenizer: Any, prepare: Any) -> RoleFinder:
-    """What finds the roles of a record's tokens: `(ids, roles)`, or None where it has none."""
+    """A function that returns `(ids, roles)` of a record, or None if it has no roles."""
     mappers: list[Mapper] = mappers_of(config)
     literals = Literals(tokenizer, kept=config.special_tokens)
 
     def find(source: int, record: Record, half: str) -> tuple[np.ndarray, list[str]] | None:
         fields = mappers[source](record.where, record.fields())
-        if isinstance(fields, Inputs) or not isinstance(messages := fields.get(half or "messages"), list):
+        if isinstance(fields, ModelInputs) or not isinstance(messages := fields.get(half or "messages"), list):
             return None
         if prepare is not None:
             return prepare.roles(source, record.where, fields)
         tools = fields.get("tools") or None
         template = tokenizer.get_chat_template(None, tools=tools)
-        return roles_of(messages, tools, template=template, literals=literals, where=record.where)
+        return tokens_with_roles(messages, tools, template=template, literals=literals, where=record.where)
 
     return find

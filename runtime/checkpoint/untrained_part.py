@@ -1,0 +1,178 @@
+"""The part of a checkpoint that the model does not load: an export copies it, file to file.
+
+thinker.*    loaded, trained, exported                -+
+talker.*     never read                                +->  the export: every key of the source, and its config
+code2wav.*   never read                               -+
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.file_reader import FileReader
+from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, pattern_of
+from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, full_region, leaf
+from patchgen.runtime.checkpoint.load import COMPUTED_BUFFERS, ignored_by_upstream, stored_leaves
+from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.writing import ReadOutput
+
+FILE_FIELDS = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
+"""Config fields that describe the files next to it, not the model."""
+
+
+@dataclass(frozen=True)
+class CopiedTensor(ReadOutput):
+    """A tensor that is written as it is stored, byte for byte."""
+
+    stored: StoredTensor = field(kw_only=True)
+
+    @classmethod
+    def of(cls, stored: StoredTensor) -> CopiedTensor:
+        lazy = leaf(stored.name, stored.shape, stored.dtype, stored)
+        return cls(stored.name, lazy, stored.dtype, stored=stored)
+
+    def read(self, reader: FileReader) -> Tensor:
+        """The tensor, on the CPU."""
+        out = torch.empty(self.stored.shape, dtype=self.dtype)
+        # As bytes, which are not checked for NaN.
+        raw = replace(self.stored, dtype=torch.uint8, shape=(self.num_bytes,))
+        reader.read(raw, full_region(raw.shape), out.reshape(-1).view(torch.uint8))
+        return out
+
+
+@dataclass(frozen=True)
+class UntrainedPart:
+    """The tensors of a checkpoint that the model was not loaded from, and the config of the complete model.
+
+    Attributes:
+        tensors: in any order.
+        directory: their folder; None without any.
+        config: of the complete model, if the loaded model is a part of it; otherwise None.
+        trained_origin: the layout of the tensors that were loaded; None if the model was not loaded from a checkpoint.
+    """
+
+    tensors: tuple[CopiedTensor, ...] = ()
+    directory: Path | None = None
+    config: dict | None = None
+    trained_origin: Origin | None = None
+
+    def config_files(self, model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, str | Path]:
+        """The config files: the model's own, or that of the complete model with the changes of its part.
+
+        Args:
+            dtype: of the trained floating-point tensors.
+        """
+        if self.config is None:
+            return {**config_files(model, dtype)}
+        fields = json.loads(json.dumps(self.config))
+        own_config = _own_config(fields, model)
+        assert own_config is not None, "`config` is only set if it contains that of this model"
+        before = type(model.config).from_dict(json.loads(json.dumps(own_config))).to_dict()
+        _update(own_config, _changed_fields(before, model.config.to_dict()))
+        for key in ("dtype", "torch_dtype"):
+            stored = getattr(torch, fields.get(key) or "", None)
+            if dtype is not None and stored is not None:  # loading must not round the trained weights
+                fields[key] = str(torch.promote_types(stored, dtype)).removeprefix("torch.")
+        return {CONFIG: json.dumps(fields, indent=2) + "\n"}
+
+    def side_files(self, source: Path | None) -> dict[str, Path]:
+        """Tokenizer, processor and other files: those of `source`, or of the folder of the untrained part."""
+        files = {}
+        if self.directory is not None:
+            files = {name: self.directory / name for name in files_opened_by_upstream(self.directory)}
+        folder = source or self.directory
+        return files | (side_files(folder) if folder is not None else {})
+
+
+def find_untrained_part(model: PreTrainedModel, origin: Origin | None, source: Path | None) -> UntrainedPart:
+    """The part of its checkpoint that `model` was not loaded from.
+
+    Args:
+        origin: of the model's weights; None: they were not loaded from a checkpoint, and there is no untrained part.
+        source: the folder of the original, if it is not that of `origin`; ignored if its keys are not those of `origin`.
+
+    Raises:
+        CheckpointError: there is an untrained part, and its folder is missing or damaged.
+    """
+    if origin is None:
+        return UntrainedPart()
+    directory = next((folder for folder in (source, Path(origin.directory)) if _has_same_keys(folder, origin)), None)
+    if directory is None:
+        unused = _unused_keys(
+            model, {key: leaf(key, shape, torch.float32, None) for key, shape in origin.shapes.items()}
+        )
+        lost = sorted(key for key in ignored_by_upstream(model, unused) if not key.endswith(COMPUTED_BUFFERS))
+        if not lost:
+            return UntrainedPart(trained_origin=origin)
+        raise CheckpointError(
+            f"{class_name(model)} is a part of the checkpoint that it was loaded from, and {origin.directory} no longer has the "
+            f"other tensors ({', '.join(lost[:3])}, ...). To fix: name their folder (--source), or export only the model "
+            "(--trained-only; in Python trained_only=True)."
+        )
+    stored = read_folder(directory)
+    unused = _unused_keys(model, stored_leaves(stored))
+    shapes = {key: tensor.shape for key, tensor in stored.items() if key not in unused}
+    config = read_config(directory) if (directory / CONFIG).is_file() else {}
+    is_part = config.get("model_type") != model.config.model_type and _own_config(config, model) is not None
+    # Keys of the model's own type that the user chose to ignore are not copied.
+    copied = unused if is_part else ignored_by_upstream(model, unused)
+    return UntrainedPart(
+        tuple(CopiedTensor.of(stored[key]) for key in unused if key in copied),
+        directory if copied else None,
+        config if is_part else None,
+        Origin.of(directory, shapes),
+    )
+
+
+def _has_same_keys(folder: Path | None, origin: Origin) -> bool:
+    """Whether a folder has the keys that a model was loaded from.
+
+    Raises:
+        CheckpointError: it has safetensors that cannot be read.
+    """
+    if folder is None or not any(folder.glob("*.safetensors")):
+        return False
+    return {pattern_of(key) for key in origin.shapes} == {pattern_of(key) for key in read_folder(folder)}
+
+
+def _unused_keys(model: PreTrainedModel, leaves: Mapping[str, LazyTensor]) -> list[str]:
+    return assemble(model, leaves).unexpected
+
+
+def _own_config(fields: dict, model: PreTrainedModel) -> dict | None:
+    """The model's own config within a config, at any depth."""
+    if fields.get("model_type") == model.config.model_type:
+        return fields
+    inner = (_own_config(value, model) for value in fields.values() if isinstance(value, dict))
+    return next((found for found in inner if found is not None), None)
+
+
+def _changed_fields(before: Mapping, now: Mapping) -> dict:
+    """The fields that differ, except FILE_FIELDS."""
+    found = {}
+    for key, value in now.items():
+        if key in FILE_FIELDS or (key in before and before[key] == value):
+            continue
+        if isinstance(value, dict) and isinstance(before.get(key), dict):
+            value = _changed_fields(before[key], value)
+            if not value:
+                continue
+        found[key] = value
+    return found
+
+
+def _update(fields: dict, changes: Mapping) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(fields.get(key), dict):
+            _update(fields[key], value)
+        else:
+            fields[key] = value

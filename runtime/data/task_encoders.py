@@ -1,0 +1,79 @@
+"""Encoders for heads that are not language models: words with classes, answers in a text, and pairs of similar texts.
+
+tags      the first token of a word has its class, the others have none
+question  question, newline, context; the tokens of the first answer are the targets
+similar   one sample of both texts, the anchor first
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.text import SampleEncoder, TextEncoder, Tokens
+
+
+class TaskEncoder(SampleEncoder):
+    """Samples with the tokens of plain text. Names of subclasses are part of cache keys."""
+
+    def __init__(self, text: TextEncoder) -> None:
+        self.text = text
+
+    def fingerprint(self) -> list[Any]:
+        return [type(self).__name__, self.text.fingerprint()]
+
+
+class TaggedEncoder(TaskEncoder):
+    """Words `tokens` with the class `tags` of each."""
+
+    def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
+        words, tags = fields["tokens"], fields["tags"]
+        if len(words) != len(tags):
+            raise BadSample(where, f"{len(words)} tokens and {len(tags)} tags, expected equal numbers")
+        if min(tags) < 0:
+            raise BadSample(where, f"tag {min(tags)}, expected classes from 0")
+        marked = [self.text.literals.mark(word) for word in words]
+        starts = [0, *itertools.accumulate(len(word) + 1 for word in marked)]
+        spans = [(start, start + len(word)) for start, word in zip(starts, marked, strict=False)]
+        ids, number = self.text.literals.encode_numbered(where, " ".join(marked), spans, add_special_tokens=True)
+        is_first = (number > 0) & (np.diff(number, prepend=0) != 0)
+        classes = np.array([0, *(tag + 1 for tag in tags)], dtype=np.int32)[np.where(is_first, number, 0)]
+        ids, classes = self.text.with_end_token(ids, classes, 0)
+        if classes[-1]:
+            raise BadSample(where, "a tag on the last token, and the tokenizer has no end-of-sequence token")
+        return Tokens(ids, np.roll(classes, 1))
+
+
+class AnswerEncoder(TaskEncoder):
+    """A `question`, and a `context` with `answers` in it: `text` and `answer_start`, of which the first is used."""
+
+    def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
+        context, answers = fields["context"], fields["answers"]
+        texts, starts = (list(answers.get(name) or ()) for name in ("text", "answer_start"))
+        if not texts or not starts:
+            raise BadSample(
+                where, "answers without a text and an answer_start: questions without an answer have no targets"
+            )
+        end = starts[0] + len(texts[0])
+        if not texts[0] or context[starts[0] : end] != texts[0]:
+            raise BadSample(where, f"the answer {texts[0]!r:.60} is not in the context at {starts[0]}")
+        pieces = (f"{fields['question']}\n{context[: starts[0]]}", texts[0], context[end:])
+        before, answer, after = map(self.text.literals.mark, pieces)
+        span = (len(before), len(before) + len(answer))
+        ids, learned = self.text.literals.encode(where, before + answer + after, [span], add_special_tokens=True)
+        return Tokens(*self.text.with_end_token(ids, learned, False))
+
+
+class SimilarEncoder(TaskEncoder):
+    """Texts `anchor` and `positive`: one sample of two documents."""
+
+    def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
+        halves = [self.text.tokens(where, {"text": fields[name]}).ids for name in ("anchor", "positive")]
+        return Tokens(np.concatenate(halves), None, split=len(halves[0]))
+
+
+TASK_ENCODERS = {"token_classes": TaggedEncoder, "answers": AnswerEncoder, "similar": SimilarEncoder}
+"""The encoder of each kind of data for these heads."""
