@@ -238,7 +238,7 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         **kwargs: object,
     ) -> tuple[Tensor, None]:
         where = type(module).__name__
-        state = parallel.slicing() if not is_replicated(module) else None
+        state = parallel.sequence_parallel_state() if not is_replicated(module) else None
         size = state.sp if state is not None else 1
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
         keys = k.shape[1] * size

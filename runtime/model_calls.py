@@ -252,7 +252,7 @@ class _InItsCalls:
 
 def _require_whole_rows(module: nn.Module) -> None:
     """Of unpacked rows, too: what cannot be told where a document ends goes on over the bounds of slices as well."""
-    state = parallel.slicing()
+    state = parallel.sequence_parallel_state()
     if state is not None:
         raise ValueError(no_slices(type(module).__name__.removeprefix("FSDP"), state.sp))
 

@@ -85,8 +85,8 @@ def _sent_ahead(state: ParallelState, peers: PeerBuffers, hidden_states: Tensor)
 
     Asked by all ranks or by none: where an error was caught, a rank may have tokens on their way that others have not.
     """
-    ahead, state.running.sent_ahead = state.running.sent_ahead, None
-    if not state.running.sends_ahead or peers.all_say(ahead is not None and ahead.are(hidden_states)):
+    ahead, state.context.prefetched_tokens = state.context.prefetched_tokens, None
+    if not state.context.prefetches_tokens or peers.all_say(ahead is not None and ahead.are(hidden_states)):
         return ahead
     if peers.all_say(ahead is not None) and ahead is not None:  # sent by all, and on some rank others than these
         setattr(ahead.module, _SENDS_AHEAD, False)
@@ -141,7 +141,7 @@ def _send_input_ahead(module: nn.Module, args: tuple, kwargs: dict) -> None:
     state = parallel.current()
     if state is None or state.peers is None or checkpointing.is_replay() or _is_backward():
         return
-    state.running.sends_ahead, state.running.sent_ahead = True, None
+    state.context.prefetches_tokens, state.context.prefetched_tokens = True, None
     source = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
     if source is None or source.ndim < 2 or source.is_inference() or not getattr(module, _SENDS_AHEAD, True):
         return
@@ -156,7 +156,7 @@ def _send_input_ahead(module: nn.Module, args: tuple, kwargs: dict) -> None:
         with peers.beside():
             published = peers.publish([(0, tokens)])
             rows = peer_rows.read_tokens(published, counts, None, 0, tokens.shape[1], tokens.dtype)
-    state.running.sent_ahead = SentAhead(module, source, source._version, counts, rows)
+    state.context.prefetched_tokens = SentAhead(module, source, source._version, counts, rows)
 
 
 def _is_backward() -> bool:

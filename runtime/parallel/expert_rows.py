@@ -115,8 +115,8 @@ def over_rows(
 
 def dropped_rows(state: ParallelState) -> int:
     """Rows that `expert_capacity` left out on this rank since the last call. Waits for the device."""
-    total = sum(int(count) for count in state.running.dropped.values())
-    state.running.dropped.clear()
+    total = sum(int(count) for count in state.context.dropped_rows.values())
+    state.context.dropped_rows.clear()
     return total
 
 
@@ -165,7 +165,7 @@ def _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts) -> tup
     slot_of_row, expert_of_row = slot_of_row[:-1], expert_of_row[:-1]
     if not checkpointing.is_replay():
         over = ((expert_S < num_experts) & ~carried_S).sum()
-        dropped = state.running.dropped
+        dropped = state.context.dropped_rows
         dropped[device] = dropped.get(device, 0) + over.detach()
     row_TK = row_S.clamp(max=n * capacity - 1)[place_TK]
     expert_Q = checkpointing.remember(

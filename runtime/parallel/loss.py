@@ -63,7 +63,7 @@ _ALONE = Step()
 
 def current_step() -> Step:
     """The step of which losses are shares now."""
-    return parallel.running().step or parallel.alone().step or _ALONE  # one may begin before its state is live
+    return parallel.context().step or parallel.context_without_state().step or _ALONE  # one may begin before its state is live
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def counted_targets() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _within(step: Step) -> Iterator[None]:
-    now = parallel.running()
+    now = parallel.context()
     before, now.step = now.step, step
     try:
         yield

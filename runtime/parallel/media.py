@@ -60,16 +60,16 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def _enter_whole(module: nn.Module, arguments: object) -> None:
-    parallel.running().inside_whole += 1
+    parallel.context().replicated_depth += 1
 
 
 def _leave_whole(module: nn.Module, arguments: object, output: object) -> None:
-    parallel.running().inside_whole -= 1
+    parallel.context().replicated_depth -= 1
 
 
-def inside_whole() -> bool:
+def inside_replicated() -> bool:
     """Whether a module that holds whole inputs runs now: masks made here are of its own sequence."""
-    return parallel.running().inside_whole > 0
+    return parallel.context().replicated_depth > 0
 
 
 # ------------------------------------------------------------------------------------- the rows of a tower

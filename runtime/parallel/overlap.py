@@ -47,13 +47,13 @@ def announce(function: Callable[..., Tensor], *args: Tensor) -> Callable[[], Ten
     if torch.compiler.is_compiling():
         return functools.partial(function, *args)
     beside = Beside(function, *args)
-    parallel.running().announced[:] = [weakref.ref(beside)]
+    parallel.context().announced[:] = [weakref.ref(beside)]
     return beside
 
 
 def compute_announced() -> None:
     """Computes what was announced; called while an exchange is under way."""
-    announced = parallel.running().announced
+    announced = parallel.context().announced
     while announced:
         beside = announced.pop()()
         if beside is not None:

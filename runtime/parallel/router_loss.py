@@ -49,7 +49,7 @@ class Group:
 
 @contextlib.contextmanager
 def _computing(group: Group) -> Iterator[None]:
-    now = group.state.running
+    now = group.state.context
     before, now.router_group = now.router_group, group
     try:
         yield
@@ -101,7 +101,7 @@ def router_loss(
 
 def means(tokens_per_expert: Tensor, router_prob_per_expert: Tensor) -> tuple[Tensor, Tensor]:
     """`ops.router_means` while a parallel state is live; see the head of this file."""
-    group = parallel.running().router_group
+    group = parallel.context().router_group
     if group is None:
         raise RuntimeError(
             "A load-balancing loss was called directly while a parallel state is live: nothing says which of its tokens "

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from patchgen.runtime.parallel import gloo_groups, peer_memory
 from patchgen.runtime.parallel.config import ParallelConfig
-from patchgen.runtime.parallel.live import Running
+from patchgen.runtime.parallel.run_context import RunContext
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class ParallelState:
     head_groups: int = 1
     router_loss: Literal["row", "global"] = "row"
     peers: peer_memory.PeerBuffers | None = None
-    running: Running = field(default_factory=Running, repr=False)
+    context: RunContext = field(default_factory=RunContext, repr=False)
 
     @classmethod
     def create(

@@ -66,7 +66,7 @@ def an_error_before_the_experts_turns_nothing_off() -> list[int]:
                 block(hidden[None], index, weights)
             ops.fused_moe = call
             if rank == 0:  # an error of its own: it has tokens on their way, the other has not
-                state.running.sent_ahead = None
+                state.context.prefetched_tokens = None
             again = call(hidden, index, weights, **block.experts, num_experts=2 * world, activation=silu)
             after.append(sum(sent))
             found = block(hidden[None], index, weights)

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from patchgen.runtime import minimal_media, parallel, registry
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, towers
-from patchgen.runtime.parallel.live import Running
+from patchgen.runtime.parallel.run_context import RunContext
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.model_pair import build_model, perturb
@@ -46,7 +46,7 @@ class TwoBatches:
     config: ParallelConfig
     sp: int = 1
     ep: int = 1
-    running: Running = field(default_factory=Running)
+    context: RunContext = field(default_factory=RunContext)
 
 
 @functools.cache

@@ -83,7 +83,7 @@ def test_masks_made_inside_a_module_that_holds_whole_inputs_are_its_own():
 
     class Tower(nn.Module):
         def forward(self, hidden):
-            seen.append(media.inside_whole())
+            seen.append(media.inside_replicated())
             if hidden is None:
                 raise ValueError("no input")
             return hidden
@@ -95,7 +95,7 @@ def test_masks_made_inside_a_module_that_holds_whole_inputs_are_its_own():
     with pytest.raises(ValueError, match="no input"):
         tower(None)
     assert seen == [True, True]
-    assert not media.inside_whole()
+    assert not media.inside_replicated()
 
 
 def test_grids_without_position_ids_are_refused():
