@@ -290,7 +290,7 @@ def _serving(
         return BACKENDS["patchgen_eager"]
     if backend is None:
         taken = _for_call(needed, q.device.type, max(q.shape[-1], v.shape[-1]))
-        choices.note("attention", f"{taken} in {where}{''.join(f', {feature}' for feature in asked)}", q[:, :, 0])
+        choices.record("attention", f"{taken} in {where}{''.join(f', {feature}' for feature in asked)}", q[:, :, 0])
         return BACKENDS[taken]
     require_features(name, needed, where, q.device.type)
     return backend

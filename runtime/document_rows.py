@@ -77,7 +77,7 @@ class DocumentRows:
         if rule.pad_value == COUNTING:
             fill: Tensor | int = torch.arange(self.place.shape[1], device=value.device).view(-1, *more)
         else:
-            fill = rule.number
+            fill = rule.constant_fill
         return torch.where(self.is_token.view(*self.is_token.shape, *more), taken, fill)
 
     def together(self, output: Any) -> Any:

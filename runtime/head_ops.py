@@ -119,9 +119,9 @@ def _labels_of_step(
 def require_no_step(labels: object, what: str) -> None:
     """Raises ValueError where labels would give a share of a step, and the head's loss is upstream's own: `what`, as source."""
     if labels is not None and parallel.current() is not None:
-        from patchgen.runtime.parallel.loss import own_mean
+        from patchgen.runtime.parallel.loss import upstream_mean_message
 
-        raise ValueError(own_mean("This model", what))
+        raise ValueError(upstream_mean_message("This model", what))
 
 
 def given_logits(logits: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from patchgen.runtime import mask_functions, parallel
 from patchgen.runtime.document_rows import LEFT, DocumentRows, Separated
 from patchgen.runtime.parallel import batch, checkpointing, collectives
-from patchgen.runtime.parallel.checkpointing import CHECKPOINT
+from patchgen.runtime.parallel.checkpointing import CHECKPOINT_ATTRIBUTE
 from patchgen.runtime.tensor_cache import TensorCache
 
 BOUNDS, POSITIONS, MASK = "cu_seq_lens_q", "position_ids", "attention_mask"
@@ -226,9 +226,9 @@ def _carry_into_checkpoints(model: nn.Module) -> None:
     if model not in _CHECKPOINTED:
         _CHECKPOINTED[model] = WeakSet(one for one in model.modules() if hasattr(one, "gradient_checkpointing"))
     for one in _CHECKPOINTED[model]:
-        func = getattr(one, CHECKPOINT, None)
-        if func is not None and not isinstance(func, _InItsCalls) and not checkpointing.is_own(func):
-            setattr(one, CHECKPOINT, _InItsCalls(func))
+        func = getattr(one, CHECKPOINT_ATTRIBUTE, None)
+        if func is not None and not isinstance(func, _InItsCalls) and not checkpointing.is_ours(func):
+            setattr(one, CHECKPOINT_ATTRIBUTE, _InItsCalls(func))
 
 
 @dataclass(frozen=True)

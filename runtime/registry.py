@@ -137,7 +137,7 @@ def _declare_inputs(head: type) -> None:
     if given:
         rules = {name: {key: one for key, one in rule.items() if key != "example"} for name, rule in given.items()}
         batch_fields.declare(rules, f"{head.__name__}.input_rules")
-    batch_fields.of_items(head)
+    batch_fields.infer_item_fields(head)
 
 
 LOCAL_PACKAGE = "patchgen_generated_"

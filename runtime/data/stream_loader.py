@@ -56,7 +56,7 @@ class _Workers(Dataset):
 
     def __reduce__(self) -> tuple:
         # A worker that was not forked knows neither the folders of the user's own classes nor the rules of their inputs.
-        return _in_fresh_process, (_Known(registry.local_packages(), batch_fields.declared()), self.prepare)
+        return _in_fresh_process, (_Known(registry.local_packages(), batch_fields.declared_rules()), self.prepare)
 
     def __getitem__(self, entry: Entry) -> tuple[int, Origin, Prepared]:
         number, epoch, source, record = entry

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 DENSE_DIMENSIONS = ("dp_replicate", "dp_shard", "sp")
 EXPERT_DIMENSIONS = ("dp_replicate", "ep_shard", "ep")
 _COLUMNS = 16  # ranks per line of the map

@@ -198,7 +198,7 @@ class CapturedStep:
         )
         self._recording.replay()
         for shards in self._shards:
-            shards.have_been_read()  # as after a step
+            shards.mark_read()  # as after a step
         for parameter, gradient, is_zeros in self._gradients:
             parameter.grad = gradient
             setattr(parameter, unused.LEFT_OUT, is_zeros)
@@ -314,7 +314,7 @@ def _capture(run: Callable[[], None], model: nn.Module, state: ParallelState) ->
     graph = torch.cuda.CUDAGraph()
     # Only this thread may not wait for the device meanwhile: that of NCCL asks for its events.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        with state.peers.repeatable() if state.peers is not None else contextlib.nullcontext():
+        with state.peers.replayable() if state.peers is not None else contextlib.nullcontext():
             run()
         _join(model, state)
     return graph

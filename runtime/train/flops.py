@@ -92,7 +92,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
     head = model.get_output_embeddings()
     if head is not None:  # tied to the embeddings or not, the head multiplies
         looked_up -= {id(p) for p in head.parameters()}
-    experts = set(sharding.own_plan(model))
+    experts = set(sharding.expert_paths(model))
     active, total = 0, 0
     for name, parameter in model.named_parameters():
         total += parameter.numel()

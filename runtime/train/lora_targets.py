@@ -105,7 +105,7 @@ def _find_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[tuple[
     Raises:
         RecipeError: a target matches nothing, or what is not a stack of matrices.
     """
-    plan = set(sharding.own_plan(model))
+    plan = set(sharding.expert_paths(model))
     owners = {path.rpartition(".")[0] for path in plan}
     experts, others = [], []
     for target in config.target_parameters:
@@ -221,7 +221,7 @@ def _told_of_no_parameter(model: PreTrainedModel, config: LoraConfig, target: st
     told = f"lora.target_parameters: {target} matches nothing in {type(model).__name__}"
     limits = [name for name in ("exclude_modules", "layers_to_transform") if getattr(config, name) is not None]
     told += f" with lora.{' and lora.'.join(limits)}." if limits else "."
-    stacked = sorted({".".join(path.rsplit(".", 3)[1:]) for path in sharding.own_plan(model)})
+    stacked = sorted({".".join(path.rsplit(".", 3)[1:]) for path in sharding.expert_paths(model)})
     return told + (f" Its experts have {', '.join(stacked)}." if stacked else " It has no stacked experts.")
 
 

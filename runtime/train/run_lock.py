@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from patchgen.runtime.parallel.collectives import object_of
+from patchgen.runtime.parallel.collectives import broadcast_object
 from patchgen.runtime.train.recipe import RecipeError
 
 LOCK, HOLDER = ".lock", "running.json"
@@ -51,7 +51,7 @@ def held(directory: Path) -> Iterator[None]:
             (directory / HOLDER).write_text(json.dumps(about) + "\n")
         except RecipeError as error:
             refusal = str(error)
-    if refusal := object_of(refusal):
+    if refusal := broadcast_object(refusal):
         raise RecipeError(refusal)
     try:
         yield

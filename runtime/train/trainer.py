@@ -29,7 +29,7 @@ from patchgen.runtime.data.agreement import counters_of_all_ranks, together
 from patchgen.runtime.objectives import learning
 from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
-from patchgen.runtime.parallel.collectives import all_reduce, object_of
+from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import first_loss, flops, lora, objects, optimizers, run_lock, run_log, setup
@@ -96,7 +96,7 @@ class Trainer:
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
         self.optimizer = optimizers.build(self.model, recipe.optim)
         self.captured = CapturedStep(self.model, self.state, device, self.micro_batch) if train.cuda_graph else None
-        self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.own_plan(self.model) else None
+        self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.expert_paths(self.model) else None
         self.step, self.skipped, self.evaluated_step = 0, 0, 0
 
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
@@ -128,7 +128,7 @@ class Trainer:
                     flush=True,
                 )
             self.announce()
-            choices.forget()  # what a proof in this process, or the reference of an objective, has taken
+            choices.reset()  # what a proof in this process, or the reference of an objective, has taken
             # Not in the first step: kernels are compiled there, and nothing says yet how long a silence is usual.
             stop_requested = lambda: stop.reached() and self.step > self.first_step  # noqa: E731
             watched.enter_context(
@@ -259,7 +259,7 @@ class Trainer:
     @staticmethod
     def peak_memory() -> int:
         """Bytes of this rank's GPU, what other ranks read included."""
-        return torch.cuda.max_memory_allocated() + peer_memory.num_bytes_shared()
+        return torch.cuda.max_memory_allocated() + peer_memory.shared_gpu_bytes()
 
     # ----------------------------------------------------------------------------------------- evaluation
 
@@ -349,7 +349,7 @@ class Trainer:
             wanted = lora.ADAPTER if self.recipe.lora is not None and not self.recipe.lora.merge else setup.EXPORT
             if before is not None and before["steps"] == self.step and Path(before["export"] or "").name == wanted:
                 found = before["export"] if setup.is_whole(Path(before["export"])) else None
-        found = object_of(found)
+        found = broadcast_object(found)
         return Path(found) if found is not None else None
 
     # -------------------------------------------------------------------------------------------- records
@@ -373,7 +373,7 @@ class Trainer:
 
     def tell_choices(self) -> None:
         """Prints which kernels `auto` took for the shapes of the first step."""
-        told = report.chosen()
+        told = report.auto_choices()
         if told and dist.get_rank() == 0:
             print(f"after the first step, on rank 0:\n{told}", flush=True)
 

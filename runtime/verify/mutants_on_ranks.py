@@ -102,7 +102,7 @@ def compare(subject: Subject) -> mutants.Verdict:
                 mutants.NOT_RUN, "on ranks: upstream's changed class fails on the rows of a run, too"
             )
         for layout in LAYOUTS:
-            if layout.ep > 1 and not sharding.own_plan(known.generated()):
+            if layout.ep > 1 and not sharding.expert_paths(known.generated()):
                 continue
             for case in (WHOLE_ROWS, PACKED):
                 found = _compared(known, layout, case)

@@ -93,7 +93,7 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
     config = training_config(upstream_class)
     generated = generated_class(head, file)
     row: dict[str, Any] = {"model_type": model_type}
-    if ep > 1 and not sharding.own_plan(build_model(generated, config)):
+    if ep > 1 and not sharding.expert_paths(build_model(generated, config)):
         return row | {"applies": False, "seconds": time.perf_counter() - started}
     if sp > 1 and (refusal := of_two_sequences(generated, sp)):
         return row | {"reason": refusal, "seconds": time.perf_counter() - started}
@@ -119,7 +119,7 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
         switch_dropout_off(model)
         if separates:
             model_calls.separate_documents(model, separates)
-        row["num_expert_parameters"] = len(sharding.own_plan(model))
+        row["num_expert_parameters"] = len(sharding.expert_paths(model))
         sharding.shard_model(model, state)
         got_loss, got = _all_ranks(model, inputs, state, kernels)
         # Some gradients are zero but for rounding (biases of keys): they are measured against the largest of all.

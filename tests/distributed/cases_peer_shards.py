@@ -100,17 +100,17 @@ class WritesCopies(torch.optim.AdamW):
                 if copy is not None and parameter.grad is not None:
                     copy.before_writing()
                     copy.tensor.copy_(undivided.local(parameter).view(-1))
-                    copy.written_from(parameter)
+                    copy.mark_written(parameter)
 
 
-def train(model: nn.Module, keep_whole: bool, writes: bool) -> list[Tensor]:
+def train(model: nn.Module, accumulate_unsharded: bool, writes: bool) -> list[Tensor]:
     """Losses, gradients, norms and parameters of three steps of two micro-batches, evaluations between."""
     kind = WritesCopies if writes else torch.optim.AdamW
     optimizer = kind(sharding.optimizer_groups(model), lr=1e-2)
     found = []
     for step in range(3):
         for micro in range(2):
-            sharding.reduce_gradients(model, is_last=micro == 1, keep_whole=keep_whole)
+            sharding.reduce_gradients(model, is_last=micro == 1, accumulate_unsharded=accumulate_unsharded)
             loss = model(batch(10 * step + micro), all_layers=step > 0)
             loss.backward()
             found.append(loss.detach().clone())
@@ -124,19 +124,19 @@ def train(model: nn.Module, keep_whole: bool, writes: bool) -> list[Tensor]:
     return found + [undivided.local(p).detach().clone() for p in model.parameters()]
 
 
-def equals_fsdp(keep_whole: bool, writes: bool, freeze: str | None, small: int, **options) -> None:
-    peer_units.SMALL, before = small, peer_units.SMALL
+def equals_fsdp(accumulate_unsharded: bool, writes: bool, freeze: str | None, small: int, **options) -> None:
+    peer_units.SMALL_BYTES, before = small, peer_units.SMALL_BYTES
     try:
         model = sharded("peer_memory", freeze, **options)
         groups = [group for module in (*model.layers, model) for group in undivided.param_groups(module)]
         assert all(type(group) is PeerGroup for group in groups)
-        found = train(model, keep_whole, writes)
+        found = train(model, accumulate_unsharded, writes)
         assert [group.keeps_copies for group in groups] == [freeze is None, True, True]
     finally:
-        peer_units.SMALL = before
+        peer_units.SMALL_BYTES = before
     other = sharded("collectives", freeze, **options)
     assert not any(type(group) is PeerGroup for group in undivided.param_groups(other))
-    expected = train(other, keep_whole, writes=False)
+    expected = train(other, accumulate_unsharded, writes=False)
     assert len(found) == len(expected)
     for number, (one, two) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, two), f"value {number}: {(one - two).abs().max()}"
@@ -144,7 +144,7 @@ def equals_fsdp(keep_whole: bool, writes: bool, freeze: str | None, small: int, 
 
 def order_of_reductions() -> list[list[str]]:
     """Which parameters are summed together, in the order of one backward."""
-    peer_units.SMALL, before, found = 150, peer_units.SMALL, []
+    peer_units.SMALL_BYTES, before, found = 150, peer_units.SMALL_BYTES, []
     reduce = PeerShards.reduce
 
     def noted(self, group, gradients):
@@ -155,7 +155,7 @@ def order_of_reductions() -> list[list[str]]:
     try:
         sharded("peer_memory", tied=False)(batch(0)).backward()
     finally:
-        PeerShards.reduce, peer_units.SMALL = reduce, before
+        PeerShards.reduce, peer_units.SMALL_BYTES = reduce, before
     return found
 
 
@@ -186,7 +186,7 @@ def ranks_that_sum_different_gradients_get_nan() -> list[bool]:
 
 def a_rank_without_a_large_gradient_adds_zeros(small: int) -> None:
     """On rank 1 a layer computes with a constant: the sum is what rank 0 has, and that of the others is as without."""
-    peer_units.SMALL, before = small, peer_units.SMALL
+    peer_units.SMALL_BYTES, before = small, peer_units.SMALL_BYTES
     try:
         found = []
         for exchange in ("peer_memory", "collectives"):
@@ -203,13 +203,13 @@ def a_rank_without_a_large_gradient_adds_zeros(small: int) -> None:
         for one, two in zip(*found, strict=True):
             assert one.isfinite().all() and torch.equal(one, two)
     finally:
-        peer_units.SMALL = before
+        peer_units.SMALL_BYTES = before
 
 
 def parameters_that_are_freed_before_a_layer_ends() -> list[int]:
     """Bytes of the first layer's products when its backward ends, of one that nobody reads any more and one that is read."""
     found = []
-    peer_units.SMALL, before = 150, peer_units.SMALL
+    peer_units.SMALL_BYTES, before = 150, peer_units.SMALL_BYTES
     try:
         for peeks in (False, True):
             model = sharded("peer_memory", tied=False, peeks=peeks)
@@ -227,7 +227,7 @@ def parameters_that_are_freed_before_a_layer_ends() -> list[int]:
             group.post_backward = noted
             model(batch(0)).backward()
     finally:
-        peer_units.SMALL = before
+        peer_units.SMALL_BYTES = before
     return found
 
 
@@ -237,9 +237,9 @@ def a_sum_lives_until_it_was_waited_for() -> int:
     sum_parts, reduce = peer_shards.sum_parts, PeerShards.reduce
     written: list[weakref.ref[Tensor]] = []
 
-    def noted(own, received, words, out, **options):
+    def noted(own, received, tags, out, **options):
         written.append(weakref.ref(out._base if out._base is not None else out))
-        return sum_parts(own, received, words, out, **options)
+        return sum_parts(own, received, tags, out, **options)
 
     def checked(self, group, gradients):
         written.clear()
@@ -261,14 +261,16 @@ def a_sum_lives_until_it_was_waited_for() -> int:
 
 def room_for_what_others_send() -> tuple[int, int]:
     """Bytes of a place for gradients, and of the largest shard."""
-    peer_units.SMALL, before = 150, peer_units.SMALL
+    peer_units.SMALL_BYTES, before = 150, peer_units.SMALL_BYTES
     try:
         model = sharded("peer_memory", tied=False)
         model(batch(0)).backward()
         groups = [group for module in (*model.layers, model) for group in undivided.param_groups(module)]
-        return groups[0].shards._most, max(slot.numel * group.itemsize for group in groups for slot in group.slots)
+        return groups[0].shards._largest_part, max(
+            slot.numel * group.itemsize for group in groups for slot in group.slots
+        )
     finally:
-        peer_units.SMALL = before
+        peer_units.SMALL_BYTES = before
 
 
 def a_change_is_seen_by_all() -> None:
@@ -281,7 +283,7 @@ def a_change_is_seen_by_all() -> None:
         written = undivided.copy_of(parameter)
         written.before_writing()
         written.tensor.copy_(undivided.local(parameter).detach().view(-1))
-        written.written_from(parameter)
+        written.mark_written(parameter)
     copy.tensor.zero_()  # marks it
     marked = model(batch(0)).detach()
     model.reshard()

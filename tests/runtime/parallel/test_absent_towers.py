@@ -174,13 +174,13 @@ def test_a_minimal_image_leaves_the_statistics_of_a_batch_norm(mode: str) -> Non
 
     model = WithBatchNorm()
     checkpointing.apply(model, mode)
-    function = getattr(model.layer, checkpointing.CHECKPOINT, None)
+    function = getattr(model.layer, checkpointing.CHECKPOINT_ATTRIBUTE, None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = TwoBatches(ParallelConfig.for_world(2))
     embeds = towers.absent_tower(torch.ones(1, 2, 3), None, model.get_image_features, state)
     embeds.sum().backward()
     assert model.layer.norm.weight.grad is not None
-    assert getattr(model.layer, checkpointing.CHECKPOINT, None) is function
+    assert getattr(model.layer, checkpointing.CHECKPOINT_ATTRIBUTE, None) is function
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
