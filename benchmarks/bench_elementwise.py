@@ -82,8 +82,8 @@ INPUTS = {"rms_norm": norm_inputs, "head_norm": head_norm_inputs, "rotary": rota
 def implementations(operation: str) -> dict[str, Callable]:
     if operation == "swiglu":
         found = {
-            "eager": functools.partial(formulas.swiglu, activation=_SILU),
-            "compiled": functools.partial(formulas.swiglu_compiled, activation=_SILU),
+            "eager": functools.partial(formulas.gated_activation, activation=_SILU),
+            "compiled": functools.partial(formulas.gated_activation_compiled, activation=_SILU),
         }
     elif operation == "rotary":
         found = {"eager": formulas.rotary, "compiled": formulas.rotary_compiled}

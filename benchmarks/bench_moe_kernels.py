@@ -30,7 +30,7 @@ from patchgen.kernels.moe.grouped_gemm import grouped_gemm
 from patchgen.kernels.moe.grouped_gemm_weights import grouped_gemm_weights
 from patchgen.kernels.moe.pad_rows import pad_rows
 from patchgen.kernels.moe.plan import make_plan
-from patchgen.kernels.moe.schedule import copy_repays
+from patchgen.kernels.moe.schedule import copy_pays_off
 
 RESULTS = Path(__file__).with_name("results_moe_kernels.csv")
 COLUMNS: tuple[str, ...] = ("date", "versions", "shape", "tokens", "kernel", "ms", "tflops", "mhz", "watts", "joules")
@@ -85,8 +85,8 @@ def kernels(name: str, tokens: int) -> dict[str, tuple[Callable[[], object], flo
     grad, k = problem.grad, shape.top_k
     plan = make_plan(problem.index, shape.experts)
     kept, gated = gate_up(x, w1, None, plan, k, SILU, False, False, problem.index.numel(), True)
-    copy_out = pad_rows(grad, k, plan) if copy_repays(plan.num_rows, shape.experts, shape.inner) else None
-    copy_in = pad_rows(x, k, plan) if copy_repays(plan.num_rows, shape.experts, 2 * shape.inner) else None
+    copy_out = pad_rows(grad, k, plan) if copy_pays_off(plan.num_rows, shape.experts, shape.inner) else None
+    copy_in = pad_rows(x, k, plan) if copy_pays_off(plan.num_rows, shape.experts, 2 * shape.inner) else None
     dh, s, _ = gate_backward_gemm(grad, copy_out, w2, kept, weights, plan, SILU, False, False)
     y = grouped_gemm(gated, w2, None, plan, k_is_last=True, is_padded=False)
     x_R, h_R, a_R = (

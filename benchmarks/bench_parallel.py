@@ -189,7 +189,7 @@ def measure(model: nn.Module, state, tokens: int, sizes: dict, arguments: argpar
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     row = {"s/step": round(float(seconds), 4), "tokens/s/GPU": round(tokens / float(seconds))}
     if setting.device == "cuda":
-        row["peak GiB"] = round((torch.cuda.max_memory_allocated() + peer_memory.num_bytes_shared()) / 2**30, 1)
+        row["peak GiB"] = round((torch.cuda.max_memory_allocated() + peer_memory.shared_gpu_bytes()) / 2**30, 1)
         row |= communication(lambda: train_step(model, inputs, optimizer, state, items), setting)
     return row
 
@@ -285,7 +285,7 @@ def agreement(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> N
         options = sharding.ShardingOptions(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         sharding.shard_model(model, state, options=options)
         sharding.materialise(model, setting.device)
-        sharding.load_whole(model, {key: value.to(setting.device) for key, value in weights.items()})
+        sharding.load_full_tensors(model, {key: value.to(setting.device) for key, value in weights.items()})
         rows = torch.arange(world).chunk(state.config.num_batches)[state.batch_index]
         mine = {key: value[rows] for key, value in global_batch(world).items()}
         inputs = to_device(batch.slice_batch(mine, sp=state.sp, sp_rank=state.sp_rank))

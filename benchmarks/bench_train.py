@@ -233,7 +233,7 @@ def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
     if setting.device == "cuda":
         # What ranks share is there from the first step on, and torch's count leaves it out.
         peak = torch.tensor(
-            (torch.cuda.max_memory_allocated() + peer_memory.num_bytes_shared()) / 2**30, device=setting.device
+            (torch.cuda.max_memory_allocated() + peer_memory.shared_gpu_bytes()) / 2**30, device=setting.device
         )
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         row["peak GiB"] = round(float(peak), 1)

@@ -1,4 +1,4 @@
-"""Which kernel was taken where the choice was left to us: noted for each kind of call, told after the first step."""
+"""Which kernel "auto" took, recorded for each kind of call and reported after the first step."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from torch import Tensor
 
 @dataclass
 class Calls:
-    """The calls of one kind: how many, and the fewest and most rows that they had."""
+    """The calls of one kind: how many, and their smallest and largest number of rows."""
 
     count: int = 0
-    fewest: int = 0
-    most: int = 0
+    min_rows: int = 0
+    max_rows: int = 0
 
 
-_TAKEN: dict[tuple[str, str, str], Calls] = {}
+_CALLS: dict[tuple[str, str, str], Calls] = {}  # (seam, kernel, shape and dtype)
 
 
-def note(seam: str, taken: str, rows: Tensor, weight: Tensor | None = None) -> None:
-    """Notes that a call of `seam` took `taken`; not under torch.compile, where one call stands for all that follow.
+def record(seam: str, kernel: str, rows: Tensor, weight: Tensor | None = None) -> None:
+    """Records that a call of `seam` took `kernel`; not under torch.compile, where one trace serves many calls.
 
     Args:
-        rows: `(..., H)`, what the call computes with.
-        weight: what it computes by, of whose shape there is one for each kind of layer.
+        rows: `(..., H)`, the input of the call.
+        weight: its weight, if any, whose shape is the same for all layers of a kind.
     """
     if torch.compiler.is_compiling():
         return
     shape = list(weight.shape if weight is not None else rows.shape[-1:])
-    calls = _TAKEN.setdefault((seam, taken, f"{shape} {str(rows.dtype).removeprefix('torch.')}"), Calls())
-    number = rows.numel() // max(1, rows.shape[-1])
-    calls.fewest = min(calls.fewest, number) if calls.count else number
-    calls.most = max(calls.most, number)
+    calls = _CALLS.setdefault((seam, kernel, f"{shape} {str(rows.dtype).removeprefix('torch.')}"), Calls())
+    num_rows = rows.numel() // max(1, rows.shape[-1])
+    calls.min_rows = min(calls.min_rows, num_rows) if calls.count else num_rows
+    calls.max_rows = max(calls.max_rows, num_rows)
     calls.count += 1
 
 
-def taken(seam: str) -> list[str]:
-    """A line for each kind of call of a seam since `forget`: what was taken, for which shape and how many rows."""
+def summary(seam: str) -> list[str]:
+    """A line for each kind of call of a seam since `reset`: the kernel, the shape and the number of rows."""
     return [
-        f"{took} for {kind}, {calls.fewest}{f' to {calls.most}' if calls.most > calls.fewest else ''} rows, "
+        f"{kernel} for {kind}, {calls.min_rows}{f' to {calls.max_rows}' if calls.max_rows > calls.min_rows else ''} rows, "
         f"{calls.count} call{'s' if calls.count > 1 else ''}"
-        for (name, took, kind), calls in _TAKEN.items()
+        for (name, kernel, kind), calls in _CALLS.items()
         if name == seam
     ]
 
 
-def forget() -> None:
-    """Starts anew."""
-    _TAKEN.clear()
+def reset() -> None:
+    """Discards what was recorded."""
+    _CALLS.clear()

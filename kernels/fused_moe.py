@@ -1,8 +1,11 @@
 """The fused experts of one MoE layer: one function, several backends.
 
 backend      what it is                                              where it runs
-reference    expert by expert, the yardstick of the tests            everywhere
+reference    expert by expert, the reference of the tests            everywhere
 torch        sort, torch's grouped product, compiled elementwise     everywhere
+triton       our kernels (`moe/triton_backend.py`)                   compute capability 9.0 or newer
+sonic        the package sonic-moe                                   GPUs
+auto         triton or torch, by measurement (`moe/auto.py`)         everywhere
 
 from patchgen.kernels.fused_moe import fused_moe
 out = fused_moe(x, index, weights, gate_up_proj, down_proj, num_experts=128, activation=act, backend="torch")
@@ -34,7 +37,7 @@ def _auto(
     hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, options
 ) -> Tensor:
     backend = choose_backend(hidden_states, gate_up_proj, down_proj, options)
-    choices.note("fused_moe", backend, hidden_states, gate_up_proj)
+    choices.record("fused_moe", backend, hidden_states, gate_up_proj)
     return BACKENDS[backend](
         hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, options
     )
@@ -49,7 +52,7 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
 }
 
 WITHOUT_ADAPTERS = frozenset({"sonic"})
-"""Backends that have no low-rank factors beside the weights."""
+"""Backends without low-rank adapters."""
 
 
 def fused_moe(
@@ -75,14 +78,13 @@ def fused_moe(
     """The experts of one MoE layer; arguments and result as in `runtime.ops.fused_moe`.
 
     Args:
-        max_rows: the most slots that are not left out, where the caller knows it. It bounds memory and changes nothing else;
-            backends may ignore it. With more slots than that the result is undefined.
-        adapters: low-rank factors beside the weights (`moe/adapters.py`); None: as with empty ones.
+        max_rows: an upper bound of the slots that are not left out, if the caller knows one. It only bounds memory, and
+            backends may ignore it. With more slots the result is undefined.
+        adapters: low-rank adapters of the weights (`moe/adapters.py`); None: no adapters.
         backend: a name of `BACKENDS`.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other, or an option that the backend does not have; the
-            message names it.
+        ValueError: inconsistent shapes or dtypes, or an option that the backend does not support; the message names it.
     """
     options = MoeOptions(
         num_experts=num_experts,
@@ -103,10 +105,10 @@ def fused_moe(
     check_shapes(*arguments)
     check_index(top_k_index, num_experts)
     if top_k_index.numel() == 0:
-        # Nothing is routed. Every input stays in the graph, with a zero gradient.
+        # No slots: every input stays in the graph, with a zero gradient.
         inputs = (top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, *options.adapters.tensors)
-        nothing = hidden_states * 0
+        zeros = hidden_states * 0
         if post_expert_norm is not None:
-            nothing = nothing + post_expert_norm(nothing) * 0
-        return nothing + sum(tensor.sum() * 0 for tensor in inputs if tensor is not None)
+            zeros = zeros + post_expert_norm(zeros) * 0
+        return zeros + sum(tensor.sum() * 0 for tensor in inputs if tensor is not None)
     return BACKENDS[backend](*arguments)

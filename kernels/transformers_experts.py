@@ -18,7 +18,7 @@ NAME = "patchgen"
 
 
 def register() -> None:
-    """Adds `patchgen` to transformers' experts interface; doing it twice changes nothing."""
+    """Adds `patchgen` to transformers' experts interface; idempotent."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 

@@ -240,7 +240,7 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         **kwargs: object,
     ) -> tuple[Tensor, None]:
         where = type(module).__name__
-        state = parallel.slicing() if not is_replicated(module) else None
+        state = parallel.sequence_parallel_state() if not is_replicated(module) else None
         size = state.sp if state is not None else 1
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
         keys = k.shape[1] * size
@@ -292,7 +292,9 @@ def _backend_for(
         return BACKENDS["patchgen_eager"]
     if backend is None:
         chosen = _choose_for_call(needed, q.device.type, max(q.shape[-1], v.shape[-1]))
-        choices.note("attention", f"{chosen} in {where}{''.join(f', {feature}' for feature in features)}", q[:, :, 0])
+        choices.record(
+            "attention", f"{chosen} in {where}{''.join(f', {feature}' for feature in features)}", q[:, :, 0]
+        )
         return BACKENDS[chosen]
     require_features(name, needed, where, q.device.type)
     return backend

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from patchgen.runtime import mask_functions, model_calls, parallel
 from patchgen.runtime.parallel import collectives
-from patchgen.runtime.parallel.media import inside_whole
+from patchgen.runtime.parallel.media import inside_replicated
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.tensor_cache import TensorCache
 from patchgen.runtime.uncompiled import uncompiled
@@ -280,7 +280,7 @@ def mask_function(
     if isinstance(attention_mask, MaskStructure):  # already prepared, as a 4-D tensor is
         return attention_mask
     state = parallel.current()
-    is_slice = state is not None and state.sp > 1 and not inside_whole()
+    is_slice = state is not None and state.sp > 1 and not inside_replicated()
     padding = _padding(attention_mask, q_length, state if is_slice else None) if attention_mask is not None else None
     if allow_is_bidirectional_skip and padding is None and local_size is None:
         return None

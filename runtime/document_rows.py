@@ -77,7 +77,7 @@ class DocumentRows:
         if rule.pad_value == COUNTING:
             fill: Tensor | int = torch.arange(self.source_index.shape[1], device=value.device).view(-1, *trailing)
         else:
-            fill = rule.number
+            fill = rule.constant_fill
         return torch.where(self.is_token.view(*self.is_token.shape, *trailing), taken, fill)
 
     def repack(self, output: Any) -> Any:

@@ -116,9 +116,9 @@ def _labels_of_step(
 def require_no_step(labels: object, what: str) -> None:
     """Raises ValueError if labels are given in a parallel step, but the head's loss is upstream's own mean: `what`, as source."""
     if labels is not None and parallel.current() is not None:
-        from patchgen.runtime.parallel.loss import own_mean
+        from patchgen.runtime.parallel.loss import upstream_mean_message
 
-        raise ValueError(own_mean("This model", what))
+        raise ValueError(upstream_mean_message("This model", what))
 
 
 def given_logits(logits: Tensor) -> Tensor:

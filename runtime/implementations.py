@@ -96,7 +96,7 @@ def rotary_compiled(*args, **kwargs) -> tuple[Tensor, Tensor]:
 
 
 @seams.register("swiglu", "compiled")
-def swiglu_compiled(*args, **kwargs) -> Tensor:
-    from patchgen.kernels.elementwise.formulas import swiglu_compiled
+def gated_activation_compiled(*args, **kwargs) -> Tensor:
+    from patchgen.kernels.elementwise.formulas import gated_activation_compiled
 
-    return swiglu_compiled(*args, **kwargs)
+    return gated_activation_compiled(*args, **kwargs)

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.parallel import gloo_groups
-from patchgen.runtime.parallel.collectives import object_of
+from patchgen.runtime.parallel.collectives import broadcast_object
 from patchgen.runtime.train import architecture
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
 from patchgen.runtime.train.run_log import read_summary
@@ -202,7 +202,7 @@ def _broadcast_decision(outcome: tuple[dict[str, Any] | None, str] | None) -> Re
     Raises:
         RecipeError: on all ranks, the model cannot train.
     """
-    decided = object_of(outcome)
+    decided = broadcast_object(outcome)
     assert decided is not None, "rank 0 decides"
     values, refusal = decided
     if values is None:

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from patchgen.runtime import mask_functions, parallel
 from patchgen.runtime.document_rows import LEFT, DocumentRows, Separated
 from patchgen.runtime.parallel import batch, checkpointing, collectives
-from patchgen.runtime.parallel.checkpointing import CHECKPOINT
+from patchgen.runtime.parallel.checkpointing import CHECKPOINT_ATTRIBUTE
 from patchgen.runtime.tensor_cache import TensorCache
 
 BOUNDS, POSITIONS, MASK = "cu_seq_lens_q", "position_ids", "attention_mask"
@@ -226,9 +226,9 @@ def _carry_into_checkpoints(model: nn.Module) -> None:
     if model not in _CHECKPOINTED:
         _CHECKPOINTED[model] = WeakSet(m for m in model.modules() if hasattr(m, "gradient_checkpointing"))
     for module in _CHECKPOINTED[model]:
-        func = getattr(module, CHECKPOINT, None)
-        if func is not None and not isinstance(func, _CheckpointInCalls) and not checkpointing.is_own(func):
-            setattr(module, CHECKPOINT, _CheckpointInCalls(func))
+        func = getattr(module, CHECKPOINT_ATTRIBUTE, None)
+        if func is not None and not isinstance(func, _CheckpointInCalls) and not checkpointing.is_ours(func):
+            setattr(module, CHECKPOINT_ATTRIBUTE, _CheckpointInCalls(func))
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class _CheckpointInCalls:
 
 def _require_full_sequence(module: nn.Module) -> None:
     """Also for unpacked rows: a model without document bounds would mix tokens across slices as well."""
-    state = parallel.slicing()
+    state = parallel.sequence_parallel_state()
     if state is not None:
         raise ValueError(no_slices(type(module).__name__.removeprefix("FSDP"), state.sp))
 

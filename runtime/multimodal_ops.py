@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 def is_sliced() -> bool:
     """Whether this process has a slice of the sequence, so that checks over the full sequence do not apply."""
-    return parallel.slicing() is not None
+    return parallel.sequence_parallel_state() is not None
 
 
 def require_whole_sequence(what: str) -> None:
     """Raises if this process has a slice of the sequence, from which `what` cannot be computed."""
-    if (state := parallel.slicing()) is not None:
+    if (state := parallel.sequence_parallel_state()) is not None:
         raise ValueError(
             f"{what} cannot be computed from a slice of the sequence (sp={state.sp}). Compute them for "
             "the full sequence in the data pipeline and pass this rank's slice "
@@ -48,7 +48,7 @@ def local_features(features: Tensor, mask: Tensor) -> Tensor:
     Raises:
         ValueError: the numbers of placeholders on all ranks and of features differ.
     """
-    state = parallel.slicing()
+    state = parallel.sequence_parallel_state()
     if state is None:
         return features
     from patchgen.runtime.parallel import media
@@ -66,7 +66,7 @@ def local_levels(levels: Sequence[object], mask: Tensor) -> Sequence[object]:
     Returns:
         A list with a tuple of one tensor `[F_local, H]` per level; without sequence parallelism the argument itself.
     """
-    state = parallel.slicing()
+    state = parallel.sequence_parallel_state()
     if state is None:
         return levels
     from patchgen.runtime.parallel import media

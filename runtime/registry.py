@@ -136,7 +136,7 @@ def _declare_inputs(head: type) -> None:
     if input_rules := getattr(head, "input_rules", {}):
         rules = {name: {k: v for k, v in rule.items() if k != "example"} for name, rule in input_rules.items()}
         batch_fields.declare(rules, f"{head.__name__}.input_rules")
-    batch_fields.of_items(head)
+    batch_fields.infer_item_fields(head)
 
 
 LOCAL_PACKAGE = "patchgen_generated_"

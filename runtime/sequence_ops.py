@@ -28,7 +28,7 @@ def sequence_position_ids(position_ids: Tensor | None, hidden_states: Tensor) ->
     Returns:
         `[..., S]`; without sequence parallelism the argument itself, None included.
     """
-    state = parallel.slicing()
+    state = parallel.sequence_parallel_state()
     if state is None:
         return position_ids
     from patchgen.runtime.parallel.sequence import position_slice
@@ -104,7 +104,7 @@ def fused_scan(kernel: Callable[..., object], *args, **kwargs) -> object:
 
 def refuse_slices(mixer: str) -> None:
     """Raises `UnsupportedError` on a slice of the sequence: sequence parallelism does not support `mixer`."""
-    state = parallel.slicing()
+    state = parallel.sequence_parallel_state()
     if state is not None:
         from patchgen.runtime.attention_masks import UnsupportedError
 

@@ -34,10 +34,10 @@ def aligned_cross_entropy(
         return F.cross_entropy(logits_TV, target_T)
     from patchgen.kernels.loss.causal_lm_loss import (  # here: what generated code imports loads no kernel
         cross_entropy_sum,
-        items,
+        loss_divisor,
     )
 
-    return cross_entropy_sum(logits_TV, target_T, -100) / items(target_T, num_items_in_batch, -100)
+    return cross_entropy_sum(logits_TV, target_T, -100) / loss_divisor(target_T, num_items_in_batch, -100)
 
 
 def shifted_cross_entropy(

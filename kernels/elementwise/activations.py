@@ -1,9 +1,9 @@
 """The gates of expert layers: their formulas, and which one a model's own function computes.
 
-A kernel cannot call a Python function of the model, so it has to know what the function computes. Names do not tell:
-upstream classes with one name differ between releases, and one formula has many names. So the function is run on a few
-probe values in fp32, and its results are compared with each formula of this file. A function that matches none is
-reported as unknown, never approximated.
+A kernel cannot call a Python function of the model, so it must know what the function computes. Names are not enough:
+upstream classes of one name differ between releases, and one formula has many names. So the function is evaluated on a
+few fp32 probe values and compared with each formula of this file. A function that matches none is reported as unknown,
+never approximated.
 
     R rows   I expert intermediate size
 """
@@ -32,10 +32,10 @@ class Activation:
     Attributes:
         kind: one of `KINDS`.
         alpha: the slope inside silu: `gate * sigmoid(alpha * gate)`.
-        limit: infinite for no clamp.
+        limit: infinity for no clamp.
         up_shift: 1.0 for gpt_oss and its relatives, 0.0 elsewhere.
         limit_after: the gate is clamped after the activation, not before (step3p7).
-        is_gated: False: `activate(x)` of the whole projection.
+        is_gated: False: `activate(x)` of the full projection.
     """
 
     kind: str = "silu"
@@ -58,7 +58,7 @@ class Activation:
         return nn.functional.relu(gate).square()
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The whole gate; `gate` and `up` are `[R, I]`."""
+        """The gated activation; `gate` and `up` are `[R, I]`."""
         if not math.isinf(self.limit):
             up = up.clamp(-self.limit, self.limit)
             if not self.limit_after:
@@ -93,7 +93,7 @@ def apply(
         return apply_gate(gate_up)
     if activation is None:
         raise ValueError(
-            "fused_moe got neither `activation` nor `apply_gate`: pass the experts' activation function (their "
+            "fused_moe got neither `activation` nor `apply_gate`. To fix: pass the experts' activation function (their "
             "`act_fn`), or the function that maps [rows, 2I] to [rows, I]."
         )
     if not is_gated:
@@ -110,10 +110,9 @@ def recognise(
 ) -> Activation | None:
     """The formula that the model's function computes, or None if it is none of ours.
 
-    The modules that nearly every model uses are known by their type. Anything else is probed once per function, and
-    the answer is kept: a model that changes its clamp after the first call is not seen. torch.compile runs the probe
-    while it traces and takes the answer as a constant (for modules from torch 2.13 on; seen to fail on 2.11); a bound
-    method is taken apart for it.
+    Common activation modules are recognised by their type. Anything else is probed once per function and cached: a model
+    that changes its clamp after the first call is not noticed. torch.compile runs the probe while tracing and treats the
+    result as a constant (for modules from torch 2.13; fails on 2.11), for which a bound method is split into its parts.
     """
     if apply_gate is None and (type(activation), is_gated) in _KNOWN_TYPES:
         return _KNOWN_TYPES[type(activation), is_gated]
@@ -127,7 +126,7 @@ def recognise(
 
 
 def _known_types() -> dict[tuple[type, bool], Activation]:
-    """torch's and transformers' activation modules without parameters: by their type, with and without a gate."""
+    """torch's and transformers' activation modules without parameters, by type, with and without a gate."""
     from transformers.activations import ACT2CLS
 
     upstream = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
@@ -137,7 +136,7 @@ def _known_types() -> dict[tuple[type, bool], Activation]:
 
 
 _KNOWN_TYPES = _known_types()
-_KNOWN: weakref.WeakKeyDictionary[object, dict[tuple, Activation | None]] = weakref.WeakKeyDictionary()
+_RECOGNISED: weakref.WeakKeyDictionary[object, dict[tuple, Activation | None]] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.assume_constant_result
@@ -145,18 +144,18 @@ def _recognise(owner: Any, method: str | None, is_gated: bool, is_interleaved: b
     """`method`: None for an activation function, "" for a gate function, else the name of the owner's gate method."""
     if owner is None:
         return None
-    answers = _KNOWN.setdefault(owner, {})
+    formulas = _RECOGNISED.setdefault(owner, {})
     key = (method, is_gated, is_interleaved)
-    if key not in answers:
+    if key not in formulas:
         with torch.no_grad(), torch.device("cpu"):
-            answers[key] = _probe(owner, method, is_gated, is_interleaved)
-    return answers[key]
+            formulas[key] = _probe(owner, method, is_gated, is_interleaved)
+    return formulas[key]
 
 
 def _probe(owner: Any, method: str | None, is_gated: bool, is_interleaved: bool) -> Activation | None:
     function = getattr(owner, method) if method else owner
     if _is_learned(owner, function, is_gated and method is not None):
-        return None  # its values change while it trains
+        return None  # it changes during training
     if not is_gated:
         return _match(lambda gate, up: function(gate), is_gated=False)
     if method is None:
@@ -170,7 +169,7 @@ def _probe(owner: Any, method: str | None, is_gated: bool, is_interleaved: bool)
 
 
 def _is_learned(owner: object, function: Callable[[Tensor], Tensor], is_gated: bool) -> bool:
-    """Whether the result depends on a parameter: a learned activation, or a gate that reads a learned number."""
+    """Whether the result depends on a parameter: a learned activation, or a gate with a learned scalar."""
     if function is owner and isinstance(owner, nn.Module):
         return any(True for _ in owner.parameters())
     with torch.enable_grad():
@@ -178,7 +177,7 @@ def _is_learned(owner: object, function: Callable[[Tensor], Tensor], is_gated: b
 
 
 def _match(function: Callable[[Tensor, Tensor], Tensor], is_gated: bool) -> Activation | None:
-    """Solves for the limit, the shift and alpha from chosen points, then compares on a grid with every formula."""
+    """Solves for limit, shift and alpha at a few points, then compares every formula on a grid."""
 
     def at(gate: float, up: float) -> float:
         return float(function(torch.tensor([gate]), torch.tensor([up])))

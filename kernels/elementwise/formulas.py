@@ -1,8 +1,8 @@
-"""RMS norm, rotary embedding and SwiGLU: upstream's formulas, and the same formulas compiled into one kernel each.
+"""RMS norm, rotary embedding and gated activations: upstream's formulas, and each compiled into one kernel.
 
-On an H200 torch.compile of the upstream formulas was level with Liger forward and up to twice as fast backward for norms
-and rotary (November 2026; not among the benchmarks of this repository), so no kernel is written here. The eager
-functions are bit-identical to upstream's and are the twins that the tests compare with.
+On an H200 torch.compile of the upstream formulas was as fast as Liger forward and up to twice as fast backward for norms
+and rotary (November 2026; not among the benchmarks of this repository), so there are no hand-written kernels. The eager
+functions are bit-identical to upstream's; the tests compare the others with them.
 
     B batch   S sequence   H hidden size   D head size   N heads   I intermediate size
 """
@@ -22,9 +22,9 @@ from patchgen.kernels.elementwise import activations
 def rms_norm(
     hidden_states: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, in_fp32: bool = False
 ) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * (offset + weight)` over the last dimension, as upstream writes it.
+    """`x / sqrt(mean(x^2) + eps) * (offset + weight)` over the last dimension, as upstream computes it.
 
-    Three forms exist there: LlamaRMSNorm casts back before the weight; GptOssRMSNorm after it (`in_fp32`);
+    Upstream has three forms: LlamaRMSNorm casts back before the weight; GptOssRMSNorm after it (`in_fp32`);
     GemmaRMSNorm after it, with `1 + weight` (`in_fp32`, `offset=1.0`).
 
     Args:
@@ -41,7 +41,7 @@ def rms_norm(
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`x * cos + rotate_half(x) * sin` for both, as LlamaAttention's `apply_rotary_pos_emb` writes it.
+    """`x * cos + rotate_half(x) * sin` for both, as LlamaAttention's `apply_rotary_pos_emb` computes it.
 
     Args:
         query, key: `[B, N, S, D]` (`[B, S, N, D]` with `unsqueeze_dim=2`); the numbers of heads may differ.
@@ -56,7 +56,7 @@ def _rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def swiglu(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def gated_activation(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """`activation(gate) * up`; `gate` and `up` are `[..., I]`."""
     return activation(gate) * up
 
@@ -67,8 +67,8 @@ def _compiled(function: Callable) -> Callable:
 
 
 @functools.cache
-def _compiled_swiglu(activation: activations.Activation) -> Callable[[Tensor, Tensor], Tensor]:
-    """One compiled function per formula: the layers of a model have an activation module each."""
+def _compiled_gate(activation: activations.Activation) -> Callable[[Tensor, Tensor], Tensor]:
+    """One compiled function per formula, not per activation module: each layer has its own module."""
     return packages.compiled(lambda gate, up: activation.activate(gate) * up)
 
 
@@ -84,17 +84,17 @@ def rotary_compiled(
 ) -> tuple[Tensor, Tensor]:
     """`rotary` in one kernel; compiled on first use.
 
-    Computed in the order in which the heads of a token lie in memory (upstream hands over `[B, S, N, D]`, transposed):
-    attention returns gradients in that order, and a kernel compiled for another one has them copied, before and after it.
+    Computed in the memory order of the heads (upstream passes `[B, S, N, D]`, transposed): attention returns gradients in
+    that order, and a kernel compiled for another order would copy them before and after it.
     """
     if unsqueeze_dim == 1 and query.stride(1) < query.stride(2):
-        turned = _compiled(rotary)(query.transpose(1, 2), key.transpose(1, 2), cos, sin, 2)
-        return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+        transposed = _compiled(rotary)(query.transpose(1, 2), key.transpose(1, 2), cos, sin, 2)
+        return transposed[0].transpose(1, 2), transposed[1].transpose(1, 2)
     return _compiled(rotary)(query, key, cos, sin, unsqueeze_dim)
 
 
-def swiglu_compiled(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """`swiglu` in one kernel; compiled on first use.
+def gated_activation_compiled(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """`gated_activation` in one kernel; compiled on first use.
 
     Raises:
         ValueError: an activation whose formula `kernels/elementwise/activations.py` does not have.
@@ -102,7 +102,7 @@ def swiglu_compiled(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Ten
     recognised = activations.recognise(activation, None, is_gated=False, is_interleaved=False)
     if recognised is None:
         raise ValueError(
-            f"swiglu='compiled' knows {', '.join(activations.KINDS)}; the activation {activation!r} computes none of "
-            f"them. Use swiglu='eager' for this model."
+            f"swiglu='compiled' supports {', '.join(activations.KINDS)}; the activation {activation!r} computes none of them. "
+            "To fix: use swiglu='eager' for this model."
         )
-    return _compiled_swiglu(recognised)(gate, up)
+    return _compiled_gate(recognised)(gate, up)

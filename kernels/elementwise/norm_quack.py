@@ -9,7 +9,7 @@ process (benchmarks/bench_elementwise.py; every row is in benchmarks/results_ele
     liger           0.300          0.384             0.264                   0.979
     quack           0.208          0.334             0.199                   0.363
 
-quack is first in all four. Liger is second in three of them and first in none, so it is not wired.
+quack is first in all four. Liger is second in three of them and first in none, so it is not used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rms_norm_quack(
     """`kernels.elementwise.formulas.rms_norm` in one kernel, all of it in fp32 until the result is rounded.
 
     Args:
-        in_fp32: taken for granted: the form that rounds before it multiplies by the weight rounds twice.
+        in_fp32: ignored: always True here, because the other form only rounds once more.
 
     Raises:
         UnsupportedOptionError: quack cannot be imported, or the tensors are not on a GPU.
@@ -43,7 +43,7 @@ def rms_norm_quack(
     del in_fp32
     reason = unavailable() if hidden_states.is_cuda else "it runs on GPUs only"
     if reason is not None:
-        raise UnsupportedOptionError(f"rms_norm='quack': {reason}. Use rms_norm='compiled' or 'auto'.")
+        raise UnsupportedOptionError(f"rms_norm='quack': {reason}. To fix: use rms_norm='compiled' or 'auto'.")
     from quack.rmsnorm import rmsnorm  # pyright: ignore[reportMissingImports]
 
     return rmsnorm(hidden_states, weight.float() + offset if offset else weight, eps=eps)
@@ -52,9 +52,9 @@ def rms_norm_quack(
 def rms_norm_auto(
     hidden_states: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, in_fp32: bool = False
 ) -> Tensor:
-    """By what was measured: quack where it can run, else the compiled formula."""
+    """The fastest measured: quack if it can run here, else the compiled formula."""
     norm = norm_for(hidden_states)
-    choices.note("rms_norm", "quack" if norm is rms_norm_quack else "compiled", hidden_states, weight)
+    choices.record("rms_norm", "quack" if norm is rms_norm_quack else "compiled", hidden_states, weight)
     return norm(hidden_states, weight, eps, offset=offset, in_fp32=in_fp32)
 
 

@@ -1,4 +1,4 @@
-"""Which implementation of the language-model loss serves a call when the choice is left to us: by what was measured.
+"""The implementation of the language-model loss that "auto" takes, by measurement.
 
 One H200, 2026-11-21, bf16, V = 151,936, H = 2048, torch 2.11.0+cu130, triton 3.6.0, transformers 5.17.0. Forward and
 backward in ms, peak memory above the inputs in GiB, gradients included; all three options in one process
@@ -27,10 +27,10 @@ from patchgen.kernels.loss.linear_cross_entropy import linear_causal_lm_loss, un
 def auto_causal_lm_loss(
     head: Callable[[Tensor], Tensor], hidden_states: Tensor, labels: Tensor, **arguments: object
 ) -> tuple[None, Tensor]:
-    """`(None, loss)`: "linear" for the heads that it serves, "chunked" for all others; arguments as in either."""
+    """`(None, loss)`: "linear" for the heads that it supports, "chunked" for all others; arguments as in either."""
     implementation = choose(head, hidden_states)
     taken = "linear" if implementation is linear_causal_lm_loss else "chunked"
-    choices.note("causal_lm_loss", taken, hidden_states, getattr(head, "weight", None))
+    choices.record("causal_lm_loss", taken, hidden_states, getattr(head, "weight", None))
     return implementation(head, hidden_states, labels, **arguments)
 
 

@@ -1,9 +1,8 @@
 """The language-model loss without the full logits: chunks of tokens, each recomputed in the backward.
 
 Upstream's loss (`ForCausalLMLoss`) keeps logits of `[B, S, V]` in the dtype of the model and again in fp32, with their
-gradients: 14 GiB at a vocabulary of 151,936 and 8k tokens. Here one chunk's logits exist at a time. The head is any
-function of hidden states, so softcaps, scaling and biases are honoured: it is called as the model wrote it, on fewer
-tokens.
+gradients: 14 GiB at a vocabulary of 151,936 and 8k tokens. Here the logits of one chunk exist at a time. The head is any
+function of hidden states, with its softcaps, scaling and biases: it is called as the model does, on fewer tokens.
 
     B batch   S sequence   H hidden size   V vocabulary   T = B * S tokens   C tokens of one chunk
 """
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from patchgen.kernels.loss.chunking import limited
+from patchgen.kernels.loss.chunking import within_limit
 
 CHUNK_LOGITS = 2**29
 """Logits of one chunk: at most 1 GiB in bf16, and as much for their gradient. With half of it the head's products
@@ -26,7 +25,7 @@ become small; with more only the memory grows."""
 
 _LARGEST_CHUNK = 8192
 IS_CROSS_ENTROPY = "is_mean_cross_entropy"
-"""On a loss function that computes what ForCausalLMLoss does, of the targets that it is handed."""
+"""Attribute of a loss function that computes what ForCausalLMLoss does on the targets that it gets."""
 
 
 def chunk_size(vocab_size: int) -> int:
@@ -54,12 +53,12 @@ def chunked_causal_lm_loss(
         hidden_states: `[B, S, H]`.
         labels: `[B, S]`, not yet shifted. Not read if `shift_labels` is given.
         loss_function: upstream's loss for the class; only `ForCausalLMLoss` has this form.
-        vocab_size: V; None for as many as the head's logits have.
-        num_items_in_batch: the sum is divided by it; without it, by the number of labels that count.
-        ignore_index: the label that does not count.
+        vocab_size: V; None for that of the head's logits.
+        num_items_in_batch: the divisor of the sum; by default the number of labels that are not ignored.
+        ignore_index: the label of ignored tokens.
         shift_labels: `[B, S]`, already shifted.
-        read_losses: is handed the loss of each token `[T]`, not divided, 0 where no label counts.
-        ignored_by_upstream: further keywords of the model's forward, which upstream's loss takes and ignores too.
+        read_losses: called with the undivided loss of each token `[T]`, 0 for ignored labels.
+        ignored_by_upstream: other keywords of the model's forward, which upstream's loss ignores too.
 
     Raises:
         ValueError: another loss function, or a head whose logits are not `[1, C, V]`.
@@ -68,14 +67,14 @@ def chunked_causal_lm_loss(
     target_T = shifted_targets(hidden_states, labels, shift_labels, ignore_index)
     hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
     if vocab_size is None:
-        with torch.no_grad():  # one token tells, for the size of the chunks must be known before the first of them
+        with torch.no_grad():  # from one token: the chunk size must be known first
             vocab_size = head(hidden_TH[:1].unsqueeze(0)).shape[-1]
-    size = limited(chunk_size(vocab_size))
+    size = within_limit(chunk_size(vocab_size))
     total = hidden_TH.new_zeros((), dtype=torch.float32)
     rows = []
     for hidden_CH, target_C in zip(hidden_TH.split(size), target_T.split(size), strict=True):
         part, loss_C = checkpoint(
-            _losses,
+            _chunk_loss,
             head,
             hidden_CH,
             target_C,
@@ -89,31 +88,31 @@ def chunked_causal_lm_loss(
         rows.append(loss_C)
     if read_losses is not None:
         read_losses(torch.cat(rows))
-    return None, total / items(target_T, num_items_in_batch, ignore_index)
+    return None, total / loss_divisor(target_T, num_items_in_batch, ignore_index)
 
 
 def require_causal_lm_loss(loss_function: Callable[..., Tensor], implementation: str) -> None:
-    """Raises ValueError unless `loss_function` is one whose formula this file has."""
+    """Raises ValueError unless `loss_function` computes transformers' ForCausalLMLoss."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if loss_function is not ForCausalLMLoss and not getattr(loss_function, IS_CROSS_ENTROPY, False):
         name = getattr(loss_function, "__qualname__", repr(loss_function))
         raise ValueError(
             f"causal_lm_loss='{implementation}' computes transformers' ForCausalLMLoss; this model's loss_function is "
-            f"{name}. Use causal_lm_loss='eager' for it."
+            f"{name}. To fix: use causal_lm_loss='eager'."
         )
 
 
 def shifted_targets(hidden_states: Tensor, labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
-    """The label of the token that each position predicts, `[T]`; the last of each sequence predicts nothing.
+    """The target of each position, `[T]`: the next label; `ignore_index` for the last of each sequence.
 
     Args:
-        hidden_states: `[B, S, H]`: the labels go to its device.
+        hidden_states: `[B, S, H]`, on the device of the result.
         labels: `[B, S]`, not yet shifted. Not read if `shift_labels` is given.
         shift_labels: `[B, S]`, already shifted.
 
     Raises:
-        ValueError: another number of labels than of hidden states.
+        ValueError: different numbers of labels and hidden states.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -121,14 +120,14 @@ def shifted_targets(hidden_states: Tensor, labels: Tensor, shift_labels: Tensor 
     num_tokens = hidden_states.shape[:-1].numel()
     if target_T.numel() != num_tokens:
         raise ValueError(
-            f"causal_lm_loss: {target_T.numel()} labels for {num_tokens} hidden states. Give labels of the "
-            f"shape {tuple(hidden_states.shape[:2])}."
+            f"causal_lm_loss: {target_T.numel()} labels for {num_tokens} hidden states. To fix: pass labels of shape "
+            f"{tuple(hidden_states.shape[:2])}."
         )
     return target_T
 
 
-def items(target_T: Tensor, num_items_in_batch: Tensor | int | None, ignore_index: int) -> Tensor | int:
-    """What the sum of the losses is divided by: what the caller says, or the number of labels that count."""
+def loss_divisor(target_T: Tensor, num_items_in_batch: Tensor | int | None, ignore_index: int) -> Tensor | int:
+    """The divisor of the sum of losses: the caller's, or the number of labels that are not ignored."""
     if num_items_in_batch is None:
         return (target_T != ignore_index).sum()
     if isinstance(num_items_in_batch, Tensor):
@@ -136,7 +135,7 @@ def items(target_T: Tensor, num_items_in_batch: Tensor | int | None, ignore_inde
     return num_items_in_batch
 
 
-def _losses(
+def _chunk_loss(
     head: Callable[[Tensor], Tensor],
     hidden_CH: Tensor,
     target_C: Tensor,
@@ -144,7 +143,7 @@ def _losses(
     ignore_index: int,
     with_rows: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum, and of each token if asked: beside the sum, whose bits stay what they are without."""
+    """The sum of losses, bit-identical with and without `with_rows`, and the loss of each token `with_rows`."""
     logits_1CV = head(hidden_CH.unsqueeze(0))
     if logits_1CV.shape != (1, hidden_CH.shape[0], vocab_size):
         raise ValueError(
@@ -152,9 +151,11 @@ def _losses(
             f"vocab_size {vocab_size}, found {tuple(logits_1CV.shape)}."
         )
     logits_CV = logits_1CV.squeeze(0)
-    total = _on(logits_CV, cross_entropy_sum)(logits_CV, target_C, ignore_index)
+    total = _compiled_on_gpu(logits_CV, cross_entropy_sum)(logits_CV, target_C, ignore_index)
     with torch.no_grad():
-        rows = _on(logits_CV, _cross_entropy_rows)(logits_CV, target_C, ignore_index) if with_rows else None
+        rows = (
+            _compiled_on_gpu(logits_CV, _cross_entropy_rows)(logits_CV, target_C, ignore_index) if with_rows else None
+        )
     return total, rows
 
 
@@ -164,17 +165,19 @@ def cross_entropy_sum(logits_CV: Tensor, target_C: Tensor, ignore_index: int) ->
 
 @torch.no_grad()
 def losses_of_rows(logits: Tensor, shift_labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """The loss of each token `[T]` in fp32 out of its logits `[B, S, V]`; 0 where no label `[B, S]` counts."""
+    """The loss of each token `[T]` in fp32 from logits `[B, S, V]`; 0 for ignored labels `[B, S]`."""
     logits_TV = logits.flatten(0, -2)
-    return _on(logits_TV, _cross_entropy_rows)(logits_TV, shift_labels.reshape(-1).to(logits.device), ignore_index)
+    return _compiled_on_gpu(logits_TV, _cross_entropy_rows)(
+        logits_TV, shift_labels.reshape(-1).to(logits.device), ignore_index
+    )
 
 
 def _cross_entropy_rows(logits_CV: Tensor, target_C: Tensor, ignore_index: int) -> Tensor:
     return F.cross_entropy(logits_CV.float(), target_C, ignore_index=ignore_index, reduction="none")
 
 
-def _on(logits_CV: Tensor, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function where these logits are: on a GPU in one piece, in which the fp32 logits never exist in memory."""
+def _compiled_on_gpu(logits_CV: Tensor, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function, compiled on a GPU, where the fp32 logits then never exist in memory."""
     return _compiled(function) if logits_CV.is_cuda else function
 
 

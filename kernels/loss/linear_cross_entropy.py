@@ -7,11 +7,11 @@ For each chunk of tokens, in one buffer of logits that all chunks share:
     dx      = logits @ weight
     dweight += logits.T @ x              in fp32
 
-The backward multiplies by the gradient of the loss, nothing else: three products in all, where recomputing the logits
-("chunked") takes four. Kept from forward to backward: dx in the dtype of x and dweight in fp32, rounded once, when
-it is multiplied. The gradients are divided by the number of labels before they are rounded, in fp32.
+The backward only multiplies by the gradient of the loss: three products in total, where recomputing the logits
+("chunked") takes four. Saved for the backward: dx in the dtype of x and dweight in fp32, rounded once, when it is
+multiplied. The gradients are divided by the number of labels in fp32, before rounding.
 
-No step waits for the device and none adds atomically: the same inputs give the same bits.
+No step waits for the device or adds atomically: the same inputs give the same bits.
 
     B batch   S sequence   H hidden size   V vocabulary   T = B * S tokens   C tokens of one chunk
 """
@@ -23,8 +23,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from patchgen.kernels.loss.causal_lm_loss import items, require_causal_lm_loss, shifted_targets
-from patchgen.kernels.loss.chunking import limited
+from patchgen.kernels.loss.causal_lm_loss import loss_divisor, require_causal_lm_loss, shifted_targets
+from patchgen.kernels.loss.chunking import within_limit
 from patchgen.kernels.packages import failed_import
 from patchgen.kernels.unsupported import UnsupportedOptionError
 
@@ -34,8 +34,8 @@ weight's gradient in fp32 (H = 2048) the loss stays below 2.6 GiB. Half of it co
 0.2 % at 32k, and saves 0.58 GiB (H200, 2026-11-21)."""
 
 _LARGEST_CHUNK = 8192
-_ROWS = 128
-"""Chunks are whole multiples of this many tokens: no product has a ragged tile but the last."""
+_CHUNK_MULTIPLE = 128
+"""Chunks are multiples of this many tokens, so that only the last product has a partial tile."""
 
 _ROW_ALIGNMENT = 16
 """On a GPU, rows of logits begin at multiples of 16 elements: every vocabulary has aligned products."""
@@ -61,22 +61,22 @@ def linear_causal_lm_loss(
         hidden_states: `[B, S, H]` in the dtype of the head: bf16, fp32 or fp64.
         labels: `[B, S]`, not yet shifted. Not read if `shift_labels` is given.
         loss_function: upstream's loss for the class; only `ForCausalLMLoss` has this form.
-        vocab_size: V; None for what the head has.
-        num_items_in_batch: the sum is divided by it; without it, by the number of labels that count.
-        ignore_index: the label that does not count.
+        vocab_size: V; None for that of the head.
+        num_items_in_batch: the divisor of the sum; by default the number of labels that are not ignored.
+        ignore_index: the label of ignored tokens.
         shift_labels: `[B, S]`, already shifted.
-        read_losses: is handed the loss of each token `[T]`, not divided, 0 where no label counts.
-        ignored_by_upstream: further keywords of the model's forward, which upstream's loss takes and ignores too.
+        read_losses: called with the undivided loss of each token `[T]`, 0 for ignored labels.
+        ignored_by_upstream: other keywords of the model's forward, which upstream's loss ignores too.
 
     Raises:
-        UnsupportedOptionError: another head, or a dtype that has no kernel; the message says which.
-        ValueError: another loss function, or sizes that do not fit each other.
+        UnsupportedOptionError: another head, or an unsupported dtype; the message says which.
+        ValueError: another loss function, or inconsistent sizes.
     """
     require_causal_lm_loss(loss_function, "linear")
     reason = unsupported(head, hidden_states)
     if reason is not None:
-        raise UnsupportedOptionError(f"causal_lm_loss='linear': {reason} Use causal_lm_loss='chunked' for this model.")
-    rows, width = head.weight.shape  # of what computes: a tied weight has other sizes than the layer was built with
+        raise UnsupportedOptionError(f"causal_lm_loss='linear': {reason} To fix: use causal_lm_loss='chunked'.")
+    rows, width = head.weight.shape  # of the weight: a tied one may differ from the layer's attributes
     if width != hidden_states.shape[-1] or vocab_size not in (None, rows):
         raise ValueError(
             f"causal_lm_loss: the head maps {width} to {rows} features; expected hidden size {hidden_states.shape[-1]} to "
@@ -84,7 +84,7 @@ def linear_causal_lm_loss(
         )
     target_T = shifted_targets(hidden_states, labels, shift_labels, ignore_index)
     weight, bias = head.weight, head.bias
-    divisor = items(target_T, num_items_in_batch, ignore_index)
+    divisor = loss_divisor(target_T, num_items_in_batch, ignore_index)
     if isinstance(divisor, Tensor):
         divisor = divisor.to(_fp32_or_more(weight)).reshape(())
     else:  # filled on the device: copying the number there would wait
@@ -107,7 +107,7 @@ def linear_causal_lm_loss(
 
 
 def unsupported(head: Callable[[Tensor], Tensor], hidden_states: Tensor) -> str | None:
-    """Why this file cannot serve the call, in one sentence; None if it can."""
+    """Why this implementation cannot compute the call, in one sentence; None if it can."""
     if type(head) is not nn.Linear:
         return (
             f"the head must be a plain nn.Linear, found a {type(head).__qualname__}, which may do more to the logits."
@@ -135,11 +135,11 @@ def unsupported(head: Callable[[Tensor], Tensor], hidden_states: Tensor) -> str 
     return None
 
 
-def chunk_rows(num_tokens: int, vocab_size: int) -> int:
-    """C: tokens per chunk, in chunks of nearly equal size with at most about `CHUNK_LOGITS` logits."""
-    most = min(_LARGEST_CHUNK, max(_ROWS, CHUNK_LOGITS // vocab_size // _ROWS * _ROWS))
+def tokens_per_chunk(num_tokens: int, vocab_size: int) -> int:
+    """C, for chunks of nearly equal size with at most about `CHUNK_LOGITS` logits."""
+    most = min(_LARGEST_CHUNK, max(_CHUNK_MULTIPLE, CHUNK_LOGITS // vocab_size // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE))
     num_chunks = max(1, -(-num_tokens // most))
-    return max(1, -(-num_tokens // num_chunks // _ROWS)) * _ROWS
+    return max(1, -(-num_tokens // num_chunks // _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE
 
 
 # --------------------------------------------------------------------------------------------- operator
@@ -157,8 +157,7 @@ def _linear_cross_entropy(
     with_weight: bool,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`(loss, d_hidden [T, H], d_weight [V, H], d_bias [V], loss of each token [T])`; gradients that are not asked for
-    are empty."""
+    """`(loss, d_hidden [T, H], d_weight [V, H], d_bias [V], loss of each token [T])`; gradients not requested are empty."""
     num_tokens, vocab_size = hidden_TH.shape[0], weight_VH.shape[0]
     loss_T, d_hidden_TH, d_weight_VH, d_bias_V = _outputs(
         (num_tokens,), hidden_TH, weight_VH, with_hidden, with_weight, with_bias
@@ -166,7 +165,7 @@ def _linear_cross_entropy(
     if num_tokens == 0:
         d_weight_VH.zero_()
         d_bias_V.zero_()
-    size = min(limited(chunk_rows(num_tokens, vocab_size)), num_tokens)
+    size = min(within_limit(tokens_per_chunk(num_tokens, vocab_size)), num_tokens)
     buffer = _logits_buffer(hidden_TH, size, vocab_size)
     with_gradient = with_hidden or with_weight or with_bias
     for start in range(0, num_tokens, size or 1):
@@ -177,7 +176,7 @@ def _linear_cross_entropy(
             torch.mm(hidden_CH, weight_VH.t(), out=logits_CV)
         else:
             torch.addmm(bias_V, hidden_CH, weight_VH.t(), out=logits_CV)
-        _rows(logits_CV, target_T[chunk], divisor, loss_T[chunk], ignore_index, with_gradient)
+        _cross_entropy_in_place(logits_CV, target_T[chunk], divisor, loss_T[chunk], ignore_index, with_gradient)
         if with_hidden:
             torch.mm(logits_CV, weight_VH, out=d_hidden_TH[chunk])
         if with_weight:
@@ -202,7 +201,7 @@ def _outputs(
     with_weight: bool,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss and gradients, not filled; the sums over tokens in fp32."""
+    """Uninitialised loss and gradients; the sums over tokens in fp32."""
     wide = _fp32_or_more(weight_VH)
     return (
         hidden_TH.new_empty(loss_shape, dtype=wide),
@@ -213,11 +212,10 @@ def _outputs(
 
 
 def _logits_buffer(like: Tensor, num_rows: int, vocab_size: int) -> Tensor:
-    """`[num_rows, V]`, not filled. Nothing that a product may read between two rows is left unwritten.
+    """An uninitialised `[num_rows, V]`, except that padding between rows is zero.
 
-    A product reads more than its operand and multiplies the rest by zero, which makes NaN of the NaN that fresh memory
-    may hold: oneDNN (3.12) rounds the row of a bf16 operand up to 32 elements on processors with AMX. Beyond a row
-    lies the next one, or zeros.
+    A product may read past a row and multiply by zero, which gives NaN if fresh memory contains NaN: oneDNN (3.12) rounds the
+    rows of bf16 operands up to 32 elements on processors with AMX. Past a row there is the next one, or zeros.
     """
     if not like.is_cuda:
         return like.new_empty(num_rows, vocab_size)
@@ -231,7 +229,7 @@ def _fp32_or_more(tensor: Tensor) -> torch.dtype:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """`total += left @ right`, summed in the dtype of `total`; the first product overwrites what is there."""
+    """`total += left @ right`, summed in the dtype of `total`; the first product overwrites."""
     beta = 0 if is_first else 1
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, beta=beta, out=total)
@@ -241,7 +239,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> 
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
 
 
-def _rows(
+def _cross_entropy_in_place(
     logits_CV: Tensor, target_C: Tensor, divisor: Tensor, loss_C: Tensor, ignore_index: int, with_gradient: bool
 ) -> None:
     if logits_CV.is_cuda and logits_CV.dtype != torch.float64:
@@ -254,7 +252,7 @@ def _rows(
 def cross_entropy_rows_in_torch(
     logits_CV: Tensor, target_C: Tensor, divisor: Tensor, loss_C: Tensor, ignore_index: int, with_gradient: bool
 ) -> None:
-    """What `cross_entropy_rows.cross_entropy_rows` does, in the dtype of `loss_C`; a label out of range raises."""
+    """`cross_entropy_rows.cross_entropy_rows` by torch, in the dtype of `loss_C`; a label out of range raises."""
     counts_C = target_C != ignore_index
     column_C1 = target_C.masked_fill(~counts_C, 0).unsqueeze(1)
     wide_CV = logits_CV.to(loss_C.dtype)
@@ -272,31 +270,31 @@ def cross_entropy_rows_in_torch(
 def _setup_context(ctx, inputs, output):
     hidden_TH, weight_VH, bias_V, *_, with_hidden, with_weight, with_bias = inputs
     _, *gradients, _ = output
-    ctx.set_materialize_grads(False)  # or autograd fills gradients for the gradients among the outputs
+    ctx.set_materialize_grads(False)  # or autograd allocates zeros for the outputs that are gradients
     ctx.save_for_backward(*gradients)
-    ctx.asked = (with_hidden, with_weight, with_bias)
+    ctx.requested = (with_hidden, with_weight, with_bias)
     ctx.dtypes = (hidden_TH.dtype, weight_VH.dtype, weight_VH.dtype if bias_V is None else bias_V.dtype)
 
 
-def _backward(ctx, d_loss, *of_gradients):
-    if any(gradient is not None for gradient in of_gradients):
+def _backward(ctx, d_loss, *d_gradients):
+    if any(gradient is not None for gradient in d_gradients):
         raise RuntimeError(
-            "causal_lm_loss='linear' has no second derivative: its gradients are computed in the forward. Use "
+            "causal_lm_loss='linear' has no second derivative: its gradients are computed in the forward. To fix: use "
             "causal_lm_loss='eager' to differentiate twice."
         )
     if d_loss is None:
         return (None,) * 9
-    found = [
-        _scaled(gradient, d_loss, dtype) if asked else None
-        for gradient, dtype, asked in zip(ctx.saved_tensors, ctx.dtypes, ctx.asked, strict=True)
+    gradients = [
+        _scaled(gradient, d_loss, dtype) if requested else None
+        for gradient, dtype, requested in zip(ctx.saved_tensors, ctx.dtypes, ctx.requested, strict=True)
     ]
-    return (*found, *(None,) * 6)
+    return (*gradients, *(None,) * 6)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`gradient * factor`, rounded once to `dtype`, with no product in fp32 in memory and no wait for the factor."""
+    """`gradient * factor`, rounded once to `dtype`, without an fp32 product in memory or a sync for the factor."""
     if gradient.requires_grad and torch.is_grad_enabled():
-        return (gradient * factor).to(dtype)  # `create_graph`: the second backward meets the error above
+        return (gradient * factor).to(dtype)  # `create_graph`: the second backward raises the error above
     if gradient.is_cuda and gradient.dtype != torch.float64:
         from patchgen.kernels.loss.scaled import scaled  # loads Triton
 

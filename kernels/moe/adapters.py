@@ -1,8 +1,8 @@
-"""Low-rank adapters of stacked experts: what is added to a frozen stacked weight, never multiplied out.
+"""Low-rank adapters of stacked experts, added to a frozen stacked weight without computing the merged weight.
 
     x @ (W[e] + scale * left[e] @ right[e])^T  =  x @ W[e]^T + scale * (x @ right[e]^T) @ left[e]^T
 
-two thin grouped products beside the one of the weight; the merged weight and its gradient are never made.
+two thin grouped products in addition to that of the weight; the merged weight and its gradient never exist.
 
     E experts   K inner size   N output size   r rank
 """
@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from patchgen.kernels.moe.grouped_product import grouped_product
 
 ROW_BYTES = 16
-"""Rows of whole 16 bytes are what grouped products read; ranks are filled up with zeros."""
+"""Grouped products read rows in multiples of 16 bytes; ranks are padded with zeros."""
 
 
 class LowRank(NamedTuple):
-    """What is added to one stacked weight: `scale * left @ right`, of the weight's shape.
+    """The adapter of one stacked weight, `scale * left @ right`, of the weight's shape.
 
     Attributes:
         left: `[E, N, r]` for a weight `[E, N, K]`; `[E, K, r]` for a transposed one `[E, K, N]`.
@@ -34,7 +34,7 @@ class LowRank(NamedTuple):
     scale: float
 
     def factors(self, is_transposed: bool) -> tuple[Tensor, Tensor]:
-        """`(a [E, r, K], b [E, N, r])`, which rows are multiplied with in this order."""
+        """`(a [E, r, K], b [E, N, r])`: rows are multiplied by a, then by b."""
         if is_transposed:
             return self.left.transpose(1, 2), self.right.transpose(1, 2)
         return self.right, self.left
@@ -42,15 +42,15 @@ class LowRank(NamedTuple):
     def to(self, dtype: torch.dtype) -> LowRank:
         return LowRank(self.left.to(dtype), self.right.to(dtype), self.scale)
 
-    def filled_up(self) -> LowRank:
-        """With zeros up to a rank of whole 16 bytes, which change no sum."""
+    def padded(self) -> LowRank:
+        """Zero-padded to a rank of a multiple of 16 bytes, which changes no sum."""
         missing = -self.left.shape[2] % (ROW_BYTES // self.left.element_size())
         if not missing:
             return self
         return LowRank(F.pad(self.left, (0, missing)), F.pad(self.right, (0, 0, 0, missing)), self.scale)
 
     def check(self, name: str, weight: Tensor) -> None:
-        """Raises ValueError where the factors do not fit the weight that they are added to."""
+        """Raises ValueError if the factors do not match the weight."""
         num_experts, first, second = weight.shape
         rank = self.left.shape[-1]
         expected = ((num_experts, first, rank), (num_experts, rank, second))
@@ -63,12 +63,12 @@ class LowRank(NamedTuple):
         for factor in (self.left, self.right):
             if factor.dtype != weight.dtype:
                 raise ValueError(
-                    f"fused_moe: the adapter of {name} is {factor.dtype} but the weight is {weight.dtype}: cast it."
+                    f"fused_moe: the adapter of {name} is {factor.dtype} but the weight is {weight.dtype}. To fix: cast it."
                 )
 
 
 class ExpertAdapters(NamedTuple):
-    """The adapters of one call of the fused experts; None: that weight has none."""
+    """The adapters of one call of the fused experts; None: no adapter for that weight."""
 
     gate_up: LowRank | None = None
     down: LowRank | None = None
@@ -94,6 +94,6 @@ def add_low_rank(
     """
     if added is None:
         return product_RN
-    a_ErK, b_ENr = (added.filled_up() if rows_RK.is_cuda else added).factors(is_transposed)
+    a_ErK, b_ENr = (added.padded() if rows_RK.is_cuda else added).factors(is_transposed)
     inner_Rr = grouped_product(rows_RK, a_ErK.transpose(1, 2), ends_E) * added.scale
     return product_RN + grouped_product(inner_Rr, b_ENr.transpose(1, 2), ends_E)

@@ -1,4 +1,4 @@
-"""Which backend serves the experts when the choice is left to us: by what was measured, not by taste.
+"""The backend of the experts that "auto" takes, by measurement.
 
 One H200, 2026-11-21, bf16, torch 2.11.0+cu130, triton 3.6.0, transformers 5.23.0, liger-kernel 0.8.5 with its own fixed
 configurations (tuned for minutes, it takes some 25 to 30 % less), uniform random routing. Forward and backward in ms, all
@@ -22,7 +22,7 @@ of a row in one process, on a busy GPU (`make bench-moe`; `benchmarks/results.cs
 (The 24th, mixtral at 32768 with Zipf routing, was cut off; an earlier `triton` was first there.)
 
 sonic-moe 0.1.2.post1 is not in the table: it tunes itself on first use, for more than 100 s at the gpt_oss shape, in the
-middle of a training step, and is not chosen unasked. In one process with an earlier `triton`, at qwen3 and T = 16384,
+middle of a training step, so "auto" never takes it. In one process with an earlier `triton`, at qwen3 and T = 16384,
 forward and backward took 6.99 ms where `triton` took 7.20; forward 2.14 and 2.39.
 """
 
@@ -40,7 +40,7 @@ _MEASURED_CAPABILITY = (9, 0)
 def choose_backend(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, options: MoeOptions) -> str:
     """The name of the backend for this call.
 
-    `triton` on compute capability 9.0, where the table was measured, for what its kernels have; `torch` elsewhere.
+    `triton` on compute capability 9.0, where the table was measured, for supported calls; `torch` elsewhere.
     """
     if not hidden_states.is_cuda or torch.cuda.get_device_capability(hidden_states.device) != _MEASURED_CAPABILITY:
         return "torch"

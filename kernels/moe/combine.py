@@ -1,4 +1,4 @@
-"""The sum over a token's rows, read where they lie: no atomics, a fixed order, fp32.
+"""The sum over a token's rows, gathered by row number: no atomics, a fixed order, fp32.
 
     out[t] = sum_k weight[t, k] * rows[padded_of_slot[t, k]]
 
@@ -23,7 +23,7 @@ def combine(rows: Tensor, weights: Tensor | None, plan: Plan, top_k: int) -> Ten
 
 
 def sum_slots(rows: Tensor, weights: Tensor | None, row_of_slot: Tensor, top_k: int) -> Tensor:
-    """The same with the row of each slot `[T * K]`, an integer, given; -1 is a slot that has none."""
+    """`combine` with the row of each slot `[T * K]`; -1 for a slot without a row."""
     num_tokens, hidden_size = row_of_slot.numel() // top_k, rows.shape[1]
     out = torch.empty(num_tokens, hidden_size, dtype=rows.dtype, device=rows.device)
     if num_tokens == 0:
@@ -62,7 +62,7 @@ def _combine(
 def sum_of_slots(
     rows, weights, padded_of_slot, token, column, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """Some columns of a token's sum, in fp32."""
+    """The sum over a token's rows for some columns, in fp32."""
     inside = column < H
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     for k in tl.static_range(TOP_K):
@@ -88,8 +88,8 @@ def router_gradient(
 
     Args:
         partial: `[N, P]` fp32: for each padded row the products of output gradient and unweighted output, by column tile.
-        grad_out, top_k_index, down_bias: `[T, H]`, `[T, K]`, `[E, H]`: with a bias the row's own product with it is
-            added; all None without one.
+        grad_out, top_k_index, down_bias: `[T, H]`, `[T, K]`, `[E, H]`: the product of gradient and bias is added; all None
+            without a bias.
     """
     num_rows = plan.num_rows
     out = torch.empty(num_rows // top_k, top_k, dtype=dtype, device=partial.device)

@@ -1,7 +1,7 @@
-"""What a backward computes while others wait for it, or while it waits itself.
+"""The order of gradients in the backward of experts, so that exchanges with other ranks overlap with computation.
 
-early    gradients of tokens that other ranks wait for are handed over before those of weights are computed
-late     gradients of weights that nobody waits for are computed while gradients from other ranks are on their way
+early      gradients of tokens, which other ranks wait for, are handed over before those of weights are computed
+deferred   gradients of weights, which nothing waits for, are computed while gradients from other ranks are in flight
 """
 
 from __future__ import annotations
@@ -12,61 +12,63 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Take = Callable[[Tensor, Tensor], None]
+Sink = Callable[[Tensor, Tensor], None]
 
 _state = threading.local()  # autograd has a thread for each device
 
 
-def await_gradients(take: Take | None) -> None:
-    """Leaves what the next experts of this backward hand their gradients of tokens and routing weights to; None: nothing."""
-    _state.take = take and (torch._C._current_graph_task_id(), take)
+def await_gradients(sink: Sink | None) -> None:
+    """Registers the function that gets the gradients of tokens and routing weights of the next experts in this backward."""
+    _state.sink = sink and (torch._C._current_graph_task_id(), sink)
 
 
 def is_awaited() -> bool:
-    """Whether gradients of tokens should come first."""
+    """Whether gradients of tokens should be computed first."""
     return _awaiting() is not None
 
 
-def _awaiting() -> Take | None:
-    backward, take = getattr(_state, "take", None) or (None, None)
-    return take if backward == torch._C._current_graph_task_id() else None  # else left by a backward that failed
+def _awaiting() -> Sink | None:
+    backward, sink = getattr(_state, "sink", None) or (None, None)
+    return sink if backward == torch._C._current_graph_task_id() else None  # else left over from a failed backward
 
 
 def hand_over(tokens: Tensor, weights: Tensor) -> None:
-    """Gives away gradients, `[N, H]` and `[N, K]`, that are computed, or launched: once, if they are awaited."""
-    take = _awaiting()
-    if take is not None:
-        _state.take = None
-        take(tokens, weights)
+    """Passes on computed (or launched) gradients `[N, H]` and `[N, K]` if they are awaited; once."""
+    sink = _awaiting()
+    if sink is not None:
+        _state.sink = None
+        sink(tokens, weights)
 
 
-TAKES_LATE = "_patchgen_takes_late"
-"""An attribute of a weight: called with its gradient, whenever that is computed; until the end of the backward at the latest."""
+DEFERRED_GRADIENT_SINK = "_patchgen_deferred_gradient_sink"
+"""An attribute of a weight: called with its deferred gradient, before the backward ends."""
 
-_late: list[tuple[int, Callable[[], None]]] = []  # with their backward; not of a thread: its end runs in another one
+_deferred: list[
+    tuple[int, Callable[[], None]]
+] = []  # (backward, compute); not thread-local: a backward may end in another thread
 
 
-def put_off(weight: Tensor, compute: Callable[[], Tensor]) -> bool:
-    """Leaves the gradient of `weight` to `compute_late`, if it is taken then."""
-    take = getattr(weight, TAKES_LATE, None)
-    if take is not None:
-        _late.append((torch._C._current_graph_task_id(), lambda: take(compute())))
-    return take is not None
+def defer(weight: Tensor, compute: Callable[[], Tensor]) -> bool:
+    """Defers the gradient of `weight` to `compute_deferred`; False if the weight has no sink for it."""
+    sink = getattr(weight, DEFERRED_GRADIENT_SINK, None)
+    if sink is not None:
+        _deferred.append((torch._C._current_graph_task_id(), lambda: sink(compute())))
+    return sink is not None
 
 
 @torch.no_grad()
-def compute_late() -> None:
-    """Computes what was put off in this backward, and in those inside it, in the order of the current stream.
+def compute_deferred() -> None:
+    """Computes what was deferred in this backward and those nested in it, on the current stream.
 
-    A backward that failed had a smaller number: what it left is not computed in another one.
+    A failed backward had a smaller id, so what it deferred is not computed here.
     """
-    present = torch._C._current_graph_task_id()
-    due = [compute for backward, compute in _late if backward >= present]
-    _late[:] = [one for one in _late if one[0] < present]
+    current = torch._C._current_graph_task_id()
+    due = [compute for backward, compute in _deferred if backward >= current]
+    _deferred[:] = [one for one in _deferred if one[0] < current]
     for compute in due:
         compute()
 
 
-def forget_late() -> None:
-    """Leaves out what a backward that failed put off."""
-    _late.clear()
+def discard_deferred() -> None:
+    """Discards what a failed backward deferred."""
+    _deferred.clear()

@@ -20,8 +20,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.elementwise.activations import Activation
-from patchgen.kernels.moe.plan import BLOCK_M, VARYING, Added, Plan, describe_tile
-from patchgen.kernels.moe.schedule import GATE_BACKWARD, multiply, num_programs, rows_together
+from patchgen.kernels.moe.plan import BLOCK_M, VARYING, LowRankTerm, Plan, describe_tile
+from patchgen.kernels.moe.schedule import GATE_BACKWARD, multiply, num_programs, row_tiles_per_group
 from patchgen.kernels.moe.triton_gate import activate_with_derivative, gate_backward, gate_constants
 
 
@@ -35,7 +35,7 @@ def gate_backward_gemm(
     activation: Activation,
     is_transposed: bool,
     is_interleaved: bool,
-    added: Added | None = None,
+    added: LowRankTerm | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dh [P, W], s [P, I], dw [N, P])`; dw in fp32, to be summed over its N column tiles.
 
@@ -94,7 +94,7 @@ def gate_backward_gemm(
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
         PIECES=blocks.pieces,
-        GROUP=rows_together(blocks, num_tiles),
+        GROUP=row_tiles_per_group(blocks, num_tiles),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.max_registers,

@@ -19,14 +19,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.elementwise.activations import Activation
-from patchgen.kernels.moe.plan import BLOCK_M, VARYING, Added, Plan, describe_tile
+from patchgen.kernels.moe.plan import BLOCK_M, VARYING, LowRankTerm, Plan, describe_tile
 from patchgen.kernels.moe.schedule import (
     GATE_UP,
     GATE_UP_SPECIALIZED,
     is_specialized_here,
     multiply,
     num_programs,
-    rows_together,
+    row_tiles_per_group,
 )
 from patchgen.kernels.moe.triton_gate import activate, gate_constants, gate_forward
 
@@ -42,7 +42,7 @@ def gate_up(
     is_interleaved: bool,
     max_rows: int,
     keep: bool,
-    added: Added | None = None,
+    added: LowRankTerm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(h, a)`: `[R, W]` (empty unless `keep`) and `[R, I]`, compact; rows that are left out are not written.
 
@@ -99,7 +99,7 @@ def gate_up(
         BLOCK_M=BLOCK_M,
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
-        GROUP=rows_together(blocks, triton.cdiv(width, blocks.n)),
+        GROUP=row_tiles_per_group(blocks, triton.cdiv(width, blocks.n)),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.max_registers,

@@ -27,14 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from patchgen.kernels.elementwise.activations import Activation
 from patchgen.kernels.moe.plan import BLOCK_M, VARYING, Plan, describe_tile
-from patchgen.kernels.moe.schedule import GATE_UP_SPECIALIZED, num_programs, rows_together
+from patchgen.kernels.moe.schedule import GATE_UP_SPECIALIZED, num_programs, row_tiles_per_group
 from patchgen.kernels.moe.triton_gate import activate, gate_constants, gate_forward
 from patchgen.kernels.moe.warp_roles import MULTIPLIERS, descriptor, end_products, multiply_stage, pass_by, stage_after
 
 _ROWS = 8
 
 
-class Cut(NamedTuple):
+class KernelConfig(NamedTuple):
     """What a kernel is compiled for.
 
     Attributes:
@@ -72,14 +72,14 @@ def specialized_gate_up(
 ) -> None:
     """Fills `kept` and `gated`; the rest as in `gate_up.gate_up`."""
     hidden_size, width = hidden_states.shape[1], gate_up_proj.shape[2 if is_transposed else 1]
-    group = rows_together(GATE_UP_SPECIALIZED, triton.cdiv(width, GATE_UP_SPECIALIZED.n))
-    cut = Cut(hidden_size, width, top_k, halves, activation.is_gated, is_transposed, keep, group)
+    group = row_tiles_per_group(GATE_UP_SPECIALIZED, triton.cdiv(width, GATE_UP_SPECIALIZED.n))
+    config = KernelConfig(hidden_size, width, top_k, halves, activation.is_gated, is_transposed, keep, group)
     weight = gate_up_proj.contiguous()
     if is_transposed:
-        box = [1, cut.block_k, cut.block_n]
+        box = [1, config.block_k, config.block_n]
     else:
         weight = weight.view(plan.num_experts * halves, width // halves, hidden_size)
-        box = [halves, cut.block_n // halves, cut.block_k]
+        box = [halves, config.block_n // halves, config.block_k]
     _specialized_gate_up[(num_programs(hidden_states, GATE_UP_SPECIALIZED.per_sm),)](
         hidden_states,
         descriptor(weight, box),
@@ -91,7 +91,7 @@ def specialized_gate_up(
         plan.tiles,
         plan.num_experts,
         plan.tiles.shape[1],
-        CUT=cut,
+        CONFIG=config,
         num_warps=GATE_UP_SPECIALIZED.warps,
         **gate_constants(activation),
     )
@@ -109,24 +109,26 @@ def _specialized_gate_up(
     tiles,
     num_experts,
     num_tiles,
-    CUT: gl.constexpr,
+    CONFIG: gl.constexpr,
     GATE_KIND: gl.constexpr,
     GATE_ALPHA: gl.constexpr,
     GATE_LIMIT: gl.constexpr,
     GATE_SHIFT: gl.constexpr,
     GATE_LIMIT_AFTER: gl.constexpr,
 ):
-    STAGES: gl.constexpr = CUT.stages
+    STAGES: gl.constexpr = CONFIG.stages
     FEED_WARPS: gl.constexpr = 4
     dtype: gl.constexpr = weight.dtype
-    row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CUT.block_m, CUT.block_k], dtype)
-    staged_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, CUT.rows, [1, 0])
+    row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONFIG.block_m, CONFIG.block_k], dtype)
+    staged_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, CONFIG.rows, [1, 0])
     box: gl.constexpr = weight.block_shape
-    rows = gl.allocate_shared_memory(dtype, [STAGES, CUT.block_m, CUT.block_k], row_layout)
+    rows = gl.allocate_shared_memory(dtype, [STAGES, CONFIG.block_m, CONFIG.block_k], row_layout)
     columns = gl.allocate_shared_memory(dtype, [STAGES, box[0], box[1], box[2]], weight.layout)
     # Written as halves of a tile, read in blocks of rows: the swizzle repeats with every block.
-    staged = gl.allocate_shared_memory(dtype, [CUT.block_m // CUT.rows, CUT.rows, CUT.block_n], staged_layout)
-    halves = staged._reinterpret(dtype, [CUT.block_m, CUT.block_n], staged_layout)
+    staged = gl.allocate_shared_memory(
+        dtype, [CONFIG.block_m // CONFIG.rows, CONFIG.rows, CONFIG.block_n], staged_layout
+    )
+    halves = staged._reinterpret(dtype, [CONFIG.block_m, CONFIG.block_n], staged_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     made = gl.allocate_shared_memory(gl.int64, [MULTIPLIERS, 1], mbarrier.MBarrierLayout())
@@ -144,9 +146,9 @@ def _specialized_gate_up(
     gate: gl.constexpr = (GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER)
     gl.warp_specialize(
         [
-            (_multiply, (bias, halves, ring, made, taken, table, 0, CUT)),
-            (_multiply, (bias, halves, ring, made, taken, table, 1, CUT)),
-            (_feed, (x, weight, kept, gated, slot_of_padded, staged, ring, made, taken, table, CUT, gate)),
+            (_multiply, (bias, halves, ring, made, taken, table, 0, CONFIG)),
+            (_multiply, (bias, halves, ring, made, taken, table, 1, CONFIG)),
+            (_feed, (x, weight, kept, gated, slot_of_padded, staged, ring, made, taken, table, CONFIG, gate)),
         ],
         [4, FEED_WARPS],
         [168, 168],  # registers per thread: as many for each of the three groups, none of which spills
@@ -154,33 +156,33 @@ def _specialized_gate_up(
 
 
 @gluon.jit
-def _multiply(bias, halves, ring, made, taken, table, WHICH: gl.constexpr, CUT: gl.constexpr):
+def _multiply(bias, halves, ring, made, taken, table, WHICH: gl.constexpr, CONFIG: gl.constexpr):
     """One half of each tile's rows, by the first or the second group of warps that multiply."""
-    HALF: gl.constexpr = CUT.block_m // 2
-    BLOCK_N: gl.constexpr = CUT.block_n
+    HALF: gl.constexpr = CONFIG.block_m // 2
+    BLOCK_N: gl.constexpr = CONFIG.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     rows, columns, full, empty = ring
     result = halves.slice(WHICH * HALF, HALF, dim=0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     taken_phase = gl.to_tensor(1)  # nothing is staged at first
-    _, next_n, next_expert, next_first, next_end = _tile(gl.program_id(0), table, CUT)
-    for index in range(gl.program_id(0), _num_tiles(table, CUT), gl.num_programs(0)):
+    _, next_n, next_expert, next_first, next_end = _tile(gl.program_id(0), table, CONFIG)
+    for index in range(gl.program_id(0), _num_tiles(table, CONFIG), gl.num_programs(0)):
         n, expert, first, end = next_n, next_expert, next_first, next_end
-        _, next_n, next_expert, next_first, next_end = _tile(index + gl.num_programs(0), table, CUT)
+        _, next_n, next_expert, next_first, next_end = _tile(index + gl.num_programs(0), table, CONFIG)
         if first + WHICH * HALF < end:
             acc = gl.zeros([HALF, BLOCK_N], gl.float32, layout)
-            for k in range(0, CUT.h, CUT.block_k):
+            for k in range(0, CONFIG.h, CONFIG.block_k):
                 mbarrier.wait(full.index(stage), phase)
                 fence_async_shared()  # products see what threads wrote, and not TMA, after a fence only
                 left = rows.index(stage).slice(WHICH * HALF, HALF, dim=0)
-                if CUT.is_transposed:
-                    right = columns.index(stage).reshape([CUT.block_k, CUT.block_n])
+                if CONFIG.is_transposed:
+                    right = columns.index(stage).reshape([CONFIG.block_k, CONFIG.block_n])
                 else:
-                    right = columns.index(stage).reshape([CUT.block_n, CUT.block_k]).permute([1, 0])
-                acc = multiply_stage(left, right, acc, empty, stage, k == 0, CUT.stages)
-                stage, phase = stage_after(stage, phase, CUT.stages)
-            acc = end_products(acc, empty, stage, True, CUT.stages)
+                    right = columns.index(stage).reshape([CONFIG.block_n, CONFIG.block_k]).permute([1, 0])
+                acc = multiply_stage(left, right, acc, empty, stage, k == 0, CONFIG.stages)
+                stage, phase = stage_after(stage, phase, CONFIG.stages)
+            acc = end_products(acc, empty, stage, True, CONFIG.stages)
             mbarrier.wait(taken.index(WHICH), taken_phase)
             if bias is None:
                 result.store(acc.to(result.dtype))
@@ -188,16 +190,16 @@ def _multiply(bias, halves, ring, made, taken, table, WHICH: gl.constexpr, CUT: 
                 left, right = _split(acc)
                 first_piece, second_piece = _split(left)
                 third_piece, fourth_piece = _split(right)
-                bias_row = bias + expert * CUT.width
-                _store_with_bias(result, first_piece, bias_row, n, 0, CUT)
-                _store_with_bias(result, second_piece, bias_row, n, 1, CUT)
-                _store_with_bias(result, third_piece, bias_row, n, 2, CUT)
-                _store_with_bias(result, fourth_piece, bias_row, n, 3, CUT)
+                bias_row = bias + expert * CONFIG.width
+                _store_with_bias(result, first_piece, bias_row, n, 0, CONFIG)
+                _store_with_bias(result, second_piece, bias_row, n, 1, CONFIG)
+                _store_with_bias(result, third_piece, bias_row, n, 2, CONFIG)
+                _store_with_bias(result, fourth_piece, bias_row, n, 3, CONFIG)
             mbarrier.arrive(made.index(WHICH))
             taken_phase ^= 1
         else:  # no row of this half is the expert's
-            for _k in range(0, CUT.h, CUT.block_k):
-                stage, phase = pass_by(full, empty, stage, phase, CUT.stages)
+            for _k in range(0, CONFIG.h, CONFIG.block_k):
+                stage, phase = pass_by(full, empty, stage, phase, CONFIG.stages)
 
 
 @gluon.jit
@@ -207,30 +209,34 @@ def _split(acc):
 
 
 @gluon.jit
-def _store_with_bias(result, piece, bias, n, WHICH: gl.constexpr, CUT: gl.constexpr):
-    SIZE: gl.constexpr = CUT.block_n // 4
-    RANGE: gl.constexpr = CUT.width // CUT.halves
-    within: gl.constexpr = WHICH * SIZE % (CUT.block_n // CUT.halves)
-    column = n * (CUT.block_n // CUT.halves) + within + gl.arange(0, SIZE, layout=gl.SliceLayout(0, piece.type.layout))
-    start: gl.constexpr = WHICH * SIZE // (CUT.block_n // CUT.halves) * RANGE
+def _store_with_bias(result, piece, bias, n, WHICH: gl.constexpr, CONFIG: gl.constexpr):
+    SIZE: gl.constexpr = CONFIG.block_n // 4
+    RANGE: gl.constexpr = CONFIG.width // CONFIG.halves
+    within: gl.constexpr = WHICH * SIZE % (CONFIG.block_n // CONFIG.halves)
+    column = (
+        n * (CONFIG.block_n // CONFIG.halves)
+        + within
+        + gl.arange(0, SIZE, layout=gl.SliceLayout(0, piece.type.layout))
+    )
+    start: gl.constexpr = WHICH * SIZE // (CONFIG.block_n // CONFIG.halves) * RANGE
     added = gl.load(bias + start + column, mask=column < RANGE, other=0.0).to(gl.float32)
     result.slice(WHICH * SIZE, SIZE, dim=1).store((piece + added[None, :]).to(result.dtype))
 
 
 @gluon.jit
 def _feed(
-    x, weight, kept, gated, slot_of_padded, staged, ring, made, taken, table, CUT: gl.constexpr, GATE: gl.constexpr
+    x, weight, kept, gated, slot_of_padded, staged, ring, made, taken, table, CONFIG: gl.constexpr, GATE: gl.constexpr
 ):
     """Loads the steps of one tile after the other and finishes, between them, the tile before."""
-    STEPS: gl.constexpr = (CUT.h + CUT.block_k - 1) // CUT.block_k
-    BLOCKS: gl.constexpr = CUT.block_m // CUT.rows
+    STEPS: gl.constexpr = (CONFIG.h + CONFIG.block_k - 1) // CONFIG.block_k
+    BLOCKS: gl.constexpr = CONFIG.block_m // CONFIG.rows
     # Loads of step LEAD overwrite step 0, so its products are done and the tile before is staged: nothing waits for it.
-    LEAD: gl.constexpr = CUT.stages
+    LEAD: gl.constexpr = CONFIG.stages
     EVERY: gl.constexpr = (STEPS - LEAD) // BLOCKS if STEPS - LEAD > BLOCKS else 1
     rows, columns, full, empty = ring
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    numbers = gl.arange(0, CUT.block_m, layout=gl.SliceLayout(1, layout))
-    depth = gl.arange(0, CUT.block_k, layout=gl.SliceLayout(0, layout))
+    numbers = gl.arange(0, CONFIG.block_m, layout=gl.SliceLayout(1, layout))
+    depth = gl.arange(0, CONFIG.block_k, layout=gl.SliceLayout(0, layout))
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # every stage is empty at first: the first round through them waits for none
     old_n = gl.to_tensor(0)
@@ -239,44 +245,44 @@ def _feed(
     block = gl.to_tensor(0)
     num_blocks = gl.to_tensor(0)  # no tile is before the first
     phases = (gl.to_tensor(0), gl.to_tensor(0))
-    next_m, next_n, next_expert, next_first, next_end = _tile(gl.program_id(0), table, CUT)
-    next_slot = gl.load(slot_of_padded + next_m * CUT.block_m + numbers)
-    for index in range(gl.program_id(0), _num_tiles(table, CUT), gl.num_programs(0)):
+    next_m, next_n, next_expert, next_first, next_end = _tile(gl.program_id(0), table, CONFIG)
+    next_slot = gl.load(slot_of_padded + next_m * CONFIG.block_m + numbers)
+    for index in range(gl.program_id(0), _num_tiles(table, CONFIG), gl.num_programs(0)):
         n, expert, first, end = next_n, next_expert, next_first, next_end
         # Rows past the end repeat the last one: they are computed and not stored.
-        pointers = x + (next_slot // CUT.top_k).to(gl.int64)[:, None] * CUT.h + depth[None, :]
-        next_m, next_n, next_expert, next_first, next_end = _tile(index + gl.num_programs(0), table, CUT)
-        next_slot = gl.load(slot_of_padded + next_m * CUT.block_m + numbers)
+        pointers = x + (next_slot // CONFIG.top_k).to(gl.int64)[:, None] * CONFIG.h + depth[None, :]
+        next_m, next_n, next_expert, next_first, next_end = _tile(index + gl.num_programs(0), table, CONFIG)
+        next_slot = gl.load(slot_of_padded + next_m * CONFIG.block_m + numbers)
         for step in range(STEPS):
-            k = step * CUT.block_k
+            k = step * CONFIG.block_k
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready, weight.block_type.nbytes)
-            if CUT.is_transposed:
-                corner = [expert, k, n * CUT.block_n]
+            if CONFIG.is_transposed:
+                corner = [expert, k, n * CONFIG.block_n]
             else:
-                corner = [expert * CUT.halves, n * (CUT.block_n // CUT.halves), k]
+                corner = [expert * CONFIG.halves, n * (CONFIG.block_n // CONFIG.halves), k]
             tma.async_copy_global_to_shared(weight, corner, ready, columns.index(stage))
-            if CUT.h % CUT.block_k == 0:
+            if CONFIG.h % CONFIG.block_k == 0:
                 async_copy.async_copy_global_to_shared(rows.index(stage), pointers + k)
             else:
                 async_copy.async_copy_global_to_shared(
-                    rows.index(stage), pointers + k, mask=(k + depth < CUT.h)[None, :]
+                    rows.index(stage), pointers + k, mask=(k + depth < CONFIG.h)[None, :]
                 )
             async_copy.mbarrier_arrive(ready, increment_count=False)
-            stage, phase = stage_after(stage, phase, CUT.stages)
+            stage, phase = stage_after(stage, phase, CONFIG.stages)
             if (step >= LEAD) & (step % EVERY == 0) & (block < num_blocks):
-                _finish(kept, gated, staged, made, taken, phases, block, old_n, old_first, old_end, CUT, GATE)
+                _finish(kept, gated, staged, made, taken, phases, block, old_n, old_first, old_end, CONFIG, GATE)
                 block += 1
         while block < num_blocks:
-            _finish(kept, gated, staged, made, taken, phases, block, old_n, old_first, old_end, CUT, GATE)
+            _finish(kept, gated, staged, made, taken, phases, block, old_n, old_first, old_end, CONFIG, GATE)
             block += 1
         phases = _after_tile(phases, num_blocks, BLOCKS)
         old_n, old_first, old_end = n, first, end
         block = gl.to_tensor(0)
-        num_blocks = gl.where(end - first > CUT.block_m // 2, BLOCKS, BLOCKS // 2)
+        num_blocks = gl.where(end - first > CONFIG.block_m // 2, BLOCKS, BLOCKS // 2)
     while block < num_blocks:
-        _finish(kept, gated, staged, made, taken, phases, block, old_n, old_first, old_end, CUT, GATE)
+        _finish(kept, gated, staged, made, taken, phases, block, old_n, old_first, old_end, CONFIG, GATE)
         block += 1
 
 
@@ -287,39 +293,39 @@ def _after_tile(phases, num_blocks, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _finish(kept, gated, staged, made, taken, phases, block, n, first, end, CUT: gl.constexpr, GATE: gl.constexpr):
+def _finish(kept, gated, staged, made, taken, phases, block, n, first, end, CONFIG: gl.constexpr, GATE: gl.constexpr):
     """Stores one block of a tile's rows and what the gate makes of it."""
-    HALF_BLOCKS: gl.constexpr = CUT.block_m // 2 // CUT.rows
-    SPAN: gl.constexpr = CUT.block_n // 2
+    HALF_BLOCKS: gl.constexpr = CONFIG.block_m // 2 // CONFIG.rows
+    SPAN: gl.constexpr = CONFIG.block_n // 2
     mbarrier.wait(made.index(0), phases[0], pred=block == 0)
     mbarrier.wait(made.index(1), phases[1], pred=block == HALF_BLOCKS)
     here = staged.index(block)
-    row = first + block * CUT.rows
-    if CUT.halves == 2:
+    row = first + block * CONFIG.rows
+    if CONFIG.halves == 2:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         gate = here.slice(0, SPAN, dim=1).load(layout)
         up = here.slice(SPAN, SPAN, dim=1).load(layout)
         _free(taken, block, HALF_BLOCKS)
-        if CUT.keep:
-            _store(kept, gate, row, end, n * SPAN, CUT.width // 2, CUT.width, layout)
-            _store(kept + CUT.width // 2, up, row, end, n * SPAN, CUT.width // 2, CUT.width, layout)
+        if CONFIG.keep:
+            _store(kept, gate, row, end, n * SPAN, CONFIG.width // 2, CONFIG.width, layout)
+            _store(kept + CONFIG.width // 2, up, row, end, n * SPAN, CONFIG.width // 2, CONFIG.width, layout)
         out = gate_forward(gate.to(gl.float32), up.to(gl.float32), GATE[0], GATE[1], GATE[2], GATE[3], GATE[4])
-        _store(gated, out, row, end, n * SPAN, CUT.width // 2, CUT.width // 2, layout)
+        _store(gated, out, row, end, n * SPAN, CONFIG.width // 2, CONFIG.width // 2, layout)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
         values = here.load(layout)
         _free(taken, block, HALF_BLOCKS)
-        if CUT.keep:
-            _store(kept, values, row, end, n * CUT.block_n, CUT.width, CUT.width, layout)
-        if CUT.is_gated:
+        if CONFIG.keep:
+            _store(kept, values, row, end, n * CONFIG.block_n, CONFIG.width, CONFIG.width, layout)
+        if CONFIG.is_gated:
             half_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-            gate, up = values.reshape([CUT.rows, SPAN, 2]).split()
+            gate, up = values.reshape([CONFIG.rows, SPAN, 2]).split()
             out = gate_forward(gate.to(gl.float32), up.to(gl.float32), GATE[0], GATE[1], GATE[2], GATE[3], GATE[4])
             out = gl.convert_layout(out, half_layout)  # each thread keeps its values
-            _store(gated, out, row, end, n * SPAN, CUT.width // 2, CUT.width // 2, half_layout)
+            _store(gated, out, row, end, n * SPAN, CONFIG.width // 2, CONFIG.width // 2, half_layout)
         else:
             out = activate(values.to(gl.float32), GATE[0], GATE[1])
-            _store(gated, out, row, end, n * CUT.block_n, CUT.width, CUT.width, layout)
+            _store(gated, out, row, end, n * CONFIG.block_n, CONFIG.width, CONFIG.width, layout)
 
 
 @gluon.jit
@@ -340,11 +346,13 @@ def _store(target, values, first_row, end, first_column, limit, STRIDE: gl.const
 
 
 @gluon.jit
-def _num_tiles(table, CUT: gl.constexpr):
-    return table[2] * ((CUT.width + CUT.block_n - 1) // CUT.block_n)
+def _num_tiles(table, CONFIG: gl.constexpr):
+    return table[2] * ((CONFIG.width + CONFIG.block_n - 1) // CONFIG.block_n)
 
 
 @gluon.jit
-def _tile(index, table, CUT: gl.constexpr):
+def _tile(index, table, CONFIG: gl.constexpr):
     """`describe_tile`, asked for one tile ahead, so that nothing waits for its loads."""
-    return describe_tile(index, table[2], (CUT.width + CUT.block_n - 1) // CUT.block_n, table[0], table[1], CUT.group)
+    return describe_tile(
+        index, table[2], (CONFIG.width + CONFIG.block_n - 1) // CONFIG.block_n, table[0], table[1], CONFIG.group
+    )

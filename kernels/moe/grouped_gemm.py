@@ -1,7 +1,7 @@
 """Grouped product with a variable number of rows per expert: `out[r] = rows[r] @ weight[e] (+ bias[e])`.
 
-Serves the second half of the forward (`a @ down^T`) and the gradient of the gathered rows (`dh @ gate_up`). Rows and
-weights come by TMA and the padded output leaves by it, under the loads of the next tile: one loop over tiles and depth.
+Used for the second half of the forward (`a @ down^T`) and the gradient of the gathered rows (`dh @ gate_up`). TMA loads
+rows and weights and stores the padded output, which overlaps with the loads of the next tile: one loop over tiles and depth.
 
     R rows   P padded rows   E experts   K inner size   N output size
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from patchgen.kernels.moe.plan import BLOCK_M, VARYING, Added, Plan, describe_tile
+from patchgen.kernels.moe.plan import BLOCK_M, VARYING, LowRankTerm, Plan, describe_tile
 from patchgen.kernels.moe.schedule import ROWS, multiply, num_programs
 
 
@@ -25,15 +25,15 @@ def grouped_gemm(
     plan: Plan,
     k_is_last: bool,
     is_padded: bool,
-    added: Added | None = None,
+    added: LowRankTerm | None = None,
 ) -> Tensor:
-    """`[P, N]`, padded; the rows without a pair hold anything, unused tiles are not written.
+    """`[P, N]`, padded; padding rows are undefined, unused tiles are not written.
 
     Args:
         rows: `[R, K]`, or `[P, K]` if `is_padded` (see `plan`).
         weight: `[E, N, K]` if `k_is_last`, else `[E, K, N]`.
         bias: `[E, N]` or None.
-        added: a thin product that is added, or None.
+        added: a low-rank product to add, or None.
     """
     weight = weight.contiguous()
     inner = rows.shape[1]
@@ -110,7 +110,7 @@ def _grouped_gemm(
         if RANK <= STEP:
             for r in tl.static_range(0, RANK, STEP):
                 acc = _add_step(added_rows, added_weight, m * BLOCK_M, expert, n * BLOCK_N, r, acc, STEP, R_IS_LAST)
-        else:  # a loop, not unrolled: each step would lie in shared memory by itself
+        else:  # not unrolled: each step would have its own shared memory
             for r in tl.range(0, RANK, STEP, num_stages=1):
                 acc = _add_step(added_rows, added_weight, m * BLOCK_M, expert, n * BLOCK_N, r, acc, STEP, R_IS_LAST)
         if bias is not None:
@@ -121,7 +121,7 @@ def _grouped_gemm(
 
 @triton.jit
 def _add_step(added_rows, added_weight, row, expert, column, r, acc, STEP: tl.constexpr, R_IS_LAST: tl.constexpr):
-    """One step of the thin product, added to `acc`."""
+    """One step of the low-rank product, added to `acc`."""
     num_columns: tl.constexpr = acc.shape[1]
     thin = added_rows.load([row, r])
     if R_IS_LAST:

@@ -2,7 +2,7 @@
 
 One side is a padded tensor that comes by TMA. The other is gathered from the tokens by row number, so that neither
 the permuted input nor the permuted output gradient exists in memory; where a copy of it in row order is repaid
-(`schedule.copy_repays`), it comes by TMA too. The padding rows of the first side hold zeros; the gathered side
+(`schedule.copy_pays_off`), it comes by TMA too. The padding rows of the first side hold zeros; the gathered side
 repeats a row of the same expert there, so that a token of one expert cannot reach the gradient of another, whatever it
 holds. Experts without rows get zeros. The result leaves by TMA: three stages and a tile of it fill the shared memory.
 Where `is_specialized_here`, `grouped_gemm_weights_specialized` computes the same bits in less time.

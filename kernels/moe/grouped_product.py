@@ -1,16 +1,16 @@
 """torch's grouped matrix product for every dtype, eager and inside torch.compile.
 
-What serves `rows[r] @ weight[e]` for the rows of each expert, and its gradients:
+How `rows[r] @ weight[e]` for the rows of each expert, and its gradients, are computed:
 
     dtype, sizes                                     eager            inside torch.compile
     bf16, rows of whole 16 bytes                     F.grouped_mm     F.grouped_mm
     fp16 and fp32, rows of whole 16 bytes            F.grouped_mm     the operator below, which calls F.grouped_mm
     fp64, or other sizes, on the CPU                 the operator, expert by expert
 
-torch traces `grouped_mm` by a formula for bf16 alone ("Expected inputs of BF16 type", torch 2.11 to 2.13), whatever its
-kernels take. An operator of our own is not looked into, so a layer compiles in one piece in every dtype.
+torch's fake implementation of `grouped_mm` accepts only bf16 ("Expected inputs of BF16 type", torch 2.11 to 2.13), unlike
+its kernels. A custom operator is opaque to tracing, so a layer compiles without graph breaks in every dtype.
 
-Rows past the last end belong to no expert: what the result holds there is arbitrary, and gradients skip them.
+Rows past the last end belong to no expert: the result is undefined there, and gradients skip them.
 
     R rows   E experts   K inner size   N output size
 """
@@ -64,7 +64,7 @@ def _has_kernel(rows_RK: Tensor, *sizes: int) -> bool:
 
 
 def _is_opaque(rows_RK: Tensor) -> bool:
-    """Whether torch.compile runs now and could not trace torch's product."""
+    """Whether torch.compile is tracing and cannot trace torch's product."""
     return torch.compiler.is_compiling() and rows_RK.dtype != _TRACED_DTYPE
 
 
@@ -120,6 +120,6 @@ _grouped_product.register_autograd(_grouped_product_backward, setup_context=_kee
 
 
 def _ranges(ends_E: Tensor) -> list[tuple[int, int]]:
-    """The rows of each expert; on the CPU, for it reads the ends."""
+    """The rows of each expert; for the CPU, because it reads the ends."""
     ends = ends_E.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))

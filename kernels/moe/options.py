@@ -1,4 +1,4 @@
-"""What one call of the fused experts is asked to do, checked once, in the words of its caller.
+"""The options of one call of the fused experts, and checks of its arguments.
 
 T tokens   H hidden size   E experts   I expert intermediate size   K experts per token
 """
@@ -30,11 +30,11 @@ class MoeOptions:
     adapters: ExpertAdapters = NO_ADAPTERS
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """The model's own gate, as it wrote it: `[R, 2I]` to `[R, I]`."""
+        """The model's own gate function: `[R, 2I]` to `[R, I]`."""
         return activations.apply(gate_up, self.activation, self.apply_gate, self.is_gated, self.is_interleaved)
 
     def recognised(self) -> activations.Activation | None:
-        """The gate as one of the formulas that the kernels have; None for any other."""
+        """The gate as a formula that the kernels support; None for any other."""
         return activations.recognise(self.activation, self.apply_gate, self.is_gated, self.is_interleaved)
 
 
@@ -48,7 +48,7 @@ def check_shapes(
     down_bias: Tensor | None,
     options: MoeOptions,
 ) -> None:
-    """Raises ValueError where the tensors do not fit each other; says which, what they have and what they should."""
+    """Raises ValueError for inconsistent shapes or dtypes, with what was expected and found."""
     if hidden_states.ndim != 2:
         raise ValueError(f"fused_moe: hidden_states must be [tokens, hidden], found {tuple(hidden_states.shape)}.")
     num_tokens, hidden_size = hidden_states.shape
@@ -82,8 +82,8 @@ def check_shapes(
     for name, tensor in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if tensor.dtype != hidden_states.dtype:
             raise ValueError(
-                f"fused_moe: {name} is {tensor.dtype} but hidden_states is {hidden_states.dtype}: cast one of them. "
-                f"Under autocast, cast the input of the experts to the dtype of their weights."
+                f"fused_moe: {name} is {tensor.dtype} but hidden_states is {hidden_states.dtype}. To fix: cast one of them; "
+                f"under autocast, cast the input of the experts to the dtype of their weights."
             )
     for name, weight, added in zip(
         ("gate_up_proj", "down_proj"), (gate_up_proj, down_proj), options.adapters, strict=True
@@ -97,7 +97,7 @@ def _stacked(num_experts: int, rows: int, columns: int, is_transposed: bool) -> 
 
 
 def check_index(top_k_index: Tensor, num_experts: int) -> None:
-    """Raises ValueError for an index outside `[0, num_experts]`; on the CPU only, elsewhere it would be a wait."""
+    """Raises ValueError for an index outside `[0, num_experts]`; on the CPU only, to avoid a device sync."""
     if top_k_index.device.type != "cpu" or top_k_index.numel() == 0 or torch.compiler.is_compiling():
         return
     low, high = int(top_k_index.min()), int(top_k_index.max())

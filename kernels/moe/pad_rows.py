@@ -1,4 +1,4 @@
-"""The tokens in the order of the padded rows: a copy, for the weight gradients that repay it.
+"""A copy of the tokens in the order of the padded rows, for weight gradients that it makes faster.
 
 Each token is read once and written to its K rows. Floor: T * H read, R * H written, at the speed of memory.
 

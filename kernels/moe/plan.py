@@ -1,4 +1,4 @@
-"""Which rows go to which expert, and which tiles cover them, without the host knowing a single count.
+"""Which rows go to which expert, and which tiles cover them, without any count on the host.
 
 The (token, slot) pairs are sorted by expert; sorted pairs are called rows. Every kernel works on tiles of `BLOCK_M`
 rows of one expert:
@@ -9,9 +9,9 @@ rows of one expert:
 
 The kernels with an epilogue compute an expert's last tile with half the rows where those hold what is left.
 
-A tensor over rows is *compact* (row after row) or *padded* (each tile has `BLOCK_M` rows of its own, so tile `i`
-starts at `i * BLOCK_M`). Whole tiles are written by TMA, without masks; what is kept for the backward is compact. Where
-the rows without a pair hold zeros, the weight gradients run over whole blocks of rows.
+A tensor over rows is *compact* (consecutive rows) or *padded* (each tile has `BLOCK_M` rows, so tile `i` starts at
+`i * BLOCK_M`). Full tiles are written by TMA, without masks; what is saved for the backward is compact. Where padding rows
+are zero, the weight gradients run over full blocks of rows.
 
     T tokens   K slots per token   R = T * K rows   E experts   M tiles, at most R / BLOCK_M + E
 """
@@ -30,8 +30,8 @@ BLOCK_M = 128
 """Rows per tile in every kernel: one tile table serves all of them."""
 
 VARYING = ("num_tokens", "num_rows", "num_tiles")
-"""Numbers that differ from call to call: under expert parallelism from step to step, on each rank. Triton would compile
-a kernel anew for those divisible by 16, in the middle of training."""
+"""Kernel arguments that vary between calls, under expert parallelism on each rank and step. Triton would otherwise recompile
+a kernel for values divisible by 16, in the middle of training."""
 
 _ROWS_PER_PROGRAM = 1024
 
@@ -73,28 +73,25 @@ def max_tiles(num_rows: int, num_experts: int) -> int:
     return min(num_rows, num_rows // BLOCK_M + num_experts)
 
 
+def empty_plan(num_rows: int, num_experts: int, max_rows: int, device: torch.device) -> Plan:
+    """The uninitialised tensors of a plan for `num_rows` slots, at most `max_rows` of them not left out."""
+    num_tiles = max_tiles(max_rows, num_experts)
+    shapes = ((num_rows,), (num_tiles * BLOCK_M,), (num_experts + 1,), (num_experts + 1,), (3, num_tiles))
+    return Plan(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
+
+
 def make_plan(top_k_index: Tensor, num_experts: int, max_rows: int | None = None) -> Plan:
     """The plan for `top_k_index [T, K]` with values in `[0, E]`; E marks a slot that is left out.
 
     Args:
-        max_rows: the most slots that are not left out: how many tiles there is room for. None: all.
+        max_rows: an upper bound of the slots that are not left out, for the number of tiles; None: all.
     """
     num_rows, device = top_k_index.numel(), top_k_index.device
     # One-byte keys sort in one radix pass; the sort is stable, so the rows of an expert are in token order.
     keys = top_k_index.reshape(-1).to(torch.uint8 if num_experts < 256 else torch.int16)
     sorted_keys, order = torch.sort(keys, stable=True)
-    num_tiles = max_tiles(num_rows if max_rows is None else max_rows, num_experts)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    plan = Plan(
-        padded_of_slot=numbers(num_rows),
-        slot_of_padded=numbers(num_tiles * BLOCK_M),
-        row_start=numbers(num_experts + 1),
-        tile_start=numbers(num_experts + 1),
-        tiles=numbers(3, num_tiles),
-    )
+    plan = empty_plan(num_rows, num_experts, num_rows if max_rows is None else max_rows, device)
+    num_tiles = plan.tiles.shape[1]
     _plan_experts[(1,)](
         sorted_keys,
         plan.row_start,
@@ -198,8 +195,8 @@ def _plan_rows(
     tl.store(tiles + 2 * num_tiles + tile, end, mask=first)
 
 
-class Added(NamedTuple):
-    """A thin product that a kernel adds to its tiles before its epilogue: as further steps of their depth.
+class LowRankTerm(NamedTuple):
+    """A low-rank product that a kernel adds to its tiles before its epilogue, as further depth steps.
 
     Attributes:
         rows: `[P, r]`, padded.
@@ -216,9 +213,9 @@ class Added(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The depth of a step: the rank, filled up to what products of tiles take, but at most 32.
+        """The depth of a step: the rank, rounded up to what products of tiles support, but at most 32.
 
-        Its operands lie in shared memory beside the four stages of the deepest tile (128 x 256 x 64 in bf16: 192 of a
+        Its operands share the shared memory with the four stages of the deepest tile (128 x 256 x 64 in bf16: 192 of a
         Hopper multiprocessor's 227 KiB), which leaves 35: 24 for a depth of 32, where 64 would take 48.
         """
         return min(32, max(16, triton.next_power_of_2(self.rank)))
@@ -246,7 +243,7 @@ def tile_at(index, num_m, num_n, GROUP: tl.constexpr):
 def describe_tile(index, num_m, num_n, tiles, num_tiles, GROUP: tl.constexpr):
     """`(m, n, expert, first row, end row)` of tile number `index`; past the last tile, of the last one.
 
-    Nothing here waits on another load, so a kernel can ask for its next tile while it computes one.
+    No load depends on another one, so a kernel can prefetch its next tile while it computes one.
     """
     m, n = tile_at(tl.maximum(tl.minimum(index, num_m * num_n - 1), 0), num_m, num_n, GROUP)
     return m, n, tl.load(tiles + m), tl.load(tiles + num_tiles + m), tl.load(tiles + 2 * num_tiles + m)

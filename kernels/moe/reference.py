@@ -1,4 +1,4 @@
-"""The experts of one MoE layer, expert by expert: what every other implementation is compared with.
+"""The experts of one MoE layer, expert by expert: the reference for all other implementations.
 
 T tokens   H hidden size   E experts   I expert intermediate size   K experts per token   R rows of one expert
 """
@@ -24,7 +24,7 @@ def reference(
 ) -> Tensor:
     """`sum_k weight[t, k] * down[e](gate(gate_up[e](x[t])))` with `e = index[t, k]`, in the dtype of its inputs.
 
-    Differentiable in every floating-point argument; with fp64 inputs it is the yardstick of the tests. Shapes as in
+    Differentiable in every floating-point argument; with fp64 inputs it is the reference of the tests. Shapes as in
     `runtime.ops.fused_moe`. Waits for the device once per expert.
     """
     out_TH = torch.zeros_like(hidden_states)

@@ -4,8 +4,8 @@
     backward   v2 = grad b2 -> gate_backward_gemm (+ v2 a2) -> v1 = dh b1  -> grouped_gemm (+ v1 a1)   -> combine
                then the gradients of the four factors, and of the routing weights; none of the weights
 
-What is in brackets the kernels of the weights add as further steps of the depth of their tiles (`plan.Added`): a thin
-product of the width of the weight never exists in memory. Kept for the backward beside what `triton_backend` keeps: u1.
+The kernels of the weights add the terms in brackets as further depth steps of their tiles (`plan.LowRankTerm`), so low-rank
+products as wide as the weight never exist in memory. Saved for the backward in addition to `triton_backend`: u1.
 
     P padded rows   r rank   W = 2I with a gate, I without   a1 [E, r, H]   b1 [E, W, r]   a2 [E, r, I]   b2 [E, H, r]
 """
@@ -24,18 +24,18 @@ from patchgen.kernels.moe.gate_up import gate_up
 from patchgen.kernels.moe.grouped_gemm import grouped_gemm
 from patchgen.kernels.moe.grouped_gemm_weights import grouped_gemm_weights
 from patchgen.kernels.moe.pad_rows import pad_rows
-from patchgen.kernels.moe.plan import BLOCK_M, Added, Plan, make_plan, max_tiles
+from patchgen.kernels.moe.plan import LowRankTerm, Plan, empty_plan, make_plan
 
 Factors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def factors_of(adapters: ExpertAdapters, is_transposed: bool) -> Factors:
-    """`(a1, b1, a2, b2)`, contiguous, their scale in b; None where a weight has no adapter."""
+    """`(a1, b1, a2, b2)`, contiguous, with the scale multiplied into b; None for a weight without an adapter."""
 
     def both(added: LowRank | None) -> tuple[Tensor | None, Tensor | None]:
         if added is None:
             return None, None
-        a, b = added.filled_up().factors(is_transposed)
+        a, b = added.padded().factors(is_transposed)
         return a.contiguous(), (b * added.scale).contiguous()
 
     return *both(adapters.gate_up), *both(adapters.down)
@@ -73,13 +73,13 @@ def moe_adapted_forward(
     first = second = None
     if a1 is not None and b1 is not None:
         u1 = grouped_gemm(pad_rows(hidden_states, top_k, plan), a1, None, plan, k_is_last=True, is_padded=True)
-        first = Added(u1, b1, r_is_last=True)
+        first = LowRankTerm(u1, b1, r_is_last=True)
     kept, gated = gate_up(
         hidden_states, gate_up_proj, gate_up_bias, plan, top_k, activation, *layout, max_rows, keep, first
     )
     if a2 is not None and b2 is not None:
         u2 = grouped_gemm(gated, a2, None, plan, k_is_last=True, is_padded=False)
-        second = Added(u2, b2, r_is_last=True)
+        second = LowRankTerm(u2, b2, r_is_last=True)
     rows = grouped_gemm(gated, down_proj, down_bias, plan, not is_transposed, is_padded=False, added=second)
     u1 = first.rows if first is not None and keep else hidden_states.new_empty(0, 0)
     out = combine(rows, top_k_weights, plan, top_k)
@@ -87,46 +87,15 @@ def moe_adapted_forward(
 
 
 @moe_adapted_forward.register_fake
-def _(
-    hidden_states,
-    top_k_index,
-    top_k_weights,
-    gate_up_proj,
-    down_proj,
-    gate_up_bias,
-    down_bias,
-    a1,
-    b1,
-    a2,
-    b2,
-    is_transposed,
-    is_interleaved,
-    kind,
-    alpha,
-    limit,
-    up_shift,
-    limit_after,
-    is_gated,
-    max_rows,
-    keep,
-):
-    num_experts, width = down_proj.shape[0], gate_up_proj.shape[2 if is_transposed else 1]
-    num_tiles = max_tiles(max_rows, num_experts)
-
-    def numbers(*shape: int) -> Tensor:
-        return hidden_states.new_empty(shape, dtype=torch.int32)
-
+def _(hidden_states, top_k_index, _weights, gate_up_proj, down_proj, _gate_up_bias, _down_bias, a1, *others):
+    _b1, _a2, _b2, is_transposed, *_, max_rows, keep = others
+    plan = empty_plan(top_k_index.numel(), down_proj.shape[0], max_rows, hidden_states.device)
+    u1_shape = (plan.num_padded, a1.shape[1]) if a1 is not None and keep else (0, 0)
     return (
         torch.empty_like(hidden_states),
-        hidden_states.new_empty(max_rows if keep else 0, width),
-        hidden_states.new_empty(num_tiles * BLOCK_M, a1.shape[1])
-        if a1 is not None and keep
-        else hidden_states.new_empty(0, 0),
-        numbers(top_k_index.numel()),
-        numbers(num_tiles * BLOCK_M),
-        numbers(num_experts + 1),
-        numbers(num_experts + 1),
-        numbers(3, num_tiles),
+        hidden_states.new_empty(max_rows if keep else 0, gate_up_proj.shape[2 if is_transposed else 1]),
+        hidden_states.new_empty(u1_shape),
+        *plan,
     )
 
 
@@ -158,35 +127,35 @@ def moe_adapted_backward(
     up_shift: float,
     limit_after: bool,
     is_gated: bool,
-    wanted: list[bool],
+    needed: list[bool],
 ) -> list[Tensor]:
-    """The gradients of x, weights and the four factors, in this order; x and weights as `wanted`, empty where not."""
+    """The gradients of x, weights and the four factors, in this order; x and weights as `needed`, empty where not."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
     plan = Plan(padded_of_slot, slot_of_padded, row_start, tile_start, tiles)
     top_k = top_k_weights.shape[1]
-    want_x, want_weights = wanted
-    # An operator's outputs may not share memory, so what is not wanted is an empty tensor each.
+    need_x, need_weights = needed
+    # An operator's outputs may not share memory, so what is not needed is an empty tensor each.
     grad_x, grad_weights, grad_a1, grad_b1, grad_a2, grad_b2 = (hidden_states.new_empty(0) for _ in range(6))
 
     copied = v1 = v2 = first = second = None
     if a2 is not None and b2 is not None:
         copied = pad_rows(grad_out, top_k, plan)
         v2 = grouped_gemm(copied, b2, None, plan, k_is_last=False, is_padded=True)
-        second = Added(v2, a2, r_is_last=False)
+        second = LowRankTerm(v2, a2, r_is_last=False)
     grad_kept, weighted, partial = gate_backward_gemm(
         grad_out, copied, down_proj, kept, top_k_weights, plan, activation, is_transposed, is_interleaved, second
     )
-    if want_weights:
+    if need_weights:
         bias_terms = (None, None, None) if down_bias is None else (grad_out, top_k_index, down_bias)
         grad_weights = router_gradient(partial, plan, top_k, top_k_weights.dtype, *bias_terms)
     if a1 is not None and b1 is not None:
         v1 = grouped_gemm(grad_kept, b1, None, plan, k_is_last=False, is_padded=True)
-        first = Added(v1, a1, r_is_last=False)
-    if want_x:
+        first = LowRankTerm(v1, a1, r_is_last=False)
+    if need_x:
         rows = grouped_gemm(grad_kept, gate_up_proj, None, plan, is_transposed, is_padded=True, added=first)
         grad_x = combine(rows, None, plan, top_k)
         del rows
-    if want_x and want_weights:
+    if need_x and need_weights:
         early_gradients.hand_over(grad_x, grad_weights)
     if v1 is not None:
         grad_a1 = grouped_gemm_weights(hidden_states, None, v1, plan, top_k, tokens_first=False)
@@ -199,40 +168,12 @@ def moe_adapted_backward(
 
 
 @moe_adapted_backward.register_fake
-def _(
-    grad_out,
-    hidden_states,
-    top_k_index,
-    top_k_weights,
-    gate_up_proj,
-    down_proj,
-    down_bias,
-    a1,
-    b1,
-    a2,
-    b2,
-    kept,
-    u1,
-    padded_of_slot,
-    slot_of_padded,
-    row_start,
-    tile_start,
-    tiles,
-    is_transposed,
-    is_interleaved,
-    kind,
-    alpha,
-    limit,
-    up_shift,
-    limit_after,
-    is_gated,
-    wanted,
-):
+def _(_grad_out, hidden_states, _index, top_k_weights, _gate_up_proj, _down_proj, _down_bias, a1, b1, a2, b2, *others):
     inputs = (hidden_states, top_k_weights, a1, b1, a2, b2)
-    asked = (*wanted, *(factor is not None for factor in (a1, b1, a2, b2)))
+    is_needed = (*others[-1], *(factor is not None for factor in (a1, b1, a2, b2)))
     return [
-        tensor.new_empty(tensor.shape) if want else hidden_states.new_empty(0)
-        for tensor, want in zip(inputs, asked, strict=True)
+        tensor.new_empty(tensor.shape) if needed else hidden_states.new_empty(0)
+        for tensor, needed in zip(inputs, is_needed, strict=True)
     ]
 
 
@@ -257,13 +198,13 @@ def _backward(ctx, grad_out, *_unused):
         return tuple(none)
     if not ctx.keep:
         raise RuntimeError("fused_moe ran without keeping what its backward needs: call it with gradients enabled.")
-    needed = ctx.needs_input_grad
-    wanted = [needed[0], needed[2]]
+    needs_grad = ctx.needs_input_grad
+    needed = [needs_grad[0], needs_grad[2]]
     gradients = torch.ops.patchgen.moe_adapted_backward(
-        grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, wanted
+        grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, needed
     )
     for place, gradient in zip((0, 2, *range(7, _NUM_TENSORS)), gradients, strict=True):
-        none[place] = gradient if needed[place] else None
+        none[place] = gradient if needs_grad[place] else None
     return tuple(none)
 
 

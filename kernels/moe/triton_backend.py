@@ -3,8 +3,8 @@
     forward    plan -> gate_up -> grouped_gemm -> combine
     backward   gate_backward_gemm -> grouped_gemm -> combine;  grouped_gemm_weights twice;  router_gradient
 
-Kept for the backward, besides the inputs and the routing: the first projection `h [R, W]`, nothing else. No step
-waits for the device, none adds atomically: the same inputs give the same bits. The operators have fake kernels, so
+Saved for the backward, besides the inputs and the routing: only the first projection `h [R, W]`. No step waits for the
+device or adds atomically: the same inputs give the same bits. The operators have fake kernels, so
 torch.compile traces through a layer without a break.
 
     T tokens   H hidden size   E experts   I expert intermediate size   K experts per token
@@ -28,8 +28,8 @@ from patchgen.kernels.moe.grouped_gemm import grouped_gemm
 from patchgen.kernels.moe.grouped_gemm_weights import grouped_gemm_weights
 from patchgen.kernels.moe.options import MoeOptions
 from patchgen.kernels.moe.pad_rows import pad_rows
-from patchgen.kernels.moe.plan import BLOCK_M, Plan, make_plan, max_tiles
-from patchgen.kernels.moe.schedule import copy_repays
+from patchgen.kernels.moe.plan import Plan, empty_plan, make_plan
+from patchgen.kernels.moe.schedule import copy_pays_off
 from patchgen.kernels.moe.triton_adapters import factors_of
 from patchgen.kernels.peers import pushed_sums
 from patchgen.kernels.unsupported import UnsupportedOptionError
@@ -55,7 +55,7 @@ def fused_moe_triton(
     reason = unsupported(hidden_states, gate_up_proj, down_proj, options)
     if reason is not None:
         raise UnsupportedOptionError(
-            f"fused_moe, backend 'triton': {reason} Use fused_moe='torch' or 'eager' for this model."
+            f"fused_moe, backend 'triton': {reason} To fix: use fused_moe='torch' or 'eager' for this model."
         )
     activation = options.recognised()
     tensors = (hidden_states, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
@@ -159,48 +159,21 @@ def _moe_forward(
     layout = (is_transposed, is_interleaved)
     kept, gated = gate_up(hidden_states, gate_up_proj, gate_up_bias, plan, top_k, activation, *layout, max_rows, keep)
     rows = grouped_gemm(gated, down_proj, down_bias, plan, k_is_last=not is_transposed, is_padded=False)
-    if (places := pushed_sums.take()) is not None:  # nothing reads these sums here
-        pushed_sums.push(places, rows, top_k_weights, plan.padded_of_slot, top_k)
+    if (targets := pushed_sums.take_offer()) is not None:  # nothing reads these sums here
+        pushed_sums.push(targets, rows, top_k_weights, plan.padded_of_slot, top_k)
         return torch.empty_like(hidden_states), kept, *plan
     return combine(rows, top_k_weights, plan, top_k), kept, *plan
 
 
 @_moe_forward.register_fake
 def _(
-    hidden_states,
-    top_k_index,
-    top_k_weights,
-    gate_up_proj,
-    down_proj,
-    gate_up_bias,
-    down_bias,
-    is_transposed,
-    is_interleaved,
-    kind,
-    alpha,
-    limit,
-    up_shift,
-    limit_after,
-    is_gated,
-    max_rows,
-    keep,
+    hidden_states, top_k_index, _weights, gate_up_proj, down_proj, _gate_up_bias, _down_bias, is_transposed, *options
 ):
-    num_experts = down_proj.shape[0]
-    width = gate_up_proj.shape[2 if is_transposed else 1]
-
-    num_tiles = max_tiles(max_rows, num_experts)
-
-    def numbers(*shape: int) -> Tensor:
-        return hidden_states.new_empty(shape, dtype=torch.int32)
-
+    *_, max_rows, keep = options
     return (
         torch.empty_like(hidden_states),
-        hidden_states.new_empty(max_rows if keep else 0, width),
-        numbers(top_k_index.numel()),
-        numbers(num_tiles * BLOCK_M),
-        numbers(num_experts + 1),
-        numbers(num_experts + 1),
-        numbers(3, num_tiles),
+        hidden_states.new_empty(max_rows if keep else 0, gate_up_proj.shape[2 if is_transposed else 1]),
+        *empty_plan(top_k_index.numel(), down_proj.shape[0], max_rows, hidden_states.device),
     )
 
 
@@ -228,85 +201,61 @@ def _moe_backward(
     up_shift: float,
     limit_after: bool,
     is_gated: bool,
-    wanted: list[bool],
+    needed: list[bool],
 ) -> list[Tensor]:
-    """The gradients of x, weights, gate_up, down and the biases, in this order as `wanted`; empty where not wanted, or put off."""
+    """The gradients of x, weights, gate_up, down and the biases, in this order; empty if not `needed`, or deferred."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
     plan = Plan(padded_of_slot, slot_of_padded, row_start, tile_start, tiles)
     top_k = top_k_weights.shape[1]
-    want_x, want_weights, want_gate_up, want_down, want_gate_up_bias, want_down_bias = wanted
-    # An operator's outputs may not share memory, so what is not wanted is an empty tensor each.
+    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needed
+    # An operator's outputs may not share memory, so what is not needed is an empty tensor each.
     grad_x, grad_weights, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias = (
-        hidden_states.new_empty(0) for _ in wanted
+        hidden_states.new_empty(0) for _ in needed
     )
 
     num_experts, inner, width = plan.num_experts, down_proj.shape[1 if is_transposed else 2], kept.shape[1]
     # Made for the gradient of `down`, the copy serves the product before it too.
     copied = None
-    if want_down and copy_repays(kept.shape[0], num_experts, inner):
+    if need_down and copy_pays_off(kept.shape[0], num_experts, inner):
         copied = pad_rows(grad_out, top_k, plan)
-    grad_kept, weighted, of_scores = gate_backward_gemm(
+    grad_kept, weighted, partial = gate_backward_gemm(
         grad_out, copied, down_proj, kept, top_k_weights, plan, activation, is_transposed, is_interleaved
     )
-    if want_weights:
+    if need_weights:
         bias_terms = (None, None, None) if down_bias is None else (grad_out, top_k_index, down_bias)
-        grad_weights = router_gradient(of_scores, plan, top_k, top_k_weights.dtype, *bias_terms)
-    tokens_first = want_x and want_weights and early_gradients.is_awaited()
+        grad_weights = router_gradient(partial, plan, top_k, top_k_weights.dtype, *bias_terms)
+    tokens_first = need_x and need_weights and early_gradients.is_awaited()
     if not tokens_first:
-        if want_down:
+        if need_down:
             grad_down = grouped_gemm_weights(grad_out, copied, weighted, plan, top_k, tokens_first=not is_transposed)
         copied = weighted = None
-    if want_x:  # before the largest gradient is allocated: its rows are freed again
+    if need_x:  # before the largest gradient is allocated: its rows are freed again
         rows = grouped_gemm(grad_kept, gate_up_proj, None, plan, k_is_last=is_transposed, is_padded=True)
         grad_x = combine(rows, None, plan, top_k)
         del rows
     if tokens_first:
         early_gradients.hand_over(grad_x, grad_weights)
         factors = grad_out, copied, weighted, plan, top_k, not is_transposed
-        if want_down and not early_gradients.put_off(down_proj, lambda: grouped_gemm_weights(*factors)):
+        if need_down and not early_gradients.defer(down_proj, lambda: grouped_gemm_weights(*factors)):
             grad_down = grouped_gemm_weights(*factors)
         copied = weighted = None
-    if want_down_bias:
+    if need_down_bias:
         grad_down_bias = sum_token_rows(grad_out, top_k_weights, plan, down_bias.dtype)
-    if want_gate_up:
-        copied = pad_rows(hidden_states, top_k, plan) if copy_repays(kept.shape[0], num_experts, width) else None
+    if need_gate_up:
+        copied = pad_rows(hidden_states, top_k, plan) if copy_pays_off(kept.shape[0], num_experts, width) else None
         grad_gate_up = grouped_gemm_weights(hidden_states, copied, grad_kept, plan, top_k, tokens_first=is_transposed)
         del copied
-    if want_gate_up_bias:
+    if need_gate_up_bias:
         grad_gate_up_bias = sum_padded_rows(grad_kept, plan, gate_up_bias.dtype)
     return [grad_x, grad_weights, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias]
 
 
 @_moe_backward.register_fake
-def _(
-    grad_out,
-    hidden_states,
-    top_k_index,
-    top_k_weights,
-    gate_up_proj,
-    down_proj,
-    gate_up_bias,
-    down_bias,
-    kept,
-    padded_of_slot,
-    slot_of_padded,
-    row_start,
-    tile_start,
-    tiles,
-    is_transposed,
-    is_interleaved,
-    kind,
-    alpha,
-    limit,
-    up_shift,
-    limit_after,
-    is_gated,
-    wanted,
-):
+def _(_grad_out, hidden_states, _index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, *others):
     inputs = (hidden_states, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
     return [
-        tensor.new_empty(tensor.shape) if want else hidden_states.new_empty(0)
-        for tensor, want in zip(inputs, wanted, strict=True)
+        tensor.new_empty(tensor.shape) if is_needed else hidden_states.new_empty(0)
+        for tensor, is_needed in zip(inputs, others[-1], strict=True)
     ]
 
 
@@ -329,13 +278,13 @@ def _backward(ctx, grad_out, *_unused):
         return (None,) * (_NUM_TENSORS + len(ctx.options) + 2)
     if not ctx.keep:
         raise RuntimeError("fused_moe ran without keeping what its backward needs: call it with gradients enabled.")
-    needed = ctx.needs_input_grad
-    wanted = [needed[0], needed[2], needed[3], needed[4], needed[5], needed[6]]
-    gradients = torch.ops.patchgen.moe_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, wanted)
+    needs_grad = ctx.needs_input_grad
+    needed = [needs_grad[0], *needs_grad[2:7]]
+    gradients = torch.ops.patchgen.moe_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, needed)
     x, weights, gate_up_proj, down_proj, gate_up_bias, down_bias = (
-        gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)
+        gradient if want else None for gradient, want in zip(gradients, needed, strict=True)
     )
-    if down_proj is not None and down_proj.shape != ctx.down_shape:  # put off
+    if down_proj is not None and down_proj.shape != ctx.down_shape:  # deferred
         down_proj = None
     # In the order of the operator's inputs; the routing indices and the options have none.
     return x, None, weights, gate_up_proj, down_proj, gate_up_bias, down_bias, *([None] * (len(ctx.options) + 2))

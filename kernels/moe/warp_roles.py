@@ -1,15 +1,15 @@
-"""What the kernels with warp specialization share: the ring of stages between their roles, and its products.
+"""Shared parts of the warp-specialized kernels: the ring buffer between loading and multiplying warps, and its products.
 
-Some warps load into a ring of stages in shared memory, two groups of four multiply and load no operand:
+Some warps load into a ring of stages in shared memory, two groups of four only multiply:
 
     loads       tile 0: step 0 | step 1 | ... | tile 1: step 0 | ...      as far ahead as there are free stages
                    full |  ^ empty
     products 0     v       |     the first half of each tile
     products 1                   the second half
 
-The loads run ahead over the ends of tiles, so that the first steps of a tile lie in shared memory when the last product of
-the tile before is done; Triton's own pipelines end with each tile. `full` of a stage counts what arrived in it, `empty` the
-two groups that have done with it.
+Loads run ahead across tile boundaries, so that the first steps of a tile are in shared memory when the last product of the
+previous tile ends; Triton's own pipelines end with each tile. `full` of a stage counts its arrivals, `empty` the two groups
+that have consumed it.
 
 The kernels are written in Gluon, an experimental language whose interface changes from release to release, and work around
 what one release compiles wrongly: they serve that release, on the one architecture with `wgmma`
@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 MULTIPLIERS = gl.constexpr(2)
-"""Groups of warps that multiply; each frees every stage, also where it had nothing to multiply."""
+"""Groups of warps that multiply; each frees every stage, even if it had nothing to multiply."""
 
 
 def descriptor(tensor: Tensor, box: list[int]) -> TensorDescriptor:
@@ -54,9 +54,9 @@ def stage_before(stage, STAGES: gl.constexpr):
 
 @gluon.jit
 def multiply_stage(left, right, acc, empty, stage, is_first, STAGES: gl.constexpr):
-    """`acc + left @ right`, under way still; frees the stage before, whose product is done.
+    """`acc + left @ right`, still in flight; frees the previous stage, whose product is done.
 
-    The only product of two tiles in these kernels, beside `schedule.multiply` of the others: another precision with
+    The only product of two tiles in these kernels (`schedule.multiply` in the others): another precision with
     its scales goes here.
     """
     product = warpgroup_mma(left, right, acc, is_async=True)
@@ -75,7 +75,7 @@ def end_products(acc, empty, stage, any_stage, STAGES: gl.constexpr):
 
 @gluon.jit
 def pass_by(full, empty, stage, phase, STAGES: gl.constexpr):
-    """A step of a tile whose half has nothing to multiply: the loads and the other group count on this one."""
+    """Skips a step of a tile whose half has nothing to multiply: the loads and the other group wait for this one."""
     mbarrier.wait(full.index(stage), phase)
     mbarrier.arrive(empty.index(stage))
     return stage_after(stage, phase, STAGES)

@@ -1,12 +1,12 @@
-"""Rows read where another rank of the host wrote them: what expert parallelism exchanges through peer memory.
+"""Reads rows from the memory of other ranks of the host: the exchanges of expert parallelism through peer memory.
 
     read_routing    which of each rank's slots are for the experts of this rank, and their weights
     read_tokens     the tokens of all ranks that have such a slot, each once
-    sum_rows        what the ranks computed for the tokens of this one, added up in fp32 in the order of the ranks
+    sum_rows        the sum over ranks of what each computed for this rank's tokens, in fp32 and in rank order
     read_slots      one value per slot, from the rank that owns the slot's expert
 
-No number comes to the host, and what nobody asked for does not travel: rows of `read_tokens` without a slot here are not
-written. On CPUs the same by torch, on memory that the processes share.
+No number is copied to the host, and only needed rows are read: rows of `read_tokens` without a slot here are not written. On
+CPUs the same with torch, on memory shared by the processes.
 
     n ranks   T tokens of this rank   N tokens of all ranks   K slots per token   H hidden size   e experts per rank
 """
@@ -14,6 +14,7 @@ written. On CPUs the same by torch, on memory that the processes share.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -22,15 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
-_ALIGNMENT = 16  # bytes: what one load takes; a constant of the kernels, which Triton reads when it compiles them
+_ALIGNMENT = 16  # bytes of one load
 
 
 class Published(NamedTuple):
-    """Bytes that each rank wrote for the others, as this process sees them.
+    """Bytes that each rank wrote for the others, mapped into this process.
 
     Attributes:
-        parts: `[B]` uint8 of each rank, the same B; they begin at multiples of 16 bytes.
-        addresses: `[n]` int64, where they begin, on the device of the kernels.
+        parts: `[B]` uint8 of each rank, aligned to 16 bytes.
+        addresses: `[n]` int64, the address of each part, on the device of the kernels.
     """
 
     parts: tuple[Tensor, ...]
@@ -41,17 +42,17 @@ class Published(NamedTuple):
         return len(self.parts)
 
     def read(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A rank's bytes from `offset` on, as a tensor."""
+        """A view of a rank's bytes from `offset`."""
         length = torch.Size(shape).numel() * dtype.itemsize
         return self.parts[rank][offset : offset + length].view(dtype).view(shape)
 
 
 class Tokens(NamedTuple):
-    """How many tokens each rank has.
+    """The number of tokens of each rank.
 
     Attributes:
         counts: of each rank, on the host.
-        starts: `[n + 1]` int64, the first token of each rank among those of all, on the device.
+        starts: `[n + 1]` int64, the index of each rank's first token among those of all, on the device.
     """
 
     counts: tuple[int, ...]
@@ -82,8 +83,8 @@ def read_routing(
     """`(index [N, K] int32, weights [N, K])` of all ranks' tokens for the experts of this one.
 
     Args:
-        index_offset, weights_offset: where each rank wrote `[T, K]` int32, the model's experts, and the weights.
-        first_expert, num_experts: those of this rank. They become `[0, num_experts)`, all others `num_experts`, which
+        index_offset, weights_offset: byte offsets of `[T, K]` int32, the model's experts, and of the weights.
+        first_expert, num_experts: the experts of this rank. They become `[0, num_experts)`, all others `num_experts`, which
             marks a slot that is left out.
     """
     shape, device = (tokens.total, top_k), published.addresses.device
@@ -158,7 +159,7 @@ def _read_routing(
 
 @triton.jit
 def _rank_of(token, starts, RANKS: tl.constexpr):
-    """The rank that a token of all tokens belongs to: so many ranks after the first start at or before it."""
+    """The rank of a token: the number of ranks after the first that start at or before it."""
     rank = token * 0
     for other in tl.static_range(1, RANKS):
         rank += (token >= tl.load(starts + other)).to(rank.dtype)
@@ -168,19 +169,18 @@ def _rank_of(token, starts, RANKS: tl.constexpr):
 def read_tokens(
     published: Published, tokens: Tokens, index: Tensor | None, num_experts: int, hidden_size: int, dtype: torch.dtype
 ) -> Tensor:
-    """`[N, H]`: all ranks' tokens; those without a slot here hold anything.
+    """`[N, H]`: all ranks' tokens; rows without a slot here are undefined.
 
     Args:
-        published: each rank's `[T, H]` in `dtype`, at its beginning.
+        published: each rank's `[T, H]` in `dtype`, at offset 0.
         index: `[N, K]` as `read_routing` returns it, `num_experts` in a slot that is left out; None: every token is read.
     """
     rows = torch.empty(tokens.total, hidden_size, dtype=dtype, device=published.addresses.device)
     if not rows.is_cuda:
-        every = torch.ones(tokens.total, dtype=torch.bool)
-        wanted = every if index is None else (index < num_experts).any(dim=1)
+        needed = torch.ones(tokens.total, dtype=torch.bool) if index is None else (index < num_experts).any(dim=1)
         for rank, (first, last) in enumerate(tokens.bounds):
-            own = wanted[first:last]
-            rows[first:last][own] = published.read(rank, 0, (last - first, hidden_size), dtype)[own]
+            part = needed[first:last]
+            rows[first:last][part] = published.read(rank, 0, (last - first, hidden_size), dtype)[part]
         return rows
     launch_read_tokens(published, tokens, index, num_experts, rows)
     return rows
@@ -191,21 +191,16 @@ def launch_read_tokens(
 ) -> None:
     """The kernel of `read_tokens`, into its result."""
     if rows.numel():
-        block = _columns(rows.shape[1])
-        top_k = 1 if index is None else index.shape[1]
-        _read_tokens[(rows.shape[0], triton.cdiv(rows.shape[1], block))](
+        grid, sizes = row_grid(rows, 1 if index is None else index.shape[1])
+        _read_tokens[grid](
             published.addresses,
             tokens.starts,
             index,
             rows,
             num_experts,
-            H=rows.shape[1],
-            TOP_K=top_k,
-            BLOCK_K=triton.next_power_of_2(top_k),
-            BLOCK_H=block,
             RANKS=published.num_ranks,
             ALIGNMENT=alignment(rows),
-            num_warps=_warps(block),
+            **sizes,
         )
 
 
@@ -224,11 +219,11 @@ def _read_tokens(
     ALIGNMENT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    wanted = True
+    needed = True
     if index is not None:
         k = tl.arange(0, BLOCK_K)
-        wanted = tl.min(tl.load(index + token * TOP_K + k, mask=k < TOP_K, other=num_experts), 0) < num_experts
-    if wanted:
+        needed = tl.min(tl.load(index + token * TOP_K + k, mask=k < TOP_K, other=num_experts), 0) < num_experts
+    if needed:
         item: tl.constexpr = rows.dtype.element_ty
         size: tl.constexpr = item.primitive_bitwidth // 8
         rank = _rank_of(token, starts, RANKS)
@@ -245,21 +240,28 @@ def sum_rows(
     """`[T, H]` of rank `rank`: the sum over ranks of what each computed for its tokens, in fp32, rounded once.
 
     Args:
-        published: each rank's `[N, H]` in the dtype of `like`, at its beginning.
-        index: `[T, K]`, the model's experts. Ranks that own none of a token's experts are not asked.
-        like: its columns and dtype are those of the result.
+        published: each rank's `[N, H]` in the dtype of `like`, at offset 0.
+        index: `[T, K]`, the model's experts. Ranks that own none of a token's experts are not read.
+        like: has the columns and dtype of the result.
     """
     out = like.new_empty(index.shape[0], like.shape[1])
     if not out.is_cuda:
         first, last = tokens.bounds[rank]
-        wide = out.new_zeros(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
-        owner = index.div(experts_per_rank, rounding_mode="floor")
-        for source in range(published.num_ranks):
-            computed = published.read(source, 0, (tokens.total, out.shape[1]), out.dtype)[first:last]
-            wide += torch.where((owner == source).any(dim=1, keepdim=True), computed, 0)
-        return out.copy_(wide)
+        shape = (tokens.total, out.shape[1])
+        ranks = range(published.num_ranks)
+        computed = [published.read(source, 0, shape, out.dtype)[first:last] for source in ranks]
+        return sum_of_owners(computed, index, experts_per_rank, out)
     launch_sum_rows(published, tokens, rank, index, experts_per_rank, out)
     return out
+
+
+def sum_of_owners(computed: Iterable[Tensor], index: Tensor, experts_per_rank: int, out: Tensor) -> Tensor:
+    """Writes the sum of each rank's `[T, H]` over the ranks that own an expert of a token, in fp32, into `out`; by torch."""
+    owner = index.div(experts_per_rank, rounding_mode="floor")
+    wide = out.new_zeros(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
+    for rank, rows in enumerate(computed):
+        wide += torch.where((owner == rank).any(dim=1, keepdim=True), rows, 0)
+    return out.copy_(wide)
 
 
 def launch_sum_rows(
@@ -267,20 +269,16 @@ def launch_sum_rows(
 ) -> None:
     """The kernel of `sum_rows`, into its result."""
     if out.numel():
-        block = _columns(out.shape[1])
-        _sum_rows[(out.shape[0], triton.cdiv(out.shape[1], block))](
+        grid, sizes = row_grid(out, index.shape[1])
+        _sum_rows[grid](
             published.addresses,
             index,
             out,
             tokens.bounds[rank][0],
             experts_per_rank,
-            H=out.shape[1],
-            TOP_K=index.shape[1],
-            BLOCK_K=triton.next_power_of_2(index.shape[1]),
-            BLOCK_H=block,
             RANKS=published.num_ranks,
             ALIGNMENT=alignment(out),
-            num_warps=_warps(block),
+            **sizes,
         )
 
 
@@ -299,18 +297,24 @@ def _sum_rows(
     ALIGNMENT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     item: tl.constexpr = out.dtype.element_ty
     size: tl.constexpr = item.primitive_bitwidth // 8
-    owner = tl.load(index + token * TOP_K + k, mask=k < TOP_K, other=RANKS * experts_per_rank) // experts_per_rank
+    owner = owner_of_slots(index, token, experts_per_rank, TOP_K, BLOCK_K, RANKS)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     for rank in tl.static_range(RANKS):
-        asked = tl.max((owner == rank).to(tl.int32), 0) > 0
+        is_owner = tl.max((owner == rank).to(tl.int32), 0) > 0
         there = tl.load(addresses + rank) + (token + first_token) * (H * size)
         source = tl.multiple_of(there.to(tl.pointer_type(item)), ALIGNMENT)
-        total += tl.load(source + column, mask=(column < H) & asked, other=0.0).to(tl.float32)
+        total += tl.load(source + column, mask=(column < H) & is_owner, other=0.0).to(tl.float32)
     tl.store(out + token * H + column, total.to(item), mask=column < H)
+
+
+@triton.jit
+def owner_of_slots(index, token, experts_per_rank, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, RANKS: tl.constexpr):
+    """The rank that owns the expert of each slot of a token; `RANKS` for slots that are left out."""
+    k = tl.arange(0, BLOCK_K)
+    return tl.load(index + token * TOP_K + k, mask=k < TOP_K, other=RANKS * experts_per_rank) // experts_per_rank
 
 
 def read_slots(
@@ -322,10 +326,10 @@ def read_slots(
     offset: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`[T, K]` of rank `rank`: each slot's value from the rank that owns its expert; 0 for one that is left out.
+    """`[T, K]` of rank `rank`: each slot's value from the rank that owns its expert; 0 if it is left out.
 
     Args:
-        published: each rank's `[N, K]` in `dtype`, from `offset` on.
+        published: each rank's `[N, K]` in `dtype`, at byte `offset`.
         index: `[T, K]`, the model's experts.
     """
     out = torch.empty(index.shape, dtype=dtype, device=index.device)
@@ -373,23 +377,22 @@ def _read_slots(
 ):
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owner = tl.load(index + slot, mask=slot < num_slots, other=RANKS * experts_per_rank) // experts_per_rank
-    asked = owner < RANKS
+    is_owned = owner < RANKS
     item: tl.constexpr = out.dtype.element_ty
     size: tl.constexpr = item.primitive_bitwidth // 8
-    there = tl.load(addresses + owner, mask=asked, other=0) + offset + (slot + first_slot).to(tl.int64) * size
-    value = tl.load(there.to(tl.pointer_type(item)), mask=asked, other=0.0)
+    there = tl.load(addresses + owner, mask=is_owned, other=0) + offset + (slot + first_slot).to(tl.int64) * size
+    value = tl.load(there.to(tl.pointer_type(item)), mask=is_owned, other=0.0)
     tl.store(out + slot, value, mask=slot < num_slots)
 
 
-def _columns(hidden_size: int) -> int:
-    return min(triton.next_power_of_2(hidden_size), 2048)
-
-
-def _warps(block: int) -> int:
-    return max(1, block // 512)
+def row_grid(rows: Tensor, top_k: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid of a kernel over `rows [T, H]`, a program per row and block of columns, and its sizes."""
+    block = min(triton.next_power_of_2(rows.shape[1]), 2048)
+    sizes = {"H": rows.shape[1], "TOP_K": top_k, "BLOCK_K": triton.next_power_of_2(top_k), "BLOCK_H": block}
+    return (rows.shape[0], triton.cdiv(rows.shape[1], block)), {**sizes, "num_warps": max(1, block // 512)}
 
 
 def alignment(rows: Tensor) -> int:
-    """The elements of a row that one load takes: rows begin at multiples of 16 bytes if their length is one."""
+    """The alignment of rows in bytes: 16 if the length of a row is a multiple of that, else one element."""
     size = rows.element_size()
     return _ALIGNMENT if rows.shape[1] * size % _ALIGNMENT == 0 else size

@@ -1,10 +1,10 @@
-"""Sums over a token's rows, written where the token's rank will read them: nothing is kept here and nothing copied.
+"""Sums over a token's rows, written directly into the buffer of the token's rank, without a local copy.
 
-    with offered(places):       the exchange says where the ranks' buffers are
-        experts                 the Triton experts `take` the offer and `push` their sums, the others leave it
-    places.are_filled           which of the two it was
+    with offer(targets):       the exchange offers the ranks' buffers
+        experts                the Triton experts `take_offer` and `push` their sums, others ignore it
+    targets.was_pushed         whether the offer was used
 
-The buffer of a rank with T tokens holds `[n, T, H]` then: what each rank computed for them. On CPUs through the interpreter.
+The buffer of a rank with T tokens then has `[n, T, H]`: what each rank computed for them. On CPUs through the interpreter.
 
     n ranks   T tokens of a rank   K slots per token   H hidden size
 """
@@ -22,67 +22,67 @@ from torch import Tensor
 
 from patchgen.kernels.moe.combine import sum_of_slots
 from patchgen.kernels.peers import peer_rows
-from patchgen.kernels.peers.peer_rows import Published, Tokens
+from patchgen.kernels.peers.peer_rows import Published, Tokens, owner_of_slots
 
 
 @dataclass
-class Places:
-    """Where sums may go.
+class PushTargets:
+    """The buffers that sums may be pushed to.
 
     Attributes:
-        published: the buffers that the ranks read next; nobody reads them now.
+        published: the buffers that the ranks read next; nothing reads them now.
         rank: of this process.
-        are_filled: whether the sums were pushed.
+        was_pushed: whether the sums were pushed.
     """
 
     published: Published
     tokens: Tokens
     rank: int
-    are_filled: bool = False
+    was_pushed: bool = False
 
     def received(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """`[n, T, H]`: what the ranks pushed here."""
+        """`[n, T, H]`: what the ranks pushed to this one."""
         return self.published.read(self.rank, 0, (self.published.num_ranks, *shape), dtype)
 
 
-_offer: list[Places] = []
+_OFFERED: list[PushTargets] = []
 
 
 @contextlib.contextmanager
-def offered(places: Places | None) -> Iterator[None]:
-    """Offers places to the experts that run in this block."""
-    if places is not None:
-        _offer.append(places)
+def offer(targets: PushTargets | None) -> Iterator[None]:
+    """Offers push targets to the experts that run in this block."""
+    if targets is not None:
+        _OFFERED.append(targets)
     try:
         yield
     finally:
-        _offer.clear()
+        _OFFERED.clear()
 
 
-def take() -> Places | None:
-    """The offer, once."""
-    return _offer.pop() if _offer else None
+def take_offer() -> PushTargets | None:
+    """The current offer, which is then withdrawn; None without one."""
+    return _OFFERED.pop() if _OFFERED else None
 
 
-def push(places: Places, rows: Tensor, weights: Tensor, row_of_slot: Tensor, top_k: int) -> None:
-    """`combine.sum_slots` of all ranks' tokens, each sum to the rank of its token; a token without a slot here has none."""
-    places.are_filled = True
-    hidden_size, tokens = rows.shape[1], places.tokens
+def push(targets: PushTargets, rows: Tensor, weights: Tensor, row_of_slot: Tensor, top_k: int) -> None:
+    """`combine.sum_slots` of all ranks' tokens, each written to the rank of its token; none for a token without a slot here."""
+    targets.was_pushed = True
+    hidden_size, tokens = rows.shape[1], targets.tokens
     if not tokens.total:
         return
     block = min(triton.next_power_of_2(hidden_size), 1024)
-    _push[(max(tokens.counts) * places.published.num_ranks, triton.cdiv(hidden_size, block))](
+    _push[(max(tokens.counts) * targets.published.num_ranks, triton.cdiv(hidden_size, block))](
         rows,
         weights,
         row_of_slot,
-        places.published.addresses,
+        targets.published.addresses,
         tokens.starts,
         H=hidden_size,
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_H=block,
-        RANK=places.rank,
-        RANKS=places.published.num_ranks,
+        RANK=targets.rank,
+        RANKS=targets.published.num_ranks,
         ALIGNMENT=peer_rows.alignment(rows),
         num_warps=max(1, block // 256),
     )
@@ -103,11 +103,11 @@ def _push(
     RANKS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    # Tokens of all ranks in turn: links and memory are busy at the same time.
-    to = tl.program_id(0) % RANKS
+    # Tokens of all ranks in turn, so that links and local memory are busy at the same time.
+    target_rank = tl.program_id(0) % RANKS
     place = (tl.program_id(0) // RANKS).to(tl.int64)
-    first = tl.load(starts + to)
-    count = tl.load(starts + to + 1) - first
+    first = tl.load(starts + target_rank)
+    count = tl.load(starts + target_rank + 1) - first
     if place < count:
         token = first + place
         k = tl.arange(0, BLOCK_K)
@@ -117,51 +117,42 @@ def _push(
             total = sum_of_slots(rows, weights, row_of_slot, token, column, H, TOP_K, BLOCK_H)
             item: tl.constexpr = rows.dtype.element_ty
             size: tl.constexpr = item.primitive_bitwidth // 8
-            there = tl.load(addresses + to) + (RANK * count + place) * (H * size)
+            there = tl.load(addresses + target_rank) + (RANK * count + place) * (H * size)
             target = tl.multiple_of(there.to(tl.pointer_type(item)), ALIGNMENT)
             tl.store(target + column, total.to(item), mask=column < H)
 
 
-def add_up(places: Places, index: Tensor, experts_per_rank: int, like: Tensor) -> Tensor:
-    """`[T, H]` of this rank: the sum over ranks of what each pushed, as `peer_rows.sum_rows` adds up what each published.
+def sum_received(targets: PushTargets, index: Tensor, experts_per_rank: int, like: Tensor) -> Tensor:
+    """`[T, H]` of this rank: the sum over ranks of what each pushed, as `peer_rows.sum_rows` sums what each published.
 
     Args:
-        index: `[T, K]`, the model's experts. What ranks that own none of a token's experts would have pushed is not read.
-        like: its columns and dtype are those of the result.
+        index: `[T, K]`, the model's experts. Ranks that own none of a token's experts pushed nothing for it.
+        like: has the columns and dtype of the result.
     """
     out = like.new_empty(index.shape[0], like.shape[1])
     if not out.is_cuda:
-        received = places.received(out.shape, out.dtype)
-        owner = index.div(experts_per_rank, rounding_mode="floor")
-        wide = out.new_zeros(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
-        for source, computed in enumerate(received):
-            wide += torch.where((owner == source).any(dim=1, keepdim=True), computed, 0)
-        return out.copy_(wide)
-    launch_add_up(places, index, experts_per_rank, out)
+        return peer_rows.sum_of_owners(targets.received(out.shape, out.dtype), index, experts_per_rank, out)
+    launch_sum_received(targets, index, experts_per_rank, out)
     return out
 
 
-def launch_add_up(places: Places, index: Tensor, experts_per_rank: int, out: Tensor) -> None:
-    """The kernel of `add_up`, into its result."""
+def launch_sum_received(targets: PushTargets, index: Tensor, experts_per_rank: int, out: Tensor) -> None:
+    """The kernel of `sum_received`, into its result."""
     if out.numel():
-        block = min(triton.next_power_of_2(out.shape[1]), 2048)
-        _add_up_received[(out.shape[0], triton.cdiv(out.shape[1], block))](
-            places.received(out.shape, out.dtype),
+        grid, sizes = peer_rows.row_grid(out, index.shape[1])
+        _sum_received[grid](
+            targets.received(out.shape, out.dtype),
             index,
             out,
             out.shape[0],
             experts_per_rank,
-            H=out.shape[1],
-            TOP_K=index.shape[1],
-            BLOCK_K=triton.next_power_of_2(index.shape[1]),
-            BLOCK_H=block,
-            RANKS=places.published.num_ranks,
-            num_warps=max(1, block // 512),
+            RANKS=targets.published.num_ranks,
+            **sizes,
         )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "experts_per_rank"])
-def _add_up_received(
+def _sum_received(
     received,
     index,
     out,
@@ -174,12 +165,11 @@ def _add_up_received(
     RANKS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    owner = tl.load(index + token * TOP_K + k, mask=k < TOP_K, other=RANKS * experts_per_rank) // experts_per_rank
+    owner = owner_of_slots(index, token, experts_per_rank, TOP_K, BLOCK_K, RANKS)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     for rank in tl.static_range(RANKS):
-        asked = tl.max((owner == rank).to(tl.int32), 0) > 0
+        is_owner = tl.max((owner == rank).to(tl.int32), 0) > 0
         source = received + (token + rank * num_tokens.to(tl.int64)) * H
-        total += tl.load(source + column, mask=(column < H) & asked, other=0.0).to(tl.float32)
+        total += tl.load(source + column, mask=(column < H) & is_owner, other=0.0).to(tl.float32)
     tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=column < H)

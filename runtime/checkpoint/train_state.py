@@ -58,7 +58,7 @@ from patchgen.runtime.checkpoint.small_files import RankStates, free_space, plai
 from patchgen.runtime.checkpoint.staging import Staged, Staging
 from patchgen.runtime.checkpoint.tensor_index import IndexReader, read_index
 from patchgen.runtime.checkpoint.writing import sync_folder
-from patchgen.runtime.parallel.collectives import gather_objects, object_of
+from patchgen.runtime.parallel.collectives import broadcast_object, gather_objects
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -370,7 +370,7 @@ class Checkpointer(SavedSteps):
         Rank 0 lists the folder for all, in case ranks see it differently.
         """
         what = f"{self.directory} cannot be searched for checkpoints:"
-        steps = object_of(
+        steps = broadcast_object(
             run_on_all_ranks(self.newest_first if self._rank == 0 else list, what, self._group), 0, self._group
         )
         damaged: list[str] = []

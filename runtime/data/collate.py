@@ -46,7 +46,7 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
         if rule_of(name).pack_dim == -1:
             batch[name] = pack(name, _of_all(name, samples)).unsqueeze(-2)
         else:
-            batch[name] = pack(name, [sample[name] for sample in samples if name in sample], beside=names)
+            batch[name] = pack(name, [sample[name] for sample in samples if name in sample], batch_fields=names)
     if padding:
         batch["real_tokens"] = torch.arange(sum(lengths))[None] < sum(lengths) - padding
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

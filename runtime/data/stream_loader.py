@@ -56,7 +56,10 @@ class _PreparedRecords(Dataset):
 
     def __reduce__(self) -> tuple:
         # A spawned worker has to register the folders of the user's classes and the rules of their inputs first.
-        return _in_fresh_process, (_Registrations(registry.local_packages(), batch_fields.declared()), self.prepare)
+        return _in_fresh_process, (
+            _Registrations(registry.local_packages(), batch_fields.declared_rules()),
+            self.prepare,
+        )
 
     def __getitem__(self, entry: Entry) -> tuple[int, Origin, Prepared]:
         number, epoch, source, record = entry

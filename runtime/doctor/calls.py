@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from patchgen.runtime import attention_kinds, parallel, seams
 from patchgen.runtime.parallel import loss as losses
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
-from patchgen.runtime.parallel.selfcheck import HALF_PRECISION, TOLERANCE
+from patchgen.runtime.parallel.selfcheck import HALF_PRECISION_TOLERANCE, TOLERANCE
 from patchgen.runtime.train.feed import to_device
 from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.training_inputs import without_labels
@@ -141,4 +141,4 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 def tolerance(dtype: torch.dtype) -> float:
     """How far rounding may move two computations of the same value apart."""
-    return TOLERANCE.get(dtype, HALF_PRECISION)
+    return TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE)

@@ -121,7 +121,7 @@ class Router(Check):
     name = "router"
 
     def run(self, patient: Patient) -> Finding:
-        paths = sorted({path.rpartition(".")[0] for path in sharding.own_plan(patient.model)})
+        paths = sorted({path.rpartition(".")[0] for path in sharding.expert_paths(patient.model)})
         if not paths:
             return not_checked("the model has no experts.")
         if patient.dtype != torch.float32:

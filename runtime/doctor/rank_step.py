@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import launch, parallel
 from patchgen.runtime.data import DataError
-from patchgen.runtime.parallel.collectives import all_reduce, object_of
+from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object
 from patchgen.runtime.train import setup
 from patchgen.runtime.train.feed import End
 from patchgen.runtime.train.recipe import Recipe, from_dict
@@ -106,7 +106,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 def main() -> None:
     recipe = from_dict(json.loads(sys.argv[1]))
     with launch.process_group() as device:
-        scratch = object_of(tempfile.mkdtemp(prefix="patchgen-step-") if dist.get_rank() == 0 else "")
+        scratch = broadcast_object(tempfile.mkdtemp(prefix="patchgen-step-") if dist.get_rank() == 0 else "")
         figures = one_step(recipe, device, Path(scratch))
         if dist.get_rank() == 0:
             print(json.dumps(asdict(figures)), flush=True)

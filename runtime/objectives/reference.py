@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.runtime.data.problems import DataError
-from patchgen.runtime.parallel.collectives import all_reduce, gather_objects, object_of
+from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object, gather_objects
 
 FILE = "reference.json"
 SAVE_EVERY = 256
@@ -46,7 +46,7 @@ class ReferenceTable:
         if dist.get_rank() == 0 and self._path.is_file():
             saved = json.loads(self._path.read_text(encoding="utf-8"))
             values = saved["log_probs"] if saved["model"] == self._model else {}
-        self.values = object_of(values)
+        self.values = broadcast_object(values)
 
     def save(self) -> None:
         """Rank 0 writes the file."""

@@ -5,10 +5,10 @@
     media.py         rows of towers, features to tokens    towers.py        towers without input
     mixers.py        convolution and delta rule            experts.py      the token exchange of expert parallelism
     sharding.py      FSDP2 over both meshes                loss.py         means over the global batch
-    router_loss.py   the loss of routers                   gradients.py    norm, clipping, non-finite reports
-    checkpointing.py activation checkpointing              undivided.py    units that one rank holds alone
-    watch.py         collectives that stall                exchange_reduce.py  sums of gradients that travel in bf16
-    report.py        what serves what, bytes per rank      gloo_groups.py   gloo's groups, one worker thread each
+    router_loss.py   the load-balancing loss               gradients.py    norm, clipping, non-finite gradients
+    checkpointing.py activation checkpointing              undivided.py    FSDP2 units that one rank owns entirely
+    watch.py         collectives that stall                exchange_reduce.py  gradient sums that travel in bf16
+    report.py        implementations and bytes per rank    gloo_groups.py   gloo groups with one worker thread
 
 Generated code reaches the active state through `patchgen.runtime.ops`. This module is light: it imports no torch until
 a state is activated.
@@ -21,47 +21,60 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from patchgen.runtime.parallel.config import ParallelConfig, mesh_text
-from patchgen.runtime.parallel.live import Process
+from patchgen.runtime.parallel.run_context import RunContext
 
 if TYPE_CHECKING:
-    from patchgen.runtime.parallel.live import Running
     from patchgen.runtime.parallel.state import ParallelState
 
-__all__ = ["ParallelConfig", "activate", "alone", "current", "mesh_text", "running", "slicing", "using"]
+__all__ = [
+    "ParallelConfig",
+    "activate",
+    "context",
+    "context_without_state",
+    "current",
+    "mesh_text",
+    "sequence_parallel_state",
+    "using",
+]
 
-_PROCESS = Process()
+
+class _Active:
+    """The active parallel state of this process, and the context of what runs without one."""
+
+    state: ParallelState | None = None
+    context_without_state = RunContext()
 
 
 def current() -> ParallelState | None:
-    """The parallel state of this process; None: one process, every parallel meaning is the identity."""
-    return _PROCESS.state
+    """The active parallel state; None: one process, every parallel operation is the identity."""
+    return _Active.state
 
 
-def running() -> Running:
-    """What goes on under the state of this process, or without one."""
-    return _PROCESS.alone if _PROCESS.state is None else _PROCESS.state.running
+def context() -> RunContext:
+    """The context of the active state, or of this process without one."""
+    return _Active.context_without_state if _Active.state is None else _Active.state.context
 
 
-def alone() -> Running:
-    """What goes on without a parallel state, or went on when one became live."""
-    return _PROCESS.alone
+def context_without_state() -> RunContext:
+    """The context used while no parallel state is active."""
+    return _Active.context_without_state
 
 
-def slicing() -> ParallelState | None:
-    """The parallel state where this process holds a slice of the sequence, else None."""
-    state = _PROCESS.state
+def sequence_parallel_state() -> ParallelState | None:
+    """The active state if it divides the sequence, else None."""
+    state = _Active.state
     return state if state is not None and state.sp > 1 else None
 
 
 def activate(state: ParallelState | None) -> None:
-    """Makes `state` the one that generated code, attention and losses obey from here on."""
-    _PROCESS.state = state
+    """Makes `state` the active one, which generated code, attention and losses use."""
+    _Active.state = state
 
 
 @contextlib.contextmanager
 def using(state: ParallelState | None) -> Iterator[ParallelState | None]:
     """As `activate`, undone at the end of the block."""
-    before = _PROCESS.state
+    before = _Active.state
     activate(state)
     try:
         yield state

@@ -1,4 +1,4 @@
-"""A rank's slice of a batch: what a collator does for sequence parallelism. Runs on the CPU, in data workers too.
+"""A rank's slice of a batch for sequence parallelism. Runs on the CPU, in data workers too.
 
 B rows   S tokens per row   s = S / n of this rank
 """
@@ -14,35 +14,34 @@ from torch import Tensor
 from patchgen.runtime.parallel.batch_fields import IGNORED, RULES
 
 GRIDS = ("image_grid_thw", "video_grid_thw")
-TEXT_ROWS = 4  # of multimodal position ids that carry the text's in front: text, time, height, width
+TEXT_ROWS = 4  # rows of multimodal position ids that begin with the text's: text, time, height, width
 
 
 def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: int = 0) -> dict[str, Any]:
-    """The inputs of one SP rank, from the whole batch that all ranks of its SP group hold.
+    """The inputs of one SP rank, from the full batch, which is the same on all ranks of its SP group.
 
-    Labels are shifted before anything is sliced, so no rank needs its neighbour's first label. Documents are found
-    before slicing, too: explicit `cu_seq_lens_q`, else position ids of the text that start again: `(B, S)`, or the first
-    of four rows `(4, B, S)`. Three rows (time, height, width) do not say where documents end; hand `cu_seq_lens_q` with them.
+    Labels are shifted before anything is sliced, so no rank needs its neighbour's first label. Document boundaries are found
+    before slicing, too: explicit `cu_seq_lens_q`, else text position ids that restart: `(B, S)`, or the first of four rows
+    `(4, B, S)`. Three rows (time, height, width) do not show where documents end; pass `cu_seq_lens_q` with them.
 
-    What is padded and sliced is said by the table of `batch_fields.py`. Images, videos and audio stay whole, as do their grids
-    and lengths: `runtime/parallel/media.py` divides them. The types of the tokens stay whole, too: masks are made of them
-    for the gathered sequence.
+    `batch_fields.py` has the table of what is padded and sliced. Images, videos and audio are not sliced, nor are their grids
+    and lengths: `runtime/parallel/media.py` divides them. Token types are not sliced either: masks for the gathered sequence
+    are built from them.
 
     Args:
-        batch: `input_ids` `(B, S)` or `inputs_embeds` `(B, S, H)`, and where there are any `labels` `(B, S)` not yet
-            shifted, `shift_labels` `(B, S)`, `position_ids` `(B, S)` or in upstream's layout `(rows, B or 1, S)`,
-            `stacked_position_ids` `(B, rows, S)` in their place, `attention_mask` `(B, S)`, `cu_seq_lens_q`
-            `(documents + 1,)` over the rows one after the other, `real_tokens` `(B, S)` bool, False where a token is
-            padding. Other entries are handed on as they are.
-        sp, sp_rank: the number of ranks that share the batch, and which of them this is.
-        pad_token_id: fills rows up to a multiple of `sp`; the padding is a document of its own without labels. It must
-            not be a placeholder of an image, a video or a sound.
+        batch: `input_ids` `(B, S)` or `inputs_embeds` `(B, S, H)`, and optionally unshifted `labels` `(B, S)`,
+            `shift_labels` `(B, S)`, `position_ids` `(B, S)` or in upstream's layout `(rows, B or 1, S)`, or instead
+            `stacked_position_ids` `(B, rows, S)`, `attention_mask` `(B, S)`, `cu_seq_lens_q` `(documents + 1,)` over the
+            concatenated rows, `real_tokens` `(B, S)` bool, False where a token is padding. Other entries are passed through.
+        sp, sp_rank: the number of ranks that share the batch, and the index of this one.
+        pad_token_id: pads rows to a multiple of `sp`; the padding is a document of its own without labels. It must not be
+            a placeholder of an image, a video or a sound.
 
     Returns:
         The same keys, sequences sliced to s, plus `position_ids` and, with labels, `shift_labels`. A batch of several
-        documents gets `cu_seq_lens_q`, `cu_seq_lens_k` (int32, of the *whole* sequence) and `max_length_q`,
-        `max_length_k` (int). An attention mask without zeros is dropped. `real_tokens` is there if any token of the
-        whole batch is padding: by the argument of that name, by the mask, or added here.
+        documents gets `cu_seq_lens_q`, `cu_seq_lens_k` (int32, of the *full* sequence) and `max_length_q`, `max_length_k`
+        (int). An attention mask without zeros is dropped. `real_tokens` is included if any token of the full batch is
+        padding, according to that argument, to the mask, or because it is added here.
     """
     out = dict(batch)
     tokens = out.get("input_ids", out.get("inputs_embeds"))
@@ -57,14 +56,14 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     for key in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         out.pop(key, None)
 
-    _tell_padding(out, B, S, is_padded=padding > 0)
+    _set_padding(out, B, S, is_padded=padding > 0)
     if "attention_mask" not in out and lengths is None and text_positions(positions) is None:
         _require_one_document(positions)
     if out.get("labels") is not None and out.get("shift_labels") is None:
         ends = F.pad(starts[:, 1:], (0, 1), value=True)
         out["shift_labels"] = F.pad(out["labels"], (0, 1), value=IGNORED)[:, 1:].masked_fill(ends, IGNORED)
 
-    # From here on the padding counts: it starts a document at its first token, unless a mask says what it is.
+    # From here on the padding counts as a document of its own, unless a mask marks it.
     starts = F.pad(starts, (0, padding), value=False)
     if padding and "attention_mask" not in out:
         starts[:, S] = True
@@ -74,12 +73,12 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     for name, rule in RULES.items():
         if out.get(name) is not None:
             fill = pad_token_id if name == "input_ids" else rule.pad_value
-            out[name] = rule.part(out[name], sp=sp, sp_rank=sp_rank, fill=fill)
+            out[name] = rule.local_part(out[name], sp=sp, sp_rank=sp_rank, fill=fill)
     return out
 
 
 def _positions(out: dict[str, Any], B: int, S: int, *, is_sliced: bool) -> Tensor:
-    """The position ids of a whole batch, in upstream's layout; those that a collator stacked are taken out of it."""
+    """The position ids of a full batch, in upstream's layout; stacked ones are removed from the batch."""
     positions, stacked = out.get("position_ids"), out.pop("stacked_position_ids", None)
     if stacked is not None or (positions is not None and positions.ndim == 3):
         positions = rows_first(positions, stacked, B)
@@ -87,14 +86,14 @@ def _positions(out: dict[str, Any], B: int, S: int, *, is_sliced: bool) -> Tenso
         return positions
     if is_sliced and any(out.get(key) is not None for key in GRIDS):
         raise ValueError(
-            "This batch has image or video grids and no position_ids. Models that take grids count positions in "
-            "three dimensions over the whole sequence: compute them before the batch is sliced, (3, B, S)."
+            "This batch has image or video grids and no position_ids. Models that take grids use three-dimensional positions "
+            "over the full sequence. To fix: compute them, (3, B, S), before the batch is sliced."
         )
     return torch.arange(S).expand(B, S)
 
 
-def _tell_padding(out: dict[str, Any], B: int, S: int, *, is_padded: bool) -> None:
-    """Leaves in a batch the mask that has zeros, and `real_tokens` where any token is padding or will be."""
+def _set_padding(out: dict[str, Any], B: int, S: int, *, is_padded: bool) -> None:
+    """Keeps an attention mask only if it has zeros; sets `real_tokens` if any token is padding, or will be."""
     mask = out.pop("attention_mask", None)
     real = _real_tokens(out.pop("real_tokens", None), mask, B, S)
     if is_padded or not bool(real.all()):
@@ -103,12 +102,12 @@ def _tell_padding(out: dict[str, Any], B: int, S: int, *, is_padded: bool) -> No
         out["attention_mask"] = mask
 
 
-def _real_tokens(given: Tensor | None, mask: Tensor | None, B: int, S: int) -> Tensor:
-    """`(B, S)` bool: the tokens that neither `given` nor an attention mask calls padding."""
+def _real_tokens(real_tokens: Tensor | None, attention_mask: Tensor | None, B: int, S: int) -> Tensor:
+    """`(B, S)` bool: the tokens that neither mask marks as padding."""
     real = torch.ones(B, S, dtype=torch.bool)
-    for told in (given, mask):
-        if told is not None:
-            real &= told.bool()
+    for mask in (real_tokens, attention_mask):
+        if mask is not None:
+            real &= mask.bool()
     return real
 
 
@@ -120,7 +119,7 @@ def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | 
         if int(cu_seq_lens[-1]) != B * S:
             raise ValueError(
                 f"cu_seq_lens_q ends at {int(cu_seq_lens[-1])}, but the batch has {B} rows of {S} = {B * S} tokens. "
-                "Hand over the lengths of the whole batch, not of a slice."
+                "To fix: pass the lengths of the full batch, not of a slice."
             )
         inner = cu_seq_lens[1:-1].long()
         inner = inner[inner < B * S]  # a last document without tokens
@@ -128,30 +127,30 @@ def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | 
         return starts
     text = text_positions(position_ids)
     if text is not None:
-        again = text[:, 1:] != text[:, :-1] + 1
-        starts[:, 1:] = again.expand(B, S - 1)
+        restarts = text[:, 1:] != text[:, :-1] + 1
+        starts[:, 1:] = restarts.expand(B, S - 1)
     return starts
 
 
 def _require_one_document(position_ids: Tensor) -> None:
-    """Refuses positions of time, height and width that start again: all at 0, after a token that was not."""
+    """Raises if positions of time, height and width restart: all are 0 after a token where some were not."""
     largest = position_ids.amax(dim=0)
-    again = (largest[:, 1:] == 0) & (largest[:, :-1] > 0)
-    if bool(again.any()):
-        row, token = (again.nonzero()[0] + torch.tensor([0, 1])).tolist()
+    restarts = (largest[:, 1:] == 0) & (largest[:, :-1] > 0)
+    if bool(restarts.any()):
+        row, token = (restarts.nonzero()[0] + torch.tensor([0, 1])).tolist()
         raise ValueError(
-            f"Position ids of three rows (time, height, width) start again at token {token} of row {row}, and nothing "
-            "says where the documents end: attention and labels would reach across them. Hand cu_seq_lens_q over with "
-            "them, or four rows (4, B, S) whose first counts the text of each document."
+            f"Position ids of three rows (time, height, width) restart at token {token} of row {row}, and nothing marks where "
+            "documents end: attention and labels would cross documents. To fix: pass cu_seq_lens_q with them, or four rows "
+            "(4, B, S) whose first counts the text of each document."
         )
 
 
 def rows_first(position_ids: Tensor | None, stacked: Tensor | None, B: int) -> Tensor | None:
-    """Position ids of three dimensions in upstream's layout `(rows, B or 1, S)`.
+    """Multimodal position ids in upstream's layout `(rows, B or 1, S)`.
 
     Args:
         position_ids: in that layout.
-        stacked: `(B, rows, S)` in its place: positions of single samples, put together by a collator.
+        stacked: `(B, rows, S)` instead: positions of single samples, stacked by a collator.
 
     Raises:
         ValueError: both are given, or the shape is not what the name says.
@@ -164,11 +163,11 @@ def rows_first(position_ids: Tensor | None, stacked: Tensor | None, B: int) -> T
             return position_ids
         raise ValueError(
             f"position_ids of shape {tuple(position_ids.shape)} do not belong to a batch of {B}: expected (rows, {B}, "
-            "length) with 3 rows (time, height, width) or 4 (text first), as upstream has them. What a collator stacks, "
-            f"({B}, rows, length), goes by the name stacked_position_ids."
+            "length) with 3 rows (time, height, width) or 4 (text first), upstream's layout. To fix: pass what a collator stacks, "
+            f"({B}, rows, length), as stacked_position_ids."
         )
     if position_ids is not None:
-        raise ValueError("Both position_ids and stacked_position_ids: hand over one of them.")
+        raise ValueError("The batch has both position_ids and stacked_position_ids. To fix: pass only one of them.")
     if stacked.ndim != 3 or stacked.shape[0] != B or stacked.shape[1] not in (TEXT_ROWS - 1, TEXT_ROWS):
         raise ValueError(
             f"stacked_position_ids of shape {tuple(stacked.shape)} do not belong to a batch of {B}: expected ({B}, 3 or "
@@ -178,14 +177,14 @@ def rows_first(position_ids: Tensor | None, stacked: Tensor | None, B: int) -> T
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
-    """The positions `(B or 1, S)` of the text, of ids in upstream's layout; None if only time, height and width are there."""
+    """The text positions `(B or 1, S)` in upstream's layout; None if there are only time, height and width."""
     if position_ids.ndim == 2:
         return position_ids
     return None if position_ids.shape[0] == TEXT_ROWS - 1 else position_ids[0]
 
 
 def document_lengths(starts: Tensor) -> dict[str, Any]:
-    """The packing arguments of attention, from the tokens at which documents start, `(B, S)` bool."""
+    """The packing arguments of attention, from the first tokens of documents, `(B, S)` bool."""
     first = torch.nonzero(starts.view(-1)).view(-1)
     bounds = F.pad(first, (0, 1), value=starts.numel()).to(torch.int32)
     longest = int(bounds.diff().max())

@@ -8,11 +8,11 @@
     pixel_values          0 (patches)   no       0              -
     image_grid_thw        0 (images)    no       -              -
 
-A model's class has rules for inputs of its own (`input_rules`), a recipe for whatever its processor makes (`inputs`). What a
-model computes features of images, videos or sounds from is of these items, whatever it is called (`of_items`).
+A model's class may declare rules for its own inputs (`input_rules`), a recipe for the outputs of its processor (`inputs`).
+Inputs that a model computes image, video or audio features from are per item, whatever their name (`infer_item_fields`).
 
-Samples are put together along `pack_dim`; where their other dimensions differ (sounds of different lengths), the shorter
-ones are filled up. Media stay whole on every rank of a sequence-parallel group: the towers divide them (`media.py`).
+Samples are concatenated along `pack_dim`; where their other dimensions differ (sounds of different lengths), the shorter
+ones are padded. Media are not sliced between the ranks of a sequence-parallel group: the towers divide them (`media.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 IGNORED = -100
 COUNTING = "counting"
-"""Padding that counts from 0, as the positions of a document do."""
+"""Padding with 0, 1, 2 ..., the positions of a document."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class FieldRule:
     """The rule of one field.
 
     Attributes:
-        pack_dim: samples are put together along this dimension: 0 for images and sounds, -1 for tokens.
-        sliced: a rank of a sequence-parallel group holds its part of that dimension; else all of it.
-        pad_value: fills up; "counting": 0, 1, 2 ...
-        pad_scale: padded to a multiple of this times the size of the group, 1 for tokens; 0: as it is.
-        listed: a list with an entry for each item, which the model takes as a list, in the place of a tensor.
+        pack_dim: the dimension along which samples are concatenated: 0 for images and sounds, -1 for tokens.
+        sliced: each rank of a sequence-parallel group gets its part of that dimension; else all ranks get all of it.
+        pad_value: the padding; "counting": 0, 1, 2 ...
+        pad_scale: padded to a multiple of this times the size of the group, 1 for tokens; 0: never padded.
+        listed: a list with an entry for each item, which the model takes as a list instead of a tensor.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # recipes have rules; with an annotation it would be a key
@@ -56,27 +56,27 @@ class FieldRule:
     def __post_init__(self) -> None:
         if self.sliced and not self.pad_scale:
             raise ValueError(
-                "sliced: true needs a pad_scale, 1 or more: what cannot be divided evenly is filled up first."
+                "sliced: true needs a pad_scale of at least 1: a length that does not divide evenly is padded first."
             )
         if isinstance(self.pad_value, str) and self.pad_value != COUNTING:
-            raise ValueError(f"pad_value is a number or '{COUNTING}', not '{self.pad_value}'.")
+            raise ValueError(f"pad_value must be a number or '{COUNTING}'; found '{self.pad_value}'.")
 
     @property
-    def number(self) -> int:
-        """What fills up, where it does not count."""
+    def constant_fill(self) -> int:
+        """The padding, where it is one number."""
         if isinstance(self.pad_value, str):
-            raise ValueError(f"pad_value is '{self.pad_value}': there is no one number that fills up.")
+            raise ValueError(f"pad_value is '{self.pad_value}', not one number to pad with.")
         return self.pad_value
 
-    def part(self, value: Tensor, *, sp: int, sp_rank: int, fill: int | str) -> Tensor:
-        """What rank `sp_rank` of `sp` holds of a whole value; `fill` in the place of `pad_value`."""
+    def local_part(self, value: Tensor, *, sp: int, sp_rank: int, fill: int | str) -> Tensor:
+        """The part of a full value for rank `sp_rank` of `sp`, padded with `fill`."""
         if not self.pad_scale:
             return value
         dim = self.pack_dim % value.ndim
         padding = -value.shape[dim] % (self.pad_scale * sp)
         if padding:
             shape = [*value.shape[:dim], padding, *value.shape[dim + 1 :]]
-            if isinstance(fill, str):  # which counts
+            if isinstance(fill, str):  # COUNTING
                 counts = torch.arange(padding, dtype=value.dtype, device=value.device)
                 tail = counts.view(-1, *(1 for _ in shape[dim + 1 :])).expand(shape)
             else:
@@ -90,7 +90,7 @@ class FieldRule:
 
 TOKENS = FieldRule(-1, sliced=True, pad_scale=1)
 TARGETS = FieldRule(-1, sliced=True, pad_value=IGNORED, pad_scale=1)
-WHOLE_TOKENS = FieldRule(-1, pad_scale=1)
+UNSLICED_TOKENS = FieldRule(-1, pad_scale=1)
 ITEMS = FieldRule(0)
 LISTED_ITEMS = FieldRule(0, listed=True)
 
@@ -102,34 +102,34 @@ RULES: dict[str, FieldRule] = {
     "real_tokens": TOKENS,
     "position_ids": FieldRule(-1, sliced=True, pad_value=COUNTING, pad_scale=1),
     "inputs_embeds": FieldRule(1, sliced=True, pad_scale=1),
-    "mm_token_type_ids": WHOLE_TOKENS,
-    "token_type_ids": WHOLE_TOKENS,
-    "image_embeds_position_mask": WHOLE_TOKENS,
-    "moe_mm_token_type_ids": TOKENS,  # read layer by layer, beside the hidden states
+    "mm_token_type_ids": UNSLICED_TOKENS,
+    "token_type_ids": UNSLICED_TOKENS,
+    "image_embeds_position_mask": UNSLICED_TOKENS,
+    "moe_mm_token_type_ids": TOKENS,  # read by each layer together with the hidden states
     "pixel_values": ITEMS,
     "pixel_values_videos": ITEMS,
     "flattened_patches": ITEMS,
     "image_pixel_values": ITEMS,
-    "image_attention_mask": FieldRule(1, pad_scale=1),  # of each token, and each image beside its row
+    "image_attention_mask": FieldRule(1, pad_scale=1),  # per token and image of its row
     "audio_input_features": ITEMS,
     "audio_embed_sizes": ITEMS,
     "audio_attention_mask": ITEMS,
     "aspect_ratio_ids": ITEMS,
     "aspect_ratio_mask": ITEMS,
-    "cross_attention_mask": FieldRule(1, pad_scale=1),  # of each token, and each tile of the images beside its row
+    "cross_attention_mask": FieldRule(1, pad_scale=1),  # per token and image tile of its row
     "pixel_attention_mask": ITEMS,
     "image_grid_thw": ITEMS,
     "video_grid_thw": ITEMS,
-    "image_patches": ITEMS,  # what pixel_values of patches were called before
+    "image_patches": ITEMS,  # an earlier name of patches in pixel_values
     "image_sizes": ITEMS,
     "spatial_shapes": ITEMS,
     "pixel_mask": ITEMS,
     "num_frames_per_video": ITEMS,
     "image_position_ids": FieldRule(0, pad_value=-1),
     "video_position_ids": FieldRule(0, pad_value=-1),
-    "num_local_patches": LISTED_ITEMS,  # of each image, with its columns and rows
+    "num_local_patches": LISTED_ITEMS,  # per image, with its columns and rows
     "patches_grid": LISTED_ITEMS,
-    "video_compression_mask": ITEMS,  # which features of videos are kept
+    "video_compression_mask": ITEMS,  # which video features are kept
     "second_per_grid_ts": ITEMS,
     "video_second_per_grid": ITEMS,
     "input_features": ITEMS,
@@ -137,65 +137,64 @@ RULES: dict[str, FieldRule] = {
     "feature_attention_mask": ITEMS,
     "input_values": ITEMS,
     "input_values_mask": ITEMS,
-    "padding_mask": ITEMS,  # of sounds as they were recorded
+    "padding_mask": ITEMS,  # of raw audio
     "audio_feature_lengths": ITEMS,
     "chunk_sample_lengths": ITEMS,
 }
 
 
-SIDE_BY_SIDE = {"pixel_values": "target_sizes", "pixel_values_videos": "target_sizes_videos"}
-"""Patches that stand side by side in one image `[1, C, p, P * p]`, where their sizes are handed over under this name."""
+CONCATENATED_PATCHES = {"pixel_values": "target_sizes", "pixel_values_videos": "target_sizes_videos"}
+"""Fields of patches concatenated into one image `[1, C, p, P * p]` if the batch has their sizes, under this name."""
 
-OF_CROPS = {"image_attention_mask": "image_pixel_values"}
-"""A mask of the patches of each crop, thus of items, where these are handed over; of tokens where they are not."""
+MASKS_OF_CROPS = {"image_attention_mask": "image_pixel_values"}
+"""Masks that are per crop, thus per item, if the batch has this field of crops; per token otherwise."""
 
-BUILT_IN = frozenset(RULES)
+_TABLE = frozenset(RULES)
 FEATURES = tuple(f"get_{kind}_features" for kind in ("image", "video", "audio"))
-"""The methods of upstream's models that compute features of items."""
-_FOUND: set[str] = set()  # rules that were read from a model: whoever declares another knows better
+"""Methods of upstream's models that compute item features."""
+_INFERRED: set[str] = set()  # fields whose rule was inferred from a model: a declared rule replaces it
 ATTRIBUTES = tuple(field.name for field in dataclasses.fields(FieldRule))
 
 
 def rule_of(field: str) -> FieldRule:
-    """The rule of a field; KeyError with what to do for a field that has none."""
+    """The rule of a field; KeyError, with what to do, for a field without one."""
     if field not in RULES:
         raise KeyError(
-            f"No rule says how the field {field!r} is packed and sliced. Give it one, in the recipe's inputs: "
-            f"{{{field}: {{pack_dim: 0}}}}, or as input_rules = {{{field!r}: {{'pack_dim': 0}}}} of the model's class. Attributes: "
-            "pack_dim (samples are put together along it: 0 for items, -1 for tokens), sliced (a rank of a sequence-parallel "
-            "group holds its part; default: all of it), pad_value (fills up; default 0), pad_scale (1 for tokens; default 0: "
-            "never padded to a multiple). Or keep the processor from making it."
+            f"No rule says how the field {field!r} is packed and sliced. To fix: add one to the recipe's inputs, "
+            f"{{{field}: {{pack_dim: 0}}}}, or to the model's class, input_rules = {{{field!r}: {{'pack_dim': 0}}}}; or let the "
+            "processor not return it. Attributes: pack_dim (samples are concatenated along it: 0 for items, -1 for tokens), "
+            "sliced (each rank of a sequence-parallel group gets its part; default: all ranks get all of it), pad_value "
+            "(default 0), pad_scale (1 for tokens; default 0: never padded to a multiple)."
         )
     return RULES[field]
 
 
 def declare(rules: Mapping[str, FieldRule | Mapping[str, Any]], where: str) -> None:
-    """Gives fields their rules in this process.
+    """Adds rules of fields in this process.
 
     Args:
         rules: name -> a rule, or its attributes.
-        where: who says so, for the message.
+        where: who declares them, for errors.
 
     Raises:
-        ValueError: an attribute that a rule does not have, or another rule for a field that has one.
+        ValueError: an unknown attribute, or a second, different rule for a field.
     """
-    for name, given in rules.items():
+    for name, declared in rules.items():
         try:
-            rule = given if isinstance(given, FieldRule) else FieldRule(**given)
+            rule = declared if isinstance(declared, FieldRule) else FieldRule(**declared)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {name}: {error} Attributes: {', '.join(ATTRIBUTES)}.") from error
-        if name in _FOUND:
-            _FOUND.remove(name)
+        if name in _INFERRED:
+            _INFERRED.remove(name)
             RULES[name] = rule
         if RULES.setdefault(name, rule) != rule:
-            raise ValueError(f"{where}: {name} has the rule {RULES[name]}, and is given {rule}.")
+            raise ValueError(f"{where}: {name} already has the rule {RULES[name]}; found another, {rule}.")
 
 
-def of_items(head: type) -> None:
-    """Gives tensors that a head computes features of items from the rule of items, where nothing else says one.
+def infer_item_fields(head: type) -> None:
+    """Adds the rule of items for inputs that a head computes item features from and that have no other rule.
 
-    Args:
-        head: its own method, or that of the model inside it, which is a class of the same file, says what it is given.
+    The parameters of feature methods are read from the head and from the other classes of its file, the model inside it.
     """
     taken = inspect.signature(head.forward).parameters
     classes = [one for one in vars(sys.modules[head.__module__]).values() if isinstance(one, type)]
@@ -203,40 +202,40 @@ def of_items(head: type) -> None:
     for name, parameter in (item for method in methods for item in inspect.signature(method).parameters.items()):
         if name in taken and name not in RULES and "Tensor" in str(parameter.annotation):
             RULES[name] = ITEMS
-            _FOUND.add(name)
+            _INFERRED.add(name)
 
 
-def declared() -> dict[str, FieldRule]:
-    """The rules that were given in this process, beside those of the table."""
-    return {name: rule for name, rule in RULES.items() if name not in BUILT_IN}
+def declared_rules() -> dict[str, FieldRule]:
+    """The rules added in this process to those of the table."""
+    return {name: rule for name, rule in RULES.items() if name not in _TABLE}
 
 
-def pack(field: str, values: Sequence[Any], beside: Collection[str] = ()) -> Any:
-    """The values of several samples put together by the field's rule: tensors, or lists where the rule says so.
+def pack(field: str, values: Sequence[Any], batch_fields: Collection[str] = ()) -> Any:
+    """The values of several samples, concatenated by the field's rule: tensors, or lists if the rule says so.
 
     Args:
-        beside: the fields of the batch.
+        batch_fields: the fields of the batch.
 
     Raises:
-        ValueError: they differ in another dimension, and padding of this field only counts along the tokens.
+        ValueError: they differ in another dimension, and this field is padded with counting positions.
     """
-    rule = ITEMS if OF_CROPS.get(field) in beside else rule_of(field)
+    rule = ITEMS if MASKS_OF_CROPS.get(field) in batch_fields else rule_of(field)
     if rule.listed:
         return [entry for value in values for entry in value]
-    if SIDE_BY_SIDE.get(field) in beside:
+    if CONCATENATED_PATCHES.get(field) in batch_fields:
         return torch.cat(list(values), dim=-1)
     dims = values[0].ndim
-    along = rule.pack_dim % dims
+    pack_dim = rule.pack_dim % dims
     sizes = [max(value.shape[dim] for value in values) for dim in range(dims)]
-    filled = []
+    padded = []
     for value in values:
-        missing = [0 if dim == along else sizes[dim] - value.shape[dim] for dim in range(dims)]
+        missing = [0 if dim == pack_dim else sizes[dim] - value.shape[dim] for dim in range(dims)]
         if any(missing):
             if isinstance(rule.pad_value, str):
                 raise ValueError(
-                    f"Samples differ in {field} beside dimension {along}, where nothing can fill up the shorter ones: "
-                    f"{[tuple(v.shape) for v in values]}."
+                    f"Samples differ in {field} in other dimensions than {pack_dim}, where counting positions cannot pad the "
+                    f"shorter ones: {[tuple(v.shape) for v in values]}."
                 )
             value = F.pad(value, [amount for size in reversed(missing) for amount in (0, size)], value=rule.pad_value)
-        filled.append(value)
-    return torch.cat(filled, dim=along)
+        padded.append(value)
+    return torch.cat(padded, dim=pack_dim)

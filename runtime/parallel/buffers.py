@@ -1,7 +1,7 @@
-"""Buffers that no checkpoint holds, of a model that was built on the meta device, where their values are never there.
+"""Non-persistent buffers of a model built on the meta device, where they have no values.
 
-Upstream's initialisation of a module computes most. What a constructor computes and nothing else does, as rotary tables of files
-that were written for transformers 4, is taken from a model that is built once more, its parameters without memory.
+Upstream's initialisation of a module computes most. What only a constructor computes, such as rotary tables of files written
+for transformers 4, is copied from a second model, built on the CPU with parameters on the meta device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 @torch.no_grad()
 def compute_buffers(model: nn.Module) -> None:
-    """Gives buffers that no checkpoint holds their values, by upstream's initialisation of their module, else its constructor.
+    """Computes non-persistent buffers, by upstream's initialisation of their module, else by its constructor.
 
     Raises:
         ValueError: neither the module nor one around it computes them.
@@ -32,28 +32,28 @@ def compute_buffers(model: nn.Module) -> None:
     for buffers in pending.values():
         for module, name in buffers:
             buffer = module.get_buffer(name)
-            buffer.copy_(_unlikely(buffer))  # to see what is left as it was
+            buffer.copy_(_sentinel(buffer))
     for path in list(pending):
         _run_initialiser(model, path)
     for path, buffers in pending.items():
-        around = path
-        while around and _unset(buffers):
-            around = around.rpartition(".")[0]
-            _run_initialiser(model, around)
-    untouched = [f"{path}.{name}" for path, buffers in pending.items() for name in _unset(buffers)]
-    built = built_buffers(model) if untouched else {}
+        outer = path
+        while outer and _still_sentinel(buffers):
+            outer = outer.rpartition(".")[0]
+            _run_initialiser(model, outer)
+    untouched = [f"{path}.{name}" for path, buffers in pending.items() for name in _still_sentinel(buffers)]
+    constructed = constructed_buffers(model) if untouched else {}
     for name in untouched:
-        if name in built:
-            model.get_buffer(name).copy_(built[name])
-    if lost := [name for name in untouched if name not in built]:
+        if name in constructed:
+            model.get_buffer(name).copy_(constructed[name])
+    if missing := [name for name in untouched if name not in constructed]:
         raise ValueError(
-            f"{type(model).__name__} does not initialise its buffers {lost[:6]}, which no checkpoint holds. Build "
-            "it on the CPU instead of the meta device."
+            f"{type(model).__name__} does not initialise its non-persistent buffers {missing[:6]}. To fix: build it on the "
+            "CPU instead of the meta device."
         )
 
 
-def _unlikely(buffer: Tensor) -> Tensor:
-    """Values that no initialiser gives a buffer: NaN, the largest number; of truth values True and False in turn."""
+def _sentinel(buffer: Tensor) -> Tensor:
+    """Values that no initialiser writes: NaN, the largest integer; for booleans True and False in turn."""
     if buffer.dtype == torch.bool:
         return (torch.arange(buffer.numel(), device=buffer.device) % 2 == 0).view(buffer.shape)
     has_nan = buffer.is_floating_point() or buffer.is_complex()
@@ -61,13 +61,14 @@ def _unlikely(buffer: Tensor) -> Tensor:
     return torch.full_like(buffer, marker)
 
 
-def _unset(buffers: Sequence[tuple[nn.Module, str]]) -> list[str]:
+def _still_sentinel(buffers: Sequence[tuple[nn.Module, str]]) -> list[str]:
+    """The names of the buffers that nothing has written."""
     values = {name: module.get_buffer(name) for module, name in buffers}
-    return [name for name, one in values.items() if bool(one.isnan().any()) or torch.equal(one, _unlikely(one))]
+    return [name for name, one in values.items() if bool(one.isnan().any()) or torch.equal(one, _sentinel(one))]
 
 
 def _run_initialiser(model: nn.Module, path: str) -> None:
-    """Initialises one module. What upstream writes into its parameters goes nowhere: they come from a checkpoint."""
+    """Initialises one module; what upstream writes into its parameters is discarded: they come from a checkpoint."""
     module = model.get_submodule(path)
     parameters = dict(module._parameters)
     try:
@@ -80,7 +81,7 @@ def _run_initialiser(model: nn.Module, path: str) -> None:
 
 
 def initialiser_of(model: nn.Module, path: str) -> Callable[[nn.Module], None]:
-    """What initialises the module at `path`: `_init_weights` of the innermost transformers model around it."""
+    """The initialiser of the module at `path`: `_init_weights` of the innermost transformers model around it."""
     owner: Any = model
     module = model
     for name in path.split(".") if path else ():
@@ -90,27 +91,27 @@ def initialiser_of(model: nn.Module, path: str) -> Callable[[nn.Module], None]:
     return owner._init_weights
 
 
-def built_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of a transformers model, on the host, as the constructor of its class computes them; none of other modules."""
+def constructed_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a transformers model as its constructor computes them, on the CPU; {} for other modules."""
     model_class = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
     if not hasattr(model_class, "_from_config"):
         return {}
     config = copy.deepcopy(model.config)
     attention = getattr(config, "_attn_implementation", None)
-    with _parameters_without_memory(), torch.random.fork_rng(devices=[]):  # a constructor may draw
+    with _parameters_on_meta(), torch.random.fork_rng(devices=[]):  # a constructor may use random numbers
         built = model_class._from_config(config, attn_implementation=attention, dtype=model.dtype)
     return {name: buffer for name, buffer in built.named_buffers() if not buffer.is_meta}
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """What `torch.empty` makes holds no values, and needs no memory."""
+    """`torch.empty` allocates on the meta device, without memory."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **{**(kwargs or {}), **({"device": "meta"} if function is torch.empty else {})})
 
 
 @contextlib.contextmanager
-def _parameters_without_memory() -> Iterator[None]:
+def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

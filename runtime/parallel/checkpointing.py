@@ -1,12 +1,12 @@
-"""Activation checkpointing: what a layer keeps for the backward, and what it computes again.
+"""Activation checkpointing: what a layer saves for the backward, and what it recomputes.
 
-    apply(model, "full")        keep a layer's input, compute the layer again
-    apply(model, "selective")   keep matrix products, attention and exchanges; compute the cheap rest again
-    apply(model, "offload")     compute nothing again, keep activations in host memory until the backward
+    apply(model, "full")        save a layer's input, recompute the layer
+    apply(model, "selective")   save matrix products, attention and exchanges; recompute the cheap rest
+    apply(model, "offload")     recompute nothing, keep activations in host memory until the backward
     apply(model, "none")
 
-Values that reached the host in the forward, such as the sizes of an expert exchange, are remembered, so that computing
-again neither waits for the device nor exchanges sizes.
+Values read by the host in the forward, such as the sizes of an expert exchange, are remembered, so that recomputation
+neither waits for the device nor exchanges sizes.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from patchgen.runtime import parallel, seams
 
 T = TypeVar("T")
 MODES = ("full", "selective", "offload", "none")
-CHECKPOINT = "_gradient_checkpointing_func"  # of what transformers' activation checkpointing was enabled for
+CHECKPOINT_ATTRIBUTE = "_gradient_checkpointing_func"  # set by transformers on layers with activation checkpointing
 
-# Outermost first: the value stores of the checkpointed regions that run now; a store under replay hands values out.
+# The (values, is_replay) stores of the running checkpointed regions, outermost first.
 _STORES: list[tuple[list, bool]] = []
 
 
 def remember(compute: Callable[[], T]) -> T:
-    """`compute()`; while a checkpointed region runs again, the value of its first run instead."""
+    """`compute()`; while a checkpointed region is recomputed, the value of its first run instead."""
     if not _STORES:
         return compute()
     values, replay = _STORES[-1]
     if replay:
         return values.pop(0)
-    # Unseen by selective checkpointing, which counts operations and would miss these in the replay.
+    # Hidden from selective checkpointing, which counts operations and would miss these in the replay.
     with _disable_current_modes():
         values.append(compute())
     return values[-1]
 
 
 def is_active() -> bool:
-    """Whether a checkpointed region runs, for the first time or again."""
+    """Whether a checkpointed region is running, for the first time or in a replay."""
     return bool(_STORES)
 
 
 def is_replay() -> bool:
-    """Whether a checkpointed region runs again now: what it counts was counted."""
+    """Whether a checkpointed region is being recomputed: what it counts has been counted."""
     return bool(_STORES) and _STORES[-1][1]
 
 
 @contextlib.contextmanager
 def _store(values: list, replay: bool) -> Iterator[None]:
-    # A region may run again more than once (a backward with retained graph): each replay takes from its own copy.
+    # A region may be replayed more than once (a backward with a retained graph): each replay consumes its own copy.
     _STORES.append((list(values), True) if replay else (values, False))
     try:
         yield
@@ -66,16 +66,18 @@ def _store(values: list, replay: bool) -> Iterator[None]:
         _STORES.pop()
 
 
-def _kept(_context, operation, *_args, **_kwargs) -> torch_checkpoint.CheckpointPolicy:
-    keep = operation in _KEPT_OPERATIONS or operation.namespace in _KEPT_NAMESPACES
-    return torch_checkpoint.CheckpointPolicy.MUST_SAVE if keep else torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+def _selective_policy(_context, operation, *_args, **_kwargs) -> torch_checkpoint.CheckpointPolicy:
+    is_saved = operation in _SAVED_OPERATIONS or operation.namespace in _SAVED_NAMESPACES
+    return (
+        torch_checkpoint.CheckpointPolicy.MUST_SAVE if is_saved else torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
-# Exchanges, attention kernels, our experts and loss. An autograd function of Python is no operation: what it computes
-# (FlashAttention 4) is computed again.
-_KEPT_NAMESPACES = {"_c10d_functional", "torch_attn", "flash_attn", "flash_attn_3", "patchgen"}
+# Exchanges, attention kernels, our experts and loss. A Python autograd function is not an operation: what it computes
+# (FlashAttention 4) is recomputed.
+_SAVED_NAMESPACES = {"_c10d_functional", "torch_attn", "flash_attn", "flash_attn_3", "patchgen"}
 _aten = torch.ops.aten
-_KEPT_OPERATIONS = {
+_SAVED_OPERATIONS = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
@@ -86,29 +88,31 @@ _KEPT_OPERATIONS = {
 }
 
 
-def _recomputed(_context, _operation, *_args, **_kwargs) -> torch_checkpoint.CheckpointPolicy:
+def _full_policy(_context, _operation, *_args, **_kwargs) -> torch_checkpoint.CheckpointPolicy:
     return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def contexts(mode: str) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    """The contexts of a region's first run and of its replay: what `torch.utils.checkpoint` calls `context_fn`.
+    """The contexts of a region's first run and of its replay: the `context_fn` of `torch.utils.checkpoint`.
 
-    A compiled layer is traced once, and its graph says what is computed again: torch takes its own contexts alone there.
-    Nothing is to be remembered, for what reads the host is not part of a graph.
+    A compiled layer is traced once, and its graph determines what is recomputed: torch accepts only its own contexts there.
+    No value needs to be remembered, because host reads are not part of a graph.
     """
     if TracingContext.try_get() is not None:
-        return torch_checkpoint.create_selective_checkpoint_contexts(_recomputed if mode == "full" else _kept)
+        return torch_checkpoint.create_selective_checkpoint_contexts(
+            _full_policy if mode == "full" else _selective_policy
+        )
     values: list = []
     if mode == "full":
         return _store(values, replay=False), _Replay(values)
-    first, again = torch_checkpoint.create_selective_checkpoint_contexts(_kept)
-    return _Both(_store(values, replay=False), first), _Both(_Replay(values), again)
+    forward, recompute = torch_checkpoint.create_selective_checkpoint_contexts(_selective_policy)
+    return _Nested(_store(values, replay=False), forward), _Nested(_Replay(values), recompute)
 
 
 class _Replay(contextlib.AbstractContextManager):
-    """Opens the store when the region runs again, when its values are there; with the mesh and kernels of its first run.
+    """Provides the values of a region's first run, with its parallel state and kernels.
 
-    The backward may run outside the blocks that the forward ran in.
+    The backward may run outside the `with` blocks of the forward. The values are complete only when the replay is entered.
     """
 
     def __init__(self, values: list) -> None:
@@ -125,7 +129,7 @@ class _Replay(contextlib.AbstractContextManager):
         self.context.__exit__(*error)
 
 
-class _Both(contextlib.AbstractContextManager):
+class _Nested(contextlib.AbstractContextManager):
     def __init__(self, outer, inner) -> None:
         self.outer, self.inner = outer, inner
 
@@ -138,17 +142,19 @@ class _Both(contextlib.AbstractContextManager):
         self.outer.__exit__(*error)
 
 
-def _in_host_memory(layer: partial, *args):
-    """Runs a layer whose activations wait for the backward in host memory; parameters stay where FSDP2 has them."""
+def _offload_activations(layer: partial, *args):
+    """Runs a layer whose activations are kept in host memory until the backward; parameters stay where FSDP2 keeps them."""
     pinned = torch.cuda.is_available()
-    # transformers hands over a bound function: `partial(forward, self, ...)`, in older releases `partial(self.__call__)`.
+    # transformers passes a bound function: `partial(forward, self, ...)`, in older releases `partial(self.__call__)`.
     owners = (getattr(layer.func, "__self__", None), *layer.args)
     module = next(owner for owner in owners if isinstance(owner, nn.Module))
 
     def store(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
-        if not tensor.is_cuda or _memory(tensor) in {_memory(parameter) for parameter in module.parameters()}:
+        if not tensor.is_cuda or _storage_address(tensor) in {
+            _storage_address(parameter) for parameter in module.parameters()
+        }:
             return None, tensor
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # in its order, which compiled layers expect
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # same strides, which compiled layers expect
         copy.copy_(tensor, non_blocking=True)
         return tensor.device, copy
 
@@ -160,28 +166,28 @@ def _in_host_memory(layer: partial, *args):
         return layer(*args)
 
 
-def _memory(tensor: Tensor) -> int:
-    """Where a tensor's storage lies: views of a gathered parameter share it, DTensors' local parts included."""
+def _storage_address(tensor: Tensor) -> int:
+    """The address of a tensor's storage, shared by all views of a gathered parameter and DTensors' local parts."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()
 
 
-def is_own(function: Callable) -> bool:
-    """Whether `apply` made it: it remembers what its first run found, or computes nothing again."""
-    made = function.keywords.get("context_fn") if isinstance(function, partial) else None
-    return function is _in_host_memory or getattr(made, "func", None) is contexts
+def is_ours(function: Callable) -> bool:
+    """Whether `apply` set this checkpoint function: it remembers the values of its first run, or recomputes nothing."""
+    context_fn = function.keywords.get("context_fn") if isinstance(function, partial) else None
+    return function is _offload_activations or getattr(context_fn, "func", None) is contexts
 
 
 def recomputes(function: Callable) -> bool:
-    """Whether what it checkpoints is computed again."""
-    return function is not _in_host_memory
+    """Whether this checkpoint function recomputes activations."""
+    return function is not _offload_activations
 
 
 def hide_hooks(module: nn.Module) -> None:
-    """Runs the hooks of a module inside a layer, FSDP2's on the experts, unseen by selective checkpointing.
+    """Hides the hooks of a module inside a layer, such as FSDP2's on experts, from selective checkpointing.
 
-    Whether they gather parameters depends on what was prefetched, so the replay of a layer meets other operations than
-    its first run; selective checkpointing, which counts operations, would stop there.
+    Whether they gather parameters depends on what was prefetched, so the replay of a layer may run other operations than
+    its first run; selective checkpointing, which counts operations, would fail.
     """
 
     def hidden(hook: Callable) -> Callable:
@@ -198,7 +204,7 @@ def hide_hooks(module: nn.Module) -> None:
 
 
 def apply(model: nn.Module, mode: str) -> int:
-    """Checkpoints every layer of `model` that transformers marks as such; before `shard_model`.
+    """Checkpoints every `GradientCheckpointingLayer` of `model`; call it before `shard_model`.
 
     Args:
         mode: one of MODES.
@@ -212,14 +218,14 @@ def apply(model: nn.Module, mode: str) -> int:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if mode not in MODES:
-        raise ValueError(f"Activation checkpointing knows the modes {', '.join(MODES)}, not '{mode}'.")
+        raise ValueError(f"Activation checkpointing must be one of {', '.join(MODES)}; found '{mode}'.")
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if mode != "none" and not layers:
         raise ValueError(
-            f"{type(model).__name__} has no GradientCheckpointingLayer, so activation checkpointing '{mode}' would do "
-            "nothing. Use 'none'."
+            f"{type(model).__name__} has no GradientCheckpointingLayer, so activation checkpointing '{mode}' would have no "
+            "effect. To fix: use 'none'."
         )
-    compute: Any = _in_host_memory
+    compute: Any = _offload_activations
     if mode != "offload":
         compute = partial(torch_checkpoint.checkpoint, use_reentrant=False, context_fn=partial(contexts, mode))
     for layer in layers:

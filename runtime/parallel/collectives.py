@@ -1,6 +1,6 @@
-"""Collectives with a backward: what sequence and expert parallelism exchange. Nothing here knows a model.
+"""Differentiable collectives of sequence and expert parallelism, independent of any model.
 
-Each call names itself to `watch.py`, so that one that stalls can be reported.
+Each call registers a description with `watch.py`, which reports calls that stall.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Value = TypeVar("Value")
 
 @dataclass
 class _Exchange:
-    """How the rows of one exchange are divided, what it is called, and the gradient that is on its way."""
+    """The split sizes of one all-to-all, its description, and the gradient in flight."""
 
     receive: list[int] | None
     send: list[int] | None
     group: dist.ProcessGroup
     operation: str
-    returning: Tensor | None = None
+    gradient_in_flight: Tensor | None = None
 
     def launch(self, rows: Tensor, *, reverse: bool = False) -> Tensor:
-        """Starts the exchange; what it returns holds nothing until `wait` was called on it."""
+        """Starts the exchange; the result may be read only after `wait`."""
         count = dist.get_world_size(self.group)
         receive = self.receive or [rows.shape[0] // count] * count
         send = self.send or [rows.shape[0] // count] * count
@@ -51,8 +51,8 @@ class _Exchange:
 #     forward   Launch starts it    ... other work ...   Wait waits for it
 #     backward  Launch waits        ... its backward ... Wait starts the exchange of the gradient
 #
-# The gradient on its way has other rows than what Wait received, which autograd would not let pass between the two: it
-# travels in the exchange, and what passes is a stand-in that nothing reads.
+# The gradient in flight has another number of rows than Wait's output, so autograd cannot pass it between the two nodes:
+# `_Exchange` stores it, and autograd passes a placeholder that is never read.
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, exchange):
@@ -60,9 +60,9 @@ class _Launch(torch.autograd.Function):
         return exchange.launch(rows)
 
     @staticmethod
-    def backward(ctx, _stand_in):
-        returned, ctx.exchange.returning = ctx.exchange.returning, None
-        return ctx.exchange.wait(returned, reverse=True), None
+    def backward(ctx, _placeholder):
+        gradient, ctx.exchange.gradient_in_flight = ctx.exchange.gradient_in_flight, None
+        return ctx.exchange.wait(gradient, reverse=True), None
 
 
 class _Wait(torch.autograd.Function):
@@ -73,11 +73,11 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.exchange.returning = ctx.exchange.launch(gradient, reverse=True)
+        ctx.exchange.gradient_in_flight = ctx.exchange.launch(gradient, reverse=True)
         return gradient, None
 
 
-@uncompiled  # a compiled layer stops here: progress is noted on the host, and sizes may come from there
+@uncompiled  # a graph break: progress is tracked on the host, and sizes may come from it
 def start_all_to_all(
     rows: Tensor,
     group: dist.ProcessGroup,
@@ -90,12 +90,12 @@ def start_all_to_all(
 
     Args:
         rows: `[R, ...]`.
-        operation: what this exchange is, for reports of stalls.
+        operation: a description of this exchange, for reports of stalls.
         receive_sizes, send_sizes: rows per rank; None on both: equal blocks.
 
     Returns:
-        A function to be called once: it waits and returns `[sum(receive_sizes), ...]`, differentiable. What is
-        computed before that call overlaps with the exchange, and so does its backward.
+        A function to be called once, which waits and returns `[sum(receive_sizes), ...]`, differentiable. Computation
+        before that call overlaps with the exchange, and so does its backward.
     """
     receive = list(receive_sizes) if receive_sizes is not None else None
     send = list(send_sizes) if send_sizes is not None else None
@@ -106,21 +106,21 @@ def start_all_to_all(
 
 @uncompiled
 def all_to_all(rows: Tensor, group: dist.ProcessGroup, **options) -> Tensor:
-    """`start_all_to_all` with the same arguments, waited for at once."""
+    """`start_all_to_all`, then waits for it."""
     return start_all_to_all(rows, group, **options)()
 
 
 def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """What every rank of `group`, all by default, has; without torch.distributed what this one has."""
+    """The values of all ranks of `group` (default: all ranks), in rank order; `[value]` without torch.distributed."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def object_of(value: Value, rank: int = 0, group: dist.ProcessGroup | None = None) -> Value:
-    """What one rank has, on all of them: what it sees on a disk, or decided, counts for all."""
+def broadcast_object(value: Value, rank: int = 0, group: dist.ProcessGroup | None = None) -> Value:
+    """The value of one rank, on all ranks of `group`."""
     shared = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(shared, src=rank, group=group)
@@ -143,22 +143,22 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _GatherRows(torch.autograd.Function):
-    """All-gather along the first dimension; its backward adds up the gradients of all ranks and hands out the slices."""
+    """All-gather along the first dimension; its backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, rows, group, operation):
         ctx.group, ctx.operation = group, operation
         with watch.operation(operation):
-            whole = rows.new_empty((rows.shape[0] * dist.get_world_size(group), *rows.shape[1:]))
-            _ALL_GATHER(whole, rows.contiguous(), group=group)
-        return whole
+            gathered = rows.new_empty((rows.shape[0] * dist.get_world_size(group), *rows.shape[1:]))
+            _ALL_GATHER(gathered, rows.contiguous(), group=group)
+        return gathered
 
     @staticmethod
     def backward(ctx, gradient):
         with watch.operation(f"{ctx.operation}, backward"):
-            own = gradient.new_empty((gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:]))
-            _REDUCE_SCATTER(own, gradient.contiguous(), group=ctx.group)
-        return own, None, None
+            shard = gradient.new_empty((gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:]))
+            _REDUCE_SCATTER(shard, gradient.contiguous(), group=ctx.group)
+        return shard, None, None
 
 
 @uncompiled

@@ -1,32 +1,35 @@
-"""How many ranks each kind of parallelism gets, and where they lie. Imports no torch: `patchgen mesh` only draws.
+"""How many ranks each kind of parallelism gets, and the map of ranks. Imports no torch: `patchgen mesh` only draws.
 
 print(mesh_text(world=8, sp=2, ep=4))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+DENSE_DIMENSIONS = ("dp_replicate", "dp_shard", "sp")
+EXPERT_DIMENSIONS = ("dp_replicate", "ep_shard", "ep")
+_COLUMNS = 16  # ranks per line of the map
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The sizes of the two views of the same ranks.
+    """The sizes of both meshes over the same ranks.
 
     Dense parameters live on `dp_replicate x dp_shard x sp`; experts on `dp_replicate x ep_shard x ep`, where
-    `ep_shard = dp_shard * sp / ep`. The last dimension is the contiguous one. For 8 ranks with `sp=2, ep=4`:
+    `ep_shard = dp_shard * sp / ep`. The last dimension varies fastest. For 8 ranks with `sp=2, ep=4`:
 
         rank          0   1   2   3   4   5   6   7
-        dense view
+        dense mesh
           sequence    [ batch 0 ] [ batch 1 ] [ batch 2 ] [ batch 3 ]      dp_shard 4
           sp          0   1   0   1   0   1   0   1
           parameters  [ ----------- one shard each ----------- ]           dp_shard * sp = 8 shards
-        expert view
+        expert mesh
           ep          0   1   2   3   0   1   2   3                        4 groups of experts
           ep_shard    [     0     ]   [     1     ]                        2 shards of each expert
 
-    An SP group holds one batch, each rank a slice of the sequence. An EP group exchanges tokens; it may span SP ranks,
-    for a rank owns the tokens of its slice and no others.
+    The ranks of an SP group share one batch, each with a slice of the sequence. An EP group exchanges tokens; it may span
+    SP ranks, because each rank routes only the tokens of its slice.
 
     Attributes:
         dp_replicate: copies of the model (HSDP).
@@ -42,19 +45,17 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate", "dp_shard", "sp", "ep"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"ParallelConfig.{name} must be a whole number of at least 1, not {value!r}.")
-        if (self.dp_shard * self.sp) % self.ep:
+            _require_size(name, getattr(self, name))
+        if self.num_shards % self.ep:
             raise ValueError(
-                f"ep={self.ep} does not divide dp_shard * sp = {self.dp_shard} * {self.sp} = "
-                f"{self.dp_shard * self.sp}: the experts' groups must tile the ranks of one replica. Choose ep from "
-                f"{_divisors(self.dp_shard * self.sp)}."
+                f"ep={self.ep} does not divide the {self.num_shards} ranks of one replica (dp_shard * sp = {self.dp_shard} * "
+                f"{self.sp}), so they cannot be grouped into EP groups of equal size. To fix: choose ep from "
+                f"{_divisors(self.num_shards)}."
             )
 
     @property
     def world(self) -> int:
-        """All ranks: `dp_replicate * dp_shard * sp`."""
+        """The number of ranks: `dp_replicate * dp_shard * sp`."""
         return self.dp_replicate * self.dp_shard * self.sp
 
     @property
@@ -74,28 +75,30 @@ class ParallelConfig:
 
     @classmethod
     def for_world(cls, world: int, *, dp_replicate: int = 1, sp: int = 1, ep: int = 1) -> ParallelConfig:
-        """The configuration of `world` ranks, `dp_shard` taking what the others leave.
+        """The configuration of `world` ranks, with `dp_shard = world / (dp_replicate * sp)`.
 
         Raises:
-            ValueError: the sizes do not multiply to `world`.
+            ValueError: a size below 1, or sizes that do not divide `world`.
         """
-        if world < 1 or dp_replicate < 1 or sp < 1 or world % (dp_replicate * sp):
+        for name, size in (("world", world), ("dp_replicate", dp_replicate), ("sp", sp)):
+            _require_size(name, size)
+        if world % (dp_replicate * sp):
             raise ValueError(
-                f"dp_replicate={dp_replicate} times sp={sp} does not divide the {world} ranks. "
-                f"dp_replicate * sp must be one of {_divisors(world)}."
+                f"dp_replicate * sp = {dp_replicate} * {sp} = {dp_replicate * sp} does not divide the number of ranks, {world}. "
+                f"To fix: choose dp_replicate and sp so that their product is one of {_divisors(world)}; dp_shard is the rest."
             )
         return cls(dp_replicate=dp_replicate, dp_shard=world // (dp_replicate * sp), sp=sp, ep=ep)
 
     def require_world(self, world: int) -> None:
-        """Raises unless the sizes multiply to the number of ranks that were launched."""
+        """Raises ValueError unless the sizes multiply to the number of launched ranks."""
         if self.world != world:
             raise ValueError(
                 f"dp_replicate * dp_shard * sp = {self.dp_replicate} * {self.dp_shard} * {self.sp} = {self.world}, "
-                f"but {world} ranks are running. Change one of the three, or launch {self.world} ranks."
+                f"but {world} ranks are running. To fix: change one of the three sizes, or launch {self.world} ranks."
             )
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank lies in both views."""
+        """The coordinates of a rank in both meshes."""
         replica, within = divmod(rank, self.num_shards)
         return {
             "dp_replicate": replica,
@@ -106,14 +109,14 @@ class ParallelConfig:
         }
 
     def groups(self, dimension: str) -> list[list[int]]:
-        """The groups of ranks that differ in `dimension` only, in the view it belongs to."""
-        view = ("dp_replicate", "ep_shard", "ep") if dimension.startswith("ep") else ("dp_replicate", "dp_shard", "sp")
-        others = [name for name in view if name != dimension]
-        found: dict[tuple[int, ...], list[int]] = {}
+        """The groups of ranks that differ only in `dimension`, in the mesh that has it."""
+        mesh = next(mesh for mesh in (DENSE_DIMENSIONS, EXPERT_DIMENSIONS) if dimension in mesh)
+        others = [name for name in mesh if name != dimension]
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
-            place = self.coordinates(rank)
-            found.setdefault(tuple(place[name] for name in others), []).append(rank)
-        return list(found.values())
+            coordinates = self.coordinates(rank)
+            groups.setdefault(tuple(coordinates[name] for name in others), []).append(rank)
+        return list(groups.values())
 
 
 def mesh_text(world: int, *, dp_replicate: int = 1, sp: int = 1, ep: int = 1) -> str:
@@ -121,8 +124,8 @@ def mesh_text(world: int, *, dp_replicate: int = 1, sp: int = 1, ep: int = 1) ->
     return draw(ParallelConfig.for_world(world, dp_replicate=dp_replicate, sp=sp, ep=ep))
 
 
-def draw(config: ParallelConfig, columns: int = 16) -> str:
-    """Both views as a table with a column per rank (`columns` ranks a row), then the groups of each collective."""
+def draw(config: ParallelConfig) -> str:
+    """Both meshes as a table with a column per rank, then the groups of each collective."""
     lines = [
         f"{config.world} ranks",
         f"  dense parameters  dp_replicate {config.dp_replicate} x dp_shard {config.dp_shard} x sp {config.sp}"
@@ -130,22 +133,11 @@ def draw(config: ParallelConfig, columns: int = 16) -> str:
         f"  experts           dp_replicate {config.dp_replicate} x ep_shard {config.ep_shard} x ep {config.ep}"
         f"    (1/{config.ep} of the experts per rank, each in {config.ep_shard} shards)",
     ]
-    for start in range(0, config.world, columns):
-        ranks = range(start, min(start + columns, config.world))
-        places = {rank: config.coordinates(rank) for rank in ranks}
-
-        def row(label: str, value: Callable[[int], int], ranks: Iterable[int] = ranks) -> str:
-            return f"  {label:<14}" + "".join(f"{value(rank):>4}" for rank in ranks)
-
-        lines += [
-            "",
-            row("rank", lambda rank: rank),
-            row("batch", lambda rank: rank // config.sp),
-            *(
-                row(name, lambda rank, name=name, places=places: places[rank][name])
-                for name in ("dp_replicate", "dp_shard", "sp", "ep_shard", "ep")
-            ),
-        ]
+    for start in range(0, config.world, _COLUMNS):
+        ranks = range(start, min(start + _COLUMNS, config.world))
+        columns = [{"rank": rank, "batch": rank // config.sp, **config.coordinates(rank)} for rank in ranks]
+        lines.append("")
+        lines += [f"  {label:<14}" + "".join(f"{column[label]:>4}" for column in columns) for label in columns[0]]
     purposes = {
         "sp": "share a sequence; attention exchanges heads",
         "ep": "share the experts; tokens are exchanged",
@@ -156,10 +148,15 @@ def draw(config: ParallelConfig, columns: int = 16) -> str:
     for dimension, purpose in purposes.items():
         groups = config.groups(dimension)
         if len(groups[0]) > 1:
-            shown = " ".join("[" + " ".join(map(str, group)) + "]" for group in groups[:8])
+            listed = " ".join("[" + " ".join(map(str, group)) + "]" for group in groups[:8])
             more = f" and {len(groups) - 8} more" if len(groups) > 8 else ""
-            lines.append(f"  {dimension} groups ({purpose}): {shown}{more}")
+            lines.append(f"  {dimension} groups ({purpose}): {listed}{more}")
     return "\n".join(lines).rstrip()
+
+
+def _require_size(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"The parallel size {name} must be an integer of at least 1, found {value!r}.")
 
 
 def _divisors(number: int) -> list[int]:

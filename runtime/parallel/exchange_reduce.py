@@ -1,10 +1,10 @@
-"""Gradients travel in the dtype they were computed in, and are summed in fp32 where they arrive.
+"""Gradient reduction by all-to-all in the compute dtype and a local sum in fp32, instead of FSDP2's reduce-scatter.
 
-    reduce-scatter in fp32    every gradient is widened, then travels and is summed on the way    4 bytes per element
-    exchange, then sum        every rank sends each other rank its part, as it is                 2 bytes, in bf16
+    reduce-scatter in fp32    gradients are cast to fp32, sent, and summed on the way    4 bytes per element
+    all-to-all, then sum      each rank sends each other rank its part, uncast           2 bytes, in bf16
 
-Widening a bf16 gradient adds nothing to it, so both sum the same numbers in the same precision. The order here is that
-of the ranks, whatever the library of collectives does. Used by FSDP2 in place of its reduce-scatter.
+Casting a bf16 gradient to fp32 is exact, so both sum the same numbers in the same precision. The order of the sum here is
+rank order, whatever the collective library does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from patchgen.runtime.parallel.collectives import gather_objects
 from patchgen.runtime.parallel.state import ParallelState
 
-ATTRIBUTE = "_patchgen_gradient_exchanges"  # of a sharded model: its exchanges
-_FILLED_BY_COPIES = "_patchgen_filled_by_copies"  # of a buffer that an exchange sends
+ATTRIBUTE = "_patchgen_gradient_exchanges"  # on a sharded model: its exchanges
+_COPIED_BY_FOREACH = "_patchgen_filled_by_copies"  # on the send buffer of an exchange
 
 
 class ExchangeReduce(ReduceScatter):
@@ -34,29 +34,31 @@ class ExchangeReduce(ReduceScatter):
 
     Args:
         world: ranks of the group, at least two: FSDP2 asks for an input, then for an output of `1 / world` of its size.
-        sent_dtype: what gradients are computed in, and travel in.
+        compute_dtype: the dtype in which gradients are computed and sent.
     """
 
-    def __init__(self, world: int, sent_dtype: torch.dtype) -> None:
+    def __init__(self, world: int, compute_dtype: torch.dtype) -> None:
         self.world = world
-        self.sent_dtype = sent_dtype
-        self.as_computed = True  # False: gradients were accumulated in the dtype of the sum, and travel in it
-        self._awaited_output: int | None = None
+        self.compute_dtype = compute_dtype
+        self.sends_compute_dtype = (
+            True  # False: gradients were accumulated in the dtype of the sum, and are sent in it
+        )
+        self._expected_output: int | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The input in `sent_dtype`, then the output in `dtype`, that of the sum."""
+        """The input in `compute_dtype`, then the output in `dtype`, the dtype of the sum."""
         (numel,) = size
-        is_output = self._awaited_output is not None
-        if is_output and numel != self._awaited_output:
+        is_output = self._expected_output is not None
+        if is_output and numel != self._expected_output:
             raise RuntimeError(
-                f"FSDP2 was expected to ask for an output of {self._awaited_output} elements after its input, and asks for "
-                f"{numel}: this torch ({torch.__version__}) reduces in another way. Set exchange_gradients=False."
+                f"FSDP2 was expected to allocate an output of {self._expected_output} elements after its input; found "
+                f"{numel}: this torch ({torch.__version__}) reduces differently. To fix: set exchange_gradients=False."
             )
-        self._awaited_output = None if is_output else numel // self.world
-        narrow = self.as_computed and not is_output
-        buffer = torch.empty(numel, dtype=self.sent_dtype if narrow else dtype, device=device)
+        self._expected_output = None if is_output else numel // self.world
+        narrow = self.sends_compute_dtype and not is_output
+        buffer = torch.empty(numel, dtype=self.compute_dtype if narrow else dtype, device=device)
         if not is_output:
-            setattr(buffer, _FILLED_BY_COPIES, True)
+            setattr(buffer, _COPIED_BY_FOREACH, True)
         return buffer
 
     def __call__(
@@ -69,7 +71,7 @@ class ExchangeReduce(ReduceScatter):
     ) -> None:
         """`output_tensor [N]` becomes the sum over ranks of their `input_tensor [world, N]` at this rank."""
         if op != dist.ReduceOp.SUM or async_op:
-            raise NotImplementedError(f"Gradients are summed by an exchange, at once; asked for {op}, {async_op=}.")
+            raise NotImplementedError(f"Gradient exchanges compute sums, synchronously; found {op}, {async_op=}.")
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(self.world, -1), dim=0, dtype=output_tensor.dtype, out=output_tensor)
@@ -79,57 +81,60 @@ def install(
     model: nn.Module,
     state: ParallelState,
     experts: Sequence[nn.Module],
-    kept: Sequence[nn.Module],
+    fp32_units: Sequence[nn.Module],
     *,
-    computed: torch.dtype | None,
-    summed: torch.dtype | None,
-    wanted: bool | None,
+    compute_dtype: torch.dtype | None,
+    sum_dtype: torch.dtype | None,
+    enabled: bool | None,
 ) -> list[ExchangeReduce]:
-    """Lets units of a sharded model exchange their gradients, where these are narrower than their sum.
+    """Replaces the reduce-scatter of units whose gradients are narrower than their sum.
 
     Args:
-        experts: units whose shards lie on the expert mesh.
-        kept: units that are computed and summed in fp32: nothing to save.
-        computed, summed: dtypes of gradients and of their sum; None: that of the parameters, and as computed.
-        wanted: None: on GPUs, in groups that each share a host. Between hosts many small messages may lose to a ring,
-            which is not measured. Every rank gets the same answer.
+        experts: units sharded over the expert mesh.
+        fp32_units: units that are computed and summed in fp32, which have nothing to save.
+        compute_dtype, sum_dtype: of gradients and of their sum; None: the dtype of parameters, and of gradients.
+        enabled: None: on GPUs, in groups that share a host. Between hosts many small messages may be slower than a ring,
+            which is not measured. The decision is the same on every rank.
 
     Raises:
-        ValueError: wanted, where no unit has bytes to save.
+        ValueError: `enabled` is True and no unit has bytes to save.
     """
-    narrow = computed if computed is not None and summed is not None and computed.itemsize < summed.itemsize else None
-    asked = wanted is None and state.dense_mesh.device_type == "cuda"
-    own_mesh, as_is = {id(module) for module in experts}, {id(module) for module in kept}
-    hosts = gather_objects(socket.gethostname()) if narrow is not None and asked else []
+    narrow = None
+    if compute_dtype is not None and sum_dtype is not None and compute_dtype.itemsize < sum_dtype.itemsize:
+        narrow = compute_dtype
+    is_auto = enabled is None and state.dense_mesh.device_type == "cuda"
+    expert_ids, fp32_ids = {id(module) for module in experts}, {id(module) for module in fp32_units}
+    hosts = gather_objects(socket.gethostname()) if narrow is not None and is_auto else []
     exchanges = []
     _replace_copy_in()
     for is_expert, mesh, dimension in ((False, state.dense_mesh, "fsdp"), (True, state.expert_mesh, "ep_shard")):
-        world = mesh.size(place_of(mesh, dimension))
-        if narrow is None or world == 1 or not (wanted or (asked and share_hosts(mesh, dimension, hosts))):
+        world = mesh.size(mesh_dimension(mesh, dimension))
+        if narrow is None or world == 1 or not (enabled or (is_auto and groups_share_hosts(mesh, dimension, hosts))):
             continue
         for module in model.modules():
-            if isinstance(module, FSDPModule) and id(module) not in as_is and (id(module) in own_mesh) == is_expert:
+            in_group = id(module) not in fp32_ids and (id(module) in expert_ids) == is_expert
+            if isinstance(module, FSDPModule) and in_group:
                 exchanges.append(ExchangeReduce(world, narrow))
                 module.set_custom_reduce_scatter(exchanges[-1])
-    if wanted and not exchanges:
-        why = "no gradients are divided over ranks" if narrow is not None else "there are no bytes to save"
+    if enabled and not exchanges:
+        why = "no gradients are sharded" if narrow is not None else "there are no bytes to save"
         raise ValueError(
-            f"exchange_gradients: gradients are computed in {computed or 'the dtype of the parameters'} and summed in "
-            f"{summed or 'the same'}, over {dist.get_world_size()} rank(s): {why}. Leave it out, or set param_dtype=bfloat16 "
-            "and reduce_dtype=float32 on several shards."
+            f"exchange_gradients: gradients are computed in {compute_dtype or 'the dtype of the parameters'} and summed in "
+            f"{sum_dtype or 'the same'}, over {dist.get_world_size()} rank(s): {why}. To fix: remove it, or set "
+            "param_dtype=bfloat16 and reduce_dtype=float32 on several shards."
         )
     return exchanges
 
 
-def place_of(mesh: DeviceMesh, dimension: str) -> int:
-    """Which dimension of a mesh has this name."""
+def mesh_dimension(mesh: DeviceMesh, dimension: str) -> int:
+    """The index of a mesh dimension by its name."""
     return (mesh.mesh_dim_names or ()).index(dimension)
 
 
-def fill(gradients: Sequence[Tensor], buffer: Tensor, world: int) -> None:
-    """Writes gradients `[D, ...]` into `buffer [world * N]` as FSDP2 does: of each its part for a rank beside the others'.
+def copy_in_gradients(gradients: Sequence[Tensor], buffer: Tensor, world: int) -> None:
+    """Copies gradients `[D, ...]` into `buffer [world * N]` in FSDP2's layout: per rank its parts of all gradients.
 
-    Rows that do not divide by `world` are filled up with zeros.
+    Each gradient is padded with zeros to a multiple of `world` rows.
     """
     parts = buffer.view(world, -1)
     targets: list[Tensor] = []
@@ -148,31 +153,31 @@ def fill(gradients: Sequence[Tensor], buffer: Tensor, world: int) -> None:
     torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _fill_by_copies(copy_in: Callable[..., None]) -> Callable[..., None]:
-    """FSDP2's function, for buffers of an exchange `fill`."""
+def _copy_in_for_exchanges(copy_in: Callable[..., None]) -> Callable[..., None]:
+    """FSDP2's function, replaced by `copy_in_gradients` for the buffers of exchanges."""
 
     @functools.wraps(copy_in)
-    def filled(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
-        ours = getattr(reduce_scatter_input, _FILLED_BY_COPIES, False)
-        (fill if ours else copy_in)(unsharded_grads, reduce_scatter_input, world_size)
+    def wrapped(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
+        ours = getattr(reduce_scatter_input, _COPIED_BY_FOREACH, False)
+        (copy_in_gradients if ours else copy_in)(unsharded_grads, reduce_scatter_input, world_size)
 
-    return filled
+    return wrapped
 
 
 def _replace_copy_in() -> None:
-    """Lets FSDP2 fill the buffers of exchanges by `fill`; where its function takes something else, it keeps its own."""
-    own = _fsdp_collectives.foreach_reduce_scatter_copy_in
-    known = tuple(inspect.signature(own).parameters) == ("unsharded_grads", "reduce_scatter_input", "world_size")
-    if known and not hasattr(own, "__wrapped__"):
-        _fsdp_collectives.foreach_reduce_scatter_copy_in = _fill_by_copies(own)
+    """Patches FSDP2 to fill the buffers of exchanges by `copy_in_gradients`, if its function has the known parameters."""
+    original = _fsdp_collectives.foreach_reduce_scatter_copy_in
+    is_known = tuple(inspect.signature(original).parameters) == (
+        "unsharded_grads",
+        "reduce_scatter_input",
+        "world_size",
+    )
+    if is_known and not hasattr(original, "__wrapped__"):
+        _fsdp_collectives.foreach_reduce_scatter_copy_in = _copy_in_for_exchanges(original)
 
 
-def share_hosts(mesh: DeviceMesh, dimension: str, hosts: Sequence[str]) -> bool:
-    """Whether the ranks of each group along a dimension of a mesh of all ranks run on one host.
-
-    Args:
-        hosts: the host of each rank.
-    """
-    place = place_of(mesh, dimension)
-    groups = mesh.mesh.movedim(place, -1).reshape(-1, mesh.mesh.shape[place])
+def groups_share_hosts(mesh: DeviceMesh, dimension: str, hosts: Sequence[str]) -> bool:
+    """Whether each group along a mesh dimension runs on one host; `hosts` has the host of each rank."""
+    index = mesh_dimension(mesh, dimension)
+    groups = mesh.mesh.movedim(index, -1).reshape(-1, mesh.mesh.shape[index])
     return all(len({hosts[rank] for rank in group}) == 1 for group in groups.tolist())

@@ -1,21 +1,20 @@
-"""The exchange of experts' tokens inside a host: ranks read each other's tokens, each at most once.
+"""Token exchange of expert parallelism through peer memory: ranks of one host read each other's tokens, each at most once.
 
-    publish   every rank writes its tokens, the experts they go to and their weights, once
-    read      every rank reads the tokens that have a slot for its experts: a bound is all tokens of all ranks, no count;
-              all of them, while routers compute, where the module around the experts hands on what it gets (`send_ahead`)
-    experts   one fused_moe over the tokens of all ranks, the slots of other ranks' experts left out: what it returns for a
-              token is the sum over the experts here
-    publish   every rank writes these sums; the Triton experts write them to the ranks of their tokens (`pushed_sums.py`)
-    read      every rank reads those of its own tokens and adds them up, in fp32, in the order of the ranks
+    publish   each rank writes its tokens, their expert indices and routing weights, once
+    read      each rank reads the tokens that have a slot for its experts, at most all tokens of all ranks; or all of them
+              while routers compute, if the MoE module passes its input on to its experts (`install_token_prefetch`)
+    experts   one fused_moe over the tokens of all ranks, with the slots of other ranks' experts left out: its result for a
+              token is the sum over the experts of this rank
+    publish   each rank writes these sums; the Triton experts write them to the ranks of their tokens (`pushed_sums.py`)
+    read      each rank reads the sums of its own tokens and adds them, in fp32 and in rank order
 
-The backward is the same the other way: gradients of outputs are published and read by the ranks that computed for the
-token; gradients of tokens are summed by the token's rank; that of a routing weight comes from the rank of its expert.
+The backward is symmetric: gradients of outputs are published and read by the ranks that computed for the token; gradients
+of tokens are summed by the token's rank; the gradient of a routing weight comes from the rank of its expert.
 
-Which rows there are, and which tiles cover them, only devices know. The hosts tell each other how many tokens they have,
-without their devices. Buffers of rows (`h`, and what the backward makes) are sized for `ROUND_SHARES` times a rank's even
-share. With two ranks no routing exceeds that. With more, the rows beyond it are computed in further rounds, each of the
-same size, as many as the worst routing needs; a round without rows reads nothing. So no row is ever left out, and the
-host never asks how many there are.
+Only devices know which rows exist and which tiles cover them. The hosts exchange token counts, without their devices.
+Buffers of rows (`h`, and those of the backward) are sized for `ROUND_SHARES` times a rank's even share. With two ranks no
+routing exceeds that. With more, rows beyond it are computed in further rounds of the same size, as many as the worst
+routing needs; a round without rows reads nothing. So no row is dropped, and the host never reads a row count.
 
     n ranks   T tokens of this rank   N tokens of all ranks   K experts per token   H hidden size   e experts of this rank
 """
@@ -33,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from patchgen.kernels.moe import early_gradients
 from patchgen.kernels.peers import peer_rows, pushed_sums
 from patchgen.kernels.peers.peer_rows import Tokens
-from patchgen.kernels.peers.pushed_sums import Places
+from patchgen.kernels.peers.pushed_sums import PushTargets
 from patchgen.runtime import parallel
 from patchgen.runtime.parallel import checkpointing, overlap
 from patchgen.runtime.parallel.peer_memory import PeerBuffers, aligned
@@ -41,11 +40,11 @@ from patchgen.runtime.parallel.state import ParallelState
 
 ROUND_SHARES = 2
 
-# This rank's experts: (tokens [N, H], index [N, K], weights [N, K][, most slots not left out]) -> sums [N, H].
+# This rank's experts: (tokens [N, H], index [N, K], weights [N, K][, max_rows]) -> sums [N, H].
 Compute = Callable[..., Tensor]
 
 
-def over_peers(
+def exchange_by_peer_memory(
     state: ParallelState,
     hidden_states: Tensor,
     top_k_index: Tensor,
@@ -60,45 +59,49 @@ def over_peers(
     Args:
         compute: this rank's experts over the tokens of all ranks, called once per round.
         num_experts: of the model.
-        pushes: that `compute` may write its sums to the ranks of their tokens (`kernels/peers/pushed_sums.py`) and nobody
-            reads what it returns.
+        pushes: whether `compute` may write its sums directly to the ranks of their tokens (`kernels/peers/pushed_sums.py`),
+            so that its return value is not read.
     """
     if state.peers is None:
-        raise ValueError("The ranks of this state share no memory: `over_rows` exchanges their tokens.")
-    is_again = checkpointing.is_replay() or _is_backward()
-    ahead = None if is_again else _sent_ahead(state, state.peers, hidden_states)
-    exchange = _Exchange.agree(state.peers, hidden_states, top_k_index, top_k_weights, num_experts, ahead)
-    rows, weights = _Send.apply(hidden_states, top_k_weights, top_k_index, exchange)
+        raise ValueError("The ranks of this state share no memory. To fix: use `exchange_by_all_to_all`.")
+    is_recomputing = checkpointing.is_replay() or _in_backward()
+    prefetched = None if is_recomputing else _take_prefetched(state, state.peers, hidden_states)
+    exchange = _Exchange.agree(state.peers, hidden_states, top_k_index, top_k_weights, num_experts, prefetched)
+    rows, weights = _SendTokens.apply(hidden_states, top_k_weights, top_k_index, exchange)
     overlap.compute_announced()
-    rows, weights = _Arrive.apply(rows, weights, exchange)
-    # What a checkpointed layer keeps or computes again is whole; torch ends a recomputation before the push's barrier.
-    may_push = pushes and exchange.num_rounds == 1 and not checkpointing.is_active() and not is_again
-    # Whoever keeps what operators return, on any rank, keeps sums and not what is left where they were pushed.
-    places = exchange.places() if may_push and state.peers.all_say(_get_current_dispatch_mode() is None) else None
-    with pushed_sums.offered(places):
-        sums = _in_rounds(compute, rows, exchange, weights)
-    return _Return.apply(sums, top_k_index, exchange, places)
+    rows, weights = _WaitForTokens.apply(rows, weights, exchange)
+    # A checkpointed layer saves or recomputes full results, and torch ends a recomputation before the push's barrier.
+    may_push = pushes and exchange.num_rounds == 1 and not checkpointing.is_active() and not is_recomputing
+    # A dispatch mode on any rank may save what operators return, which must then be the sums.
+    targets = (
+        exchange.push_targets() if may_push and state.peers.all_agree(_get_current_dispatch_mode() is None) else None
+    )
+    with pushed_sums.offer(targets):
+        sums = _compute_in_rounds(compute, rows, exchange, weights)
+    return _ReturnSums.apply(sums, top_k_index, exchange, targets)
 
 
-def _sent_ahead(state: ParallelState, peers: PeerBuffers, hidden_states: Tensor) -> SentAhead | None:
-    """`hidden_states`, where all ranks sent theirs ahead.
+def _take_prefetched(state: ParallelState, peers: PeerBuffers, hidden_states: Tensor) -> PrefetchedTokens | None:
+    """The prefetched tokens, if all ranks prefetched their `hidden_states`; called by all ranks or by none.
 
-    Asked by all ranks or by none: where an error was caught, a rank may have tokens on their way that others have not.
+    After a caught error a rank may have tokens in flight that others have not.
     """
-    ahead, state.running.sent_ahead = state.running.sent_ahead, None
-    if not state.running.sends_ahead or peers.all_say(ahead is not None and ahead.are(hidden_states)):
-        return ahead
-    if peers.all_say(ahead is not None) and ahead is not None:  # sent by all, and on some rank others than these
-        setattr(ahead.module, _SENDS_AHEAD, False)
+    prefetched, state.context.prefetched_tokens = state.context.prefetched_tokens, None
+    if not state.context.prefetches_tokens or peers.all_agree(
+        prefetched is not None and prefetched.matches(hidden_states)
+    ):
+        return prefetched
+    if peers.all_agree(prefetched is not None) and prefetched is not None:  # by all, but on some rank not these tokens
+        setattr(prefetched.module, _PREFETCHES, False)
     return None
 
 
 @dataclass
-class SentAhead:
-    """Tokens that are on their way before anybody knows their experts, all of them to every rank.
+class PrefetchedTokens:
+    """Tokens sent to every rank before their experts are known.
 
     Attributes:
-        source: what they were read from, and its version then.
+        source: the tensor they were read from, with its version then.
         rows: `[N, H]` of all ranks, to be waited for.
     """
 
@@ -108,11 +111,11 @@ class SentAhead:
     tokens: Tokens
     rows: Tensor
 
-    def are(self, hidden_states: Tensor) -> bool:
-        """Whether these are the tokens, unchanged."""
+    def matches(self, hidden_states: Tensor) -> bool:
+        """Whether `hidden_states` are these tokens, unchanged."""
         width = self.source.shape[-1]
         return (
-            hidden_states.data_ptr() == self.source.data_ptr()  # which is held: nothing else can lie there
+            hidden_states.data_ptr() == self.source.data_ptr()  # `source` is alive, so its memory was not reused
             and self.source._version == self.version
             and hidden_states.dtype == self.source.dtype
             and hidden_states.shape == (self.source.numel() // width, width)
@@ -121,52 +124,52 @@ class SentAhead:
         )
 
 
-_SENDS_AHEAD = "_patchgen_sends_tokens_ahead"  # of a module: False where it turned out that its tokens are others
+_PREFETCHES = "_patchgen_prefetches_tokens"  # on a module: False once its experts got other tokens
 
 
-def send_ahead(model: nn.Module, experts: Sequence[nn.Module]) -> None:
-    """Lets the modules around experts send what they get while they compute who gets it: routers take as long as the way.
+def install_token_prefetch(model: nn.Module, experts: Sequence[nn.Module]) -> None:
+    """Lets MoE modules send their input while their routers compute, which takes about as long as the transfer.
 
-    Where what reaches the experts turns out to be something else, it is sent then, as without this.
+    If the experts then get another tensor, that is sent as without the prefetch.
     """
-    inside = set(experts)
+    experts_modules = set(experts)
     for module in model.modules():
-        if not inside.isdisjoint(module.children()):
-            module.register_forward_pre_hook(_send_input_ahead, with_kwargs=True)
+        if not experts_modules.isdisjoint(module.children()):
+            module.register_forward_pre_hook(_prefetch_input, with_kwargs=True)
 
 
-def _send_input_ahead(module: nn.Module, args: tuple, kwargs: dict) -> None:
+def _prefetch_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
     if torch.compiler.is_compiling():
         return
     state = parallel.current()
-    if state is None or state.peers is None or checkpointing.is_replay() or _is_backward():
+    if state is None or state.peers is None or checkpointing.is_replay() or _in_backward():
         return
-    state.running.sends_ahead, state.running.sent_ahead = True, None
+    state.context.prefetches_tokens, state.context.prefetched_tokens = True, None
     source = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-    if source is None or source.ndim < 2 or source.is_inference() or not getattr(module, _SENDS_AHEAD, True):
+    if source is None or source.ndim < 2 or source.is_inference() or not getattr(module, _PREFETCHES, True):
         return
-    # A checkpointing of the user's counts operations, of which there would be more when the layer is computed again.
-    if not state.peers.all_say(checkpointing.is_active() or _get_current_dispatch_mode() is None):
+    # User checkpointing may count operations, and a recomputed layer would run more of them.
+    if not state.peers.all_agree(checkpointing.is_active() or _get_current_dispatch_mode() is None):
         return
-    with _disable_current_modes(), torch.no_grad():  # unseen by selective checkpointing, which counts operations
+    with _disable_current_modes(), torch.no_grad():  # hidden from selective checkpointing
         tokens = source.detach().reshape(-1, source.shape[-1])
         peers = state.peers
-        counts = peers.agree(tokens.shape[0])
+        counts = peers.exchange_counts(tokens.shape[0])
         peers.reserve(max(counts.counts) * tokens.shape[1] * tokens.element_size())
-        with peers.beside():
+        with peers.side_stream():
             published = peers.publish([(0, tokens)])
             rows = peer_rows.read_tokens(published, counts, None, 0, tokens.shape[1], tokens.dtype)
-    state.running.sent_ahead = SentAhead(module, source, source._version, counts, rows)
+    state.context.prefetched_tokens = PrefetchedTokens(module, source, source._version, counts, rows)
 
 
-def _is_backward() -> bool:
-    """Whether a backward runs, that computes a layer again."""
+def _in_backward() -> bool:
+    """Whether a backward is running, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
-def _in_rounds(compute: Compute, rows: Tensor, exchange: _Exchange, weights: Tensor) -> Tensor:
-    """The sums of all rounds. All but the first compute again in the backward: what they keep has no bound but the worst."""
-    index, most = exchange.known(exchange.index), exchange.rows_per_round
+def _compute_in_rounds(compute: Compute, rows: Tensor, exchange: _Exchange, weights: Tensor) -> Tensor:
+    """The sums of all rounds. All but the first are checkpointed, because what they would save has no useful bound."""
+    index, most = exchange.require_sent(exchange.index), exchange.rows_per_round
     if exchange.num_rounds == 1:
         return compute(rows, index, weights)
     order = torch.sort(index.reshape(-1), stable=True).indices
@@ -174,25 +177,25 @@ def _in_rounds(compute: Compute, rows: Tensor, exchange: _Exchange, weights: Ten
     place[order] = torch.arange(order.numel(), device=order.device)
     round_of_slot = place.view(index.shape).div(most, rounding_mode="floor")
 
-    def own(number: int) -> Tensor:
-        return index.masked_fill(round_of_slot != number, exchange.own_experts)
+    def index_of_round(number: int) -> Tensor:
+        return index.masked_fill(round_of_slot != number, exchange.num_local_experts)
 
-    total = compute(rows, own(0), weights, most)
+    total = compute(rows, index_of_round(0), weights, most)
     for number in range(1, exchange.num_rounds):
         total = total + torch_checkpoint.checkpoint(
-            compute, rows, own(number), weights, most, use_reentrant=False, preserve_rng_state=False
+            compute, rows, index_of_round(number), weights, most, use_reentrant=False, preserve_rng_state=False
         )
     return total
 
 
 @dataclass
 class _Exchange:
-    """One layer's exchange: who has how many tokens, where things lie in a buffer, and what is on its way.
+    """One layer's exchange: token counts, buffer offsets, and what is in flight.
 
     Attributes:
         index: `[N, K]` int32, this rank's experts in `[0, e)`; e marks a slot that is left out.
         slots: `[T, K]`, the model's experts of this rank's tokens.
-        travelling: what the stream beside reads; kept until it was waited for.
+        pending_gradients: gradients in flight, and what the side stream reads for them; kept until waited for.
     """
 
     peers: PeerBuffers
@@ -203,8 +206,8 @@ class _Exchange:
     weights_offset: int
     index: Tensor | None = None
     slots: Tensor | None = None
-    travelling: tuple[Tensor, ...] = field(default=())
-    ahead: SentAhead | None = None
+    pending_gradients: tuple[Tensor, ...] = field(default=())
+    prefetched: PrefetchedTokens | None = None
 
     @classmethod
     def agree(
@@ -214,10 +217,12 @@ class _Exchange:
         top_k_index: Tensor,
         top_k_weights: Tensor,
         num_experts: int,
-        ahead: SentAhead | None = None,
+        prefetched: PrefetchedTokens | None = None,
     ) -> _Exchange:
-        """With the token counts of all ranks, and buffers that are large enough for every step of it."""
-        tokens = checkpointing.remember(lambda: ahead.tokens if ahead else peers.agree(hidden_states.shape[0]))
+        """An exchange with the token counts of all ranks, and buffers that are large enough for all its steps."""
+        tokens = checkpointing.remember(
+            lambda: prefetched.tokens if prefetched else peers.exchange_counts(hidden_states.shape[0])
+        )
         top_k, hidden_size = top_k_index.shape[1], hidden_states.shape[1]
         row, slot = hidden_size * hidden_states.element_size(), top_k * top_k_weights.element_size()
         most = max(tokens.counts)
@@ -225,17 +230,17 @@ class _Exchange:
         weights_offset = index_offset + aligned(most * top_k * torch.int32.itemsize)
         returned = aligned(tokens.total * row) + tokens.total * slot
         peers.reserve(max(weights_offset + most * slot, returned, most * peers.num_ranks * row))
-        return cls(peers, tokens, num_experts, top_k, index_offset, weights_offset, ahead=ahead)
+        return cls(peers, tokens, num_experts, top_k, index_offset, weights_offset, prefetched=prefetched)
 
     @staticmethod
-    def known(index: Tensor | None) -> Tensor:
-        """`index` or `slots`, of an exchange that has sent its tokens."""
+    def require_sent(index: Tensor | None) -> Tensor:
+        """`index` or `slots`, which are set when tokens are sent."""
         if index is None:
-            raise RuntimeError("This exchange has not sent its tokens yet: nothing says whose they are.")
+            raise RuntimeError("This exchange has not sent its tokens yet, so their experts are unknown.")
         return index
 
     @property
-    def own_experts(self) -> int:
+    def num_local_experts(self) -> int:
         return self.num_experts // self.peers.num_ranks
 
     @property
@@ -244,14 +249,14 @@ class _Exchange:
 
     @property
     def num_rounds(self) -> int:
-        """So many that every slot of every rank could be for this rank's experts."""
+        """Enough for all slots of all ranks to be for this rank's experts."""
         return -(-self.tokens.total * self.top_k // self.rows_per_round) if self.tokens.total else 1
 
     def send(self, tokens: Tensor, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`(tokens [N, H], weights [N, K], index [N, K])`, on their way; to be waited for."""
-        with self.peers.beside():
+        """`(tokens [N, H], weights [N, K], index [N, K])`, in flight; to be waited for."""
+        with self.peers.side_stream():
             parts = [(self.index_offset, index.to(torch.int32)), (self.weights_offset, weights)]
-            published = self.peers.publish(parts if self.ahead else [(0, tokens), *parts])
+            published = self.peers.publish(parts if self.prefetched else [(0, tokens), *parts])
             local, all_weights = peer_rows.read_routing(
                 published,
                 self.tokens,
@@ -259,113 +264,119 @@ class _Exchange:
                 index_offset=self.index_offset,
                 weights_offset=self.weights_offset,
                 weights_dtype=weights.dtype,
-                first_expert=self.peers.rank * self.own_experts,
-                num_experts=self.own_experts,
+                first_expert=self.peers.rank * self.num_local_experts,
+                num_experts=self.num_local_experts,
             )
-            if self.ahead:
-                rows, self.ahead = self.ahead.rows, None
+            if self.prefetched:
+                rows, self.prefetched = self.prefetched.rows, None
             else:
-                what = local, self.own_experts, tokens.shape[1], tokens.dtype
-                rows = peer_rows.read_tokens(published, self.tokens, *what)
+                rows = peer_rows.read_tokens(
+                    published, self.tokens, local, self.num_local_experts, tokens.shape[1], tokens.dtype
+                )
         return rows, all_weights, local
 
-    def spread(self, gradient: Tensor) -> Tensor:
-        """`[N, H]`: the gradients `[T, H]` of all ranks, where a token has a slot here."""
-        with self.peers.beside():
+    def gather_output_gradients(self, gradient: Tensor) -> Tensor:
+        """`[N, H]`: the gradients `[T, H]` of all ranks for tokens with a slot on this rank."""
+        with self.peers.side_stream():
             published = self.peers.publish([(0, gradient)])
             rows = peer_rows.read_tokens(
-                published, self.tokens, self.known(self.index), self.own_experts, gradient.shape[1], gradient.dtype
+                published,
+                self.tokens,
+                self.require_sent(self.index),
+                self.num_local_experts,
+                gradient.shape[1],
+                gradient.dtype,
             )
-        early_gradients.compute_late()  # of the layer after this one
+        early_gradients.compute_deferred()  # those of the following layer
         self.peers.wait()
         return rows
 
-    def places(self) -> Places:
-        """Where the ranks' sums for each other's tokens may go, once what was sent has arrived."""
-        return Places(self.peers.turn(), self.tokens, self.peers.rank)
+    def push_targets(self) -> PushTargets:
+        """The buffers for sums pushed to the ranks of their tokens; to be called once sent tokens have arrived."""
+        return PushTargets(self.peers.next_buffers(), self.tokens, self.peers.rank)
 
-    def gather_sums(self, sums: Tensor, index: Tensor, places: Places | None = None) -> Tensor:
-        """`[T, H]`: the sums `[N, H]` of all ranks for the tokens of this one, added up; of `places` where they are there."""
-        pushed = places is not None and places.are_filled
-        with self.peers.beside():
-            published = self.peers.publish([] if pushed else [(0, sums)], places.published if places else None)
-            if places is not None and pushed:
-                out = pushed_sums.add_up(places, index, self.own_experts, sums)
+    def gather_sums(self, sums: Tensor, index: Tensor, targets: PushTargets | None = None) -> Tensor:
+        """`[T, H]`: the sums `[N, H]` of all ranks for this rank's tokens, added; from `targets` if they were pushed there."""
+        pushed = targets is not None and targets.was_pushed
+        with self.peers.side_stream():
+            published = self.peers.publish([] if pushed else [(0, sums)], targets.published if targets else None)
+            if targets is not None and pushed:
+                out = pushed_sums.sum_received(targets, index, self.num_local_experts, sums)
             else:
-                out = peer_rows.sum_rows(published, self.tokens, self.peers.rank, index, self.own_experts, sums)
+                out = peer_rows.sum_rows(published, self.tokens, self.peers.rank, index, self.num_local_experts, sums)
         self.peers.wait()
         return out
 
     def start_gradients(self, rows: Tensor, weights: Tensor) -> None:
-        """The gradients of this rank's tokens and weights start on their way: `travelling`, to be waited for."""
-        rows, weights, index = rows.contiguous(), weights.contiguous(), self.known(self.slots)
+        """Starts to collect the gradients of this rank's tokens and weights into `pending_gradients`."""
+        rows, weights, index = rows.contiguous(), weights.contiguous(), self.require_sent(self.slots)
         offset = aligned(rows.numel() * rows.element_size())
-        with self.peers.beside():
+        with self.peers.side_stream():
             published = self.peers.publish([(0, rows), (offset, weights)])
-            common = (published, self.tokens, self.peers.rank, index, self.own_experts)
+            common = (published, self.tokens, self.peers.rank, index, self.num_local_experts)
             own_rows = peer_rows.sum_rows(*common, rows)
             own_weights = peer_rows.read_slots(*common, offset, weights.dtype)
-        self.travelling = (own_rows, own_weights, rows, weights)
+        self.pending_gradients = (own_rows, own_weights, rows, weights)
 
-    def have_started(self, rows: Tensor, weights: Tensor) -> bool:
-        """Whether it is these gradients that travel: a kernel handed them over before it was done (`early_gradients.py`)."""
-        same = zip(self.travelling[2:], (rows, weights), strict=False)
-        return bool(self.travelling) and all(sent.data_ptr() == own.data_ptr() for sent, own in same)
+    def are_pending(self, rows: Tensor, weights: Tensor) -> bool:
+        """Whether these gradients are in flight, because a kernel handed them over early (`early_gradients.py`)."""
+        pairs = zip(self.pending_gradients[2:], (rows, weights), strict=False)
+        return bool(self.pending_gradients) and all(sent.data_ptr() == given.data_ptr() for sent, given in pairs)
 
-    def arrive(self) -> None:
-        """What was sent is there for what is launched from now on."""
+    def wait(self) -> None:
+        """Makes later launches wait for the arrival of what was sent."""
         self.peers.wait()
 
-    def take(self) -> tuple[Tensor, ...]:
-        """What was on its way, waited for."""
+    def wait_for_gradients(self) -> tuple[Tensor, ...]:
+        """The gradients that were in flight, waited for."""
         self.peers.wait()
-        arrived, self.travelling = self.travelling, ()
+        arrived, self.pending_gradients = self.pending_gradients, ()
         return arrived
 
 
-# Two nodes around what is computed beside, so that its backward runs while the gradients travel: `_Arrive` starts them,
-# `_Send` waits. Between the two passes a stand-in that nothing reads.
-class _Send(torch.autograd.Function):
+# Two nodes around the overlapped computation, so that its backward overlaps too: `_WaitForTokens` starts the exchange of
+# gradients, `_SendTokens` waits. Autograd passes a placeholder between the two, which is never read.
+class _SendTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tokens, weights, index, exchange):
         ctx.exchange = exchange
-        # Kept where a layer is recomputed: its tokens travel once.
+        # Remembered, so that a recomputed layer sends its tokens once.
         rows, all_weights, local = checkpointing.remember(lambda: exchange.send(tokens, weights, index))
         exchange.index, exchange.slots = local, index
         return rows.detach(), all_weights.detach()
 
     @staticmethod
     def backward(ctx, _rows, _weights):
-        gradient, weights_gradient, *_read = ctx.exchange.take()
+        gradient, weights_gradient, *_read = ctx.exchange.wait_for_gradients()
         return gradient, weights_gradient, None, None
 
 
-class _Arrive(torch.autograd.Function):
+class _WaitForTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weights, exchange):
         ctx.exchange = exchange
-        exchange.arrive()
+        exchange.wait()
         return rows.view_as(rows), weights.view_as(weights)
 
     @staticmethod
     def backward(ctx, rows, weights):
         early_gradients.await_gradients(None)
-        if not ctx.exchange.have_started(rows, weights):
+        if not ctx.exchange.are_pending(rows, weights):
             ctx.exchange.start_gradients(rows, weights)
         return rows, weights, None
 
 
-class _Return(torch.autograd.Function):
+class _ReturnSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sums, index, exchange, places):
+    def forward(ctx, sums, index, exchange, targets):
         ctx.exchange = exchange
-        if not _is_backward():
-            early_gradients.forget_late()
-        return exchange.gather_sums(sums, index, places)
+        if not _in_backward():
+            early_gradients.discard_deferred()
+        return exchange.gather_sums(sums, index, targets)
 
     @staticmethod
     def backward(ctx, gradient):
-        spread = ctx.exchange.spread(gradient.contiguous())
+        spread = ctx.exchange.gather_output_gradients(gradient.contiguous())
         if ctx.exchange.num_rounds == 1:  # else gradients are sums over rounds
             early_gradients.await_gradients(ctx.exchange.start_gradients)
         return spread, None, None, None

@@ -1,4 +1,4 @@
-"""The exchange of experts' tokens by all-to-all: a row per slot goes to the rank of its expert, and its result comes back.
+"""Token exchange of expert parallelism by all-to-all: a row per slot is sent to the rank of its expert, its result back.
 
 Example: 4 experts on 2 ranks, K = 2, three tokens on each rank.
 
@@ -11,8 +11,8 @@ Example: 4 experts on 2 ranks, K = 2, three tokens on each rank.
     experts  one fused_moe over the received rows, one slot each, with the routing weights that came along
     exchange back, then each token sums its own rows in slot order
 
-The routing weight travels with its row, so the kernel applies it where it does without expert parallelism, and the
-results differ by nothing. No atomics: every gather has a gather as its backward.
+The routing weight is sent with its row, so the kernel applies it at the same place as without expert parallelism and the
+results are identical. No atomics: the backward of every gather is a gather.
 
     T tokens   K experts per token   H hidden size   E experts of the model   e experts of this rank
     R rows that this rank sends      Q rows that it receives                  n ranks of the EP group
@@ -33,13 +33,13 @@ from patchgen.runtime.parallel.state import ParallelState
 
 @dataclass(frozen=True)
 class Route:
-    """Which (token, slot) each row is, both ways.
+    """The mapping between rows and (token, slot) pairs.
 
     Attributes:
-        slot_of_row_R: the slot `t * K + k` that a row carries; rows that carry nothing have any slot.
-        row_of_slot_TK: the row that carries a slot; slots that are left out have any row.
-        left_out_TK: slots that no row carries.
-        empty_R: rows that carry nothing; None: there are none.
+        slot_of_row_R: the slot `t * K + k` of each row; arbitrary for empty rows.
+        row_of_slot_TK: the row of each slot; arbitrary for slots that are left out.
+        left_out_TK: whether a slot has no row.
+        empty_R: whether a row has no slot; None: no row is empty.
     """
 
     slot_of_row_R: Tensor
@@ -55,10 +55,10 @@ class Route:
 
 @dataclass(frozen=True)
 class Exchange:
-    """How rows move: sizes per rank (None: equal blocks), and the local expert of each received row.
+    """The rows per rank (None: equal blocks), and the local expert of each received row.
 
     Attributes:
-        expert_Q1: in `[0, e]`; e marks a row that carries nothing.
+        expert_Q1: in `[0, e]`; e marks an empty row.
     """
 
     send_sizes: list[int] | None
@@ -66,7 +66,7 @@ class Exchange:
     expert_Q1: Tensor
 
 
-def over_rows(
+def exchange_by_all_to_all(
     state: ParallelState,
     hidden_states: Tensor,
     top_k_index: Tensor,
@@ -85,7 +85,7 @@ def over_rows(
     """
     route, exchange = _plan(state, top_k_index, num_experts)
 
-    def there(rows: Tensor, what: str) -> Callable[[], Tensor]:
+    def send(rows: Tensor, what: str) -> Callable[[], Tensor]:
         return start_all_to_all(
             rows,
             state.ep_group,
@@ -94,10 +94,10 @@ def over_rows(
             send_sizes=exchange.send_sizes,
         )
 
-    slots_RH = _Gather.apply(hidden_states, route)
-    arriving = there(slots_RH, "tokens")
-    weight_R1 = _Gather.apply(top_k_weights.reshape(-1, 1), _one_slot_each(route))
-    arriving_weights = there(weight_R1, "routing weights")
+    slots_RH = _GatherTokens.apply(hidden_states, route)
+    arriving = send(slots_RH, "tokens")
+    weight_R1 = _GatherTokens.apply(top_k_weights.reshape(-1, 1), _one_slot_each(route))
+    arriving_weights = send(weight_R1, "routing weights")
     overlap.compute_announced()
     out_QH = compute(arriving(), exchange.expert_Q1, arriving_weights())
     back_RH = all_to_all(
@@ -107,21 +107,21 @@ def over_rows(
         receive_sizes=exchange.send_sizes,
         send_sizes=exchange.receive_sizes,
     )
-    return _Combine.apply(back_RH, route)
+    return _SumTokens.apply(back_RH, route)
 
 
 # ---------------------------------------------------------------------------------------------- planning
 
 
 def dropped_rows(state: ParallelState) -> int:
-    """Rows that `expert_capacity` left out on this rank since the last call. Waits for the device."""
-    total = sum(int(count) for count in state.running.dropped.values())
-    state.running.dropped.clear()
+    """The number of rows over `expert_capacity` dropped on this rank since the last call. Waits for the device."""
+    total = sum(int(count) for count in state.context.dropped_rows.values())
+    state.context.dropped_rows.clear()
     return total
 
 
 def _plan(state: ParallelState, top_k_index: Tensor, num_experts: int) -> tuple[Route, Exchange]:
-    # Keys of one byte are sorted in one pass.
+    # One-byte keys sort in one radix pass.
     keys = top_k_index.reshape(-1).to(torch.uint8 if num_experts < 256 else torch.int16)
     keys_S, slot_S = torch.sort(keys, stable=True)
     expert_S = keys_S.to(top_k_index.dtype)
@@ -132,46 +132,46 @@ def _plan(state: ParallelState, top_k_index: Tensor, num_experts: int) -> tuple[
         sizes = checkpointing.remember(lambda: _exchange_sizes(state, expert_S, num_experts))
         sent = sum(sizes.send_sizes or ())
         return Route(slot_S[:sent], place_TK, top_k_index >= num_experts), sizes
-    return _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts)
+    return _plan_with_capacity(state, top_k_index, expert_S, slot_S, place_TK, num_experts)
 
 
 def _exchange_sizes(state: ParallelState, expert_S: Tensor, num_experts: int) -> Exchange:
-    """Each rank tells each other how many rows of each expert it sends; the one wait for the device of the layer."""
-    n, own = state.ep, num_experts // state.ep
+    """Exchanges how many rows of each expert each rank sends; the only host sync of the layer."""
+    n, num_local = state.ep, num_experts // state.ep
     bounds = torch.arange(num_experts + 1, device=expert_S.device)
-    send_ne = torch.searchsorted(expert_S, bounds).diff().view(n, own)
+    send_ne = torch.searchsorted(expert_S, bounds).diff().view(n, num_local)
     receive_ne = all_to_all(send_ne, state.ep_group, operation="exchange the sizes of the expert exchange")
     with watch.operation("wait for the sizes of the expert exchange"):
         send_sizes, receive_sizes = torch.stack([send_ne.sum(1), receive_ne.sum(1)]).tolist()
-    experts = torch.arange(own, device=expert_S.device).repeat(n)
+    experts = torch.arange(num_local, device=expert_S.device).repeat(n)
     expert_Q = experts.repeat_interleave(receive_ne.view(-1), output_size=sum(receive_sizes))
     return Exchange(send_sizes, receive_sizes, expert_Q[:, None])
 
 
-def _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts) -> tuple[Route, Exchange]:
-    """Equal blocks of C rows per rank: no size leaves the device. Slots over C are left out and counted."""
-    n, own = state.ep, num_experts // state.ep
+def _plan_with_capacity(state, top_k_index, expert_S, slot_S, place_TK, num_experts) -> tuple[Route, Exchange]:
+    """Equal blocks of C rows per rank, so that no size reaches the host. Slots beyond C are left out and counted."""
+    n, num_local = state.ep, num_experts // state.ep
     slots, capacity, device = slot_S.numel(), state.expert_capacity, slot_S.device
-    first_n = torch.searchsorted(expert_S, torch.arange(n, device=device) * own)
-    rank_S = torch.div(expert_S, own, rounding_mode="floor")
+    first_n = torch.searchsorted(expert_S, torch.arange(n, device=device) * num_local)
+    rank_S = torch.div(expert_S, num_local, rounding_mode="floor")
     position_S = torch.arange(slots, device=device) - first_n[rank_S.clamp(max=n - 1)]
-    carried_S = (expert_S < num_experts) & (position_S < capacity)
-    # Rows that carry nothing point at the first slot; one row past the end takes what is not carried.
-    row_S = torch.where(carried_S, rank_S * capacity + position_S, n * capacity)
+    kept_S = (expert_S < num_experts) & (position_S < capacity)
+    # Empty rows refer to the first slot; slots that are left out are written to one row past the end.
+    row_S = torch.where(kept_S, rank_S * capacity + position_S, n * capacity)
     slot_of_row = torch.zeros(n * capacity + 1, dtype=slot_S.dtype, device=device)
     slot_of_row[row_S] = slot_S
-    expert_of_row = torch.full((n * capacity + 1,), own, dtype=expert_S.dtype, device=device)
-    expert_of_row[row_S] = torch.where(carried_S, expert_S % own, own)
+    expert_of_row = torch.full((n * capacity + 1,), num_local, dtype=expert_S.dtype, device=device)
+    expert_of_row[row_S] = torch.where(kept_S, expert_S % num_local, num_local)
     slot_of_row, expert_of_row = slot_of_row[:-1], expert_of_row[:-1]
     if not checkpointing.is_replay():
-        over = ((expert_S < num_experts) & ~carried_S).sum()
-        dropped = state.running.dropped
-        dropped[device] = dropped.get(device, 0) + over.detach()
+        num_dropped = ((expert_S < num_experts) & ~kept_S).sum()
+        dropped = state.context.dropped_rows
+        dropped[device] = dropped.get(device, 0) + num_dropped.detach()
     row_TK = row_S.clamp(max=n * capacity - 1)[place_TK]
     expert_Q = checkpointing.remember(
-        lambda: all_to_all(expert_of_row, state.ep_group, operation="tell which expert each row is for")
+        lambda: all_to_all(expert_of_row, state.ep_group, operation="exchange the expert of each row")
     )
-    route = Route(slot_of_row, row_TK, ~carried_S[place_TK], empty_R=expert_of_row == own)
+    route = Route(slot_of_row, row_TK, ~kept_S[place_TK], empty_R=expert_of_row == num_local)
     return route, Exchange(None, None, expert_Q[:, None])
 
 
@@ -179,7 +179,7 @@ def _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts) -> tup
 
 
 def _one_slot_each(route: Route) -> Route:
-    """The same rows for values per slot, `(T * K, 1)` instead of `(T, H)`."""
+    """The route for values per slot, `(T * K, 1)` instead of `(T, H)`."""
     return Route(route.slot_of_row_R, route.row_of_slot_TK.view(-1, 1), route.left_out_TK.view(-1, 1), route.empty_R)
 
 
@@ -200,16 +200,16 @@ def _sum_per_token(rows: Tensor, route: Route) -> Tensor:
 
         row_of_slot_TK = torch.where(route.left_out_TK, -1, route.row_of_slot_TK)
         return sum_slots(rows.contiguous(), None, row_of_slot_TK, row_of_slot_TK.shape[1])
-    # Slots left out sort past the last row that was sent.
+    # Left-out slots have rows past the last row that was sent.
     per_slot_TKH = rows[route.row_of_slot_TK.clamp(max=rows.shape[0] - 1)]
     wide_TKH = per_slot_TKH.to(torch.promote_types(rows.dtype, torch.float32))
     return torch.where(route.left_out_TK.unsqueeze(-1), 0, wide_TKH).sum(dim=1).to(rows.dtype)
 
 
-# Both keep the route as saved tensors, not on ctx. So a checkpointed layer drops it, and on every rank its
-# recomputation starts at `_Combine`, the first node of the layer's experts in the backward: if it started at the first
-# kernel that saved a tensor, a rank without rows would start later than the others, and exchanges would cross.
-class _Gather(torch.autograd.Function):
+# Both save the route as tensors, not on ctx: a checkpointed layer drops them, so on every rank its recomputation starts at
+# `_SumTokens`, the first backward node of the layer's experts. If it started at the first kernel with a saved tensor, a rank
+# without rows would start later than the others, and exchanges would be mismatched.
+class _GatherTokens(torch.autograd.Function):
     """The token of each row; backward: each token sums its rows."""
 
     @staticmethod
@@ -222,7 +222,7 @@ class _Gather(torch.autograd.Function):
         return _sum_per_token(gradient, Route(*ctx.saved_tensors)), None
 
 
-class _Combine(torch.autograd.Function):
+class _SumTokens(torch.autograd.Function):
     """Each token sums its rows; backward: the gradient of each row's token."""
 
     @staticmethod

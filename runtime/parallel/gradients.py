@@ -1,4 +1,4 @@
-"""One gradient norm over all parameters, whatever mesh they live on; clipping; and gradients that are not finite.
+"""One gradient norm over all parameters on all meshes; clipping; non-finite gradients.
 
 norm = gradients.clip(model, max_norm=1.0, optimizer=optimizer)
 if gradients.accept(model, norm, on_nonfinite="skip"):
@@ -24,7 +24,7 @@ from patchgen.runtime.parallel.collectives import all_reduce
 logger = logging.getLogger(__name__)
 POLICIES = ("skip", "stop")
 LARGE = 2**20
-"""Elements of a gradient from which on a launch of its own is shorter than what torch's kernel for lists takes longer."""
+"""Elements from which a launch per gradient is faster than torch's foreach kernel."""
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -32,10 +32,9 @@ class NonFiniteGradient(ArithmeticError):
 
 
 def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients of all ranks, a scalar fp32 tensor that is the same on every rank.
+    """The 2-norm of all gradients of all ranks, a scalar fp32 tensor, the same on every rank.
 
-    Squares are added per kind of layout (mesh, the dimensions that hold different parts, dtype), then over those
-    dimensions: replicas count once.
+    Squares are summed per layout (mesh, sharded dimensions, dtype), then over the sharded dimensions: replicas count once.
     """
     layouts: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
@@ -44,33 +43,33 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             continue
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            parts = tuple(
+            sharded = tuple(
                 dim
                 for dim, placement in enumerate(gradient.placements)
                 if not isinstance(placement, Replicate) and mesh.size(dim) > 1
             )
-            # By dtype too: of a list of several torch computes one norm after the other.
-            layouts.setdefault((mesh, parts, gradient.dtype), []).append(gradient.to_local())
+            # By dtype too: for mixed dtypes torch's foreach norm falls back to one norm at a time.
+            layouts.setdefault((mesh, sharded, gradient.dtype), []).append(gradient.to_local())
         else:
             layouts.setdefault((None, (), gradient.dtype), []).append(gradient)
     if not layouts:
-        raise ValueError("No parameter has a gradient: call backward() first, or unfreeze something.")
+        raise ValueError("No parameter has a gradient. To fix: call backward() first, or unfreeze a parameter.")
     squares = []
-    for (mesh, parts, _), gradients in layouts.items():
+    for (mesh, sharded, _), gradients in layouts.items():
         square = _sum_of_squares(gradients)
         if mesh is not None:
             square = square.to(mesh.device_type)
-            for dim in parts:
-                square = all_reduce(square, group=mesh.get_group(dim), operation="add up the gradient norm")
+            for dim in sharded:
+                square = all_reduce(square, group=mesh.get_group(dim), operation="sum the gradient norm")
         squares.append(square)
     return torch.stack(squares).sum().sqrt()
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """Of gradients of one dtype on one device; a scalar fp32 tensor."""
+    """The sum of squares of gradients of one dtype on one device, a scalar fp32 tensor."""
     large = [one for one in gradients if one.numel() >= LARGE and one.is_contiguous() and _has_kernel(one)]
-    ids = {id(one) for one in large}
-    others = [one for one in gradients if id(one) not in ids]
+    large_ids = {id(one) for one in large}
+    others = [one for one in gradients if id(one) not in large_ids]
     sums = [_squares_by_kernel(large)] if large else []
     if others:
         # torch does not export its foreach functions by type.
@@ -91,40 +90,39 @@ def _squares_by_kernel(large: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip(model: nn.Module, max_norm: float, *, optimizer: Optimizer | None = None) -> Tensor:
-    """Scales all gradients by `max_norm / norm` if that is less than 1; returns the norm before. No host sync.
+    """Scales all gradients by `max_norm / norm` if that is less than 1; returns the norm before clipping. No host sync.
 
-    A norm that is not finite scales nothing: `accept` still finds the gradient that was not.
+    With a non-finite norm nothing is scaled, so that `accept` can still find the non-finite gradient.
 
     Args:
-        optimizer: that takes the step. One with a `gradient_factor` (`train/adamw.py`) multiplies by it in passing; its
-            gradients stay as they are.
+        optimizer: one with a `gradient_factor` (`train/adamw.py`) multiplies by it in its step; its gradients are not scaled.
 
     Raises:
-        ValueError: gradients narrower than their parameters, which scaling would round, and no such optimizer.
+        ValueError: gradients narrower than their parameters, which scaling would round, without such an optimizer.
     """
-    found = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    total = norm(parameter for parameter, _ in found)
+    pairs = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    total = norm(parameter for parameter, _ in pairs)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     factor = torch.where(torch.isfinite(total), factor, 1.0)
-    multiplied = _multiplied_by_optimizer(optimizer, factor)
-    rest = [(parameter, gradient) for parameter, gradient in found if id(parameter) not in multiplied]
-    narrow = [(wide, gradient) for wide, gradient in rest if gradient.dtype.itemsize < wide.dtype.itemsize]
+    by_optimizer = _set_gradient_factor(optimizer, factor)
+    pairs = [(parameter, gradient) for parameter, gradient in pairs if id(parameter) not in by_optimizer]
+    narrow = [(wide, gradient) for wide, gradient in pairs if gradient.dtype.itemsize < wide.dtype.itemsize]
     if narrow:
         wide, gradient = narrow[0]
         raise ValueError(
-            f"{len(narrow)} gradients are {gradient.dtype} while their parameters are {wide.dtype}: their "
-            "optimizer takes them as computed and scales them itself. Call clip(model, max_norm, optimizer=optimizer)."
+            f"{len(narrow)} gradients are {gradient.dtype} while their parameters are {wide.dtype}: their optimizer takes "
+            "them unscaled and multiplies by the factor itself. To fix: call clip(model, max_norm, optimizer=optimizer)."
         )
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for _, gradient in rest]
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for _, gradient in pairs]
     if local:
         torch._foreach_mul_(local, factor.to(local[0].device))  # pyright: ignore[reportPrivateImportUsage]
     return total
 
 
-def _multiplied_by_optimizer(optimizer: Optimizer | None, factor: Tensor) -> set[int]:
-    """Leaves the factor with those optimizers that multiply themselves; returns the ids of their parameters."""
+def _set_gradient_factor(optimizer: Optimizer | None, factor: Tensor) -> set[int]:
+    """Passes the factor to optimizers that multiply by it themselves; returns the ids of their parameters."""
     found: set[int] = set()
-    parts: Any = getattr(optimizer, "parts", (optimizer,))  # of whatever class: by what they have
+    parts: Any = getattr(optimizer, "parts", (optimizer,))  # of any class
     for part in parts:
         if hasattr(part, "gradient_factor"):
             part.gradient_factor = factor
@@ -133,21 +131,21 @@ def _multiplied_by_optimizer(optimizer: Optimizer | None, factor: Tensor) -> set
 
 
 def accept(model: nn.Module, total: Tensor, *, on_nonfinite: str) -> bool:
-    """Whether the step may be taken. Every rank must call it. Reads the norm: one host sync per step, the same answer on all.
+    """Whether to take the step; the same on every rank, and every rank must call it. One host sync, to read the norm.
 
-    Parameters that no rank computed with have no gradient then (`unused.py`).
+    Afterwards parameters that no rank used have no gradient (`unused.py`).
 
     Args:
         total: what `clip` or `norm` returned.
-        on_nonfinite: "skip": say which parameter it was and return False; "stop": raise.
+        on_nonfinite: "skip": log which parameter it was and return False; "stop": raise.
 
     Raises:
         NonFiniteGradient: with "stop".
         RuntimeError: the ranks ran different modules.
     """
     if on_nonfinite not in POLICIES:
-        raise ValueError(f"on_nonfinite must be one of {', '.join(POLICIES)}, not '{on_nonfinite}'.")
-    unused.agree(model)
+        raise ValueError(f"on_nonfinite must be one of {', '.join(POLICIES)}; found '{on_nonfinite}'.")
+    unused.drop_unused_gradients(model)
     if bool(torch.isfinite(total)):
         return True
     name = first_nonfinite(model)
@@ -162,18 +160,17 @@ def accept(model: nn.Module, total: Tensor, *, on_nonfinite: str) -> bool:
 
 
 def first_nonfinite(model: nn.Module) -> str | None:
-    """The first parameter, in the order of the model, with a non-finite gradient on any rank."""
+    """The first parameter, in model order, with a non-finite gradient on any rank."""
     names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    place, device = len(names), None
+    first, device = len(names), None
     for index, gradient in enumerate(gradients):
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         device = device or (gradient.device_mesh.device_type if isinstance(gradient, DTensor) else local.device)
         if not bool(torch.isfinite(local).all()):
-            place = index
+            first = index
             break
     if dist.is_initialized():
-        # Ranks stop at different places: the first of all counts.
-        found = torch.tensor(place, device=device)
-        place = int(all_reduce(found, op=dist.ReduceOp.MIN, operation="find the first non-finite gradient"))
-    return names[place] if place < len(names) else None
+        local_first = torch.tensor(first, device=device)
+        first = int(all_reduce(local_first, op=dist.ReduceOp.MIN, operation="find the first non-finite gradient"))
+    return names[first] if first < len(names) else None

@@ -1,15 +1,15 @@
 """Losses that are means over the global batch: all ranks, all micro-batches.
 
-A rank's loss is its *share*: the shares of all ranks and micro-batches add up to the loss, and their gradients to its
-gradient. FSDP2 is told to sum (`sharding.py`), so no factor of any mesh size appears anywhere.
+A rank's loss is its *share*: the shares of all ranks and micro-batches sum to the loss, and their gradients to its
+gradient. FSDP2 sums gradients (`sharding.py`), so no factor of a mesh size appears anywhere.
 
-    items = loss.count_items(micro_batches, device)         # labels that count, over the whole step
-    tokens = loss.count_tokens(micro_batches, device)       # tokens without padding, over the whole step
+    items = loss.count_items(micro_batches, device)         # labels that are not ignored, in the whole step
+    tokens = loss.count_tokens(micro_batches, device)       # tokens without padding, in the whole step
     for batch in micro_batches:
         with loss.step(items, len(micro_batches), num_tokens=tokens):
             model(**batch).loss.backward()
 
-The loss of routers has a file of its own (`router_loss.py`).
+The load-balancing loss of routers is in `router_loss.py`.
 
     B rows   s tokens of this rank's slice
 """
@@ -35,17 +35,18 @@ from patchgen.runtime.parallel.state import ParallelState
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step covers, over all ranks and micro-batches.
+    """One optimizer step, over all ranks and micro-batches.
 
     Attributes:
-        num_items: labels that count; None: those of the micro-batch, on all ranks.
+        num_items: labels that are not ignored; None: those of the micro-batch, on all ranks.
         num_micro_batches: of one rank.
         num_tokens: tokens that are not padding; None: those of the micro-batch, on all ranks.
-        router_loss: whether the loss of the routers is part of the loss.
-        objective: what computes this rank's share of another loss than the next token's, of the head and the hidden
-            states `(B, s, H)`; None: the next token's.
-        read_losses: is handed the loss of each token of this rank `(B * s,)`, not divided, by the next token's loss.
-        counts_targets: the labels that a decoder is handed now are those that were counted (`objectives/encoder_decoder.py`).
+        router_loss: whether the load-balancing loss is part of the loss.
+        objective: computes this rank's share of a loss other than next-token prediction, from the head and the hidden
+            states `(B, s, H)`; None: next-token prediction.
+        read_losses: called by the next-token loss with the undivided loss of each token of this rank, `(B * s,)`.
+        counts_targets: whether the labels that a decoder gets now were counted in `num_items`
+            (`objectives/encoder_decoder.py`).
     """
 
     num_items: Tensor | int | None = None
@@ -57,13 +58,14 @@ class Step:
     counts_targets: bool = False
 
 
-_ALONE = Step()
-"""A micro-batch outside of any step is a step of its own."""
+_DEFAULT_STEP = Step()
+"""A micro-batch outside of a `step` block is a step of its own."""
 
 
 def current_step() -> Step:
-    """The step of which losses are shares now."""
-    return parallel.running().step or parallel.alone().step or _ALONE  # one may begin before its state is live
+    """The step that losses are currently shares of."""
+    # A step may begin before a parallel state is activated.
+    return parallel.context().step or parallel.context_without_state().step or _DEFAULT_STEP
 
 
 @contextlib.contextmanager
@@ -79,7 +81,7 @@ def step(
     """Within the block, losses are shares of the step that these numbers describe (`Step`).
 
     Args:
-        num_tokens: needed where a router loss is accumulated over micro-batches.
+        num_tokens: required if a router loss is accumulated over micro-batches.
     """
     with _within(Step(num_items, num_micro_batches, num_tokens, router_loss, objective, read_losses)):
         yield
@@ -87,81 +89,80 @@ def step(
 
 @contextlib.contextmanager
 def counted_targets() -> Iterator[None]:
-    """Within the block, a decoder is handed the labels that the step counted."""
+    """Within the block, the labels that a decoder gets are those that the step counted."""
     with _within(replace(current_step(), counts_targets=True)) if in_step() else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def _within(step: Step) -> Iterator[None]:
-    now = parallel.running()
-    before, now.step = now.step, step
+    context = parallel.context()
+    before, context.step = context.step, step
     try:
         yield
     finally:
-        now.step = before
+        context.step = before
 
 
 LOCAL_TERMS = "local_loss_terms"
-"""Of a generated head: what it adds to its loss that is a number of one rank's tokens, as source."""
-
+"""Attribute of a generated head: source of the terms of its loss that depend on one rank's tokens only."""
 
 OWN_LOSS = "own_loss"
-"""Of a generated head whose loss is upstream's own mean over a call: the loss, as source."""
-
+"""Attribute of a generated head whose loss is upstream's mean over a call: the source of that loss."""
 
 LOSS_FORM = "loss_form"
-"""Of a generated head that writes its cross entropy out: "aligned" or "shifted" (`kernels.causal_lm_loss`)."""
+"""Attribute of a generated head with inline cross entropy: "aligned" or "shifted" (`kernels.causal_lm_loss`)."""
 
 
 def upstream_labels(head: type | None, batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch of whole rows, with `labels` not yet shifted, as upstream's class of a generated head takes it."""
+    """A batch of full rows with unshifted `labels`, with the labels that upstream's class of a generated head expects."""
     if getattr(head, LOSS_FORM, "") != "aligned" or batch.get("labels") is None:
         return batch
     return {**batch, "labels": F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()}
 
 
-def not_shared(head: object) -> str:
-    """Why the loss of a generated head, a class or a model, is not a sum of shares; empty if it is one."""
+def why_not_additive(head: object) -> str:
+    """Why the loss of a generated head (class or model) is not a sum of shares; "" if it is one."""
     name = head.__name__ if isinstance(head, type) else type(head).__name__
-    if own := getattr(head, OWN_LOSS, ()):
-        return own_mean(name, *own)
+    if own_loss := getattr(head, OWN_LOSS, ()):
+        return upstream_mean_message(name, *own_loss)
     terms = getattr(head, LOCAL_TERMS, ())
-    return _not_shared(name, terms) if terms else ""
+    return _local_terms_message(name, terms) if terms else ""
 
 
-def own_mean(name: str, source: str) -> str:
-    """Why a head does not train in steps whose loss is upstream's own."""
+def upstream_mean_message(name: str, source: str) -> str:
+    """The error of a head whose loss is upstream's mean over a call."""
     return (
-        f"{name} computes a loss of its own, {source}, which has no share for several ranks or micro-batches: it is "
-        "upstream's mean over the call. Train it without a parallel state, or hand over no labels."
+        f"{name} computes a loss of its own, {source}, upstream's mean over one call, which cannot be summed over ranks or "
+        "micro-batches. To fix: train it without a parallel state, or pass no labels."
     )
 
 
-def _not_shared(name: str, terms: tuple[str, ...]) -> str:
+def _local_terms_message(name: str, terms: tuple[str, ...]) -> str:
     return (
-        f"{name} adds {', '.join(terms)} to its loss, a number of one rank's tokens: the numbers of several ranks or "
-        "micro-batches do not add up to that of the step. Train it on one rank with one micro-batch per step, or "
+        f"{name} adds {', '.join(terms)} to its loss, which depends on the tokens of one rank: its values on several ranks or "
+        "micro-batches do not sum to its value for the step. To fix: train on one rank with one micro-batch per step, or "
         "without that term."
     )
 
 
 def require_shares(terms: tuple[str, ...], state: ParallelState) -> None:
-    """Raises ValueError where a loss with `terms` of one rank's tokens would be added up over ranks or micro-batches."""
+    """Raises ValueError if a loss with terms of one rank's tokens would be summed over ranks or micro-batches."""
     if terms and (state.config.world > 1 or current_step().num_micro_batches > 1):
-        raise ValueError(_not_shared("The model", terms))
+        raise ValueError(_local_terms_message("The model", terms))
 
 
 def in_step() -> bool:
-    """Whether the loss that is computed now is a share of a step: nobody reads the logits."""
-    return current_step() is not _ALONE
+    """Whether the current loss is a share of a step, so that nothing reads the logits."""
+    return current_step() is not _DEFAULT_STEP
 
 
 def count_items(micro_batches: Iterable[Mapping[str, Any]], device: torch.device | str) -> Tensor:
-    """The labels that count in the micro-batches of all ranks: a tensor on `device`, at least 1; one collective.
+    """The number of labels that are not ignored in the micro-batches of all ranks, at least 1; one collective.
 
     Args:
-        micro_batches: with `shift_labels` of this rank's slice (`batch.slice_batch` makes them).
+        micro_batches: with `shift_labels` of this rank's slice (`batch.slice_batch` adds them).
+        device: of the result.
     """
     local = sum((batch["shift_labels"] != IGNORED).sum() for batch in micro_batches)
     total = torch.as_tensor(local, device=device, dtype=torch.long)
@@ -171,7 +172,7 @@ def count_items(micro_batches: Iterable[Mapping[str, Any]], device: torch.device
 
 
 def count_tokens(micro_batches: Iterable[Mapping[str, Any]], device: torch.device | str) -> Tensor:
-    """The tokens in the micro-batches of all ranks that are not padding: on `device`, at least 1; one collective."""
+    """The number of tokens without padding in the micro-batches of all ranks, at least 1, on `device`; one collective."""
     total = torch.as_tensor(sum(map(real_tokens, micro_batches)), device=device, dtype=torch.long)
     if dist.is_initialized():
         total = all_reduce(total, operation="count the tokens of the step")
@@ -179,10 +180,10 @@ def count_tokens(micro_batches: Iterable[Mapping[str, Any]], device: torch.devic
 
 
 def real_tokens(batch: Mapping[str, Any]) -> Tensor | int:
-    """The tokens of a batch, or of a slice of one, that are not padding."""
-    given = [batch[name] for name in ("real_tokens", "attention_mask") if batch.get(name) is not None]
-    if given:
-        return given[0].sum()
+    """The number of tokens without padding of a batch, or of a slice of one."""
+    masks = [batch[name] for name in ("real_tokens", "attention_mask") if batch.get(name) is not None]
+    if masks:
+        return masks[0].sum()
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
     return tokens.shape[0] * tokens.shape[1]
 
@@ -193,20 +194,22 @@ def global_labels(
     """The labels and loss arguments of this rank, for `ops.causal_lm_loss`.
 
     Args:
-        labels: `(B, s)` or `(B, s * sp)`, not yet shifted.
+        labels: `(B, s)` or `(B, s * sp)`, unshifted.
         hidden_states: `(B, s, H)`.
-        arguments: of the loss: `shift_labels` and `num_items_in_batch` are used where given, and added where not.
+        arguments: of the loss; `shift_labels` and `num_items_in_batch` are added if missing.
 
     Returns:
-        `labels` `(B, s)` and the arguments with `shift_labels` `(B, s)` and `num_items_in_batch`. Without a `step` or
-        a number from the caller, the labels of this micro-batch on all ranks are counted.
+        `labels` `(B, s)` and the arguments with `shift_labels` `(B, s)` and `num_items_in_batch`, by default that of the
+        `step`, else the number of labels of this micro-batch on all ranks.
     """
     s = hidden_states.shape[1]
     arguments = dict(arguments)
     shifted = arguments.get("shift_labels")
     if shifted is None:
         if state.sp > 1 and labels.shape[1] == s:
-            firsts = all_gather(labels[:, :1], state.sp_group, dim=1, operation="hand on the first label of a slice")
+            firsts = all_gather(
+                labels[:, :1], state.sp_group, dim=1, operation="exchange the first labels of the slices"
+            )
             following = F.pad(firsts, (0, 1), value=IGNORED)[:, state.sp_rank + 1, None]
             shifted = torch.cat([labels[:, 1:], following], dim=1)
         else:

@@ -1,6 +1,6 @@
-"""What the arguments of a sequence mixer are: told by the names of its parameters, never by a size that happens to match.
+"""The roles of a sequence mixer's arguments, by the names of its parameters, never by a size that happens to match.
 
-`cu_seqlens` of 31 documents has 32 entries, as many as there may be value heads, channels or tokens.
+`cu_seqlens` of 31 documents has 32 entries, which may equal the number of value heads, channels or tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Role(enum.Enum):
-    """What a tensor of a mixer's call spans."""
+    """The dimensions of a tensor argument of a mixer."""
 
     KEY_TOKENS = "(B, S, key heads, ...)"
     VALUE_TOKENS = "(B, S, value heads, ...)"
@@ -32,7 +32,7 @@ class Role(enum.Enum):
 TOKENS = (Role.KEY_TOKENS, Role.VALUE_TOKENS)
 LENGTHS = dict.fromkeys(("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens"), Role.LENGTHS)
 
-# The parameters of upstream's torch functions and of the kernels of `fla` that take their place.
+# The parameters of upstream's torch functions and of the `fla` kernels that replace them.
 RULE_ROLES: Mapping[str, Role] = LENGTHS | {
     "query": Role.KEY_TOKENS,
     "key": Role.KEY_TOKENS,
@@ -78,12 +78,12 @@ CHANNEL_SCAN_ROLES: Mapping[str, Role] = LENGTHS | {
 
 @dataclass(frozen=True)
 class Call:
-    """A call of upstream's function, each argument under the name of its parameter.
+    """A call of upstream's function, with each argument under the name of its parameter.
 
     Attributes:
         values: by name, in the order of the call.
-        positional: how many of them are handed over by position, as upstream does: a kernel that takes the place of
-            the function may call them otherwise.
+        positional: how many of them are passed by position, as upstream does: a kernel that replaces the function may name
+            them differently.
     """
 
     function: Callable[..., Any]
@@ -98,19 +98,19 @@ class Call:
         """The call `function(*args, **kwargs)`.
 
         Raises:
-            TypeError: more arguments by position than the function has parameters.
+            TypeError: more positional arguments than the function has parameters.
         """
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [name for name, each in inspect.signature(function).parameters.items() if each.kind in kinds]
         if len(args) > len(names):
-            raise TypeError(f"{_name(function)} takes {names}, not {len(args)} arguments by position.")
+            raise TypeError(f"{_name(function)} takes {names}; found {len(args)} positional arguments.")
         return cls(function, roles, {**dict(zip(names, args, strict=False)), **kwargs}, len(args))
 
     @property
     def name(self) -> str:
         return _name(self.function)
 
-    def having(self, *roles: Role) -> dict[str, Tensor]:
+    def tensors_with(self, *roles: Role) -> dict[str, Tensor]:
         """The tensors of these roles."""
         return {
             name: value
@@ -119,11 +119,11 @@ class Call:
         }
 
     def without(self, role: Role) -> Call:
-        """The call without the arguments of a role, whatever their values."""
-        left_out = [name for name in self.values if self.roles.get(name) is role]
-        # What came by position after one that is left out goes by name.
-        positional = min([self.positional, *map(list(self.values).index, left_out)])
-        values = {name: value for name, value in self.values.items() if name not in left_out}
+        """The call without the arguments of a role."""
+        dropped = [name for name in self.values if self.roles.get(name) is role]
+        # Positional arguments after a dropped one are passed by name.
+        positional = min([self.positional, *map(list(self.values).index, dropped)])
+        values = {name: value for name, value in self.values.items() if name not in dropped}
         return replace(self, values=values, positional=positional)
 
     def with_values(self, changed: Mapping[str, Any]) -> Call:
@@ -134,9 +134,9 @@ class Call:
         return self.function(*(value for _, value in values[: self.positional]), **dict(values[self.positional :]))
 
     def require_roles(self) -> None:
-        """Refuses a tensor that the function or its kernel takes, and of which nothing says what it spans.
+        """Raises ValueError for a tensor parameter of the function or its kernel without a known role.
 
-        What it takes as `**kwargs` only is of others: models hand all arguments of their forward down.
+        What only matches `**kwargs` is not checked: models pass down all arguments of their forward.
         """
         taken = set(inspect.signature(self.function).parameters) | set(
             _closure(self.function, "applicable_params", ())
@@ -144,14 +144,14 @@ class Call:
         unknown = [n for n, v in self.values.items() if isinstance(v, Tensor) and n in taken and n not in self.roles]
         if unknown:
             raise ValueError(
-                f"{self.name} takes the tensor '{unknown[0]}' of shape {tuple(self.values[unknown[0]].shape)}, and "
-                f"nothing says whether it spans tokens, heads or channels. Known are {sorted(self.roles)}: add it to the "
-                "roles in runtime/parallel/mixer_arguments.py."
+                f"{self.name} takes the tensor '{unknown[0]}' of shape {tuple(self.values[unknown[0]].shape)}, and it is "
+                f"unknown whether it spans tokens, heads or channels. Known arguments: {sorted(self.roles)}. To fix: add its "
+                "role in runtime/parallel/mixer_arguments.py."
             )
 
     def require_shapes(self, expected: Mapping[Role, tuple[int, ...]]) -> None:
-        """Refuses tensors of a role that do not begin with the sizes of that role."""
-        for name, value in self.having(*expected).items():
+        """Raises ValueError for tensors whose first dimensions are not those of their role."""
+        for name, value in self.tensors_with(*expected).items():
             sizes = expected[self.roles[name]]
             if tuple(value.shape[: len(sizes)]) != sizes:
                 raise ValueError(
@@ -160,15 +160,15 @@ class Call:
                 )
 
 
-def keeps_documents_apart(function: Callable[..., Any], package: str) -> bool:
-    """Whether a kernel of `package` runs in the place of upstream's torch form, which knows no documents."""
-    # transformers decides when it decorates the function: a package may be there and not have the kernel.
+def separates_documents(function: Callable[..., Any], package: str) -> bool:
+    """Whether a kernel of `package` replaces upstream's torch implementation, which ignores document boundaries."""
+    # transformers decides when it decorates the function: an installed package may lack the kernel.
     decided = _closure(function, "is_new_implementation", None)
     return importlib.util.find_spec(package) is not None if decided is None else decided
 
 
 def _closure(function: Callable[..., Any], variable: str, default: Any) -> Any:
-    """A variable of transformers' decorator around a function that a kernel may serve."""
+    """A closure variable of transformers' decorator around a function that a kernel may replace."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     cells = getattr(function, "__closure__", None) or ()
     return cells[names.index(variable)].cell_contents if variable in names else default

@@ -1,10 +1,10 @@
 """Layers that mix tokens without attention: short convolutions, linear-attention recurrences and state-space scans.
 
-All run over the whole sequence, so each rank gets all of it for some channels or heads, as attention does. Packed
-documents are kept apart by the kernels of `causal_conv1d`, `fla` and `mamba_ssm` (scans by heads); upstream's torch forms
-mix them or refuse, so there one call is made per document.
+All need the full sequence, so each rank gets all of it for some channels or heads, as in attention. The kernels of
+`causal_conv1d`, `fla` and `mamba_ssm` (scans by heads) separate packed documents; upstream's torch implementations mix
+them or raise, so those are called once per document.
 
-    B rows   S whole sequence   s this rank's slice   C channels   N_k, N_v key and value heads   D head size
+    B rows   S full sequence   s this rank's slice   C channels   N_k, N_v key and value heads   D head size
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from patchgen.runtime.parallel.mixer_arguments import (
     TOKENS,
     Call,
     Role,
-    keeps_documents_apart,
+    separates_documents,
 )
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.tensor_cache import TensorCache
@@ -39,11 +39,11 @@ def causal_conv1d(
     """`ops.causal_conv1d`, with `state` and packed documents; the first argument is `(B, C, s)`, the same shape back.
 
     Raises:
-        ValueError: channels that the ranks do not divide; a decoding cache, or `seq_idx` without the lengths of the
-            documents, while the sequence is divided or packed; a tensor of which nothing says what it spans.
+        ValueError: channels that do not divide by the number of ranks; a decoding cache, or `seq_idx` without document
+            lengths, while the sequence is divided or packed; a tensor with an unknown role.
     """
     call = Call.of(convolution, CONVOLUTION_ROLES, args, kwargs)
-    return _over_channels(call, state, keeps_apart=keeps_documents_apart(convolution, "causal_conv1d"))
+    return _over_channels(call, state, takes_seq_idx=separates_documents(convolution, "causal_conv1d"))
 
 
 def selective_scan(scan: Callable[..., Tensor], *args: Any, state: ParallelState | None, **kwargs: Any) -> Tensor:
@@ -52,64 +52,64 @@ def selective_scan(scan: Callable[..., Tensor], *args: Any, state: ParallelState
     Raises:
         ValueError: see `causal_conv1d`.
     """
-    return _over_channels(Call.of(scan, CHANNEL_SCAN_ROLES, args, kwargs), state)  # its kernel knows no documents
+    return _over_channels(Call.of(scan, CHANNEL_SCAN_ROLES, args, kwargs), state)  # its kernel ignores documents
 
 
 def fused_scan(kernel: Callable[..., Any], *args: Any, state: ParallelState | None, **kwargs: Any) -> Any:
-    """`ops.fused_scan`: what upstream's kernel gives, None where the sequence is divided or packed."""
-    lengths = [_noted_bounds(), *(kwargs.pop(name, None) for name in LENGTHS)]
-    is_whole = (state is None or state.sp == 1) and all(one is None for one in lengths)
-    return kernel(*args, **kwargs) if is_whole else None
+    """`ops.fused_scan`: the result of upstream's kernel, or None if the sequence is divided or packed."""
+    lengths = [_call_bounds(), *(kwargs.pop(name, None) for name in LENGTHS)]
+    is_one_sequence = (state is None or state.sp == 1) and all(bounds is None for bounds in lengths)
+    return kernel(*args, **kwargs) if is_one_sequence else None
 
 
-def _over_channels(call: Call, state: ParallelState | None, *, keeps_apart: bool = False) -> Tensor:
-    """A call on `(B, C, s)`, by each rank for some channels of the whole sequence; `keeps_apart`: it takes `seq_idx`."""
+def _over_channels(call: Call, state: ParallelState | None, *, takes_seq_idx: bool = False) -> Tensor:
+    """A call on `(B, C, s)`, computed by each rank on the full sequence for some channels."""
     state = state if state is not None and state.sp > 1 else None
     call, bounds = _take_lengths(call)
     if state is None and bounds is None:
         return call.run()
     call.require_roles()
-    B, channels, s = next(iter(call.having(Role.SEQUENCE).values())).shape
+    B, channels, s = next(iter(call.tensors_with(Role.SEQUENCE).values())).shape
     call.require_shapes({Role.SEQUENCE: (B, channels, s), Role.CHANNELS: (channels,)})
-    for name, value in call.having(Role.STATES).items():
+    for name, value in call.tensors_with(Role.STATES).items():
         if value.ndim != 3 or (value.shape[0], value.shape[2]) != (B, s):
             raise ValueError(
                 f"'{name}' of {call.name} has the shape {tuple(value.shape)}: expected ({B}, states, {s})."
             )
-    if call.having(Role.STATE) or call.values.get("return_final_states") or call.values.get("return_last_state"):
+    if call.tensors_with(Role.STATE) or call.values.get("return_final_states") or call.values.get("return_last_state"):
         raise ValueError(
             f"The cache of {call.name} cannot be used while the sequence is divided or packed: set use_cache=False."
         )
-    if bounds is None and call.having(Role.DOCUMENTS):
+    if bounds is None and call.tensors_with(Role.DOCUMENTS):
         raise ValueError(
-            f"{call.name} is told by seq_idx which document each token belongs to, of a slice of the sequence: hand over "
-            "cu_seq_lens_q of the whole, as batch.slice_batch makes it."
+            f"{call.name} got seq_idx of a slice of the sequence. To fix: pass cu_seq_lens_q of the full sequence, as "
+            "batch.slice_batch computes it."
         )
     call = call.without(Role.DOCUMENTS)
-    tensors = {name: value.transpose(1, 2) for name, value in call.having(Role.SEQUENCE, Role.STATES).items()}
+    tensors = {name: value.transpose(1, 2) for name, value in call.tensors_with(Role.SEQUENCE, Role.STATES).items()}
     if state is not None:
         size = state.sp
         if channels % size:
             raise ValueError(f"{call.name} over {channels} channels cannot be divided over sp={size} ranks.")
-        is_whole = call.having(Role.STATES)  # each rank gets all of it
+        replicated = call.tensors_with(Role.STATES)  # each rank gets all of it
         parts = [
-            one.unsqueeze(2).expand(-1, -1, size, -1) if name in is_whole else one.unsqueeze(-1)
-            for name, one in tensors.items()
+            tensor.unsqueeze(2).expand(-1, -1, size, -1) if name in replicated else tensor.unsqueeze(-1)
+            for name, tensor in tensors.items()
         ]
         exchanged = sequence.scatter_heads(parts, state, operation=f"exchange channels of {call.name}")
-        tensors = dict(zip(tensors, (one.flatten(2) for one in exchanged), strict=True))
-        call = call.with_values(_own_parts(call, Role.CHANNELS, state))
+        tensors = dict(zip(tensors, (tensor.flatten(2) for tensor in exchanged), strict=True))
+        call = call.with_values(_local_chunks(call, Role.CHANNELS, state))
 
     def run(*parts_BSC: Tensor, **more: Any) -> Tensor:
-        turned = {name: part.transpose(1, 2) for name, part in zip(tensors, parts_BSC, strict=True)}
-        return call.with_values(turned | more).run().transpose(1, 2)
+        transposed = {name: part.transpose(1, 2) for name, part in zip(tensors, parts_BSC, strict=True)}
+        return call.with_values(transposed | more).run().transpose(1, 2)
 
     values = list(tensors.values())
     if bounds is None:
         out_BSC = run(*values)
-    elif keeps_apart:
+    elif takes_seq_idx:
         flat = [value.flatten(0, 1)[None] for value in values]
-        out_BSC = run(*flat, seq_idx=_documents(bounds, flat[0])).view_as(values[0])
+        out_BSC = run(*flat, seq_idx=_document_ids(bounds, flat[0])).view_as(values[0])
     else:
         out_BSC = _per_document(run, values, bounds)
     if state is not None:
@@ -119,16 +119,16 @@ def _over_channels(call: Call, state: ParallelState | None, *, keeps_apart: bool
 
 
 def delta_rule(rule: Callable[..., Any], *args: Any, state: ParallelState | None, **kwargs: Any) -> Any:
-    """`ops.delta_rule`, with `state` and packed documents; the result has the form that `rule` returns.
+    """`ops.delta_rule`, with `state` and packed documents; returns what `rule` returns.
 
     Tensors `(B, s, N, ...)` with N key or value heads are exchanged; tensors `(N, ...)` of the value heads are sliced.
-    Which an argument is, its name says (`mixer_arguments.py`).
+    The role of an argument follows from its name (`mixer_arguments.py`).
 
     Raises:
-        ValueError: a recurrent state is handed in or asked for while the sequence is divided: it is a decoding cache; a
-            tensor of which nothing says what it spans, or that does not span what its name says.
+        ValueError: a recurrent state is passed or requested while the sequence is divided (it is a decoding cache); a
+            tensor with an unknown role, or with another shape than its role.
     """
-    lengths = "cu_seqlens" if keeps_documents_apart(rule, "fla") else ""
+    lengths = "cu_seqlens" if separates_documents(rule, "fla") else ""
     return _over_heads(Call.of(rule, RULE_ROLES, args, kwargs), state, lengths)
 
 
@@ -138,30 +138,30 @@ def state_space_scan(scan: Callable[..., Any], *args: Any, state: ParallelState 
     Raises:
         ValueError: see `delta_rule`.
     """
-    lengths = "seq_idx" if keeps_documents_apart(scan, "mamba_ssm") else ""
+    lengths = "seq_idx" if separates_documents(scan, "mamba_ssm") else ""
     return _over_heads(Call.of(scan, HEAD_SCAN_ROLES, args, kwargs), state, lengths)
 
 
 def _over_heads(call: Call, state: ParallelState | None, lengths: str) -> Any:
-    """A call on `(B, s, N, ...)`, by each rank for some heads of the whole sequence.
+    """A call on `(B, s, N, ...)`, computed by each rank on the full sequence for some heads.
 
-    `lengths` is the argument that tells it the documents of one row; empty where it knows none.
+    `lengths` is the name of its argument for the documents of one row; "" if it has none.
     """
     state = state if state is not None and state.sp > 1 else None
     call, bounds = _take_lengths(call)
     if state is None and bounds is None:
         return call.run()
     call.require_roles()
-    keys, values = (list(call.having(role).values()) for role in TOKENS)
+    keys, values = (list(call.tensors_with(role).values()) for role in TOKENS)
     call.require_shapes(dict(zip(TOKENS, (tuple(keys[0].shape[:3]), tuple(values[0].shape[:3])), strict=True)))
-    asked = call.values.get("output_final_state") or call.values.get("return_final_states")
-    if call.having(Role.STATE) or (state is not None and asked):
+    returns_state = call.values.get("output_final_state") or call.values.get("return_final_states")
+    if call.tensors_with(Role.STATE) or (state is not None and returns_state):
         raise ValueError(
             "A linear-attention cache cannot be used while the sequence is divided or packed: set use_cache=False."
         )
-    if bounds is None and call.having(Role.DOCUMENTS):
+    if bounds is None and call.tensors_with(Role.DOCUMENTS):
         raise ValueError(
-            f"{call.name} is told by seq_idx the documents of a slice: hand over cu_seq_lens_q of the whole."
+            f"{call.name} got seq_idx of a slice of the sequence. To fix: pass cu_seq_lens_q of the full sequence."
         )
     call = call.without(Role.DOCUMENTS)
     if state is not None:
@@ -183,43 +183,43 @@ def _over_heads(call: Call, state: ParallelState | None, lengths: str) -> Any:
 # ----------------------------------------------------------------------------------------------- slices
 
 
-def _own_parts(call: Call, role: Role, state: ParallelState) -> dict[str, Tensor]:
-    """This rank's part of each tensor of a role, whose first dimension is divided."""
-    return {name: value.chunk(state.sp)[state.sp_rank] for name, value in call.having(role).items()}
+def _local_chunks(call: Call, role: Role, state: ParallelState) -> dict[str, Tensor]:
+    """This rank's chunk of each tensor of a role, divided along the first dimension."""
+    return {name: value.chunk(state.sp)[state.sp_rank] for name, value in call.tensors_with(role).items()}
 
 
 def _scatter(call: Call, state: ParallelState) -> Call:
-    """The call on the whole sequence and this rank's heads."""
-    heads_k, heads_v = (next(iter(call.having(role).values())).shape[2] for role in TOKENS)
+    """The call on the full sequence and this rank's heads."""
+    heads_k, heads_v = (next(iter(call.tensors_with(role).values())).shape[2] for role in TOKENS)
     repeats = sequence.key_value_repeats(heads_v, heads_k, state.sp, where=call.name)
     call.require_shapes({Role.VALUE_HEADS: (heads_v,)})
-    tensors = call.having(*TOKENS)
+    tensors = call.tensors_with(*TOKENS)
     by_head = []
     for name, tensor in tensors.items():
-        one = tensor.flatten(3) if tensor.ndim > 3 else tensor.unsqueeze(-1)
-        repeated = call.roles[name] is Role.KEY_TOKENS and repeats > 1
-        by_head.append(one.repeat_interleave(repeats, dim=2) if repeated else one)
+        flat = tensor.flatten(3) if tensor.ndim > 3 else tensor.unsqueeze(-1)
+        is_repeated = call.roles[name] is Role.KEY_TOKENS and repeats > 1
+        by_head.append(flat.repeat_interleave(repeats, dim=2) if is_repeated else flat)
     exchanged = sequence.scatter_heads(by_head, state, operation=f"exchange heads of {call.name}")
-    whole = {
-        name: one.unflatten(-1, tensor.shape[3:]) if tensor.ndim > 3 else one.squeeze(-1)
-        for (name, tensor), one in zip(tensors.items(), exchanged, strict=True)
+    gathered = {
+        name: flat.unflatten(-1, tensor.shape[3:]) if tensor.ndim > 3 else flat.squeeze(-1)
+        for (name, tensor), flat in zip(tensors.items(), exchanged, strict=True)
     }
-    return call.with_values(whole | _own_parts(call, Role.VALUE_HEADS, state))
+    return call.with_values(gathered | _local_chunks(call, Role.VALUE_HEADS, state))
 
 
 # -------------------------------------------------------------------------------------------- documents
 
 
 def _take_lengths(call: Call) -> tuple[Call, Tensor | None]:
-    """The call without the document bounds among its arguments, and the bounds, else those that the model was called with."""
-    given = [
+    """The call without document bounds, and the bounds: its argument, else those of the model's call."""
+    lengths = [
         value for name, value in call.values.items() if call.roles.get(name) is Role.LENGTHS and value is not None
     ]
-    return call.without(Role.LENGTHS), given[0] if given else _noted_bounds()
+    return call.without(Role.LENGTHS), lengths[0] if lengths else _call_bounds()
 
 
-def _noted_bounds() -> Tensor | None:
-    """The bounds that the model was called with; those of its first run where a layer is computed again."""
+def _call_bounds() -> Tensor | None:
+    """The document bounds of the model's call; those of the first run while a layer is recomputed."""
     return checkpointing.remember(model_calls.bounds_of_call)
 
 
@@ -229,13 +229,13 @@ _spans = TensorCache(
 
 
 def _per_document(call: Callable[..., Tensor], tensors: list[Tensor], bounds: Tensor) -> Tensor:
-    """`call` on each document's `(1, length, ...)` slices, put together as `(B, S, ...)`."""
+    """`call` on each document's `(1, length, ...)` slices, concatenated as `(B, S, ...)`."""
     B, S = tensors[0].shape[:2]
     spans = _spans(bounds)
     if spans[-1][1] != B * S:
         raise ValueError(
-            f"The lengths of the documents end at {spans[-1][1]}, and there are {B} rows of {S} = {B * S} tokens. Hand over "
-            "those of the whole batch, not of a slice."
+            f"The document lengths end at {spans[-1][1]}, but there are {B} rows of {S} = {B * S} tokens. To fix: pass those "
+            "of the full batch, not of a slice."
         )
     flat = [tensor.flatten(0, 1)[None] for tensor in tensors]
     parts = [call(*(tensor[:, start:end] for tensor in flat)) for start, end in spans if end > start]
@@ -244,32 +244,32 @@ def _per_document(call: Callable[..., Tensor], tensors: list[Tensor], bounds: Te
 
 
 def _rule_per_document(call: Call, bounds: Tensor) -> Any:
-    tensors = call.having(*TOKENS)
-    rest: tuple = ()
+    tensors = call.tensors_with(*TOKENS)
+    other_outputs: tuple = ()
 
-    def of_document(*parts: Tensor) -> Tensor:
-        nonlocal rest
+    def run_document(*parts: Tensor) -> Tensor:
+        nonlocal other_outputs
         result = call.with_values(dict(zip(tensors, parts, strict=True))).run()
-        rest = result[1:] if isinstance(result, tuple) else ()
+        other_outputs = result[1:] if isinstance(result, tuple) else ()
         return result[0] if isinstance(result, tuple) else result
 
-    out = _per_document(of_document, list(tensors.values()), bounds)
-    return (out, *rest) if rest else out
+    out = _per_document(run_document, list(tensors.values()), bounds)
+    return (out, *other_outputs) if other_outputs else out
 
 
-def _documents(bounds: Tensor, row: Tensor) -> Tensor:
-    """The document of each token of one row, `(1, tokens)` int32."""
+def _document_ids(bounds: Tensor, row: Tensor) -> Tensor:
+    """The document index of each token of one row, `(1, tokens)` int32."""
     tokens = torch.arange(row.shape[1], device=row.device, dtype=torch.int32)
     return torch.searchsorted(bounds[1:].to(torch.int32), tokens, right=True, out_int32=True)[None]
 
 
 def _flattened(call: Call, bounds: Tensor, lengths: str) -> Any:
-    """One call on all rows as one: `fla` and `mamba_ssm` keep documents of a single row apart, told by `lengths`."""
-    tensors = call.having(*TOKENS)
+    """One call on all rows concatenated: `fla` and `mamba_ssm` separate the documents of one row, given as `lengths`."""
+    tensors = call.tensors_with(*TOKENS)
     B, S = next(iter(tensors.values())).shape[:2]
     one_row = {name: tensor.flatten(0, 1)[None] for name, tensor in tensors.items()}
-    told = bounds if lengths == "cu_seqlens" else _documents(bounds, next(iter(one_row.values())))
-    result = call.with_values({**one_row, lengths: told}).run()
+    documents = bounds if lengths == "cu_seqlens" else _document_ids(bounds, next(iter(one_row.values())))
+    result = call.with_values({**one_row, lengths: documents}).run()
     out = result[0] if isinstance(result, tuple) else result
     out = out.view(B, S, *out.shape[2:])
     return (out, *result[1:]) if isinstance(result, tuple) else out

@@ -1,8 +1,8 @@
-"""What is computed beside an exchange of tokens: shared experts, which need no exchange.
+"""Computation that overlaps with a token exchange: shared experts, which need no exchange.
 
-shared = beside.Beside(self.shared_experts, residuals)      upstream's MoE block announces it
-hidden_states = self.experts(...)                           starts its exchange, computes it, waits
-hidden_states + shared()                                    takes the result
+shared = ops.beside_experts(self.shared_experts, residuals)     upstream's MoE block announces it
+hidden_states = self.experts(...)                               starts its exchange, computes it, waits
+hidden_states + shared()                                        takes the result
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from torch import Tensor
 from patchgen.runtime import parallel
 
 
-class Beside:
-    """A computation that may run before its result is asked for; it runs once."""
+class Deferred:
+    """A computation that may run before its result is requested; it runs once."""
 
     def __init__(self, function: Callable[..., Tensor], *args: Tensor) -> None:
         self._function, self._args = function, args
         self._result: Tensor | None = None
 
     def compute(self) -> None:
-        """Computes the result, unless it was."""
+        """Computes the result if it has not been computed."""
         if self._result is None:
             self._result = self._function(*self._args)
             self._args = ()
 
     def __call__(self) -> Tensor:
-        """The result, handed out once: it is not kept alive here."""
+        """The result; a second call fails, because it is not kept."""
         self.compute()
         result, self._result = self._result, None
         if result is None:
-            raise RuntimeError("The result of a computation that was announced is handed out once.")
+            raise RuntimeError("The result of an announced computation was requested twice; it is returned only once.")
         return result
 
 
 def announce(function: Callable[..., Tensor], *args: Tensor) -> Callable[[], Tensor]:
-    """Leaves a computation for the next exchange of this layer.
+    """Announces a computation to the next exchange of this layer.
 
-    A compiled layer computes it where its result is taken: there it is fused, and no exchange is seen.
+    A compiled layer runs it when its result is requested, where it can be fused.
     """
     if torch.compiler.is_compiling():
         return functools.partial(function, *args)
-    beside = Beside(function, *args)
-    parallel.running().announced[:] = [weakref.ref(beside)]
-    return beside
+    deferred = Deferred(function, *args)
+    parallel.context().announced[:] = [weakref.ref(deferred)]
+    return deferred
 
 
 def compute_announced() -> None:
-    """Computes what was announced; called while an exchange is under way."""
-    announced = parallel.running().announced
+    """Runs what was announced; called while an exchange is in flight."""
+    announced = parallel.context().announced
     while announced:
-        beside = announced.pop()()
-        if beside is not None:
-            beside.compute()
+        deferred = announced.pop()()
+        if deferred is not None:
+            deferred.compute()

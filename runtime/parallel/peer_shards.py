@@ -1,22 +1,22 @@
-"""Shards that the ranks of one host read from each other's memory: FSDP2 without its copies and without collectives.
+"""Shards that the ranks of one host read from each other's memory: FSDP2 without its copies and collectives.
 
-Every rank keeps its shards, in the dtype of computing, where the others can read them. Bytes that a rank's memory moves per
-parameter of a unit in a step, fp32 parameters computed with in bf16, two ranks:
+Every rank keeps its shards, in the compute dtype, in memory that the others can read. Memory traffic of a rank in bytes per
+parameter and step, for fp32 parameters, bf16 compute and two ranks:
 
     FSDP2        cast before the forward and again before the backward 6, copied out of the all-gather twice 8,
                  copied for the exchange of gradients 4, their sum 4
-    here         arrives in its place twice 4 (the optimizer writes the copy in passing 1), sum of gradients 4
+    here         received in place twice 4 (the optimizer writes the copy in its step 1), sum of gradients 4
 
-What arrives is moved by the copy engines, not by the processors that compute, and so are gradients on their way:
+Shards and gradients are moved by the copy engines, not by the multiprocessors:
 
-    gather       each rank reads the shards of the others into the parameter, each part into its place
-    reduce       each rank writes the parts of its gradients that others sum into their memory; a barrier; each adds up what
-                 it received and its own, in fp32, in the order of the ranks (`kernels/peers/peer_sums.py`)
+    gather       each rank reads the shards of the others into the parameter
+    reduce       each rank writes the parts of its gradients that others sum into their memory; a barrier; each sums what
+                 it received and its own, in fp32 and in rank order (`kernels/peers/peer_sums.py`)
 
-Barriers run on the device, the host waits for none: one before the first gather after copies were written, one before they
-are written again, one per reduction. What is received alternates between two places, for the reason in `peer_memory.py`. The
-numbers are those of FSDP2 with `exchange_reduce.py`, to the bit. As in `undivided.py`, a copy that the optimizer wrote is used
-in training until the parameter is changed otherwise; in evaluation every forward casts.
+Barriers run on the device; the host does not wait: one before the first gather after copies were written, one before they
+are written again, one per reduction. Receive buffers alternate, for the reason in `peer_memory.py`. Results are bit-identical
+to FSDP2 with `exchange_reduce.py`. As in `undivided.py`, a copy that the optimizer wrote is used in training until the
+parameter is changed otherwise; in evaluation every forward casts.
 
 `peer_units.py` has the units of a model that use this.
 """
@@ -41,45 +41,45 @@ from patchgen.runtime.parallel.peer_memory import aligned
 if TYPE_CHECKING:
     from patchgen.runtime.parallel.peer_units import PeerGroup
 
-_READ, _WRITE, _REDUCE = range(3)  # barriers of one memory that may run beside each other
-NOTHING = 0
-"""The word of a rank that has no gradient to send; each sum has a word of its own (`PeerGroup.word_of`)."""
+_READ, _WRITE, _REDUCE = range(3)  # barrier channels of one memory: barriers that may overlap
+NO_GRADIENT = 0
+"""The tag of a rank without a gradient to send; each sum has its own tag (`PeerGroup.tag_of`)."""
 PIECE = 2**27
-"""Bytes of a large gradient that are sent at once: what is received needs room for a piece, not for the largest parameter."""
-_UNDER_WAY = 2
-"""Reductions whose gradients are kept for them: with one, a layer's second product would wait for the sum of its first."""
+"""Bytes of a large gradient that are sent at once, so that receive buffers have room for a piece, not for the largest parameter."""
+_MAX_PENDING_REDUCTIONS = 2
+"""Reductions in flight whose gradients are kept alive: with one, a layer's second product would wait for the first sum."""
 
 
 @dataclass
-class Slot:
-    """Where one parameter's shard lies in the region of its unit, which is laid out alike on every rank.
+class ShardSlot:
+    """The place of one parameter's shard in the region of its unit, which has the same layout on every rank.
 
     Attributes:
-        param: FSDP2's.
-        start: of the shard in the region, in elements.
+        param: FSDP2's parameter.
+        start: offset of the shard in the region, in elements.
         rows: of a shard, padded; the last shards may have fewer.
-        row: elements of a row.
+        row_numel: elements of a row.
         is_small: whether it is copied together with others.
     """
 
     param: FSDPParam
     start: int
     rows: int
-    row: int
+    row_numel: int
     is_small: bool
 
     @property
     def numel(self) -> int:
-        return self.rows * self.row
+        return self.rows * self.row_numel
 
     def numel_of(self, rank: int) -> int:
         """Elements of a rank's shard."""
-        whole = self.param._orig_size[0]
-        return max(0, min(whole - rank * self.rows, self.rows)) * self.row
+        total_rows = self.param._orig_size[0]
+        return max(0, min(total_rows - rank * self.rows, self.rows)) * self.row_numel
 
 
 class PeerCopy(undivided.ComputeCopy):
-    """A shard in the dtype of computing, which other ranks read."""
+    """A shard in the compute dtype, which other ranks read."""
 
     def __init__(self, tensor: Tensor, shards: PeerShards) -> None:
         super().__init__(tensor)
@@ -90,7 +90,7 @@ class PeerCopy(undivided.ComputeCopy):
 
 
 class PeerShards:
-    """What the ranks of one group read from each other: the copies of their shards, and gradients that were sent.
+    """The memory that the ranks of one group read from each other: copies of their shards, and received gradients.
 
     Every rank makes the same calls in the same order.
     """
@@ -102,42 +102,44 @@ class PeerShards:
         self._memory: peer_memory.Memory | None = None
         self.is_written = False  # since the last barrier before a gather
         self._turn = 0
-        self._reductions_under_way: deque[tuple[torch.Event | None, list[Tensor]]] = deque()
+        self._pending_reductions: deque[tuple[torch.Event | None, list[Tensor]]] = deque()
         on_gpu = device.type == "cuda"
         self._gathers = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         self._reductions = torch.cuda.Stream(device, priority=-1) if on_gpu else None
 
     # ------------------------------------------------------------------------------------------------- memory
 
-    def lay_out(self) -> None:
-        """Makes the memory, once, when it is known which units keep copies."""
+    def allocate(self) -> None:
+        """Allocates the memory, once, when it is known which units keep copies."""
         if self._memory is not None:
             return
         groups = [group for group in self._groups if group.keeps_copies]
-        starts, size, most, small = {}, 0, 0, 0
+        starts, size, largest, small = {}, 0, 0, 0
         for group in groups:
             starts[id(group)] = size
             region = aligned(group.region * group.itemsize)
             size += region
             small = max(small, aligned(group.small_region * group.itemsize))
-            most = max(most, small, *(aligned(min(PIECE, slot.numel * group.itemsize)) for slot in group.slots))
-        # Of each turn: what the others sent, their words, and this rank's own small parts.
+            largest = max(largest, small, *(aligned(min(PIECE, slot.numel * group.itemsize)) for slot in group.slots))
+        # Two receive buffers, each for the parts that others sent, their tags, and this rank's own small parts.
         others = self.num_ranks - 1
-        words = aligned(others * torch.int64.itemsize)
-        turn = others * most + words + small
-        self._memory = peer_memory.share(size + 2 * turn, self.group, self.device)
-        self._turns = [(start, start + others * most, start + others * most + words) for start in (size, size + turn)]
-        self._most = most
+        tags = aligned(others * torch.int64.itemsize)
+        turn = others * largest + tags + small
+        self._memory = peer_memory.allocate_shared(size + 2 * turn, self.group, self.device)
+        self._turns = [
+            (start, start + others * largest, start + others * largest + tags) for start in (size, size + turn)
+        ]
+        self._largest_part = largest
         for group in groups:
-            group.bind(
+            group.create_copies(
                 [self._view(rank, starts[id(group)], group.region, group.dtype) for rank in range(self.num_ranks)]
             )
 
     @property
     def memory(self) -> peer_memory.Memory:
-        """What all ranks of the group see, once it is laid out."""
+        """The shared memory; raises before `allocate`."""
         if self._memory is None:
-            raise RuntimeError("The shards of other ranks are read once their places are known: call `lay_out` first.")
+            raise RuntimeError("The shards of other ranks are not allocated yet. To fix: call `allocate` first.")
         return self._memory
 
     def _view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -147,7 +149,7 @@ class PeerShards:
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Runs the block on a stream, after what was launched before. On CPUs at once."""
+        """Runs the block on a stream, after earlier launches; on CPUs synchronously."""
         if stream is None:
             yield
             return
@@ -160,14 +162,14 @@ class PeerShards:
         return None if stream is None else stream.record_event()
 
     def wait(self, event: torch.Event | None) -> None:
-        """What is launched from now on comes after the event. The host goes on."""
+        """Makes later launches wait for the event; the host does not wait."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     # ------------------------------------------------------------------------------------------------- copies
 
     def begin_writing(self) -> None:
-        """Before copies are written: all ranks have read them."""
+        """Waits, before copies are written, until all ranks have read them."""
         if self.is_written:
             return
         if self._gathers is not None:
@@ -175,8 +177,8 @@ class PeerShards:
         self.memory.barrier(_WRITE)
         self.is_written = True
 
-    def have_been_read(self) -> None:
-        """Says that gathers have run since copies were written: those of a replayed graph, of which the host knows nothing."""
+    def mark_read(self) -> None:
+        """Records that copies were gathered since they were written, by a replayed graph, which the host does not see."""
         self.is_written = False
 
     def gather(self, group: PeerGroup) -> torch.Event | None:
@@ -195,64 +197,66 @@ class PeerShards:
 
     # ---------------------------------------------------------------------------------------------- gradients
 
-    def reduce(self, group: PeerGroup, gradients: list[tuple[Slot, Tensor]]) -> torch.Event | None:
+    def reduce(self, group: PeerGroup, gradients: list[tuple[ShardSlot, Tensor]]) -> torch.Event | None:
         """Sums gradients `[D, ...]` over the ranks: each parameter gets this rank's part of the sum.
 
         Args:
-            gradients: of one large parameter, or of small ones. One after the other, so that a layer's experts leave while it
-                still computes, and what the others send needs room for the largest only.
+            gradients: of one large parameter, or of all small ones of a unit. Separate calls let a layer's experts be reduced
+                while the layer still computes, and need receive buffers for the largest parameter only.
         """
-        # Small ones end a unit's backward: what its large ones hold is free before the next computes gradients.
-        most = 0 if gradients[0][0].is_small else _UNDER_WAY - 1
-        while len(self._reductions_under_way) > most:
-            self.wait(self._reductions_under_way.popleft()[0])  # its memory may be freed then
+        # Small ones end a unit's backward: the memory of its large ones is free before the next unit computes gradients.
+        max_pending = 0 if gradients[0][0].is_small else _MAX_PENDING_REDUCTIONS - 1
+        while len(self._pending_reductions) > max_pending:
+            self.wait(self._pending_reductions.popleft()[0])  # then its memory may be freed
         flat = [(slot, gradient.contiguous().view(-1)) for slot, gradient in gradients]
         slots = [slot for slot, _ in flat]
-        word = group.word_of(slots)
+        tag = group.tag_of(slots)
         first, gradient = flat[0]
         start, numel = (0, group.small_region) if first.is_small else (first.start, first.numel)
         summed = torch.empty(numel, dtype=group.stored_dtype, device=self.device)
         with self._on(self._reductions):
             for begin, end in _pieces(group, slots):
-                self._meet(group, flat, word, begin, end)
+                self._send_parts(group, flat, tag, begin, end)
                 if first.is_small:
                     own = self._view(self.rank, self._turns[self._turn][2], end - begin, group.dtype)
                 else:
                     shard = gradient[self.rank * numel :][: first.numel_of(self.rank)]
                     own = shard[begin - start : end - start]
-                self._sum(group, own, word, summed[begin - start : end - start])
+                self._sum_parts(group, own, tag, summed[begin - start : end - start])
             for slot in slots:
-                _take(slot, summed[slot.start - start : slot.start - start + slot.numel])
+                _accumulate(slot, summed[slot.start - start : slot.start - start + slot.numel])
         event = self._event(self._reductions)
-        # Until it was waited for: memory that this stream frees may be given out again while the other one still writes it.
-        # The sum, too: where it is added to a gradient that is there, nothing else keeps it.
-        self._reductions_under_way.append((event, [summed, *(gradient for _, gradient in flat)]))
+        # Kept until waited for, so that the allocator does not reuse the memory while the other stream still writes it. The
+        # sum as well: if it is added to an existing gradient, nothing else keeps it alive.
+        self._pending_reductions.append((event, [summed, *(gradient for _, gradient in flat)]))
         return event
 
-    def reduce_nothing(self, group: PeerGroup, slots: list[Slot]) -> None:
-        """Takes part in a reduction for which this rank has no gradient: ranks that have one get NaN, and none waits."""
+    def reduce_without_gradient(self, group: PeerGroup, slots: list[ShardSlot]) -> None:
+        """Takes part in a reduction without a gradient of this rank: ranks that have one get NaN, and none hangs."""
         with self._on(self._reductions):
             for _ in _pieces(group, slots):
-                self._meet(group, [], NOTHING, 0, 0)
-        self._reductions_under_way.append((self._event(self._reductions), []))
+                self._send_parts(group, [], NO_GRADIENT, 0, 0)
+        self._pending_reductions.append((self._event(self._reductions), []))
 
-    def _meet(self, group: PeerGroup, flat: list[tuple[Slot, Tensor]], word: int, begin: int, end: int) -> None:
-        """Sends gradients and what they are of, and waits for the others'; small ones of this rank are put together.
+    def _send_parts(
+        self, group: PeerGroup, flat: list[tuple[ShardSlot, Tensor]], tag: int, begin: int, end: int
+    ) -> None:
+        """Sends gradients with their tag, packing small ones, and waits for those of the others.
 
         Args:
-            begin: of what is sent, in elements of the unit's region; `end` likewise.
+            begin, end: the range that is sent, in elements of the unit's region.
         """
         self._turn = 1 - self._turn
-        received, words, own_small = self._turns[self._turn]
+        received, tags, own_small = self._turns[self._turn]
         small_targets, small_sources = [], []
         for rank in range(self.num_ranks):
             if rank == self.rank:
                 region = self._view(rank, own_small, group.small_region, group.dtype)
             else:
                 place = (self.rank - rank - 1) % self.num_ranks
-                region = self._view(rank, received + place * self._most, end - begin, group.dtype)
-                there = words + place * torch.int64.itemsize
-                self._view(rank, there, 1, torch.int64).copy_(group.word_tensor(word))
+                region = self._view(rank, received + place * self._largest_part, end - begin, group.dtype)
+                tag_offset = tags + place * torch.int64.itemsize
+                self._view(rank, tag_offset, 1, torch.int64).copy_(group.tag_tensor(tag))
             for slot, gradient in flat:
                 first, last = max(begin, slot.start), min(end, slot.start + slot.numel_of(rank))
                 if first < last and (slot.is_small or rank != self.rank):
@@ -267,21 +271,23 @@ class PeerShards:
             torch._foreach_copy_(small_targets, small_sources)  # pyright: ignore[reportPrivateImportUsage]
         self.memory.barrier(_REDUCE)
 
-    def _sum(self, group: PeerGroup, own: Tensor, word: int, out: Tensor) -> None:
-        received, words, _ = self._turns[self._turn]
+    def _sum_parts(self, group: PeerGroup, own: Tensor, tag: int, out: Tensor) -> None:
+        received, tags, _ = self._turns[self._turn]
         others, length = self.num_ranks - 1, len(own)
-        parts = self._view(self.rank, received, others * self._most // group.itemsize, group.dtype).view(others, -1)
-        their_words = self._view(self.rank, words, others, torch.int64)
-        sum_parts(own, parts[:, :length], their_words, out[:length], rank=self.rank, word=word)
+        parts = self._view(self.rank, received, others * self._largest_part // group.itemsize, group.dtype).view(
+            others, -1
+        )
+        their_tags = self._view(self.rank, tags, others, torch.int64)
+        sum_parts(own, parts[:, :length], their_tags, out[:length], rank=self.rank, tag=tag)
 
     def finish(self) -> None:
-        """What is launched from now on comes after the reductions."""
-        while self._reductions_under_way:
-            self.wait(self._reductions_under_way.popleft()[0])
+        """Makes later launches wait for all reductions."""
+        while self._pending_reductions:
+            self.wait(self._pending_reductions.popleft()[0])
 
 
-def _pieces(group: PeerGroup, slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """What is sent at once, as elements of the unit's region: small gradients together, a large one in pieces."""
+def _pieces(group: PeerGroup, slots: Sequence[ShardSlot]) -> list[tuple[int, int]]:
+    """The ranges sent at once, in elements of the unit's region: small gradients together, a large one in pieces."""
     first = slots[0]
     if first.is_small:
         return [(0, group.small_region)]
@@ -289,7 +295,7 @@ def _pieces(group: PeerGroup, slots: Sequence[Slot]) -> list[tuple[int, int]]:
     return [(begin, min(begin + piece, end)) for begin in range(first.start, end, piece)]
 
 
-def _take(slot: Slot, out: Tensor) -> None:
+def _accumulate(slot: ShardSlot, out: Tensor) -> None:
     """This rank's part of a sum, flat, becomes the gradient of its parameter, or is added to the one that is there."""
     param = slot.param
     new = torch.as_strided(out, param.sharded_size, param.contiguous_sharded_stride)

@@ -1,7 +1,7 @@
-"""Whether a model computes on slices of a sequence what upstream computes on the whole: one small forward at start-up.
+"""Checks at start-up that a model computes the same on slices of a sequence as on the full sequence: one small forward.
 
-A layer that mixes tokens by other means than attention, a convolution, a recurrence or a scan that `ops` serves
-(positions derived from token ids, hand-written attention) runs on a slice without any error, and trains wrongly.
+A layer that mixes tokens by other means than the attention, convolutions, recurrences and scans that `ops` handles
+(positions derived from token ids, hand-written attention) runs on a slice without an error, and trains wrongly.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
-HALF_PRECISION = 5e-2
+HALF_PRECISION_TOLERANCE = 5e-2
 
 
 @torch.no_grad()
 def require_sliceable(
     model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int = 8, packed: bool = True
 ) -> float:
-    """Compares logits `(1, S, V)` of random tokens, computed in slices, with those of the whole sequence.
+    """Compares logits `(1, S, V)` of random tokens, computed in slices, with those of the full sequence.
 
     Args:
         model: a causal language model, after `shard_model` and with its weights. Every rank must call this.
-        vocab_size: random token ids lie below it.
+        vocab_size: upper bound of the random token ids.
         tokens_per_rank: the length of a slice.
-        packed: compare a packed batch as well, whose documents meet where slices do: no position id shows it there, so
-            it is right only if the lengths of the documents reach every attention.
+        packed: also compare a packed batch whose documents end where slices end: there position ids do not restart within
+            a slice, so logits are right only if every attention gets the document lengths.
 
     Returns:
         The largest relative difference over all ranks; 0 without sequence parallelism.
@@ -47,44 +47,44 @@ def require_sliceable(
     ids = torch.randint(1, vocab_size, (1, tokens_per_rank * state.sp), generator=generator)
     was_training = model.training
     model.eval()
-    worst = _require_equal(model, state, {"input_ids": ids}, "Some layer mixes tokens without attention")
+    worst = _require_equal_logits(model, state, {"input_ids": ids}, "Some layer mixes tokens without attention")
     if packed:
         positions = torch.arange(ids.shape[1])[None] % tokens_per_rank
         batch = {"input_ids": ids, "position_ids": positions}
-        told = "(a packed batch) Some layer does not hand cu_seq_lens_q to its attention"
-        worst = max(worst, _require_equal(model, state, batch, told))
+        suspicion = "(a packed batch) Some layer does not pass cu_seq_lens_q to its attention"
+        worst = max(worst, _require_equal_logits(model, state, batch, suspicion))
     model.train(was_training)
     if isinstance(model, FSDPModule):
-        # The root stays gathered after a forward without backward; an optimizer that is made now must see the shards.
+        # The root stays gathered after a forward without backward; an optimizer created next must see the shards.
         model.reshard()
     return worst
 
 
-def _require_equal(model: nn.Module, state: ParallelState, batch: dict[str, Tensor], suspicion: str) -> float:
+def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[str, Tensor], suspicion: str) -> float:
     device = state.data_mesh.device_type
 
     def logits(sp: int, sp_rank: int, using: ParallelState) -> Tensor:
-        # The whole is what upstream would compute: positions that nobody gave are the model's own, not those that we count.
+        # On the full sequence this is what upstream computes: without position ids the model uses its own, not ours.
         is_upstreams = sp == 1 and "position_ids" not in batch
-        mine = batch if is_upstreams else slice_batch(batch, sp=sp, sp_rank=sp_rank)
-        inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in mine.items()}
+        part = batch if is_upstreams else slice_batch(batch, sp=sp, sp_rank=sp_rank)
+        inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in part.items()}
         with parallel.using(using):
             return model(**inputs, use_cache=False).logits
 
-    # All ranks of a group compute the whole sequence; experts stay where they are.
+    # All ranks of a group compute the full sequence; experts stay sharded.
     config = replace(state.config, dp_shard=state.config.num_shards, sp=1)
-    whole = logits(1, 0, replace(state, config=config))
-    own = logits(state.sp, state.sp_rank, state)
-    expected = whole.chunk(state.sp, dim=1)[state.sp_rank]
-    difference = (own - expected).float().abs().max() / whole.float().abs().max().clamp(min=1e-12)
-    difference = difference.nan_to_num(nan=float("inf"))  # a maximum over ranks may lose a NaN of one
-    worst = float(all_reduce(difference, op=dist.ReduceOp.MAX, operation="compare slices with the whole sequence"))
-    bar = TOLERANCE.get(own.dtype, HALF_PRECISION)
-    if not worst <= bar:
+    full = logits(1, 0, replace(state, config=config))
+    sliced = logits(state.sp, state.sp_rank, state)
+    expected = full.chunk(state.sp, dim=1)[state.sp_rank]
+    difference = (sliced - expected).float().abs().max() / full.float().abs().max().clamp(min=1e-12)
+    difference = difference.nan_to_num(nan=float("inf"))  # a MAX reduction may lose a NaN of one rank
+    worst = float(all_reduce(difference, op=dist.ReduceOp.MAX, operation="compare slices with the full sequence"))
+    tolerance = TOLERANCE.get(sliced.dtype, HALF_PRECISION_TOLERANCE)
+    if not worst <= tolerance:
         name = type(model).__name__.removeprefix("FSDP")
         raise ValueError(
-            f"{name} on slices of a sequence (sp={state.sp}) computes other logits than on the whole: they differ by "
-            f"{worst:.1e} of the largest, more than {bar:.0e}. {suspicion}, or attends without transformers' attention "
-            "interface. Train it with sp=1, or generate it with the pass that serves its mixer."
+            f"{name} computes other logits on slices of a sequence (sp={state.sp}) than on the full sequence: they differ by "
+            f"{worst:.1e} of the largest, more than {tolerance:.0e}. {suspicion}, or attends without transformers' attention "
+            "interface. To fix: train it with sp=1, or generate it with the pass for its mixer."
         )
     return worst

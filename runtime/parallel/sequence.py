@@ -1,6 +1,6 @@
-"""Ulysses: each rank holds a slice of the sequence, and exchanges it for a slice of the heads where all is needed.
+"""Ulysses: each rank has a slice of the sequence, exchanged for a slice of the heads where the full sequence is needed.
 
-B batch   S whole sequence   s this rank's slice (S / n)   n ranks   N heads   D head size
+B batch   S full sequence   s this rank's slice (S / n)   n ranks   N heads   D head size
 
         before                     exchange                  attention
 rank 0  (B, s, N, D) first slice   ----------->   (B, S, N/n, D) first heads
@@ -31,29 +31,29 @@ def scatter_heads(tensors: Sequence[Tensor], state: ParallelState, *, operation:
 def start_scatter_heads(
     tensors: Sequence[Tensor], state: ParallelState, *, operation: str
 ) -> Callable[[], list[Tensor]]:
-    """Starts `scatter_heads`; the function it returns waits and hands out the tensors."""
+    """Starts `scatter_heads`; the returned function waits and returns the tensors."""
     size = state.sp
     shapes = [tensor.shape for tensor in tensors]
     started = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
         parts = []
-        for place in places:
-            B, s, N, D = shapes[place]
-            parts.append(tensors[place].reshape(B, s, size, N // size * D))
+        for index in indices:
+            B, s, N, D = shapes[index]
+            parts.append(tensors[index].reshape(B, s, size, N // size * D))
         widths = [part.shape[-1] for part in parts]
         packed_BsnF = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         wait = start_all_to_all(packed_BsnF.permute(2, 0, 1, 3), state.sp_group, operation=operation)
-        started.append((places, widths, wait))
+        started.append((indices, widths, wait))
 
     def finish() -> list[Tensor]:
         results: dict[int, Tensor] = {}
-        for places, widths, wait in started:
-            whole_BSF = wait().permute(1, 0, 2, 3).flatten(1, 2)
-            for place, part in zip(places, whole_BSF.split(widths, dim=-1), strict=True):
-                N, D = shapes[place][2:]
-                results[place] = part.unflatten(-1, (N // size, D))
-        return [results[place] for place in range(len(shapes))]
+        for indices, widths, wait in started:
+            gathered_BSF = wait().permute(1, 0, 2, 3).flatten(1, 2)
+            for index, part in zip(indices, gathered_BSF.split(widths, dim=-1), strict=True):
+                N, D = shapes[index][2:]
+                results[index] = part.unflatten(-1, (N // size, D))
+        return [results[index] for index in range(len(shapes))]
 
     return finish
 
@@ -64,7 +64,7 @@ def gather_heads(tensor: Tensor, state: ParallelState, *, operation: str) -> Ten
 
 
 def start_gather_heads(tensor: Tensor, state: ParallelState, *, operation: str) -> Callable[[], Tensor]:
-    """Starts to return heads; the function it returns waits and hands out `(B, s, n, N/n, D)`, by owning rank."""
+    """Starts `gather_heads`; the returned function waits and returns `(B, s, n, N/n, D)`, by owning rank."""
     size = state.sp
     B, S, heads, D = tensor.shape
     by_slice_nBsF = tensor.reshape(B, size, S // size, heads * D).permute(1, 0, 2, 3)
@@ -82,10 +82,10 @@ def attend_over_heads(
     *,
     where: str,
 ) -> Tensor:
-    """Attention over the whole sequence of which this rank holds a slice.
+    """Attention over the full sequence, of which this rank has a slice.
 
-    With `state.head_groups` g > 1 the heads travel in g groups: the attention of one group runs while the next group
-    arrives and the group before returns; in the backward too.
+    With `state.head_groups` g > 1 the heads are exchanged in g groups: the attention of one group runs while the next
+    group arrives and the previous one returns; in the backward too.
 
         heads of group 0   exchange | attention | return
         heads of group 1            | exchange  | attention | return
@@ -94,7 +94,7 @@ def attend_over_heads(
         q: `(B, s, N_q, D)`.
         k, v: `(B, s, N_k, D)`, `(B, s, N_k, D_v)`; key heads are repeated only as far as needed.
         sinks: None, or `(N_q,)`.
-        attend: `(q, k, v, sinks) -> out` over the whole sequence and some heads, `(B, S, N, ...)`.
+        attend: `(q, k, v, sinks) -> out` over the full sequence and some heads, `(B, S, N, ...)`.
         where: the module, for errors and reports of stalls.
 
     Returns:
@@ -105,11 +105,11 @@ def attend_over_heads(
     repeats = key_value_repeats(q.shape[2], k.shape[2], size, where=where)
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-    sent = [_in_groups(states, size, groups, dim=2) for states in (q, k, v)]
-    own_sinks = [None] * groups if sinks is None else sinks.chunk(size)[state.sp_rank].chunk(groups)
+    grouped = [_in_groups(states, size, groups, dim=2) for states in (q, k, v)]
+    local_sinks = [None] * groups if sinks is None else sinks.chunk(size)[state.sp_rank].chunk(groups)
     arriving = [
         start_scatter_heads(heads, state, operation=f"exchange q, k and v of {where}")
-        for heads in zip(*sent, strict=True)
+        for heads in zip(*grouped, strict=True)
     ]
 
     def attend_to(arrive: Callable[[], list[Tensor]], sink: Tensor | None) -> Tensor:
@@ -118,20 +118,20 @@ def attend_over_heads(
 
     returning = [
         start_gather_heads(attend_to(arrive, sink), state, operation=f"return the heads of {where}")
-        for arrive, sink in zip(arriving, own_sinks, strict=True)
+        for arrive, sink in zip(arriving, local_sinks, strict=True)
     ]
     by_rank = [wait() for wait in returning]
     return (by_rank[0] if groups == 1 else torch.cat(by_rank, dim=3)).flatten(2, 3)
 
 
-def num_head_groups(query_heads: int, key_heads: int, size: int, wanted: int) -> int:
-    """The largest number of groups up to `wanted` that divides a rank's key heads: no head is sent twice for it."""
+def num_head_groups(query_heads: int, key_heads: int, size: int, most: int) -> int:
+    """The largest number of groups up to `most` that divides a rank's key heads, so that no head is sent twice."""
     key_heads_per_rank = key_heads * key_value_repeats(query_heads, key_heads, size, where="attention") // size
-    return max(groups for groups in range(1, wanted + 1) if key_heads_per_rank % groups == 0)
+    return max(groups for groups in range(1, most + 1) if key_heads_per_rank % groups == 0)
 
 
 def _in_groups(heads: Tensor, size: int, groups: int, dim: int) -> list[Tensor]:
-    """The heads of each group, `(B, s, N/groups, D)`: of every rank's block the same part."""
+    """The heads of each group, `(B, s, N/groups, D)`: the same part of every rank's block of heads."""
     if groups == 1:
         return [heads]
     by_rank = heads.unflatten(dim, (size, groups, heads.shape[dim] // (size * groups)))
@@ -139,17 +139,17 @@ def _in_groups(heads: Tensor, size: int, groups: int, dim: int) -> list[Tensor]:
 
 
 def key_value_repeats(query_heads: int, key_heads: int, size: int, *, where: str) -> int:
-    """How often key/value heads must be repeated so that `size` ranks can share them: the smallest number that works.
+    """The smallest number of repeats of key/value heads with which `size` ranks can divide them.
 
     A rank gets query heads `[r * N_q/n, (r+1) * N_q/n)` and key heads `[r * f * N_k/n, ...)` after each key head was
     repeated f times; `f * N_k` must be a multiple of n, and divide `N_q` so that the groups stay aligned.
 
     Raises:
-        ValueError: the query heads do not divide by the number of ranks.
+        ValueError: the number of query heads does not divide by the number of ranks.
     """
     if query_heads % size:
         raise ValueError(
-            f"{where} has {query_heads} query heads, which sp={size} does not divide. Choose sp from the divisors of "
+            f"{where} has {query_heads} query heads, which sp={size} does not divide. To fix: choose sp from the divisors of "
             f"{query_heads}."
         )
     smallest = size // math.gcd(size, key_heads)
@@ -170,16 +170,16 @@ def position_slice(position_ids: Tensor | None, hidden_states: Tensor, state: Pa
 
 
 def slice_dimension(tensor: Tensor, s: int, state: ParallelState, dim: int) -> Tensor:
-    """This rank's slice of a tensor whose `dim` spans the whole sequence `s * n`; a slice `s` as it is.
+    """This rank's slice of a tensor whose `dim` spans the full sequence `s * n`; a slice `s` is returned unchanged.
 
     Raises:
-        ValueError: `dim` spans neither.
+        ValueError: `dim` has neither length.
     """
     if tensor.shape[dim] == s:
         return tensor
     if tensor.shape[dim] != s * state.sp:
         raise ValueError(
-            f"A tensor of shape {tuple(tensor.shape)} spans neither this rank's slice of {s} tokens nor the whole sequence "
-            f"of {s * state.sp} (dimension {dim}): hand over what batch.slice_batch makes."
+            f"Dimension {dim} of a tensor of shape {tuple(tensor.shape)} spans neither this rank's slice of {s} tokens nor the "
+            f"full sequence of {s * state.sp}. To fix: pass the output of batch.slice_batch."
         )
     return tensor.narrow(dim, state.sp_rank * s, s)

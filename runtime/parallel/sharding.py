@@ -5,7 +5,7 @@
     gate_up [E, ..]    -                             Shard(0) over ep, then FSDP's shard over ep_shard
 
 Every gradient is the *sum* over the ranks: a rank's loss is its share of the global loss (`loss.py`), so dense and
-expert gradients are gradients of the same number whatever mesh they live on, and no factor has to match another.
+expert gradients are gradients of the same number on either mesh, and no scaling factors are needed.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from patchgen.runtime.parallel import (
     unused,
 )
 from patchgen.runtime.parallel.buffers import compute_buffers
-from patchgen.runtime.parallel.loss import not_shared
+from patchgen.runtime.parallel.loss import why_not_additive
 from patchgen.runtime.parallel.state import ParallelState
 
-HOST_MEMORY = "_patchgen_parameters_in_host_memory"  # an attribute of a sharded model
+HOST_MEMORY = "_patchgen_parameters_in_host_memory"  # on a sharded model
 
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How parameters are kept and gathered.
+    """How parameters are stored and gathered.
 
     Attributes:
-        param_dtype: what layers compute in; None: as stored. Stored parameters keep their dtype.
-        reduce_dtype: what gradients are summed in; None: as computed.
+        param_dtype: the compute dtype of layers; None: as stored. Stored parameters keep their dtype.
+        reduce_dtype: the dtype in which gradients are summed; None: as computed.
         exchange_gradients: send gradients as computed and sum them on arrival, in `reduce_dtype` (`exchange_reduce.py`):
-            fewer bytes than a reduce-scatter in a wider dtype. None: where it saves and the ranks share a host.
-        shard_exchange: how ranks gather parameters and sum gradients. "peer_memory": they read each other's memory within a
-            host (`peer_shards.py`); "collectives": FSDP2's own; "auto": peer memory between up to four GPUs of one host.
+            fewer bytes than a reduce-scatter in a wider dtype. None: if it saves bytes and the ranks share a host.
+        shard_exchange: how ranks gather parameters and sum gradients. "peer_memory": ranks of one host read each other's
+            memory (`peer_shards.py`); "collectives": FSDP2's own; "auto": peer memory between up to four GPUs of one host.
         reshard_after_forward: free a layer's gathered parameters after its forward and gather again for the backward.
-        prefetch: layers gathered ahead of the one that runs, forward and backward.
+        prefetch: layers gathered ahead of the running one, forward and backward.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         compile_layers: torch.compile each layer.
     """
@@ -75,23 +75,23 @@ def shard_model(
     layer_classes: Iterable[str] | None = None,
     options: ShardingOptions | None = None,
 ) -> nn.Module:
-    """Divides the parameters of `model` over the ranks, in place. Works on a model on the meta device, too.
+    """Shards the parameters of `model` over the ranks, in place; also on the meta device.
 
     Args:
-        model: with its parameters whole, the same on every rank.
+        model: with full parameters, the same on every rank.
         expert_parameters: paths of parameters `[E, ...]`; by default those of the model's own `get_parallel_plan()`.
-        layer_classes: class names of the layers that are gathered one at a time; by default those that transformers
-            does not split over devices (`_no_split_modules`), else what the model keeps in lists.
+        layer_classes: class names of the layers that are gathered one at a time; by default transformers'
+            `_no_split_modules`, else the elements of the model's module lists.
         options: see `ShardingOptions`.
 
     Raises:
-        ValueError: a path or class that matches nothing, experts that do not divide by `ep`, or several ranks for a
-            loss that is not a sum of their shares.
+        ValueError: a path or class that matches nothing, experts that do not divide by `ep`, or a loss that is not a sum
+            of shares on several ranks.
     """
     options = options or ShardingOptions()
-    if state.config.world > 1 and (local := not_shared(model)):
-        raise ValueError(local)
-    paths = own_plan(model) if expert_parameters is None else tuple(expert_parameters)
+    if state.config.world > 1 and (reason := why_not_additive(model)):
+        raise ValueError(reason)
+    paths = expert_paths(model) if expert_parameters is None else tuple(expert_parameters)
     if state.ep > 1:
         check_plan(model, paths, state.ep)
     layers = find_layers(model, layer_classes)
@@ -103,51 +103,58 @@ def shard_model(
         mp_policy=MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype),
         offload_policy=offload,
     )
-    # Units inside a layer take their inputs as they are: the layer cast them, and upstream's code says what it widens,
-    # routing weights for example.
-    as_is = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
+    # Units inside a layer do not cast their inputs: the layer did, and upstream's code decides what it widens, routing
+    # weights for example.
+    without_input_cast = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
     experts = divide_experts(model, paths, state) if state.ep > 1 else []
     if state.peers is not None:
-        expert_peers.send_ahead(model, experts)
+        expert_peers.install_token_prefetch(model, experts)
     for module in shared_by_experts(experts):
-        unit(module, reshard_after_forward=False, mp_policy=as_is)
+        unit(module, reshard_after_forward=False, mp_policy=without_input_cast)
         checkpointing.hide_hooks(module)
-    place = functools.partial(expert_placement, state=state)
+    placement = functools.partial(expert_placement, state=state)
     for module in experts:
-        unit(module, mesh=state.expert_fsdp_mesh, mp_policy=as_is, shard_placement_fn=place)
+        unit(module, mesh=state.expert_fsdp_mesh, mp_policy=without_input_cast, shard_placement_fn=placement)
         checkpointing.hide_hooks(module)
-    kept = kept_in_fp32(model, options.param_dtype)
-    wide = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
-    for module in kept:
-        unit(module, mp_policy=wide)
+    fp32_units = kept_in_fp32(model, options.param_dtype)
+    fp32_policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+    for module in fp32_units:
+        unit(module, mp_policy=fp32_policy)
         checkpointing.hide_hooks(module)
     for layer in layers:
         if options.compile_layers:
             layer.compile()
         unit(layer)
-    # The root holds embeddings, final norm and head: its forward spans the model, so freeing between is not saving, and
-    # a fused loss may read the head's weight at any time.
+    # The root has embeddings, final norm and head. Its forward spans the model, so resharding after it saves nothing, and a
+    # fused loss may read the head's weight at any time.
     unit(model, reshard_after_forward=False)
-    _set_exchanges(model, state, experts, kept, options)
-    set_prefetch(layers, [*experts, *kept], options.prefetch)
+    _set_communication(model, state, experts, fp32_units, options)
+    set_prefetch(layers, [*experts, *fp32_units], options.prefetch)
     setattr(model, HOST_MEMORY, options.cpu_offload)
     return model
 
 
-def _set_exchanges(
+def _set_communication(
     model: nn.Module,
     state: ParallelState,
     experts: Sequence[nn.Module],
-    kept: Sequence[nn.Module],
+    fp32_units: Sequence[nn.Module],
     options: ShardingOptions,
 ) -> None:
-    """How the units of a model that was just divided add up their gradients and gather their parameters."""
+    """Sets how the units of a sharded model sum gradients and gather parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    dtypes = {"computed": options.param_dtype, "summed": options.reduce_dtype}
-    exchanges = exchange_reduce.install(model, state, experts, kept, **dtypes, wanted=options.exchange_gradients)
+    exchanges = exchange_reduce.install(
+        model,
+        state,
+        experts,
+        fp32_units,
+        compute_dtype=options.param_dtype,
+        sum_dtype=options.reduce_dtype,
+        enabled=options.exchange_gradients,
+    )
     setattr(model, exchange_reduce.ATTRIBUTE, exchanges)
     undivided.install(model)
     setattr(model, peer_units.ATTRIBUTE, peer_units.install(model, options.shard_exchange))
@@ -157,14 +164,14 @@ def _set_exchanges(
 # --------------------------------------------------------------------------------------------- the plan
 
 
-def own_plan(model: nn.Module) -> tuple[str, ...]:
-    """The expert parameters that a generated class reports itself; none for other classes."""
+def expert_paths(model: nn.Module) -> tuple[str, ...]:
+    """The paths of the expert parameters that a generated class reports; none for other classes."""
     plan = getattr(model, "get_parallel_plan", None)
     return plan().expert_parameters if plan is not None else ()
 
 
-def left_alone(model: nn.Module) -> Mapping[str, str]:
-    """Class -> why no rank divides its experts, of those that a generated class reports."""
+def undivided_experts(model: nn.Module) -> Mapping[str, str]:
+    """The classes whose experts are not divided over ranks, with the reason, as a generated class reports them."""
     plan = getattr(model, "get_parallel_plan", None)
     return plan().left_alone if plan is not None else {}
 
@@ -176,31 +183,33 @@ def check_plan(model: nn.Module, paths: Sequence[str], ep: int) -> None:
     if missing:
         stacked = [name for name, parameter in parameters.items() if parameter.ndim == 3][:6]
         raise ValueError(
-            f"The parallel plan names {missing[:6]}, which {type(model).__name__} does not have. Its stacked "
-            f"parameters: {stacked or 'none'}."
+            f"The parallel plan names {missing[:6]}, which {type(model).__name__} does not have. Its stacked parameters: "
+            f"{stacked or 'none'}. To fix: name those that are experts."
         )
     if not paths:
-        alone = "".join(f" {name} is left alone: {why}." for name, why in left_alone(model).items())
+        undivided_note = "".join(f" {name} is left alone: {why}." for name, why in undivided_experts(model).items())
         raise ValueError(
-            f"ep={ep}, but {type(model).__name__} reports no expert parameters: train it with ep=1, or generate it "
-            f"with the pass `parallel_plan`.{alone}"
+            f"ep={ep}, but {type(model).__name__} reports no expert parameters. To fix: train it with ep=1, or generate it "
+            f"with the pass `parallel_plan`.{undivided_note}"
         )
     for path in paths:
         count = parameters[path].shape[0]
         if count % ep:
-            raise ValueError(f"{path} has {count} experts, which ep={ep} does not divide evenly.")
+            raise ValueError(
+                f"{path} has {count} experts, which ep={ep} does not divide evenly. To fix: choose another ep."
+            )
     for owner in dict.fromkeys(path.rpartition(".")[0] for path in paths):
         module = model.get_submodule(owner)
         others = [name for name, _ in module.named_parameters(recurse=False) if f"{owner}.{name}" not in paths]
         if others:
             raise ValueError(
-                f"{owner} ({type(module).__name__}) has {others} beside its experts' own parameters. Every rank would "
-                "train its own copy of them from the tokens of its experts: train this model with ep=1."
+                f"{owner} ({type(module).__name__}) has {others} in addition to its experts' parameters. Every rank would train "
+                "its own copy of them on the tokens of its experts. To fix: train this model with ep=1."
             )
 
 
 def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[nn.Module]:
-    """The modules of these classes, without those inside another of them."""
+    """The outermost modules of these classes; see `shard_model`."""
     names = set(layer_classes if layer_classes is not None else getattr(model, "_no_split_modules", None) or ())
     if layer_classes is None and not any(type(module).__name__ in names for module in model.modules()):
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -212,16 +221,16 @@ def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[n
             found.append(path)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no modules of the classes {sorted(names) or '(none named)'}: name its "
+            f"{type(model).__name__} has no modules of the classes {sorted(names) or '(none named)'}. To fix: name its "
             "repeated layers in layer_classes."
         )
-    # What is not split over devices includes embeddings of some models, which may be tied to the head in the root.
+    # `_no_split_modules` includes embeddings of some models, which may be tied to the head in the root.
     repeated = [path for path in found if path.rpartition(".")[2].isdigit()]
     return [module for path in repeated or found if _shares_nothing(module := model.get_submodule(path), model)]
 
 
 def _shares_nothing(layer: nn.Module, model: nn.Module) -> bool:
-    """Whether all parameters of a layer are its own. FSDP2 would part those that it shares with another group."""
+    """Whether a layer shares no parameter with another module; FSDP2 would untie shared ones."""
     inside = Counter(id(parameter) for _, parameter in layer.named_parameters(remove_duplicate=False))
     everywhere = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return all(everywhere[parameter] == count for parameter, count in inside.items())
@@ -233,9 +242,9 @@ def _shares_nothing(layer: nn.Module, model: nn.Module) -> bool:
 def kept_in_fp32(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.Module]:
     """The modules whose parameters upstream keeps in fp32 while the others are `param_dtype`: routers, for example.
 
-    A unit of FSDP2 has one dtype, and is gathered when it is called. A parameter that shares its module with others that
-    are not kept, or that the module around reads without a call (`self.conv1d.weight`), is computed with in
-    `param_dtype`, and a warning names it; what is stored and updated is fp32 either way.
+    An FSDP2 unit has one dtype and is gathered when it is called. A parameter whose module has others that are not kept in
+    fp32, or that is read without calling its module (`self.conv1d.weight`), is used in `param_dtype`, with a warning; it is
+    stored and updated in fp32 either way.
     """
     names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if param_dtype == torch.float16:
@@ -246,26 +255,26 @@ def kept_in_fp32(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.M
     kept = {path for path, _ in model.named_parameters() if pattern.search(path)}
     owners = dict.fromkeys(path.rpartition(".")[0] for path in sorted(kept))
     below = {path: {f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()} for path in owners}
-    whole = {path for path in owners if path and below[path] <= kept and not _is_read_from_outside(model, path)}
-    mixed = sorted(path for path in kept if path.rpartition(".")[0] not in whole)
+    separable = {path for path in owners if path and below[path] <= kept and not _is_read_from_outside(model, path)}
+    mixed = sorted(path for path in kept if path.rpartition(".")[0] not in separable)
     if mixed:
         warnings.warn(
             f"{type(model).__name__} keeps {mixed[:6]} in fp32, in modules whose other parameters are {param_dtype}, or "
-            f"that are read without being called: FSDP2 has one dtype per called module, so these are computed with in "
+            f"that are read without being called: FSDP2 has one dtype per called module, so these are used in "
             f"{param_dtype} (and stored in fp32).",
             stacklevel=3,
         )
-    inner = {path for path in whole if any(path.startswith(f"{other}.") for other in whole)}
-    return [model.get_submodule(path) for path in sorted(whole - inner)]
+    inner = {path for path in separable if any(path.startswith(f"{other}.") for other in separable)}
+    return [model.get_submodule(path) for path in sorted(separable - inner)]
 
 
 def _is_read_from_outside(model: nn.Module, path: str) -> bool:
-    """Whether the module around reads a parameter of the one at `path`: `self.conv1d.weight`."""
+    """Whether the parent of the module at `path` reads its parameters directly: `self.conv1d.weight`."""
     owner, _, name = path.rpartition(".")
     names = "|".join(re.escape(parameter) for parameter, _ in model.get_submodule(path).named_parameters())
     try:
         source = inspect.getsource(type(model.get_submodule(owner)))
-    except (OSError, TypeError):  # a class without a source file: take no risk
+    except (OSError, TypeError):  # a class without a source file: assume it does
         return True
     return re.search(rf"\bself\.{re.escape(name)}\.({names})\b", source) is not None
 
@@ -274,26 +283,26 @@ def _is_read_from_outside(model: nn.Module, path: str) -> bool:
 
 
 def divide_experts(model: nn.Module, paths: Sequence[str], state: ParallelState) -> list[nn.Module]:
-    """Gives each EP rank its experts, as DTensors over `ep`; returns the modules that hold them."""
+    """Shards expert parameters over `ep`, as DTensors; returns the experts modules."""
     modules: dict[str, nn.Module] = {}
     for path in paths:
         owner, _, name = path.rpartition(".")
         module = modules.setdefault(owner, model.get_submodule(owner))
-        whole = module.get_parameter(name)
-        mine = distribute_tensor(whole.data, state.ep_mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(mine, requires_grad=whole.requires_grad))
+        full = module.get_parameter(name)
+        sharded = distribute_tensor(full.data, state.ep_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))
     return list(modules.values())
 
 
 def shared_by_experts(experts: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules inside that all experts share, a norm of what they give: every rank has a gradient of them, and the sum of
-    all is theirs, as of any dense parameter."""
+    """The submodules that all experts share, e.g. a norm of their output: every rank has a gradient for them, and the sum
+    over all ranks is theirs, as for any dense parameter."""
     inside = [child for module in experts for child in module.children() if child not in experts]
-    return [child for child in inside if any(not isinstance(one, DTensor) for one in child.parameters())]
+    return [child for child in inside if any(not isinstance(parameter, DTensor) for parameter in child.parameters())]
 
 
 def expert_placement(parameter: nn.Parameter, state: ParallelState) -> Shard:
-    """Where FSDP cuts an expert parameter: between experts, or, with fewer experts than shards, inside each."""
+    """The dimension along which FSDP shards an expert parameter: experts, or with fewer experts than shards another one."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     shards = state.config.ep_shard
     if local.shape[0] >= shards:
@@ -303,10 +312,10 @@ def expert_placement(parameter: nn.Parameter, state: ParallelState) -> Shard:
 
 
 def set_prefetch(layers: Sequence[nn.Module], inner: Sequence[nn.Module], ahead: int) -> None:
-    """Gathers the parameters of the next layers while one runs: the host sync of an exchange hides no gather.
+    """Gathers the parameters of the next layers while one runs: the host cannot launch a gather during an exchange's sync.
 
     Args:
-        inner: modules inside layers that are gathered by themselves: experts, and what stays in fp32.
+        inner: modules inside layers that are units themselves: experts, and what stays in fp32.
     """
     known = {id(module) for module in inner}
 
@@ -322,20 +331,22 @@ def set_prefetch(layers: Sequence[nn.Module], inner: Sequence[nn.Module], ahead:
         layer.set_modules_to_backward_prefetch([unit for other in preceding for unit in units(other)])
 
 
-def reduce_gradients(model: nn.Module, *, is_last: bool, keep_whole: bool = False) -> None:
-    """Says, before a backward, whether it belongs to the last micro-batch of the step.
+def reduce_gradients(model: nn.Module, *, is_last: bool, accumulate_unsharded: bool = False) -> None:
+    """Sets, before a backward, whether it is that of the last micro-batch of the step.
 
-    Not by FSDP2's own `set_requires_gradient_sync`: an exchange of gradients (`exchange_reduce.py`) has to hear of it.
+    Call it instead of FSDP2's `set_requires_gradient_sync`, which does not configure gradient exchanges
+    (`exchange_reduce.py`).
 
     Args:
-        is_last: replicas (HSDP) add up their gradients in this backward only.
-        keep_whole: shards, too, are reduced in the last backward only: less communication, whole gradients in memory.
+        is_last: replicas (HSDP) sum their gradients in this backward only.
+        accumulate_unsharded: shards, too, are reduced in the last backward only: less communication, but full gradients in
+            memory.
     """
-    root: Any = model  # a unit of FSDP2, or what hands its methods on
+    root: Any = model  # a unit of FSDP2, or a wrapper that forwards its methods
     root.set_requires_all_reduce(is_last)
-    root.set_requires_gradient_sync(is_last or not keep_whole)
+    root.set_requires_gradient_sync(is_last or not accumulate_unsharded)
     for exchange in getattr(model, exchange_reduce.ATTRIBUTE, ()):
-        exchange.as_computed = not keep_whole  # FSDP2 accumulates whole gradients in the dtype of their sum
+        exchange.sends_compute_dtype = not accumulate_unsharded  # unsharded gradients accumulate in the sum's dtype
 
 
 def optimizer_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
@@ -351,20 +362,20 @@ def optimizer_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     return [{"params": members} for members in groups.values()]
 
 
-# -------------------------------------------------------------------------------------------- whole tensors
+# -------------------------------------------------------------------------------------------- full tensors
 
 
 @torch.no_grad()
 def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Gives a model that was built and sharded on the meta device its memory, uninitialised: load it next.
+    """Allocates the memory of a model that was built and sharded on the meta device, uninitialised: load it next.
 
-    Buffers that no checkpoint holds (rotary frequencies) are computed by upstream's own initialisation of modules.
+    Non-persistent buffers (rotary frequencies) are computed by upstream's initialisation of modules.
 
     Args:
-        device: what layers compute on. With `cpu_offload` parameters are kept in host memory nonetheless.
+        device: the device of computation. With `cpu_offload` parameters stay in host memory.
 
     Raises:
-        ValueError: such a buffer that upstream's initialisation leaves as it was.
+        ValueError: a non-persistent buffer that upstream does not initialise.
     """
     shared: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -384,19 +395,19 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
 
 
 @torch.no_grad()
-def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Fills a sharded model, just materialised or not, from whole tensors that every rank has.
+def load_full_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Loads a sharded model from full tensors that every rank has.
 
     Raises:
         ValueError: names that do not match the parameters and persistent buffers of the model.
     """
     from patchgen.runtime.checkpoint.placement import shard_like
 
-    own = model.state_dict()
-    wrong = sorted(set(own) ^ set(tensors))
+    targets = model.state_dict()
+    wrong = sorted(set(targets) ^ set(tensors))
     if wrong:
         raise ValueError(f"The tensors do not match {type(model).__name__}: {wrong[:8]} are on one side only.")
-    for name, target in own.items():
+    for name, target in targets.items():
         if isinstance(target, DTensor):
             target.to_local().copy_(shard_like(tensors[name], target))
         else:

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from patchgen.runtime.parallel import gloo_groups, peer_memory
 from patchgen.runtime.parallel.config import ParallelConfig
-from patchgen.runtime.parallel.live import Running
+from patchgen.runtime.parallel.run_context import RunContext
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelState:
-    """What parallel code needs to know of this rank; made once by `create` and immutable, but for `running`.
+    """The meshes, groups and options of this rank; built by `create`, immutable except for `context`.
 
     The three meshes are views of the same ranks in the same order (`ParallelConfig` draws them):
 
@@ -26,15 +26,15 @@ class ParallelState:
         expert   (dp_replicate, ep_shard, ep)      shards and owners of experts
 
     Attributes:
-        expert_capacity: None, or the number of rows that a rank sends to each other rank in a token exchange, the same
-            on all ranks (the even share is `tokens * K / ep`). With it the exchange needs no host sync; rows over it
-            are left out and counted.
-        head_groups: in how many groups the heads of an attention travel, so that the attention of one group overlaps
-            with the exchange of others; where fewer divide a rank's key heads, so many.
-        router_loss: over which tokens the loads of the experts are counted: those of a "row", or of the whole step
-            ("global"); see `router_loss.py`.
-        running: what goes on under it now.
-        peers: what the ranks of an EP group read from each other; None: tokens travel by all-to-all.
+        expert_capacity: the number of rows that a rank sends to each other rank in a token exchange, the same on all ranks
+            (an even distribution sends `tokens * K / ep`), or None. With it the exchange needs no host sync; rows beyond it
+            are dropped and counted.
+        head_groups: the number of groups in which attention heads are exchanged, so that the attention of one group
+            overlaps with the exchange of others; at most the largest number that divides a rank's key heads.
+        router_loss: the tokens over which expert loads are counted: those of a "row", or of the whole step ("global"); see
+            `router_loss.py`.
+        peers: the buffers through which the ranks of an EP group read from each other; None: tokens travel by all-to-all.
+        context: what changes while a model runs.
     """
 
     config: ParallelConfig
@@ -45,7 +45,7 @@ class ParallelState:
     head_groups: int = 1
     router_loss: Literal["row", "global"] = "row"
     peers: peer_memory.PeerBuffers | None = None
-    running: Running = field(default_factory=Running, repr=False)
+    context: RunContext = field(default_factory=RunContext, repr=False)
 
     @classmethod
     def create(
@@ -63,12 +63,12 @@ class ParallelState:
         Args:
             config: its sizes must multiply to the world size.
             device_type: "cuda" or "cpu".
-            expert_exchange: how tokens reach the ranks of their experts. "peer_memory": they read them from each other's
-                memory, within a host; "all_to_all": a row per slot travels, between any; "auto": peer memory between
-                up to four GPUs of one host, unless `expert_capacity` is given.
+            expert_exchange: how tokens reach the ranks of their experts. "peer_memory": ranks of one host read each other's
+                memory; "all_to_all": a row per slot is sent, between any ranks; "auto": peer memory between up to four
+                GPUs of one host, unless `expert_capacity` is given.
 
         Raises:
-            ValueError: the sizes do not fit the ranks that run, or peer memory was asked for where ranks cannot have it.
+            ValueError: the sizes do not match the number of ranks, or peer memory is unavailable between them.
             RuntimeError: torch.distributed is not initialised.
         """
         if not dist.is_initialized():
@@ -76,13 +76,13 @@ class ParallelState:
                 "ParallelState.create needs torch.distributed: launch with torchrun and call "
                 "torch.distributed.init_process_group() first."
             )
-        gloo_groups.use_one_worker()  # for the groups made below; whoever makes the first one calls it before
+        gloo_groups.use_one_worker()  # for the groups created below; who creates the first group must call it earlier
         if expert_capacity is not None and expert_capacity < 1:
-            raise ValueError(f"expert_capacity must be at least one row, or None, not {expert_capacity}.")
+            raise ValueError(f"expert_capacity must be at least one row, or None; found {expert_capacity}.")
         if head_groups < 1:
-            raise ValueError(f"head_groups must be at least 1 (no overlap), not {head_groups}.")
+            raise ValueError(f"head_groups must be at least 1 (no overlap); found {head_groups}.")
         if router_loss not in ("row", "global"):
-            raise ValueError(f"router_loss must be 'row' or 'global', not {router_loss!r}.")
+            raise ValueError(f"router_loss must be 'row' or 'global'; found {router_loss!r}.")
         config.require_world(dist.get_world_size())
 
         mesh = partial(_mesh, device_type)
@@ -110,12 +110,12 @@ class ParallelState:
 
     @property
     def sp_rank(self) -> int:
-        """Which slice of the sequence this rank holds."""
+        """The index of this rank's slice of the sequence."""
         return self.data_mesh.get_local_rank("sp")
 
     @property
     def batch_index(self) -> int:
-        """Which of the `num_batches` batches of a micro-step this rank works on."""
+        """The index of this rank's batch among the `num_batches` of a micro-step."""
         return self.data_mesh.get_local_rank("data")
 
     @property
@@ -128,12 +128,12 @@ class ParallelState:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """Where FSDP2 puts dense parameters: `fsdp`, with replicas `(dp_replicate, fsdp)`."""
+        """The mesh of dense parameters: `fsdp`, with replicas `(dp_replicate, fsdp)`."""
         return self.dense_mesh["fsdp"] if self.config.dp_replicate == 1 else self.dense_mesh["dp_replicate", "fsdp"]
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """Where FSDP2 puts experts: `ep_shard`, with replicas `(dp_replicate, ep_shard)`."""
+        """The FSDP2 mesh of experts: `ep_shard`, with replicas `(dp_replicate, ep_shard)`."""
         if self.config.dp_replicate == 1:
             return self.expert_mesh["ep_shard"]
         return self.expert_mesh["dp_replicate", "ep_shard"]
@@ -148,16 +148,16 @@ _MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKey
 
 
 def _mesh(device_type: str, **dimensions: int) -> DeviceMesh:
-    """The mesh of all ranks with these dimensions, made once: states of one layout share it.
+    """The mesh of all ranks with these dimensions, created once: states of one layout share it.
 
-    Each mesh makes a process group per dimension, and none is freed before the process ends: with gloo, a thread each that
-    wakes a hundred times a second, with NCCL, memory of the device.
+    Each mesh creates a process group per dimension, and none is freed before the process ends: with gloo each costs a thread
+    that wakes a hundred times a second, with NCCL device memory.
     """
     world = dist.group.WORLD
     if world is None:
-        raise ValueError("A mesh is made of ranks: call torch.distributed.init_process_group first.")
-    made = _MESHES.setdefault(world, {})
+        raise ValueError("A mesh needs running ranks. To fix: call torch.distributed.init_process_group first.")
+    meshes = _MESHES.setdefault(world, {})
     key = (device_type, *dimensions.items())
-    if key not in made:
-        made[key] = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-    return made[key]
+    if key not in meshes:
+        meshes[key] = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+    return meshes[key]

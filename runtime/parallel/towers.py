@@ -1,14 +1,14 @@
-"""Every rank runs every tower, whatever its batch holds.
+"""Every rank runs every tower, whatever its batch contains.
 
-FSDP gathers a tower's weights when the tower runs, on all ranks or on none. A rank without an image therefore runs the
-vision tower on a minimal one, whose features enter as `0 * mean`: nothing changes but that the collectives happen and
-every parameter has a gradient, zero.
+FSDP gathers a tower's weights when the tower runs, so it must run on all ranks or on none. A rank without an image runs the
+vision tower on a minimal one, whose features are added as `0 * mean`: the collectives happen, every parameter gets a
+gradient of zero, and nothing else changes.
 
     rank 0   images and videos    one pass over both together
     rank 1   videos only          one pass
     rank 2   text only            one pass over a minimal image, times zero
 
-The pass stands where the real one would stand, so that towers run in the same order on all ranks.
+The pass runs at the place of the real one, so that towers run in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from patchgen.runtime import minimal_media
 from patchgen.runtime.parallel import checkpointing, collectives, unused
-from patchgen.runtime.parallel.checkpointing import CHECKPOINT
+from patchgen.runtime.parallel.checkpointing import CHECKPOINT_ATTRIBUTE
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.tensor_cache import longest
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "real_tokens", "stacked_position_ids")
-"""What says where the documents of a packed text end, which of its tokens are padding, and where its tokens stand."""
+"""Arguments about the text: document boundaries of packed rows, padding and positions."""
 
 
 def without_packing(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,39 +53,39 @@ def absent_tower(
     state: ParallelState | None,
 ) -> Tensor:
     """See `ops.absent_tower`."""
-    if state is None or state.config.num_batches == 1:  # with several, ranks may hold different modalities
+    if state is None or state.config.num_batches == 1:  # with several, ranks may have different modalities
         return inputs_embeds
-    # Ranks with inputs ask as well: what no rank can do without is found in the first forward, on all of them.
+    # Ranks with inputs compute it too: a missing minimal input is then found in the first forward, on all ranks.
     minimal = minimal_media.minimal_inputs(features, sp=state.sp, like=inputs_embeds)
     if minimal is None:
         _require_everywhere(inputs, features, inputs_embeds, state)
     if inputs is not None or minimal is None:
         return inputs_embeds
-    with _same_statistics(features.__self__):
+    with _preserved_statistics(features.__self__):
         values = minimal_media.feature_tensors(features(**minimal))
-    nothing = torch.stack([value.float().mean() for value in values]).sum() * 0.0
-    unused.stands_in(nothing)
-    return inputs_embeds + nothing.to(inputs_embeds.dtype)
+    zero = torch.stack([value.float().mean() for value in values]).sum() * 0.0
+    unused.mark_stand_in(zero)
+    return inputs_embeds + zero.to(inputs_embeds.dtype)
 
 
 @contextlib.contextmanager
-def _same_statistics(model: nn.Module) -> Iterator[None]:
-    """Within the block batch norms count on copies of their statistics: what they see there is no image of the run.
+def _preserved_statistics(model: nn.Module) -> Iterator[None]:
+    """Within the block batch norms update copies of their statistics, because minimal inputs are not data of the run.
 
-    What a layer that transformers checkpoints computes again in the backward is none either; a module that calls
-    `torch.utils.checkpoint` itself still counts what it computes again.
+    The same holds when layers checkpointed by transformers are recomputed in the backward; a module that calls
+    `torch.utils.checkpoint` itself still updates its statistics there.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    layers = {module: getattr(module, CHECKPOINT, None) for module in model.modules()} if norms else {}
+    layers = {module: getattr(module, CHECKPOINT_ATTRIBUTE, None) for module in model.modules()} if norms else {}
     layers = {layer: function for layer, function in layers.items() if function and checkpointing.recomputes(function)}
     for layer, function in layers.items():
-        setattr(layer, CHECKPOINT, partial(_checkpoint_on_copies, norms, function))
+        setattr(layer, CHECKPOINT_ATTRIBUTE, partial(_checkpoint_on_copies, norms, function))
     try:
         with _copied_statistics(norms):
             yield
     finally:
         for layer, function in layers.items():
-            setattr(layer, CHECKPOINT, function)
+            setattr(layer, CHECKPOINT_ATTRIBUTE, function)
 
 
 def _checkpoint_on_copies(
@@ -102,29 +102,25 @@ def _checkpoint_on_copies(
 
 @contextlib.contextmanager
 def _copied_statistics(norms: Sequence[_BatchNorm]) -> Iterator[None]:
-    own = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
-    for norm, buffers in own:
+    original = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
+    for norm, buffers in original:
         norm._buffers.update({name: value.clone() for name, value in buffers.items()})
     try:
         yield
     finally:
-        for norm, buffers in own:
+        for norm, buffers in original:
             norm._buffers.update(buffers)
 
 
 def _require_everywhere(inputs: object, features: Callable[..., Any], like: Tensor, state: ParallelState) -> None:
-    """Raises on all ranks if one of them lacks an input that nothing can stand for. One host sync per forward.
-
-    Raises:
-        ValueError: a rank lacks it.
-    """
+    """Raises ValueError on all ranks if one of them lacks an input without a minimal stand-in. One host sync per forward."""
     absent = torch.tensor([inputs is None], dtype=torch.int32, device=like.device)
     lacking = int(collectives.all_reduce(absent, operation="count the ranks without an input of a tower"))
     if lacking:
         kind = minimal_media.kind_of(features.__name__)
         raise ValueError(
-            f"No minimal {kind} is known for {type(features.__self__).__name__}; every rank must hold one, and {lacking} "
-            f"ranks hold none. Tried and refused: {minimal_media.refusal(features, sp=state.sp, like=like)}."
+            f"No minimal {kind} is known for {type(features.__self__).__name__}, so every rank needs one, and {lacking} ranks "
+            f"have none. Tried and refused: {minimal_media.refusal(features, sp=state.sp, like=like)}."
         )
 
 
@@ -141,28 +137,30 @@ def encode_vision(
     image_pixels, image_grids = images
     video_pixels, video_grids = videos
     if image_pixels is None or video_pixels is None:
-        # Models whose images and videos go together take grids: a minimal one is always known.
+        # Models that encode images and videos together take grids: a minimal input is always known.
         only = video_pixels if image_pixels is None else image_pixels
         return outputs, absent_tower(inputs_embeds, only, features, state)
     if image_grids is None or video_grids is None:
-        raise ValueError("Images and videos that go through a tower together need the grids of both.")
+        raise ValueError(
+            "A tower that encodes images and videos in one pass needs the grids of both; one of them is None."
+        )
     pixels, grids = torch.cat([image_pixels, video_pixels]), torch.cat([image_grids, video_grids])
-    together = features(pixels, grids, return_dict=True, **join_precomputed(kwargs))
+    joint = features(pixels, grids, return_dict=True, **join_precomputed(kwargs))
     count = len(image_grids)
-    split = {"image": _items(together, slice(None, count)), "video": _items(together, slice(count, None))}
-    given = {kind: output for kind, output in outputs.items() if output is not None}
-    return {**split, **given}, inputs_embeds
+    split = {"image": _items(joint, slice(None, count)), "video": _items(joint, slice(count, None))}
+    computed = {kind: output for kind, output in outputs.items() if output is not None}
+    return {**split, **computed}, inputs_embeds
 
 
-# ---------------------------------------------------------------------------------- images and videos together
+# ---------------------------------------------------------------------------------- joint images and videos
 
 
 def join_precomputed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a joint pass: what the collator computed for images and for videos, one after the other.
+    """The arguments of a joint pass: what the collator computed for images and for videos, concatenated.
 
-    A value that only one of them has, or of a name not known here, is left out: upstream's expression computes it.
+    A value that only one of them has, or with a name unknown here, is dropped: upstream's expression computes it.
     """
-    plain = {
+    shared = {
         name: value for name, value in without_packing(kwargs).items() if not name.startswith(("image_", "video_"))
     }
     joined = {}
@@ -170,7 +168,7 @@ def join_precomputed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         first, second = kwargs.get(f"image_{name}"), kwargs.get(f"video_{name}")
         if first is not None and second is not None:
             joined[f"image_{name}"] = join(first, second)
-    return plain | joined
+    return shared | joined
 
 
 def _bounds(first: Tensor, second: Tensor) -> Tensor:
@@ -194,17 +192,17 @@ _JOINS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _items(output: Any, chosen: slice) -> Any:
-    """The output with the features of some items: per-item tuples are cut, tensors over all of them left out.
+def _items(output: Any, selected: slice) -> Any:
+    """The output for some of the items: per-item tuples are sliced, tensors over all items dropped.
 
-    What upstream's recorder added, as router logits, is not a field of the output's class and belongs to no item.
+    What upstream's recorder adds, such as router logits, is not a field of the output's class and belongs to no item.
     """
-    return type(output)(**{field.name: _cut(getattr(output, field.name), chosen) for field in fields(output)})
+    return type(output)(**{field.name: _slice(getattr(output, field.name), selected) for field in fields(output)})
 
 
-def _cut(value: Any, chosen: slice) -> Any:
+def _slice(value: Any, selected: slice) -> Any:
     if not isinstance(value, tuple | list):
         return None
     if value and isinstance(value[0], tuple | list):  # a level of deepstack each
-        return type(value)(level[chosen] for level in value)
-    return value[chosen]
+        return type(value)(level[selected] for level in value)
+    return value[selected]

@@ -1,20 +1,20 @@
-"""Units of FSDP2 whose parameters one rank holds alone: nothing is gathered or reduced, so nothing is copied.
+"""FSDP2 units on a mesh of one rank: nothing is gathered or reduced, so nothing needs to be copied.
 
-On a mesh of one rank FSDP2 still moves everything as if it came from others. Bytes per parameter of a step, fp32 parameters
-computed with in bf16:
+On a mesh of one rank FSDP2 still copies everything as if it came from others. Bytes per parameter and step, for fp32
+parameters and bf16 compute:
 
     FSDP2     cast, then copied, before the forward and again before the backward                         20
               gradient widened, divided by one, copied                                                    22
-    here      cast into a copy that stays, before the forward                                              6
-              or written by the optimizer in passing (`train/adamw.py`)                                     2
-              gradient handed over as it is, where the optimizer takes it so (`grad_dtype` None)            0
+    here      cast into a persistent copy before the forward                                               6
+              or written by the optimizer in its step (`train/adamw.py`)                                    2
+              gradient passed on uncast, if the optimizer takes it so (`grad_dtype` None)                   0
 
-That is one GPU without sharding, and the experts wherever each lies on one rank (`ep_shard` 1). The numbers are FSDP2's: the
-same cast, and gradients of several micro-batches are added up in the dtype of the parameter.
+This covers one GPU without sharding, and experts that are each on one rank (`ep_shard` 1). The numbers are FSDP2's: the same
+cast, and gradients of several micro-batches are summed in the dtype of the parameter.
 
 A copy that an optimizer wrote is used in training until another optimizer takes a step or the parameter is changed otherwise.
-Changes are seen by the versions that autograd counts, which `parameter.data` and `torch._foreach_...` of DTensors leave as
-they are: after such a change outside an optimizer, `forget_copies(model)`. In evaluation every forward casts.
+Changes are detected by autograd's version counters, which `parameter.data` and `torch._foreach_...` on DTensors do not
+increment: after such a change outside an optimizer, call `forget_copies(model)`. In evaluation every forward casts.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from patchgen.kernels.moe import early_gradients
 
-COPY = "_patchgen_compute_copy"  # an attribute of a parameter: its ComputeCopy
+COPY = "_patchgen_compute_copy"  # on a parameter: its ComputeCopy
 
 
-class _Steps:
-    """Those of optimizers that write no copies: torch's change DTensors without counting versions."""
+class _OtherOptimizers:
+    """The number of steps of optimizers that write no copies: torch's change DTensors without incrementing versions."""
 
-    of_others = 0
+    num_steps = 0
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    _Steps.of_others += not getattr(optimizer, "writes_copies", False)
+    _OtherOptimizers.num_steps += not getattr(optimizer, "writes_copies", False)
 
 
 register_optimizer_step_post_hook(_count_step)
@@ -53,11 +53,11 @@ register_optimizer_step_post_hook(_count_step)
 
 @dataclass
 class ComputeCopy:
-    """What a layer computes with in place of a parameter.
+    """The copy of a parameter that a layer computes with.
 
     Attributes:
-        tensor: flat, in the dtype of computing.
-        written: what the parameter was when an optimizer wrote the tensor; None: nothing is known.
+        tensor: flat, in the compute dtype.
+        written: the identity of the parameter when an optimizer wrote the tensor; None: unknown.
     """
 
     tensor: Tensor
@@ -69,30 +69,30 @@ class ComputeCopy:
     def before_writing(self) -> None:
         """To be called before the tensor is written."""
 
-    def written_from(self, parameter: nn.Parameter) -> None:
-        """Says that the tensor holds the parameter as it is now."""
+    def mark_written(self, parameter: nn.Parameter) -> None:
+        """Records that the tensor equals the parameter."""
         self.written = _identity(parameter)
 
 
 def _identity(parameter: nn.Parameter) -> tuple[int, ...]:
-    own = local(parameter)
-    return id(own), own.data_ptr(), own._version, parameter._version, _Steps.of_others
+    shard = local(parameter)
+    return id(shard), shard.data_ptr(), shard._version, parameter._version, _OtherOptimizers.num_steps
 
 
 def copy_of(parameter: nn.Parameter) -> ComputeCopy | None:
-    """The copy of a parameter, for an optimizer that writes it in passing; None: there is none to write."""
+    """The copy of a parameter, for an optimizer that writes it in its step; None if there is none."""
     return getattr(parameter, COPY, None)
 
 
 def forget_copies(model: nn.Module) -> None:
-    """Lets the next forward cast all parameters, however they were changed."""
+    """Lets the next forward cast all parameters again."""
     for parameter in model.parameters():
         if (copy := copy_of(parameter)) is not None:
             copy.written = None
 
 
 def install(model: nn.Module) -> int:
-    """Lets the undivided units of a sharded model keep their copies; returns how many there are."""
+    """Lets the units of a sharded model on a mesh of one rank keep copies; returns how many there are."""
     count = 0
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -104,7 +104,7 @@ def install(model: nn.Module) -> int:
 
 
 def param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    """The groups of parameters of one unit; later releases of torch may have several."""
+    """The parameter groups of one unit; later releases of torch may have several."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -118,11 +118,11 @@ def _is_undivided(group: FSDPParamGroup) -> bool:
 
 
 class UndividedGroup(FSDPParamGroup):
-    """The parameters of one unit, all of them on this rank."""
+    """The parameter group of one unit on a mesh of one rank."""
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether all of it is trained: a copy of what never changes would only take memory. Decided at the first use."""
+        """Whether all parameters are trained, decided at first use: a copy of a frozen one would only cost memory."""
         if not hasattr(self, "_keeps_copies"):
             self._keeps_copies = all(param.sharded_param.requires_grad for param in self.fsdp_params)
         return self._keeps_copies
@@ -135,9 +135,9 @@ class UndividedGroup(FSDPParamGroup):
         if not self.keeps_copies:
             super().wait_for_unshard()
         elif not self.is_unsharded:
-            is_backward = self._training_state == TrainingState.PRE_BACKWARD  # the forward cast what it needs
+            is_backward = self._training_state == TrainingState.PRE_BACKWARD  # the forward has updated the copies
             for param in self.fsdp_params:
-                _provide(param, may_be_old=is_backward, trusts_optimizer=self.modules[0].training)
+                _set_up_compute_copy(param, may_be_stale=is_backward, trusts_optimizer=self.modules[0].training)
             self._to_unsharded()
 
     def post_backward(self, *unused: object) -> None:
@@ -145,44 +145,44 @@ class UndividedGroup(FSDPParamGroup):
             super().post_backward(*unused)
             return
         self._training_state = TrainingState.POST_BACKWARD
-        self._hand_over_gradients()
+        self._move_gradients()
         if self.reshard_after_backward:
             self.reshard()
 
     def finalize_backward(self) -> None:
         if self.keeps_copies:
-            early_gradients.compute_late()
-            self._hand_over_gradients()  # of what was used again after the unit's own backward
+            early_gradients.compute_deferred()
+            self._move_gradients()  # of parameters used after the unit's own backward
         super().finalize_backward()
 
     @torch.no_grad()
-    def _hand_over_gradients(self) -> None:
+    def _move_gradients(self) -> None:
         for param in self.fsdp_params:
-            _hand_over_gradient(param)
+            _move_gradient(param)
 
 
 @torch.no_grad()
-def _provide(param: FSDPParam, *, may_be_old: bool, trusts_optimizer: bool) -> None:
-    """Makes the unsharded parameter of FSDP2 what the sharded one holds now."""
+def _set_up_compute_copy(param: FSDPParam, *, may_be_stale: bool, trusts_optimizer: bool) -> None:
+    """Sets FSDP2's unsharded parameter to the values of the sharded one, cast to the compute dtype."""
     parameter, source = param.sharded_param, param._sharded_local_tensor
     dtype = param.param_dtype or source.dtype
     if dtype == source.dtype:
-        _use(param, source.view(-1))  # itself: there is nothing to cast
+        _set_unsharded(param, source.view(-1))  # nothing to cast
         return
     copy = getattr(param, COPY, None)
     if copy is None:
-        copy, may_be_old = ComputeCopy(torch.empty(source.numel(), dtype=dtype, device=source.device)), False
+        copy, may_be_stale = ComputeCopy(torch.empty(source.numel(), dtype=dtype, device=source.device)), False
         setattr(param, COPY, copy)
     setattr(parameter, COPY, copy)
-    if not may_be_old and not (trusts_optimizer and copy.is_current(parameter)):
+    if not may_be_stale and not (trusts_optimizer and copy.is_current(parameter)):
         copy.written = None
         with torch.autograd._unsafe_preserve_version_counter(copy.tensor):  # pyright: ignore[reportPrivateImportUsage]
             copy.tensor.copy_(source.view(-1))
-    _use(param, copy.tensor)
+    _set_unsharded(param, copy.tensor)
 
 
-def _use(param: FSDPParam, values: Tensor) -> None:
-    """Lets FSDP2's unsharded parameter be these values, flat, which it must never free."""
+def _set_unsharded(param: FSDPParam, values: Tensor) -> None:
+    """Sets FSDP2's unsharded parameter to these flat values, which it must never free."""
     if hasattr(param, "_unsharded_param"):
         if local(param._unsharded_param).data_ptr() == values.data_ptr():
             return
@@ -190,41 +190,45 @@ def _use(param: FSDPParam, values: Tensor) -> None:
     param.all_gather_outputs = [values]
     param.init_unsharded_param()
     param.all_gather_outputs = []
-    # Weak, for Python frees no cycle through a tensor's attributes.
-    setattr(param._unsharded_param, early_gradients.TAKES_LATE, partial(_take_late, weakref.ref(param)))
+    # Weak, because Python does not free cycles through a tensor's attributes.
+    setattr(
+        param._unsharded_param,
+        early_gradients.DEFERRED_GRADIENT_SINK,
+        partial(_add_deferred_gradient, weakref.ref(param)),
+    )
 
 
-def _hand_over_gradient(param: FSDPParam) -> None:
-    """The gradient of what was computed with becomes that of the parameter, added to one that is there."""
+def _move_gradient(param: FSDPParam) -> None:
+    """Moves the gradient of the unsharded parameter to the sharded one, adding to an existing gradient."""
     computed = getattr(param, "_unsharded_param", None)
     if computed is not None and computed.grad is not None:
         new, computed.grad = param._get_grad_inner_tensor(computed.grad), None
         _add_gradient(param, new)
 
 
-def _take_late(reference: weakref.ref[FSDPParam], gradient: Tensor) -> None:
-    """A gradient that was computed when its layer had ended (`kernels/early_gradients.py`)."""
+def _add_deferred_gradient(reference: weakref.ref[FSDPParam], gradient: Tensor) -> None:
+    """Adds a gradient that was computed after its layer's backward (`kernels/moe/early_gradients.py`)."""
     param = reference()
     if param is None:
-        raise RuntimeError("A gradient came late, and its parameter is gone.")
+        raise RuntimeError("A deferred gradient was computed for a parameter that was freed.")
     _add_gradient(param, gradient)
 
 
 def _add_gradient(param: FSDPParam, new: Tensor) -> None:
-    """Adds a gradient, as it was computed, to that of the parameter if it has one."""
+    """Sets the parameter's gradient to `new`, in the dtype it was computed in, or adds it."""
     target = param.sharded_param
     if target.grad is None:
         as_computed = target.grad_dtype is None
-        target.grad = _laid_out(param, new if as_computed else new.to(target.dtype))
+        target.grad = _as_dtensor(param, new if as_computed else new.to(target.dtype))
     elif target.grad.dtype == target.dtype:
         local(target.grad).add_(new)
     else:
-        target.grad = _laid_out(param, local(target.grad).to(target.dtype).add_(new))
+        target.grad = _as_dtensor(param, local(target.grad).to(target.dtype).add_(new))
     for hook in (getattr(target, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(target)
 
 
-def _laid_out(param: FSDPParam, gradient: Tensor) -> DTensor:
+def _as_dtensor(param: FSDPParam, gradient: Tensor) -> DTensor:
     spec = param._sharding_spec
     assert spec.tensor_meta is not None, "FSDP2 sets it when it divides a parameter"
     meta = spec.tensor_meta._replace(dtype=gradient.dtype)
@@ -232,5 +236,5 @@ def _laid_out(param: FSDPParam, gradient: Tensor) -> DTensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
+    """The local shard of a DTensor; other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

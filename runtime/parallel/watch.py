@@ -1,11 +1,11 @@
-"""Collectives that stall end with a message, not with half an hour of silence.
+"""Reports collectives that stall and ends the process, instead of waiting half an hour for NCCL's timeout.
 
     with watch.Watch(model, timeout=300):
         train()
 
-Each collective of ours names itself (`operation`), and hooks note which module runs. A thread looks at both: when one
-operation has not ended, or no module has been entered, for `timeout` seconds, it prints the rank, the module, the
-operation and the Python stack, and ends the process, so that the launcher ends the others.
+Each of our collectives registers a description (`operation`), and hooks record the running module. A thread checks both:
+when an operation has not ended, or no module has been entered, for `timeout` seconds, it prints the rank, the module,
+the operation and the Python stack, and ends the process, so that the launcher ends the others.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch import nn
 
 EXIT_STATUS = 75
-# Of a process that was asked to end: enough for the rest of a step, unless silences of this run were longer.
-HURRIED_SECONDS = 60.0
+# After a stop request: enough for the rest of a step, unless this run had longer gaps without progress.
+STOP_GRACE_SECONDS = 60.0
 
 
 @dataclass
 class _Progress:
-    """What this process does now. Written by the training thread, read by the watching one."""
+    """What this process is doing. Written by the training thread, read by the watching one."""
 
     module: str = "(no module yet)"
     operations: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ _PROGRESS = _Progress()
 
 @contextlib.contextmanager
 def operation(name: str) -> Iterator[None]:
-    """Marks a blocking operation for as long as the block runs."""
+    """Registers a blocking operation while the block runs."""
     _PROGRESS.operations.append(name)
     _PROGRESS.last = name
     _PROGRESS.changed = time.monotonic()
@@ -57,7 +57,7 @@ def operation(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No stall is reported while the block runs: saving or loading may take as long as it does."""
+    """Reports no stall while the block runs, e.g. saving or loading, which may take any time."""
     _PROGRESS.paused = True
     try:
         yield
@@ -69,9 +69,9 @@ def paused() -> Iterator[None]:
 def describe() -> str:
     """What this process is doing, in one line: rank, module, operation."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    # On a GPU an exchange is only started by the host, which blocks later: the last one started is the nearest name.
-    between = f"its forward or backward (the last exchange of ours that it started: {_PROGRESS.last})"
-    running = _PROGRESS.operations[-1] if _PROGRESS.operations else between
+    # On a GPU the host only launches an exchange and blocks later: the last one launched is the best hint.
+    computing = f"its forward or backward (last exchange started: {_PROGRESS.last})"
+    running = _PROGRESS.operations[-1] if _PROGRESS.operations else computing
     return f"rank {rank}: module {_PROGRESS.module}, operation {running}"
 
 
@@ -82,8 +82,8 @@ class Watch:
         model: its modules report when they are entered, forward and backward.
         timeout: seconds without progress after which the process ends.
         on_stall: called with the message instead of ending the process.
-        stop_requested: says, in the watching thread, whether this process was asked to end, because another rank has died
-            perhaps: then it waits less long, three times its longest silence or `HURRIED_SECONDS`.
+        stop_requested: whether this process was asked to end, perhaps because another rank died; called in the watching
+            thread. Then the timeout is at most three times the longest gap so far, or `STOP_GRACE_SECONDS` if longer.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Watch:
     def __enter__(self) -> Watch:
         for path, module in self.model.named_modules():
             label = path or type(self.model).__name__
-            self._handles.append(module.register_forward_pre_hook(_note(label)))
-            self._handles.append(module.register_forward_hook(_note_backward(f"{label} (backward)")))
+            self._handles.append(module.register_forward_pre_hook(_record(label)))
+            self._handles.append(module.register_forward_hook(_record_backward(f"{label} (backward)")))
         _PROGRESS.changed = time.monotonic()
         self._thread.start()
         return self
@@ -119,23 +119,23 @@ class Watch:
     def _run(self) -> None:
         longest = 0.0
         while not self._stop.wait(min(1.0, self.timeout / 4)):
-            silent = time.monotonic() - _PROGRESS.changed
+            elapsed = time.monotonic() - _PROGRESS.changed
             allowed = self.timeout
             if self.stop_requested():
-                allowed = min(allowed, max(HURRIED_SECONDS, 3 * longest))
+                allowed = min(allowed, max(STOP_GRACE_SECONDS, 3 * longest))
             elif not _PROGRESS.paused:
-                longest = max(longest, silent)
-            if silent > allowed and not _PROGRESS.paused:
-                asked = " after this process was asked to end" if allowed < self.timeout else ""
+                longest = max(longest, elapsed)
+            if elapsed > allowed and not _PROGRESS.paused:
+                stopping = " after this process was asked to end" if allowed < self.timeout else ""
                 self.on_stall(
-                    f"No progress for {silent:.0f} s on {describe()}{asked}. The other ranks have not entered this "
-                    "collective: compare this line on every rank; those that differ took another path through the model or "
-                    "stopped before."
+                    f"No progress for {elapsed:.0f} s on {describe()}{stopping}. Other ranks have not entered this "
+                    "collective: compare this line on every rank; ranks that differ took another path through the model or "
+                    "stopped earlier."
                 )
                 return
 
 
-def _note(label: str) -> Callable:
+def _record(label: str) -> Callable:
     def hook(*_) -> None:
         _PROGRESS.module = label
         _PROGRESS.changed = time.monotonic()
@@ -143,13 +143,13 @@ def _note(label: str) -> Callable:
     return hook
 
 
-def _note_backward(label: str) -> Callable:
-    """Notes the module when the gradient of its output arrives; changes nothing in the graph, unlike module hooks."""
+def _record_backward(label: str) -> Callable:
+    """Records the module when the gradient of its output arrives; unlike module hooks, changes nothing in the graph."""
 
     def hook(_module: nn.Module, _args: tuple, output: object) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, torch.Tensor) and first.requires_grad:
-            first.register_hook(lambda _gradient: _note(label)())
+            first.register_hook(lambda _gradient: _record(label)())
 
     return hook
 

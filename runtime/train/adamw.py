@@ -80,4 +80,4 @@ class AdamW(torch.optim.AdamW):
             copy=copy.tensor if copy is not None else None,
         )
         if copy is not None:
-            copy.written_from(parameter)
+            copy.mark_written(parameter)

@@ -201,7 +201,7 @@ class CapturedStep:
         assert self._recording is not None and self._loss_share is not None, "recording runs `compute`"
         self._recording.replay()
         for shards in self._shards:
-            shards.have_been_read()  # as after an eager step
+            shards.mark_read()  # as after an eager step
         for parameter, gradient, is_zeros in self._gradients:
             parameter.grad = gradient
             setattr(parameter, unused.LEFT_OUT, is_zeros)
@@ -315,7 +315,7 @@ def _capture(run: Callable[[], None], model: nn.Module, state: ParallelState) ->
     graph = torch.cuda.CUDAGraph()
     # thread_local: NCCL's watchdog thread may query events during capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        with state.peers.repeatable() if state.peers is not None else contextlib.nullcontext():
+        with state.peers.replayable() if state.peers is not None else contextlib.nullcontext():
             run()
         _join_streams(model, state)
     return graph

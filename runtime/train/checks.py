@@ -62,7 +62,7 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
     layout = models.parallel_config(recipe.parallel, world)
     if layout.ep > 1:
         with _blaming(f"parallel.ep = {layout.ep}"):
-            sharding.check_plan(model, sharding.own_plan(model), layout.ep)
+            sharding.check_plan(model, sharding.expert_paths(model), layout.ep)
     if layout.sp > 1:
         with _blaming(f"parallel.sp = {layout.sp}"):
             for name, heads in _attention_heads(models.build_on_meta(recipe)).items():
@@ -104,7 +104,7 @@ def _attention_heads(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     ALL_ATTENTION_FUNCTIONS.register(COUNT_HEADS, count)
     ALL_MASK_ATTENTION_FUNCTIONS.register(COUNT_HEADS, lambda *args, **options: None)
     model.config._attn_implementation = COUNT_HEADS
-    for path in sharding.own_plan(model):
+    for path in sharding.expert_paths(model):
         experts = model.get_submodule(path.rpartition(".")[0])
         experts.forward = lambda hidden_states, *args, **options: hidden_states
     ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")

@@ -90,7 +90,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     if head is not None:  # the head is a matrix product even if it is tied to the embeddings
         looked_up -= {id(p) for p in head.parameters()}
-    experts = set(sharding.own_plan(model))
+    experts = set(sharding.expert_paths(model))
     active, total = 0, 0
     for name, parameter in model.named_parameters():
         total += parameter.numel()

@@ -104,7 +104,7 @@ def _find_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[tuple[
     Raises:
         RecipeError: a target matches nothing, or an expert parameter that is not a stack of matrices.
     """
-    plan = set(sharding.own_plan(model))
+    plan = set(sharding.expert_paths(model))
     owners = {path.rpartition(".")[0] for path in plan}
     experts, others = [], []
     for target in config.target_parameters:
@@ -226,7 +226,7 @@ def _filters(config: LoraConfig) -> str:
 
 def _unmatched_parameter(model: PreTrainedModel, config: LoraConfig, target: str) -> str:
     message = f"lora.target_parameters: {target} matches nothing in {type(model).__name__}{_filters(config)}"
-    stacked = sorted({".".join(path.rsplit(".", 3)[1:]) for path in sharding.own_plan(model)})
+    stacked = sorted({".".join(path.rsplit(".", 3)[1:]) for path in sharding.expert_paths(model)})
     return message + (f" Its experts have {', '.join(stacked)}." if stacked else " It has no stacked experts.")
 
 

@@ -57,7 +57,7 @@ def estimate(
         compute: the dtype layers compute in; None: as stored.
     """
     size = (compute or getattr(torch, recipe.model.dtype)).itemsize
-    experts = set(sharding.own_plan(model))
+    experts = set(sharding.expert_paths(model))
     stored, trained, states = 0, 0, 0
     for parameter in model.parameters():
         share = -(-parameter.numel() // layout.num_shards) * parameter.element_size()

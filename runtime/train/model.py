@@ -304,7 +304,7 @@ def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:
     chosen = seams.for_training(used, {name: getattr(recipe.kernels, name) for name in seams.names()})
     try:
         seams.configure(**dict.fromkeys(seams.names(), seams.EAGER) | chosen)
-        report.check_seams(used, chosen)
+        report.require_seams(used, chosen)
     except ValueError as error:
         raise RecipeError(f"kernels: {error}") from error
     return chosen

@@ -84,7 +84,9 @@ def require_trainable(recipe: Recipe) -> Recipe:
     if (teacher := teacher_recipe(recipe)) is not None:
         recipe = replace(recipe, teacher=require_trainable(teacher).model)
     data_check.require_data(recipe)
-    if (recipe.train.batches_per_step > 1 or recipe.parallel.sp > 1) and (local := loss.not_shared(_head(recipe)[0])):
+    if (recipe.train.batches_per_step > 1 or recipe.parallel.sp > 1) and (
+        local := loss.why_not_additive(_head(recipe)[0])
+    ):
         raise RecipeError(
             f"train.batches_per_step = {recipe.train.batches_per_step}, parallel.sp = {recipe.parallel.sp}: {local}"
         )

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import Loader
 from patchgen.runtime.parallel import watch
-from patchgen.runtime.parallel.collectives import object_of
+from patchgen.runtime.parallel.collectives import broadcast_object
 from patchgen.runtime.train import continuing, setup
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
 
@@ -44,7 +44,7 @@ class RunCheckpoints:
                 found = self.checkpointer.latest(), continuing.changes(self.recipe), ""
             except RecipeError as error:
                 found = None, "", str(error)
-        latest, changed, refusal = object_of(found)
+        latest, changed, refusal = broadcast_object(found)
         if refusal:
             raise RecipeError(refusal)
         if latest is None:

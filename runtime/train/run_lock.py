@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from patchgen.runtime.parallel.collectives import object_of
+from patchgen.runtime.parallel.collectives import broadcast_object
 from patchgen.runtime.train.recipe import RecipeError
 
 LOCK, OWNER = ".lock", "running.json"
@@ -47,7 +47,7 @@ def locked(directory: Path) -> Iterator[None]:
             (directory / OWNER).write_text(json.dumps(owner) + "\n")
         except RecipeError as error:
             refusal = str(error)
-    if refusal := object_of(refusal):
+    if refusal := broadcast_object(refusal):
         raise RecipeError(refusal)
     try:
         yield

@@ -19,7 +19,7 @@ from patchgen.runtime.checkpoint import Checkpointer, export_pretrained
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
 from patchgen.runtime.data import DataConfig, Loader, build_loader, train_tokenizer
 from patchgen.runtime.data.text import digest
-from patchgen.runtime.parallel.collectives import gather_objects, object_of
+from patchgen.runtime.parallel.collectives import broadcast_object, gather_objects
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import architecture
 from patchgen.runtime.train import model as models
@@ -134,7 +134,7 @@ def require_same_recipe(recipe: Recipe) -> None:
     other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
     if other is None:
         return
-    first, second = object_of(local), object_of(local, other)
+    first, second = broadcast_object(local), broadcast_object(local, other)
     keys = [key for key in first | second if first.get(key) != second.get(key)]
     lines = "".join(f"\n  {key}: {first.get(key)!r} on rank 0, {second.get(key)!r} on rank {other}" for key in keys)
     raise RecipeError(f"The machines were started with different recipes; give all of them the same:{lines}")
@@ -146,7 +146,7 @@ def require_shared(directory: Path) -> None:
     Raises:
         RecipeError: on all ranks, with those that do not see a file that rank 0 writes there.
     """
-    path = directory / object_of(f".seen-by-all-{uuid.uuid4().hex}")
+    path = directory / broadcast_object(f".seen-by-all-{uuid.uuid4().hex}")
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -30,7 +30,7 @@ from patchgen.runtime.data.agreement import counters_of_all_ranks, run_on_all_ra
 from patchgen.runtime.objectives import learning
 from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
-from patchgen.runtime.parallel.collectives import all_reduce, object_of
+from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import first_loss, flops, lora, optimizers, run_lock, run_log, setup
@@ -97,7 +97,7 @@ class Trainer:
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
         self.optimizer = optimizers.build(self.model, recipe.optim)
         self.captured = CapturedStep(self.model, self.state, device, self.micro_batch) if train.cuda_graph else None
-        self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.own_plan(self.model) else None
+        self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.expert_paths(self.model) else None
         self.step, self.skipped, self.evaluated_step = 0, 0, 0
 
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
@@ -128,7 +128,7 @@ class Trainer:
                     flush=True,
                 )
             self.announce()
-            choices.forget()  # those of a proof in this process, or of an objective's reference
+            choices.reset()  # those of a proof in this process, or of an objective's reference
             # Not in the first step: kernels are compiled there, and the usual time between events is unknown.
             stop_requested = lambda: stop.reached() and self.step > self.first_step  # noqa: E731
             watched.enter_context(
@@ -257,7 +257,7 @@ class Trainer:
     @staticmethod
     def peak_memory() -> int:
         """Peak bytes allocated on this rank's GPU, including memory shared with other ranks."""
-        return torch.cuda.max_memory_allocated() + peer_memory.num_bytes_shared()
+        return torch.cuda.max_memory_allocated() + peer_memory.shared_gpu_bytes()
 
     # ----------------------------------------------------------------------------------------- evaluation
 
@@ -347,7 +347,7 @@ class Trainer:
             folder = lora.ADAPTER if self.recipe.lora is not None and not self.recipe.lora.merge else setup.EXPORT
             if previous and previous["steps"] == self.step and Path(previous["export"] or "").name == folder:
                 found = previous["export"] if setup.is_complete(Path(previous["export"])) else None
-        found = object_of(found)
+        found = broadcast_object(found)
         return Path(found) if found is not None else None
 
     # -------------------------------------------------------------------------------------------- records
@@ -371,7 +371,7 @@ class Trainer:
 
     def print_choices(self) -> None:
         """Prints which kernels `auto` chose for the shapes of the first step."""
-        chosen = report.chosen()
+        chosen = report.auto_choices()
         if chosen and dist.get_rank() == 0:
             print(f"after the first step, on rank 0:\n{chosen}", flush=True)
 

@@ -33,7 +33,7 @@ from patchgen.runtime.minimal_media import (
     fixed_frames,
     image_layouts,
 )
-from patchgen.runtime.parallel.batch_fields import SIDE_BY_SIDE
+from patchgen.runtime.parallel.batch_fields import CONCATENATED_PATCHES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,7 +174,7 @@ class MediaMaker:
     def _image(self, number: int) -> Item:
         if self.known & {f"{IMAGE}_{grid}" for grid in GRIDS}:
             return self.patches(IMAGE, IMAGE_GRIDS[number])
-        if SIDE_BY_SIDE[INPUTS[IMAGE]] in self.known:
+        if CONCATENATED_PATCHES[INPUTS[IMAGE]] in self.known:
             return self.side_by_side(IMAGE, IMAGE_GRIDS[number])
         if not self.has_features(IMAGE):
             return self._flat_patches() if FLAT_PATCHES in self.known else self._plain_image()
@@ -261,7 +261,7 @@ class MediaMaker:
             if self._takes_one_frame_only:
                 grids = [(1, height, width) for _, height, width in VIDEO_GRIDS]
             return self.with_seconds(self.patches(VIDEO, grids[number]), SECONDS_PER_GRID[number])
-        if SIDE_BY_SIDE[INPUTS[VIDEO]] in self.known:
+        if CONCATENATED_PATCHES[INPUTS[VIDEO]] in self.known:
             return self.side_by_side(VIDEO, VIDEO_GRIDS[number])
         if VIDEO in self._candidates:
             return self._candidate(VIDEO)
@@ -300,7 +300,7 @@ class MediaMaker:
         t, h, w = merged[0], merged[1] * merge, merged[2] * merge
         values = self._noise(1, layout.channels(vision), vision.patch_size, vision.patch_size * t * h * w)
         name = INPUTS[kind]
-        return Item(kind, {name: values, SIDE_BY_SIDE[name]: torch.tensor([[h, w]] * t)}, frames=t)
+        return Item(kind, {name: values, CONCATENATED_PATCHES[name]: torch.tensor([[h, w]] * t)}, frames=t)
 
     def _packed(self, kind: str, merged: tuple[int, int, int], patch: tuple[int, ...]) -> Item:
         vision = layout.tower_config(self.config, kind)
@@ -402,7 +402,7 @@ def collate_items(items: Iterable[Item]) -> dict[str, Any]:
         for name, tensor in item.arguments.items():
             found.setdefault(name, []).append(tensor)
     return {
-        name: torch.cat(_same_length(name, tensors), dim=-1 if SIDE_BY_SIDE.get(name) in found else 0)
+        name: torch.cat(_same_length(name, tensors), dim=-1 if CONCATENATED_PATCHES.get(name) in found else 0)
         for name, tensors in found.items()
     }
 

@@ -354,7 +354,7 @@ def verify_on_ranks(
     """
     head = head or find(model).heads[0]
     head_class = getattr(find(model).load(), head)
-    if reason := loss.not_shared(head_class):
+    if reason := loss.why_not_additive(head_class):
         return [RankResult("its loss", reason=reason)]
     if sp > 1 and not model_calls.takes_documents(head_class):
         return [RankResult("its documents", reason=model_calls.no_slices(head, sp))]

@@ -106,7 +106,7 @@ def compare(subject: Subject) -> mutants.Verdict:
                 mutants.NOT_RUN, "on ranks: upstream's changed class fails on the rows of a run, too"
             )
         for layout in LAYOUTS:
-            if layout.ep > 1 and not sharding.own_plan(reference.generated()):
+            if layout.ep > 1 and not sharding.expert_paths(reference.generated()):
                 continue
             for case in (PLAIN, PACKED):
                 found = _compare_layout(reference, layout, case)

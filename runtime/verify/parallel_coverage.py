@@ -83,7 +83,7 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
     model = registry.read_model(Path(file).parent)
     generated = generated_class(head, file)
     row: dict[str, Any] = {"model_type": model_type}
-    if ep > 1 and not sharding.own_plan(build_model(generated, training_config(getattr(model.upstream(), head)))):
+    if ep > 1 and not sharding.expert_paths(build_model(generated, training_config(getattr(model.upstream(), head)))):
         return row | {"applies": False, "seconds": time.perf_counter() - started}
     if sp > 1 and (refusal := encoder_decoder_refusal(generated, sp)):
         return row | {"reason": refusal, "seconds": time.perf_counter() - started}
@@ -100,7 +100,7 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
         pieces, packed_rows = _documents(inputs) if prefix else ([inputs], None)
         step = functools.partial(reference.loss_and_gradients, pieces, packed_rows=packed_rows)
         ours = reference.generated()
-        row["num_expert_parameters"] = len(sharding.own_plan(ours))
+        row["num_expert_parameters"] = len(sharding.expert_paths(ours))
         sharding.shard_model(ours, state)
         rows = torch.arange(inputs["input_ids"].shape[0]).chunk(state.config.num_batches)[state.batch_index]
         local_batch = {name: value[rows] for name, value in inputs.items()}

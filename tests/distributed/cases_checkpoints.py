@@ -35,7 +35,7 @@ def meta_model(head: str, file: str):
 def round_trip(head: str, file: str, source: str, target: str, ep: int) -> tuple[int, int]:
     """Loads a checkpoint into a sharded model and exports it; returns the bytes read and those of this rank's parts."""
     model = meta_model(head, file)
-    plan = sharding.own_plan(model)
+    plan = sharding.expert_paths(model)
     counts = {model.get_parameter(path).shape[0] for path in plan}
     fits = plan and all(count % ep == 0 for count in counts)
     state = cases_sequence.state_of(ep=ep if fits else 1)
@@ -177,7 +177,7 @@ def train(
     state = cases_sequence.state_of(**layout)
     model = cases_models.build(name, generated=True, attention_name="patchgen_eager")
     if resume:
-        model = cases_models._on_meta(model)
+        model = cases_models.on_meta(model)
     sharding.shard_model(model, state)
     if resume:
         sharding.materialise(model, "cpu")
@@ -192,7 +192,7 @@ def train(
         assert [one["rank"] for one in saved["ranks"]] == list(range(saved["world"]))
     losses = []
     for step in range(first, steps):
-        inputs = cases_models.own_part(step, False, state, 0, 1)
+        inputs = cases_models.slice_of_step(step, False, state, 0, 1)
         items = loss.count_items([inputs], "cpu")
         with parallel.using(state), loss.step(items):
             share = model(**inputs, num_items_in_batch=items, use_cache=False).loss

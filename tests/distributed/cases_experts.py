@@ -229,8 +229,8 @@ def recomputation_reads_no_tokens_again(mode: str) -> tuple[int, int]:
     whole = tensors(2 * world, biased=False)
     hidden, index, weights = routing("uneven", rank, 2 * world)
     calls: list[str] = []
-    send, agree = expert_peers._Exchange.send, state.peers.agree
-    state.peers.agree = lambda count: calls.append("agree") or agree(count)
+    send, agree = expert_peers._Exchange.send, state.peers.exchange_counts
+    state.peers.exchange_counts = lambda count: calls.append("agree") or agree(count)
 
     def run(with_mode: str | None) -> list[Tensor]:
         own = {name: t.chunk(world)[rank].clone().requires_grad_() for name, t in whole.items()}
@@ -360,7 +360,7 @@ def shared_experts_run_beside_the_exchange(at_once: bool, exchange: str) -> None
         noted = {"launch": "launch", "wait": "wait"}
         cls = collectives._Exchange
     else:
-        noted = {"send": "launch", "arrive": "wait", "start_gradients": "launch back", "take": "wait back"}
+        noted = {"send": "launch", "wait": "wait", "start_gradients": "launch back", "wait_for_gradients": "wait back"}
         cls = expert_peers._Exchange
     originals = {name: getattr(cls, name) for name in noted}
     for name, event in noted.items():

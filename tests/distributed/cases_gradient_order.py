@@ -51,7 +51,7 @@ def gradients_leave_once(final: bool) -> int:
         if not hands_over:
             early_gradients.hand_over, kept = lambda *_: None, early_gradients.hand_over
         try:
-            expert_peers.over_peers(
+            expert_peers.exchange_by_peer_memory(
                 state, leaves[0], index, leaves[1], compute, num_experts=2 * world
             ).sum().backward()
         finally:
@@ -86,7 +86,7 @@ class _PutsOff(torch.autograd.Function):
         rows, weights, gate_up, down = torch.autograd.grad(ctx.out, ctx.leaves, gradient)
         if early_gradients.is_awaited():
             early_gradients.hand_over(rows, weights)
-            if early_gradients.put_off(ctx.down, lambda: down):
+            if early_gradients.defer(ctx.down, lambda: down):
                 return rows, weights, gate_up, None, None
         return rows, weights, gate_up, down, None
 
@@ -99,7 +99,11 @@ def late_gradients(mode: str) -> list[int]:
     state = create_peers(dist.get_world_size())
     inputs = [cases_captured.row(seed + state.batch_index, (20, 28), state) for seed in (0, 10)]
     waiting: list[int] = []
-    put_off, spread, kernel = early_gradients.put_off, expert_peers._Exchange.spread, experts.experts_kernel
+    put_off, spread, kernel = (
+        early_gradients.defer,
+        expert_peers._Exchange.gather_output_gradients,
+        experts.experts_kernel,
+    )
     add, added = undivided._add_gradient, []
 
     def puts_off(rows, index, weights, gate_up, down, **options):
@@ -115,22 +119,28 @@ def late_gradients(mode: str) -> list[int]:
             items, tokens = loss.count_items(inputs, "cpu"), loss.count_tokens(inputs, "cpu")
             with parallel.using(state), loss.step(items, 2, num_tokens=tokens):
                 model(**rows, num_items_in_batch=items, use_cache=False).loss.backward()
-                waiting.append(len(early_gradients._late))
+                waiting.append(len(early_gradients._deferred))
         return {name: undivided.local(parameter.grad) for name, parameter in model.named_parameters()}
 
     try:
         experts.experts_kernel = lambda: puts_off
         undivided._add_gradient = lambda *args: added.append(1) or add(*args)
-        early_gradients.put_off = lambda *_: False
+        early_gradients.defer = lambda *_: False
         expected = run()
-        early_gradients.put_off = put_off
+        early_gradients.defer = put_off
         waiting.clear()
-        early_gradients._late.append((0, lambda: pytest.fail("left by a backward that failed")))
+        early_gradients._deferred.append((0, lambda: pytest.fail("left by a backward that failed")))
         once = len(added)
-        expert_peers._Exchange.spread = lambda *args: waiting.append(len(early_gradients._late)) or spread(*args)
+        expert_peers._Exchange.gather_output_gradients = lambda *args: (
+            waiting.append(len(early_gradients._deferred)) or spread(*args)
+        )
         found = run()
     finally:
-        early_gradients.put_off, expert_peers._Exchange.spread, experts.experts_kernel = put_off, spread, kernel
+        early_gradients.defer, expert_peers._Exchange.gather_output_gradients, experts.experts_kernel = (
+            put_off,
+            spread,
+            kernel,
+        )
         undivided._add_gradient = add
     assert len(added) == 2 * once > 0, "and nothing else is added to those that come late"
     for name, gradient in expected.items():

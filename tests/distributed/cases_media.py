@@ -78,7 +78,7 @@ def features_that_are_not_the_tokens_are_refused() -> None:
     """Every rank counts the placeholders of all and says what it was given."""
     state = state_of(2)
     mask = torch.ones(1, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="5 feature rows for 6 placeholder tokens in the whole sequence of 2 ranks"):
+    with pytest.raises(ValueError, match="5 feature rows for 6 placeholder tokens in the full sequence of 2 ranks"):
         media.local_features(torch.zeros(5, 4), mask, state)
 
 
@@ -121,7 +121,7 @@ def a_tower_without_a_minimal_input_is_refused_on_all_ranks() -> None:
     features, embeds = _NeedsAnAnswer().get_image_features, torch.zeros(1, 2, 4)
     with parallel.using(state):
         assert ops.absent_tower(embeds, torch.zeros(1), features) is embeds
-        with pytest.raises(ValueError, match="No minimal image is known for _NeedsAnAnswer; every rank must hold one"):
+        with pytest.raises(ValueError, match="No minimal image is known for _NeedsAnAnswer, so every rank needs one"):
             ops.absent_tower(embeds, None if state.batch_index else torch.zeros(1), features)
 
 

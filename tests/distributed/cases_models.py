@@ -242,24 +242,24 @@ def agrees(
     model = build(name, generated=generated, attention_name=attention_name)
     whole_tensors = {key: value.clone() for key, value in model.state_dict().items()}
     if meta:
-        model = _on_meta(model)
+        model = on_meta(model)
     checkpointing.apply(model, checkpoint)
     sharding.shard_model(model, state, options=sharding.ShardingOptions(**options))
     if meta:
         sharding.materialise(model, "cpu")
-        sharding.load_whole(model, whole_tensors)
+        sharding.load_full_tensors(model, whole_tensors)
     optimizer = torch.optim.AdamW(sharding.optimizer_groups(model), lr=LEARNING_RATE, fused=True)
 
     losses, norms, first = [], [], {}
     for step in range(3):
-        micro = [own_part(step, packed, state, index, micro_batches) for index in range(micro_batches)]
+        micro = [slice_of_step(step, packed, state, index, micro_batches) for index in range(micro_batches)]
         items, tokens = loss.count_items(micro, "cpu"), loss.count_tokens(micro, "cpu")
         total = torch.zeros(())
         with parallel.using(state):
             for inputs in micro:
                 if reduce_last:
                     last = inputs is micro[-1]
-                    sharding.reduce_gradients(model, is_last=last, keep_whole=reduce_last == "shards too")
+                    sharding.reduce_gradients(model, is_last=last, accumulate_unsharded=reduce_last == "shards too")
                 with loss.step(items, micro_batches, num_tokens=tokens):
                     share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
                     share.backward()
@@ -267,23 +267,23 @@ def agrees(
         dist.all_reduce(total)
         losses.append(float(total))
         if step == 0:
-            first = {key: _whole(parameter.grad) for key, parameter in model.named_parameters()}
+            first = {key: full_tensor(parameter.grad) for key, parameter in model.named_parameters()}
         norms.append(float(gradients.clip(model, MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-    last = {key: _whole(parameter.detach()) for key, parameter in model.named_parameters()}
+    last = {key: full_tensor(parameter.detach()) for key, parameter in model.named_parameters()}
     if dist.get_rank() != 0:
         return {}
     return compare((losses, first, norms, last), reference(name, packed, micro_batches), tolerance)
 
 
-def _on_meta(model):
+def on_meta(model):
     cls, config = type(model), model.config
     with torch.device("meta"):
         return cls._from_config(config, attn_implementation=config._attn_implementation).train()
 
 
-def own_part(step: int, packed: bool, state, index: int, micro_batches: int) -> dict:
+def slice_of_step(step: int, packed: bool, state, index: int, micro_batches: int) -> dict:
     """This rank's slice of its rows in one micro-batch."""
     rows = torch.arange(ROWS).chunk(micro_batches)[index].chunk(state.config.num_batches)[state.batch_index]
     whole = global_batch(step, packed)
@@ -292,7 +292,7 @@ def own_part(step: int, packed: bool, state, index: int, micro_batches: int) -> 
     return batch.slice_batch(mine, sp=state.sp, sp_rank=state.sp_rank)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     # The clone waits for the gather, before anything changes what is gathered.
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
@@ -372,9 +372,9 @@ def frozen_parameters_stay(name: str) -> None:
     for key in frozen:
         model.get_parameter(key).requires_grad_(False)
     sharding.shard_model(model, state)
-    _one_backward(model, state)
+    one_backward(model, state)
     assert all(model.get_parameter(key).grad is None for key in frozen)
-    own = {key: _whole(p.grad) for key, p in model.named_parameters() if p.grad is not None}
+    own = {key: full_tensor(p.grad) for key, p in model.named_parameters() if p.grad is not None}
     if dist.get_rank() == 0:
         expected = reference(name, False, 1)[1]
         assert set(own) == set(expected) - set(frozen)
@@ -382,78 +382,8 @@ def frozen_parameters_stay(name: str) -> None:
         assert worst < 1e-5, worst
 
 
-def half_precision_is_near(name: str, **options) -> tuple[float, float]:
-    """Loss and norm in bf16 with fp32 parameters and reduction, relative to fp32 in one process."""
-    attention.register()
-    state = cases_sequence.state_of(sp=2, ep=2)
-    model = build(name, generated=True, attention_name="patchgen_eager")
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    sharding.shard_model(model, state, options=sharding.ShardingOptions(**dtypes, **options))
-    total = _one_backward(model, state)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
-    norm = float(gradients.norm(model.parameters()))
-    if dist.get_rank() != 0:
-        return 0.0, 0.0
-    losses, _, norms, _ = reference(name, False, 1)
-    return abs(total - losses[0]) / losses[0], abs(norm - norms[0]) / norms[0]
-
-
-def an_exchange_sums_what_a_reduce_scatter_sums(keep_whole: bool, **layout) -> float:
-    """Gradients of two micro-batches in bf16, summed in fp32, both ways; the worst difference relative to the largest."""
-    attention.register()
-    state = cases_sequence.state_of(**layout)
-    found = []
-    for exchange in (False, True):
-        model = build("qwen3_moe", generated=True, attention_name="patchgen_eager")
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        options = sharding.ShardingOptions(**dtypes, exchange_gradients=exchange)
-        sharding.shard_model(model, state, options=options)
-        for last in (False, True):
-            sharding.reduce_gradients(model, is_last=last, keep_whole=keep_whole)
-            _one_backward(model, state)
-        own = {key: parameter.grad for key, parameter in model.named_parameters()}
-        assert {gradient.dtype for gradient in own.values()} == {torch.float32}
-        widened = [key for key, value in own.items() if not torch.equal(value.to_local(), value.to_local().bfloat16())]
-        assert len(widened) > len(own) // 2, "the sums are no more precise than bf16"
-        found.append({key: _whole(gradient) for key, gradient in own.items()})
-    by_reduce_scatter, by_exchange = found
-    return max(difference(by_exchange[key], by_reduce_scatter[key]) for key in by_exchange)
-
-
-def every_token_goes_to_the_same_experts(name: str, checkpoint: str = "none") -> None:
-    """A router of zeros: the first experts get all tokens, the last rank's experts none, in model and reference."""
-    attention.register()
-    state = cases_sequence.state_of(ep=dist.get_world_size())
-
-    def even(model):
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if key.endswith("mlp.gate.weight"):
-                    parameter.zero_()
-        return model
-
-    model = even(build(name, generated=True, attention_name="patchgen_eager"))
-    checkpointing.apply(model, checkpoint)
-    sharding.shard_model(model, state)
-    total = _one_backward(model, state)
-    own = {key: _whole(parameter.grad) for key, parameter in model.named_parameters()}
-    if dist.get_rank() == 0:
-        alone = even(build(name, generated=False, attention_name="eager"))
-        whole = global_batch(0, False)
-        items = (whole["labels"][:, 1:] != batch.IGNORED).sum()
-        value = alone(**whole, num_items_in_batch=items, use_cache=False).loss
-        value.backward()
-        assert abs(total - float(value.detach())) < 1e-5 * float(value.detach())
-        expected = {key: parameter.grad for key, parameter in alone.named_parameters()}
-        unused = [key for key in expected if "experts" in key and float(expected[key][-1].abs().max()) == 0]
-        assert unused, "every expert got tokens: the case does not test what it says"
-        worst = max(difference(own[key], expected[key]) for key in own)
-        assert worst < 1e-5, worst
-
-
-def _one_backward(model, state) -> float:
-    inputs = own_part(0, False, state, 0, 1)
+def one_backward(model, state) -> float:
+    inputs = slice_of_step(0, False, state, 0, 1)
     items = loss.count_items([inputs], "cpu")
     with parallel.using(state), loss.step(items):
         share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
@@ -461,35 +391,3 @@ def _one_backward(model, state) -> float:
     total = share.detach().clone()
     dist.all_reduce(total)
     return float(total)
-
-
-def padded_rows_agree(name: str, sp: int) -> None:
-    """Rows padded left and right, over slices, against upstream's eager attention on the same mask."""
-    attention.register()
-    state = cases_sequence.state_of(sp=sp)
-    whole = global_batch(0, False)
-    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
-    mask[0, :5] = 0
-    mask[1, -9:] = 0
-    mask[2, :1] = 0
-    # What stands before the first token of a row is padding: it sees nothing, so nobody may ask it for that token.
-    counts = mask.bool() & torch.cat([torch.zeros(ROWS, 1, dtype=torch.bool), mask[:, :-1].bool()], dim=1)
-    whole["labels"] = whole["labels"].masked_fill(~counts, batch.IGNORED)
-    whole |= {"attention_mask": mask, "position_ids": torch.arange(LENGTH).expand(ROWS, -1)}
-    model = sharding.shard_model(build(name, generated=True, attention_name="patchgen_sdpa"), state)
-    rows = torch.arange(ROWS).chunk(state.config.num_batches)[state.batch_index]
-    inputs = batch.slice_batch({k: v[rows] for k, v in whole.items()}, sp=state.sp, sp_rank=state.sp_rank)
-    items = loss.count_items([inputs], "cpu")
-    with parallel.using(state), loss.step(items):
-        share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
-        share.backward()
-    total = share.detach().clone()
-    dist.all_reduce(total)
-    own = {key: _whole(parameter.grad) for key, parameter in model.named_parameters()}
-    if dist.get_rank() == 0:
-        alone = build(name, generated=False, attention_name="eager")
-        value = alone(**whole, num_items_in_batch=items, use_cache=False).loss
-        value.backward()
-        assert abs(float(total) - float(value.detach())) < 1e-5 * float(value.detach()), (total, value)
-        found = {key: difference(own[key], parameter.grad) for key, parameter in alone.named_parameters()}
-        assert max(found.values()) < 1e-5, {key: error for key, error in found.items() if error > 1e-5}

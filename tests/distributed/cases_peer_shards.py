@@ -23,12 +23,12 @@ DEVICE = "cpu"
 @contextlib.contextmanager
 def sizes(small: int, piece: int = peer_shards.PIECE) -> Iterator[None]:
     """Bytes below which shards are small, and of which a piece of a large gradient is, for a model of a few parameters."""
-    before = peer_units.SMALL, peer_shards.PIECE
-    peer_units.SMALL, peer_shards.PIECE = small, piece
+    before = peer_units.SMALL_BYTES, peer_shards.PIECE
+    peer_units.SMALL_BYTES, peer_shards.PIECE = small, piece
     try:
         yield
     finally:
-        peer_units.SMALL, peer_shards.PIECE = before
+        peer_units.SMALL_BYTES, peer_shards.PIECE = before
 
 
 def state_of() -> ParallelState:
@@ -114,17 +114,17 @@ class WritesCopies(torch.optim.AdamW):
                 if copy is not None and parameter.grad is not None:
                     copy.before_writing()
                     copy.tensor.copy_(undivided.local(parameter).view(-1))
-                    copy.written_from(parameter)
+                    copy.mark_written(parameter)
 
 
-def train(model: nn.Module, keep_whole: bool, writes: bool) -> list[Tensor]:
+def train(model: nn.Module, accumulate_unsharded: bool, writes: bool) -> list[Tensor]:
     """Losses, gradients, norms and parameters of three steps of two micro-batches, evaluations between."""
     kind = WritesCopies if writes else torch.optim.AdamW
     optimizer = kind(sharding.optimizer_groups(model), lr=1e-2)
     found = []
     for step in range(3):
         for micro in range(2):
-            sharding.reduce_gradients(model, is_last=micro == 1, keep_whole=keep_whole)
+            sharding.reduce_gradients(model, is_last=micro == 1, accumulate_unsharded=accumulate_unsharded)
             loss = model(batch(10 * step + micro), all_layers=step > 0)
             loss.backward()
             found.append(loss.detach().clone())
@@ -139,17 +139,17 @@ def train(model: nn.Module, keep_whole: bool, writes: bool) -> list[Tensor]:
 
 
 def equals_fsdp(
-    keep_whole: bool, writes: bool, freeze: str | None, small: int, piece: int = peer_shards.PIECE, **options
+    accumulate_unsharded: bool, writes: bool, freeze: str | None, small: int, piece: int = peer_shards.PIECE, **options
 ) -> None:
     with sizes(small, piece):
         model = sharded("peer_memory", freeze, **options)
         groups = [group for module in (*model.layers, model) for group in undivided.param_groups(module)]
         assert all(type(group) is PeerGroup for group in groups)
-        found = train(model, keep_whole, writes)
+        found = train(model, accumulate_unsharded, writes)
         assert [group.keeps_copies for group in groups] == [freeze is None, True, True]
     other = sharded("collectives", freeze, **options)
     assert not any(type(group) is PeerGroup for group in undivided.param_groups(other))
-    expected = train(other, keep_whole, writes=False)
+    expected = train(other, accumulate_unsharded, writes=False)
     assert len(found) == len(expected)
     for number, (one, two) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, two), f"value {number}: {(one - two).abs().max()}"
@@ -245,9 +245,9 @@ def a_sum_lives_until_it_was_waited_for() -> int:
     sum_parts, reduce = peer_shards.sum_parts, PeerShards.reduce
     written: list[weakref.ref[Tensor]] = []
 
-    def noted(own, received, words, out, **options):
+    def noted(own, received, tags, out, **options):
         written.append(weakref.ref(out._base if out._base is not None else out))
-        return sum_parts(own, received, words, out, **options)
+        return sum_parts(own, received, tags, out, **options)
 
     def checked(self, group, gradients):
         written.clear()
@@ -273,7 +273,9 @@ def room_for_what_others_send(piece: int) -> tuple[int, int]:
         model = sharded("peer_memory", tied=False, width=30)
         model(batch(0)).backward()
         groups = [group for module in (*model.layers, model) for group in undivided.param_groups(module)]
-        return groups[0].shards._most, max(slot.numel * group.itemsize for group in groups for slot in group.slots)
+        return groups[0].shards._largest_part, max(
+            slot.numel * group.itemsize for group in groups for slot in group.slots
+        )
 
 
 def a_change_is_seen_by_all() -> None:
@@ -286,7 +288,7 @@ def a_change_is_seen_by_all() -> None:
         written = undivided.copy_of(parameter)
         written.before_writing()
         written.tensor.copy_(undivided.local(parameter).detach().view(-1))
-        written.written_from(parameter)
+        written.mark_written(parameter)
     copy.tensor.zero_()  # marks it
     marked = model(batch(0)).detach()
     model.reshard()

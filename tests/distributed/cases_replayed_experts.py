@@ -49,7 +49,7 @@ def replays_what_it_runs(num_layers: int, sends_ahead: bool) -> tuple[int, int]:
     assert state.peers is not None
     model = nn.ModuleList(Block(rank, world, device) for _ in range(num_layers))
     if sends_ahead:
-        expert_peers.send_ahead(model, [block.experts for block in model])
+        expert_peers.install_token_prefetch(model, [block.experts for block in model])
     generator = torch.Generator().manual_seed(1 + rank)
     rows = torch.randn(4, TOKENS, HIDDEN, generator=generator).to(device, torch.bfloat16)
     given = rows[0].clone().requires_grad_()
@@ -72,14 +72,14 @@ def replays_what_it_runs(num_layers: int, sends_ahead: bool) -> tuple[int, int]:
                 given.copy_(row)
             for leaf in leaves:
                 leaf.grad = None
-            before = state.peers._num_turns
+            before = state.peers._num_exchanges
             expected.append(results(step()))
-            eager = state.peers._num_turns - before
+            eager = state.peers._num_exchanges - before
         for leaf in leaves:
             leaf.grad = None
-        before, out = state.peers._num_turns, []
+        before, out = state.peers._num_exchanges, []
         graph = captured._capture(lambda: out.append(step()), model, state)
-        recorded = state.peers._num_turns - before
+        recorded = state.peers._num_exchanges - before
     for number in (0, 1, 2, 3, 3, 0):  # twice the same: buffers of the replay before are read no more
         with torch.no_grad():
             given.copy_(rows[number])

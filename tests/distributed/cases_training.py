@@ -87,7 +87,7 @@ def report_reads_live_modules() -> str:
         try:
             report.describe(model, state, {"causal_lm_loss": "chunked"})
         except ValueError as error:
-            assert "'eager' serves it" in str(error), error
+            assert "'eager' is selected" in str(error), error
         else:
             raise AssertionError("an implementation that does not serve was accepted")
     return text
@@ -112,7 +112,7 @@ def load_is_counted_over_ranks(checkpoint: str) -> None:
     checkpointing.apply(model, checkpoint)
     sharding.shard_model(model, state)
     load = ExpertLoad(model)
-    micro = [cases_models.own_part(0, False, state, 0, 1)]
+    micro = [cases_models.slice_of_step(0, False, state, 0, 1)]
     with parallel.using(state), loss.step(loss.count_items(micro, "cpu")):
         value = model(**micro[0]).loss
     value.backward()
@@ -156,7 +156,7 @@ def sliceable_models_pass_and_others_are_refused() -> float:
     try:
         require_sliceable(scan, state, vocab_size=61)
     except ValueError as error:
-        assert "MambaForCausalLM on slices of a sequence (sp=2) computes other logits" in str(error), error
+        assert "MambaForCausalLM computes other logits on slices of a sequence (sp=2)" in str(error), error
         return worst
     raise AssertionError("a state-space scan over slices was accepted")
 
@@ -213,12 +213,14 @@ def a_number_of_one_rank_is_no_share() -> None:
     state = cases_sequence.state_of()
     model = cases_models.build("llama", generated=True, attention_name="patchgen_eager")
     model.local_loss_terms = ("0.1 * z_loss",)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM adds 0\.1 \* z_loss to its loss, a number of one rank"):
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM adds 0\.1 \* z_loss to its loss, which depends on the tokens of one rank"
+    ):
         sharding.shard_model(model, state)
     hidden, labels = torch.randn(1, 4, 8), torch.ones(1, 4, dtype=torch.long)
     seam = functools.partial(ops.causal_lm_loss, torch.nn.Linear(8, 5), hidden, labels, vocab_size=5)
     with parallel.using(state):
-        with pytest.raises(ValueError, match="do not add up to that of the step"):
+        with pytest.raises(ValueError, match="do not sum to its value for the step"):
             seam(loss_function=ForCausalLMLoss, local_terms=("0.1 * z_loss",))
         with pytest.raises(ValueError, match="ForTokenClassification"):
             seam(loss_function=ForTokenClassification)

@@ -66,14 +66,16 @@ def rows(step: int, micro: int, rank: int) -> Tensor:
     return torch.randint(0, 19, (1, LENGTHS[step][micro][rank]), generator=generator)
 
 
-def updates(model: nn.Module, ranks: list[int], keep_whole: bool) -> list[Tensor]:
+def updates(model: nn.Module, ranks: list[int], accumulate_unsharded: bool) -> list[Tensor]:
     """Of each step of AdamW, which decays: the norm, which parameters had a gradient, and what became of all."""
     optimizer = torch.optim.AdamW(sharding.optimizer_groups(model), lr=1e-2, weight_decay=0.3)
     found = []
     for step, micros in enumerate(LENGTHS):
         for micro in range(len(micros)):
             if len(ranks) == 1:
-                sharding.reduce_gradients(model, is_last=micro == len(micros) - 1, keep_whole=keep_whole)
+                sharding.reduce_gradients(
+                    model, is_last=micro == len(micros) - 1, accumulate_unsharded=accumulate_unsharded
+                )
             for rank in ranks:
                 model(rows(step, micro, rank)).backward()
         found.append(gradients.clip(model, 1.0))
@@ -85,13 +87,13 @@ def updates(model: nn.Module, ranks: list[int], keep_whole: bool) -> list[Tensor
     return found
 
 
-def updates_are_those_of_one_rank(keep_whole: bool, **options) -> tuple[float, list[float]]:
+def updates_are_those_of_one_rank(accumulate_unsharded: bool, **options) -> tuple[float, list[float]]:
     """The largest relative difference, and how many parameters had a gradient in each step."""
     torch.manual_seed(0)
     whole = Model()
     model = sharded(copy.deepcopy(whole), **options)
-    found = updates(model, [dist.get_rank()], keep_whole)
-    expected = updates(whole, list(range(dist.get_world_size())), keep_whole)
+    found = updates(model, [dist.get_rank()], accumulate_unsharded)
+    expected = updates(whole, list(range(dist.get_world_size())), accumulate_unsharded)
     differences = [
         float((one - two).detach().abs().max() / two.detach().abs().max())
         for one, two in zip(found, expected, strict=True)
@@ -106,7 +108,7 @@ def whole_parameters_are_summed() -> tuple[float, list[bool]]:
     one_rank = copy.deepcopy(model)
     model(rows(0, 0, dist.get_rank())).backward()
     lora.reduce_gradients(model)
-    unused.agree(model)
+    unused.drop_unused_gradients(model)
     for rank in range(dist.get_world_size()):
         one_rank(rows(0, 0, rank)).backward()
     pairs = [(mine.grad, own.grad) for mine, own in zip(model.parameters(), one_rank.parameters(), strict=True)]

@@ -14,8 +14,8 @@ def main() -> None:
     dist.init_process_group("nccl")
     cases.DEVICE = "cuda"
     for small in (0, 300, 2**20):
-        for keep_whole in (False, True):
-            cases.equals_fsdp(keep_whole, writes=True, freeze=None, small=small)
+        for accumulate_unsharded in (False, True):
+            cases.equals_fsdp(accumulate_unsharded, writes=True, freeze=None, small=small)
     cases.equals_fsdp(False, writes=True, freeze=None, small=150, tied=False)
     cases.equals_fsdp(False, writes=True, freeze=None, small=40, piece=22)
     cases.equals_fsdp(False, writes=False, freeze="layers.0.up.weight", small=300, reshard_after_forward=False)

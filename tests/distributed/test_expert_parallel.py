@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import cases_experts as cases
 import cases_gradient_order
-import cases_sent_ahead
+import cases_token_prefetch
 import pytest
 import torch
 from torch import Tensor, nn
 
 from patchgen.kernels.peers.peer_rows import Tokens
-from patchgen.runtime.parallel.expert_peers import SentAhead
+from patchgen.runtime.parallel.expert_peers import PrefetchedTokens
 
 KINDS = ["balanced", "uneven", "no tokens on rank 1", "all on one expert", "none for rank 0", "slots left out"]
 
@@ -56,14 +56,14 @@ def test_gradients_that_nobody_waits_for_come_beside_the_next_exchange(mode, two
 @pytest.mark.parametrize("kind", ["uneven", "no tokens on rank 1", "slots left out"])
 def test_tokens_sent_before_their_experts_are_known_and_sums_pushed_change_no_bit(kind, two_ranks):
     """Two steps: both times sent ahead, and pushed by the Triton experts."""
-    found = two_ranks.run(cases_sent_ahead.tokens_sent_ahead, kind, "triton", changes=False, mode="none")
+    found = two_ranks.run(cases_token_prefetch.tokens_sent_ahead, kind, "triton", changes=False, mode="none")
     assert found == [(2, 2)] * 2
 
 
 def test_nothing_is_pushed_while_torch_computes_a_layer_again(two_ranks):
     """It ends that before the sums are added up: a rank that reads late would find the next exchange's rows."""
     found = two_ranks.run(
-        cases_sent_ahead.tokens_sent_ahead, "uneven", "triton", changes=False, mode="torch", delay=0.7
+        cases_token_prefetch.tokens_sent_ahead, "uneven", "triton", changes=False, mode="torch", delay=0.7
     )
     assert found == [(2, 2)] * 2
 
@@ -74,24 +74,24 @@ def test_nothing_is_pushed_while_torch_computes_a_layer_again(two_ranks):
 def test_tokens_are_sent_ahead_once_where_they_turn_out_to_be_others_or_are_computed_again(
     changes, mode, times, two_ranks
 ):
-    found = two_ranks.run(cases_sent_ahead.tokens_sent_ahead, "uneven", "torch", changes=changes, mode=mode)
+    found = two_ranks.run(cases_token_prefetch.tokens_sent_ahead, "uneven", "torch", changes=changes, mode=mode)
     assert found == [(times, 0)] * 2
 
 
 def test_nothing_is_sent_ahead_or_pushed_where_a_checkpointing_of_the_user_keeps_what_operators_return(two_ranks):
-    found = two_ranks.run(cases_sent_ahead.tokens_sent_ahead, "uneven", "triton", changes=False, mode="operators")
+    found = two_ranks.run(cases_token_prefetch.tokens_sent_ahead, "uneven", "triton", changes=False, mode="operators")
     assert found == [(0, 0)] * 2
 
 
 def test_an_error_between_a_router_and_its_experts_does_not_end_sending_ahead(two_ranks):
-    assert two_ranks.run(cases_sent_ahead.an_error_before_the_experts_turns_nothing_off) == [[1, 2, 3]] * 2
+    assert two_ranks.run(cases_token_prefetch.an_error_before_the_experts_turns_nothing_off) == [[1, 2, 3]] * 2
 
 
 def test_tokens_sent_ahead_are_those_that_lie_there_in_this_order_and_unchanged():
     def are(source: Tensor, tokens: Tensor) -> bool:
-        return SentAhead(nn.Identity(), source, source._version, Tokens((8,), torch.tensor([0, 8])), source).are(
-            tokens
-        )
+        return PrefetchedTokens(
+            nn.Identity(), source, source._version, Tokens((8,), torch.tensor([0, 8])), source
+        ).matches(tokens)
 
     whole = torch.randn(2, 8, 4)
     assert are(whole, whole.view(-1, 4))
@@ -99,23 +99,23 @@ def test_tokens_sent_ahead_are_those_that_lie_there_in_this_order_and_unchanged(
     swapped = whole.transpose(0, 1)
     assert not are(swapped, whole.view(-1, 4)), "another order"
     assert not are(whole, whole.view(-1, 4).clone())
-    sent = SentAhead(nn.Identity(), whole, whole._version, Tokens((16,), torch.tensor([0, 16])), whole)
+    sent = PrefetchedTokens(nn.Identity(), whole, whole._version, Tokens((16,), torch.tensor([0, 16])), whole)
     tokens = whole.view(-1, 4)
-    assert sent.are(tokens)
+    assert sent.matches(tokens)
     tokens.mul_(1.5)
-    assert not sent.are(tokens), "changed in place"
+    assert not sent.matches(tokens), "changed in place"
 
 
 def test_an_error_between_two_buffers_is_told_by_the_next_exchange(two_ranks):
-    for told in two_ranks.run(cases_sent_ahead.an_error_between_two_buffers_is_told):
+    for told in two_ranks.run(cases_token_prefetch.an_error_between_two_buffers_is_told):
         assert "exchange 2 of experts' tokens" in told
-        assert "make a new ParallelState" in told
+        assert "create a new ParallelState" in told
 
 
 @pytest.mark.parametrize(("times", "found"), [(5, 6), (4, 4)])
 def test_what_is_repeated_ends_on_the_buffer_that_it_did_not_begin_with(times, found, two_ranks):
     assert (
-        two_ranks.run(cases_sent_ahead.a_repeated_block_begins_on_the_buffer_that_it_did_not_end_on, times)
+        two_ranks.run(cases_token_prefetch.a_repeated_block_begins_on_the_buffer_that_it_did_not_end_on, times)
         == [(found, 2)] * 2
     )
 

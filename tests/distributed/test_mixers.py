@@ -61,10 +61,10 @@ def test_every_number_of_documents_in_a_model(name, kernels, two_ranks):
 
 def test_what_no_name_says_is_refused(two_ranks):
     unknown, heads, cache, gates, channels, slices, lengths = two_ranks.run(cases.refusals)[0]
-    assert "rule takes the tensor 'decay_of_heads' of shape (4,), and nothing says whether" in unknown
+    assert "rule takes the tensor 'decay_of_heads' of shape (4,), and it is unknown whether" in unknown
     assert "'g' of rule has the shape (1, 8, 2): expected (B, S, value heads, ...), here (1, 8, 4) first" in heads
     assert "set use_cache=False" in cache
     assert "convolution takes the tensor 'gates' of shape (4,)" in gates
     assert "'weight' of convolution has the shape (8, 3): expected (channels, ...)" in channels
-    assert "cu_seq_lens_q of the whole" in slices
-    assert "end at 6, and there are 1 rows of 8 = 8 tokens" in lengths
+    assert "cu_seq_lens_q of the full sequence" in slices
+    assert "end at 6, but there are 1 rows of 8 = 8 tokens" in lengths

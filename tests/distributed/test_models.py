@@ -7,6 +7,7 @@ run takes every layout with every other model, with packing and accumulation alt
 from __future__ import annotations
 
 import cases_models as cases
+import cases_one_backward
 import pytest
 
 DENSE = ["qwen3", "llama"]
@@ -146,28 +147,35 @@ def test_frozen_parameters_stay(two_ranks):
 
 
 def test_half_precision_is_near(two_ranks):
-    loss_error, norm_error = two_ranks.run(cases.half_precision_is_near, "qwen3_moe")[0]
+    loss_error, norm_error = two_ranks.run(cases_one_backward.half_precision_is_near, "qwen3_moe")[0]
     assert loss_error < 5e-3
     assert norm_error < 2e-2
 
 
-@pytest.mark.parametrize("keep_whole", [False, True])
+@pytest.mark.parametrize("accumulate_unsharded", [False, True])
 @pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"ep": 4}, {"dp_replicate": 2}], ids=str)
-def test_an_exchange_sums_what_a_reduce_scatter_sums(layout, keep_whole, four_ranks):
+def test_an_exchange_sums_what_a_reduce_scatter_sums(layout, accumulate_unsharded, four_ranks):
     """In fp32 both, in the same or another order."""
-    assert max(four_ranks.run(cases.an_exchange_sums_what_a_reduce_scatter_sums, keep_whole, **layout)) < 1e-6
+    assert (
+        max(
+            four_ranks.run(
+                cases_one_backward.an_exchange_sums_what_a_reduce_scatter_sums, accumulate_unsharded, **layout
+            )
+        )
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
 def test_every_token_goes_to_the_same_experts(checkpoint, two_ranks):
-    two_ranks.run(cases.every_token_goes_to_the_same_experts, "qwen3_moe", checkpoint)
+    two_ranks.run(cases_one_backward.every_token_goes_to_the_same_experts, "qwen3_moe", checkpoint)
 
 
 def test_every_token_goes_to_the_same_experts_of_four_ranks(four_ranks):
-    four_ranks.run(cases.every_token_goes_to_the_same_experts, "qwen3_moe", "full")
+    four_ranks.run(cases_one_backward.every_token_goes_to_the_same_experts, "qwen3_moe", "full")
 
 
 @pytest.mark.parametrize("sp", [1, 2])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
 def test_padded_rows(name, sp, two_ranks):
-    two_ranks.run(cases.padded_rows_agree, name, sp)
+    two_ranks.run(cases_one_backward.padded_rows_agree, name, sp)

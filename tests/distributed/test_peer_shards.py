@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize("small", [0, 300, 2**20], ids=["all large", "both", "all small"])
-@pytest.mark.parametrize("keep_whole", [False, True])
-def test_the_numbers_are_fsdps_to_the_bit(small, keep_whole, two_ranks):
-    two_ranks.run(cases.equals_fsdp, keep_whole, writes=True, freeze=None, small=small)
+@pytest.mark.parametrize("accumulate_unsharded", [False, True])
+def test_the_numbers_are_fsdps_to_the_bit(small, accumulate_unsharded, two_ranks):
+    two_ranks.run(cases.equals_fsdp, accumulate_unsharded, writes=True, freeze=None, small=small)
 
 
 @pytest.mark.parametrize("piece", [2, 22, 256])
@@ -33,9 +33,9 @@ def test_optimizers_that_write_no_copies_and_frozen_units(freeze, options, four_
     four_ranks.run(cases.equals_fsdp, False, writes=False, freeze=freeze, small=300, **options)
 
 
-@pytest.mark.parametrize("keep_whole", [False, True])
-def test_a_head_that_is_not_tied_is_summed_first_to_the_same_bits(keep_whole, two_ranks):
-    two_ranks.run(cases.equals_fsdp, keep_whole, writes=True, freeze=None, small=150, tied=False)
+@pytest.mark.parametrize("accumulate_unsharded", [False, True])
+def test_a_head_that_is_not_tied_is_summed_first_to_the_same_bits(accumulate_unsharded, two_ranks):
+    two_ranks.run(cases.equals_fsdp, accumulate_unsharded, writes=True, freeze=None, small=150, tied=False)
     for first, *others in two_ranks.run(cases.order_of_reductions):
         assert first == ["head.weight"], first
         assert ["embedding.weight"] in others[2:], others
@@ -90,7 +90,7 @@ def test_ranks_that_sum_different_gradients_get_nan(two_ranks):
 def test_what_cannot_be_read_is_refused_by_name(two_ranks):
     for unknown, nothing in two_ranks.run(cases.where_it_is_refused):
         assert "must be 'auto', 'collectives' or 'peer_memory', not 'by post'" in unknown
-        assert "no parameters are divided over ranks and computed with in a narrower dtype" in nothing
+        assert "no parameters are sharded and have a narrower compute dtype" in nothing
 
 
 @pytest.mark.gpu

@@ -31,8 +31,8 @@ def test_what_cannot_be_computed_is_refused(one_rank):
     uncounted, accumulated, mask, tokens, direct = one_rank.run(cases.refusals)[0]
     assert "num_tokens=loss.count_tokens" in uncounted
     assert "cannot be accumulated over 2 micro-batches" in accumulated
-    assert "real_tokens (2, 3) does not say which of 2 rows of 4 tokens are padding" in mask
-    assert "do not belong to 2 rows of 3 tokens" in tokens
+    assert "real_tokens (2, 3) does not mark the padding of 2 rows of 4 tokens" in mask
+    assert "do not match 2 rows of 3 tokens" in tokens
     assert "ops.router_loss" in direct
 
 

@@ -10,7 +10,7 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8}
 
 
-@pytest.mark.parametrize("keep_whole", [False, True])
+@pytest.mark.parametrize("accumulate_unsharded", [False, True])
 @pytest.mark.parametrize(
     "options",
     [
@@ -20,9 +20,9 @@ EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-8}
     ],
     ids=["fp32", "exchange", "peers"],
 )
-def test_updates_are_those_of_one_rank(keep_whole, options, two_ranks):
+def test_updates_are_those_of_one_rank(accumulate_unsharded, options, two_ranks):
     dtype = options.get("param_dtype", torch.float32)
-    for difference, counts in two_ranks.run(cases.updates_are_those_of_one_rank, keep_whole, **options):
+    for difference, counts in two_ranks.run(cases.updates_are_those_of_one_rank, accumulate_unsharded, **options):
         assert difference <= 8 * EPSILON[dtype]
         # Of 20: three are never used, and nine by no row of the last step, whose values and moments stay as they are.
         assert counts == [17, 17, 17, 8]

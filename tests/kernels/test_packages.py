@@ -43,7 +43,7 @@ def test_a_broken_package_is_passed_over_and_the_report_says_why(broken):
         assert chosen is formulas.rms_norm_compiled
         reasons = seams.passed_over("rms_norm")
         assert "OSError: libcute.so: undefined symbol" in reasons["quack"]
-        assert "auto; without quack: it needs the package quack-kernels" in report._served_by("rms_norm", None)
+        assert "auto; without quack: it needs the package quack-kernels" in report._implementation("rms_norm", None)
 
 
 @pytest.mark.parametrize(("seam", "name"), [("rms_norm", "quack"), ("fused_moe", "sonic")])
@@ -51,7 +51,7 @@ def test_a_broken_package_that_is_named_is_refused_before_anything_runs(broken, 
     with pytest.raises(RecipeError, match=rf"kernels.{seam} = '{name}' cannot run here: .*undefined symbol"):
         models.require_kernels(KernelsConfig(**{seam: name}))
     with seams.using(**{seam: name}), pytest.raises(ValueError, match="cannot run here: .*undefined symbol"):
-        report.check_seams({seam: {"Module": 1}}, {seam: name})
+        report.require_seams({seam: {"Module": 1}}, {seam: name})
 
 
 def test_without_triton_nothing_of_auto_needs_it(monkeypatch):

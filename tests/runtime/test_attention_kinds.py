@@ -43,9 +43,9 @@ def registered():
 
 @pytest.fixture(autouse=True)
 def anew():
-    choices.forget()
+    choices.reset()
     yield
-    choices.forget()
+    choices.reset()
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_what_the_report_of_a_start_says(plant):
     kinds = model._attention_by_layer(recipe)
     assert f"{FAST}    18 layers: model.layers.*.self_attn, full_attention (sinks, float32, heads of 64)" in kinds
     one = model.build_on_meta(recipe)
-    text = report.describe(one, None, kinds=kinds)
+    text = report.describe(one, None, attention_kinds=kinds)
     assert f"attention        {attention.BY_LAYER}" in text and "36 GptOssAttention" in text
     assert "    not patchgen_flash_attention_2: cannot do sliding window" in "\n".join(text.split("  attention    "))
     named = from_dict({"model": {"source": "gpt_oss", "attention": "patchgen_eager"}, "data": {}})
@@ -246,12 +246,12 @@ def test_what_each_call_took_is_told_after_a_step(plant):
     plant("sinks")
     config = small_config("gpt_oss").config
     step(config, attention.BY_LAYER)
-    lines = report.chosen().splitlines()
+    lines = report.auto_choices().splitlines()
     assert [line for line in lines if f"auto took {FAST} in GptOssAttention, sinks for [16]" in line]
     assert [line for line in lines if "auto took patchgen_eager in GptOssAttention, sliding window, sinks for" in line]
-    choices.forget()
+    choices.reset()
     step(config, "patchgen_eager")
-    assert report.chosen() == "", "what was named is not told as chosen"
+    assert report.auto_choices() == "", "what was named is not told as chosen"
 
 
 def test_layers_that_a_small_form_did_not_run_are_taken_to_ask_for_everything_that_others_do():

@@ -117,8 +117,8 @@ def test_the_seam_serves_what_is_left_to_it(counted):
         assert counted == []
         assert "fused_moe" in report.seam_users(plain)
         assert "fused_moe" not in report.seam_users(named)
-        with pytest.raises(ValueError, match="experts_implementation names"):
-            report.check_seams(report.seam_users(named), {"fused_moe": "counted"})
+        with pytest.raises(ValueError, match="experts_implementation is neither"):
+            report.require_seams(report.seam_users(named), {"fused_moe": "counted"})
 
 
 def test_a_name_that_is_unknown_is_refused_at_the_call():

@@ -80,10 +80,10 @@ def test_the_layout_of_multimodal_positions_is_what_their_name_says(batch_size, 
     tokens, stacked = torch.zeros(batch_size, 7), upstream.transpose(0, 1)
     assert ops.mrope_position_ids(upstream, tokens) is upstream
     assert torch.equal(ops.mrope_position_ids(None, tokens, stacked), upstream)
-    with pytest.raises(ValueError, match="Both position_ids and stacked_position_ids"):
+    with pytest.raises(ValueError, match="both position_ids and stacked_position_ids"):
         ops.mrope_position_ids(upstream, tokens, stacked)
     if batch_size != rows:
-        with pytest.raises(ValueError, match="goes by the name stacked_position_ids"):
+        with pytest.raises(ValueError, match="as stacked_position_ids"):
             ops.mrope_position_ids(stacked, tokens)
         with pytest.raises(ValueError, match=f"expected \\({batch_size}, 3 or 4, length"):
             ops.mrope_position_ids(None, tokens, upstream)

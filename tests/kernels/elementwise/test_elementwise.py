@@ -50,7 +50,7 @@ COMPILED = {
         lambda: (torch.randn(6, 32), torch.randn(32)),
     ),
     "rotary": (lambda module, *inputs: getattr(formulas, module)(*inputs), lambda: rotary_inputs(1)),
-    "swiglu": (
+    "gated_activation": (
         lambda module, gate, up: getattr(formulas, module)(gate, up, nn.SiLU()),
         lambda: (torch.randn(6, 32), torch.randn(6, 32)),
     ),
@@ -77,14 +77,14 @@ def as_tuple(value):
 
 def test_compiled_swiglu_refuses_an_activation_it_does_not_know():
     with pytest.raises(ValueError, match="Mish"):
-        formulas.swiglu_compiled(torch.randn(2, 4), torch.randn(2, 4), nn.Mish())
+        formulas.gated_activation_compiled(torch.randn(2, 4), torch.randn(2, 4), nn.Mish())
 
 
 def test_the_choice_of_a_norm_without_quack_or_a_gpu_is_the_compiled_formula():
     hidden, weight = torch.randn(4, 32), torch.randn(32)
     found = norm_quack.rms_norm_auto(hidden, weight, 1e-6)
     require_rounding(found, formulas.rms_norm(hidden, weight, 1e-6))
-    with pytest.raises(UnsupportedOptionError, match=r"rms_norm='quack': .*Use rms_norm='compiled' or 'auto'"):
+    with pytest.raises(UnsupportedOptionError, match=r"rms_norm='quack': .*use rms_norm='compiled' or 'auto'"):
         norm_quack.rms_norm_quack(hidden, weight, 1e-6)
 
 

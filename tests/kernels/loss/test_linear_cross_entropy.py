@@ -17,9 +17,9 @@ from patchgen.kernels.loss.auto import choose
 from patchgen.kernels.loss.causal_lm_loss import chunked_causal_lm_loss
 from patchgen.kernels.loss.cross_entropy_rows import cross_entropy_rows
 from patchgen.kernels.loss.linear_cross_entropy import (
-    chunk_rows,
     cross_entropy_rows_in_torch,
     linear_causal_lm_loss,
+    tokens_per_chunk,
 )
 from patchgen.kernels.unsupported import UnsupportedOptionError
 
@@ -39,7 +39,7 @@ def poisoned_memory():
 @pytest.fixture
 def small_chunks(monkeypatch, poisoned_memory):
     """Five chunks of 8 tokens and one of 2."""
-    monkeypatch.setattr(linear_cross_entropy, "chunk_rows", lambda num_tokens, vocab_size: 8)
+    monkeypatch.setattr(linear_cross_entropy, "tokens_per_chunk", lambda num_tokens, vocab_size: 8)
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -166,7 +166,7 @@ def test_no_product_can_read_what_nobody_wrote(
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_cross_entropy, "chunk_rows", lambda num_tokens, vocab_size: rows)
+        patch.setattr(linear_cross_entropy, "tokens_per_chunk", lambda num_tokens, vocab_size: rows)
         patch.setattr(torch, "mm", watched(torch.mm))
         patch.setattr(torch, "addmm", watched(torch.addmm))
         _, loss = linear_causal_lm_loss(
@@ -404,12 +404,12 @@ def test_a_head_counts_by_its_weight():
 def test_chunks_are_equal_within_the_budget_and_cover_the_tokens():
     for vocab_size in (500, 32_000, 151_936, 262_144, 2**24):
         for num_tokens in (1, 127, 4097, 8192, 8200, 32_768):
-            size = chunk_rows(num_tokens, vocab_size)
+            size = tokens_per_chunk(num_tokens, vocab_size)
             num_chunks = -(-num_tokens // size)
             assert size % 128 == 0 and size <= 8192
             assert size == 128 or (size - 128) * vocab_size <= linear_cross_entropy.CHUNK_LOGITS
             assert num_chunks * size - num_tokens < 128 * num_chunks, "the last chunk is no shorter than need be"
-    assert chunk_rows(8192, 151_936) == chunk_rows(32_768, 151_936) == 4096
+    assert tokens_per_chunk(8192, 151_936) == tokens_per_chunk(32_768, 151_936) == 4096
 
 
 @pytest.mark.gpu

@@ -82,7 +82,7 @@ def test_every_expert_gets_the_product_of_its_rows(
         Pointer(tile_start),
         len(counts),
         num_padded,
-        module.Cut(
+        module.KernelConfig(
             *columns, top_k, is_copied, tokens_first, TILE_ROWS, BLOCK_A, BLOCK_B, BLOCK_R, group=group, stages=stages
         ),
     )

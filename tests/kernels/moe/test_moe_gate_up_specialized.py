@@ -107,7 +107,7 @@ def test_every_row_gets_its_product_and_gate(
         Pointer(tiles.reshape(-1)),
         num_experts,
         num_tiles,
-        module.Cut(
+        module.KernelConfig(
             hidden_size, width, top_k, halves, gate.is_gated, is_transposed, keep, group,
             ROWS, BLOCK_M, BLOCK_N, BLOCK_K, stages,
         ),

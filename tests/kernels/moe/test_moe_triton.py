@@ -55,7 +55,7 @@ def test_kernels_equal_the_reference_in_the_interpreter(case: Case):
 @pytest.mark.skipif(on_gpu, reason="the kernels take fp32 in the interpreter only")
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_weight_gradients_from_copied_rows_equal_the_reference(is_transposed: bool, monkeypatch):
-    monkeypatch.setattr(moe_triton, "copy_repays", lambda *sizes: True)
+    monkeypatch.setattr(moe_triton, "copy_pays_off", lambda *sizes: True)
     case = Case("copied", routing="left_out", is_transposed=is_transposed, **(SMALL | {"num_tokens": 140}))
     tensors = case.tensors(torch.float32)
     expected, found = run(case, tensors, "reference"), run(case, tensors, "triton")
@@ -70,14 +70,14 @@ def test_a_gradient_that_is_put_off_has_the_same_bits():
     expected = run(case, tensors, "triton")
     leaves = {name: one.clone().requires_grad_(one.is_floating_point()) for name, one in tensors.items()}
     taken: list[torch.Tensor] = []
-    setattr(leaves["down_proj"], early_gradients.TAKES_LATE, taken.append)
+    setattr(leaves["down_proj"], early_gradients.DEFERRED_GRADIENT_SINK, taken.append)
     out = fused_moe(**leaves, **case.options(), backend="triton")
     out.register_hook(lambda _: early_gradients.await_gradients(lambda *_: None))  # of this backward
     with torch.autograd.set_multithreading_enabled(False):  # what is awaited is of a thread
         out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out))
     assert not taken and leaves["down_proj"].grad is None
-    early_gradients.compute_late()
-    early_gradients.compute_late()
+    early_gradients.compute_deferred()
+    early_gradients.compute_deferred()
     found = {f"d_{name}": one.grad for name, one in leaves.items()} | {"d_down_proj": taken.pop()}
     assert not taken
     for name in expected.keys() & found.keys():
@@ -119,7 +119,7 @@ def test_the_order_of_tiles_changes_no_bit(monkeypatch):
         for module, name in ((moe_gate_up, "GATE_UP"), (moe_gate_backward, "GATE_BACKWARD"), (grouped_gemm, "ROWS")):
             monkeypatch.setattr(module, name, getattr(module, name)._replace(group=group))
         for module in (moe_gate_up, moe_gate_backward):
-            monkeypatch.setattr(module, "rows_together", record)
+            monkeypatch.setattr(module, "row_tiles_per_group", record)
         found.append(run(case, tensors, "triton"))
     assert used == [1, 1, 2, 2]  # of the two kernels that ask
     for name in found[0]:
@@ -127,8 +127,8 @@ def test_the_order_of_tiles_changes_no_bit(monkeypatch):
 
 
 def test_few_column_tiles_run_all_at_once():
-    assert moe_schedule.rows_together(moe_schedule.GATE_UP, 7) == 1
-    assert moe_schedule.rows_together(moe_schedule.GATE_UP, 8) == moe_schedule.GATE_UP.group > 1
+    assert moe_schedule.row_tiles_per_group(moe_schedule.GATE_UP, 7) == 1
+    assert moe_schedule.row_tiles_per_group(moe_schedule.GATE_UP, 8) == moe_schedule.GATE_UP.group > 1
 
 
 @pytest.mark.parametrize("routing", ["random", "left_out", "one_expert", "all_left_out"])
@@ -311,7 +311,7 @@ def test_bf16_errs_no_more_than_the_eager_loop_times_one_and_a_half(case: Case, 
 @pytest.mark.parametrize("copied", [False, True])
 def test_twenty_runs_give_the_same_bits_whatever_memory_held(backend: str, copied: bool, monkeypatch):
     """Between the runs the allocator's memory is filled with NaN: nothing may read what it did not write."""
-    monkeypatch.setattr(moe_triton, "copy_repays", lambda *sizes: copied)
+    monkeypatch.setattr(moe_triton, "copy_pays_off", lambda *sizes: copied)
     case = Case("repeat", 1000, 16, 512, 384, 4, routing="left_out", has_bias=True)
     tensors = case.tensors(torch.bfloat16, "cuda")
     first = run(case, tensors, backend)

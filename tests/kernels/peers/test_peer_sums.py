@@ -30,20 +30,20 @@ def test_parts_are_added_up_in_the_order_of_the_ranks(num, ranks, rank, dtype, d
     received = torch.full((ranks - 1, num + 3), float("nan"), dtype=dtype, device=DEVICE)[:, :num]
     for place in range(ranks - 1):
         received[place] = parts[(rank + 1 + place) % ranks]
-    words = torch.full((ranks - 1,), 5, device=DEVICE)
-    words[-1] += differs
+    tags = torch.full((ranks - 1,), 5, device=DEVICE)
+    tags[-1] += differs
     expected = parts[0].float()
     for part in parts[1:]:
         expected = expected + part.float()
     for function in (sum_parts, launch_sum_parts):  # by torch on CPUs, and the kernel
         out = torch.full((num,), float("nan"), device=DEVICE)
         if function is sum_parts:
-            sum_parts(parts[rank], received, words, out, rank=rank, word=5)
+            sum_parts(parts[rank], received, tags, out, rank=rank, tag=5)
         else:
-            launch_sum_parts(parts[rank], received, words, out, rank, 5)
+            launch_sum_parts(parts[rank], received, tags, out, rank, 5)
         assert torch.equal(out, expected) if not differs else bool(out.isnan().all())
 
 
 def test_parts_of_other_sizes_are_refused():
     with pytest.raises(ValueError, match="found"):
-        sum_parts(torch.ones(3), torch.ones(1, 4), torch.ones(1, dtype=torch.int64), torch.ones(4), rank=0, word=1)
+        sum_parts(torch.ones(3), torch.ones(1, 4), torch.ones(1, dtype=torch.int64), torch.ones(4), rank=0, tag=1)

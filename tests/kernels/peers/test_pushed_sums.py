@@ -8,7 +8,7 @@ from test_peer_rows import COUNTS, DEVICE, OWN, TOP_K, publish, routing, tokens
 
 from patchgen.kernels.moe.combine import sum_slots
 from patchgen.kernels.peers import pushed_sums
-from patchgen.kernels.peers.pushed_sums import Places
+from patchgen.kernels.peers.pushed_sums import PushTargets
 
 
 @pytest.mark.parametrize("hidden", [40, 33, 1100])
@@ -25,23 +25,23 @@ def test_pushed_sums_are_those_that_were_published_before(hidden: int, dtype: to
         rows = torch.randn(int(is_here.sum()), hidden, device=DEVICE).to(dtype)
         row_of_slot = torch.where(is_here, is_here.cumsum(0) - 1, -1).int()
         weights = torch.rand(total, TOP_K, device=DEVICE)
-        places = Places(published, tokens(), rank)
-        pushed_sums.push(places, rows, weights, row_of_slot, TOP_K)
-        assert places.are_filled
+        targets = PushTargets(published, tokens(), rank)
+        pushed_sums.push(targets, rows, weights, row_of_slot, TOP_K)
+        assert targets.was_pushed
         sums.append(sum_slots(rows, weights, row_of_slot, TOP_K))
     for rank, first in enumerate(torch.tensor([0, *COUNTS]).cumsum(0)[:-1].tolist()):
         expected = torch.zeros(COUNTS[rank], hidden, device=DEVICE)
         for part in sums:
             expected += part[first : first + COUNTS[rank]].float()
-        places = Places(published, tokens(), rank)
-        received = places.received((COUNTS[rank], hidden), dtype)
+        targets = PushTargets(published, tokens(), rank)
+        received = targets.received((COUNTS[rank], hidden), dtype)
         for source in range(len(COUNTS)):
             is_there = (index[rank] // OWN == source).any(dim=1)
             assert received[source][~is_there].isnan().all()
             assert not received[source][is_there].isnan().any()
         out = torch.full((COUNTS[rank], hidden), torch.nan, dtype=dtype, device=DEVICE)
-        pushed_sums.launch_add_up(places, index[rank], OWN, out)
-        again = pushed_sums.add_up(places, index[rank], OWN, out)
+        pushed_sums.launch_sum_received(targets, index[rank], OWN, out)
+        again = pushed_sums.sum_received(targets, index[rank], OWN, out)
         if DEVICE == "cuda" or dtype == torch.float32:
             assert torch.equal(out, expected.to(dtype))
         else:  # the interpreter cuts off bits where a GPU rounds
@@ -51,10 +51,10 @@ def test_pushed_sums_are_those_that_were_published_before(hidden: int, dtype: to
 
 def test_an_offer_is_taken_once_and_ends_with_its_block():
     published, _ = publish([torch.zeros(3, device=DEVICE)] * len(COUNTS))
-    places = Places(published, tokens(), 0)
-    with pushed_sums.offered(places):
-        assert pushed_sums.take() is places
-        assert pushed_sums.take() is None
-    with pushed_sums.offered(places):
+    targets = PushTargets(published, tokens(), 0)
+    with pushed_sums.offer(targets):
+        assert pushed_sums.take_offer() is targets
+        assert pushed_sums.take_offer() is None
+    with pushed_sums.offer(targets):
         pass
-    assert pushed_sums.take() is None
+    assert pushed_sums.take_offer() is None

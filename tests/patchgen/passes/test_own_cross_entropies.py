@@ -143,7 +143,7 @@ def test_another_loss_is_left_alone_named_and_refused_in_a_step(tmp_path, state,
     )
     (note,) = next(step.outcome.notes for step in generated.steps if step.name == "fused_loss")
     assert note.startswith(f"LlamaForCausalLM: {kind.own_loss[0]} is the loss") and "added" not in note
-    assert loss.not_shared(kind).startswith("LlamaForCausalLM computes a loss of its own, ")
+    assert loss.why_not_additive(kind).startswith("LlamaForCausalLM computes a loss of its own, ")
     torch.manual_seed(0)
     model = kind(small_config(kind.config_class).config).train()
     assert model(IDS, labels=LABELS, use_cache=False).loss.isfinite()

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from patchgen.runtime import minimal_media, parallel, registry
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, towers
-from patchgen.runtime.parallel.live import Running
+from patchgen.runtime.parallel.run_context import RunContext
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.model_pair import build_model, perturb
@@ -46,7 +46,7 @@ class TwoBatches:
     config: ParallelConfig
     sp: int = 1
     ep: int = 1
-    running: Running = field(default_factory=Running)
+    context: RunContext = field(default_factory=RunContext)
 
 
 @functools.cache
@@ -174,13 +174,13 @@ def test_a_minimal_image_leaves_the_statistics_of_a_batch_norm(mode: str) -> Non
 
     model = WithBatchNorm()
     checkpointing.apply(model, mode)
-    function = getattr(model.layer, checkpointing.CHECKPOINT, None)
+    function = getattr(model.layer, checkpointing.CHECKPOINT_ATTRIBUTE, None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = TwoBatches(ParallelConfig.for_world(2))
     embeds = towers.absent_tower(torch.ones(1, 2, 3), None, model.get_image_features, state)
     embeds.sum().backward()
     assert model.layer.norm.weight.grad is not None
-    assert getattr(model.layer, checkpointing.CHECKPOINT, None) is function
+    assert getattr(model.layer, checkpointing.CHECKPOINT_ATTRIBUTE, None) is function
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

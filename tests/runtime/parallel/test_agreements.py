@@ -25,11 +25,11 @@ def test_the_order_of_units_is_that_of_one_step(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
     compared = []
     monkeypatch.setattr(unused, "all_reduce", lambda mine, **_: compared.append(int(mine[0])) or mine)
-    model, order = nn.Linear(2, 2), unused.Order()
+    model, order = nn.Linear(2, 2), unused.UnitOrder()
     setattr(model, unused._ORDER, order)
     for _ in range(2):
         order.note(3, "gather", "layers.3")
-        unused.agree(model)
+        unused.drop_unused_gradients(model)
     assert compared[0] == compared[1] != 0
     assert not order.names
 
@@ -56,7 +56,7 @@ def test_buffers_that_are_built_draw_nothing_of_the_run() -> None:
 
     model = Drawing(LlamaConfig())
     before = torch.get_rng_state()
-    built = buffers.built_buffers(model)
+    built = buffers.constructed_buffers(model)
     assert built["drawn"].shape == (5,) and 0 <= built["drawn"].min() < built["drawn"].max() < 1
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -75,7 +75,7 @@ def test_a_branch_that_another_rank_takes_gets_a_mask_of_truth_values(
         assert mask.dtype == torch.bool and hidden_BSH[mask].shape == (0, 2)
 
 
-class PutsOff(torch.autograd.Function):
+class Defers(torch.autograd.Function):
     """`weight * 2` whose gradient comes late; `ends` is called when its backward is done."""
 
     @staticmethod
@@ -85,23 +85,23 @@ class PutsOff(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        assert early_gradients.put_off(ctx.weight, lambda: gradient * 2)
+        assert early_gradients.defer(ctx.weight, lambda: gradient * 2)
         ctx.ends()
         return None, None
 
 
-def test_what_a_backward_that_failed_put_off_is_not_computed_in_the_next() -> None:
+def test_what_a_failed_backward_deferred_is_not_computed_in_the_next() -> None:
     taken = []
     weight = nn.Parameter(torch.ones(2))
-    setattr(weight, early_gradients.TAKES_LATE, taken.append)
+    setattr(weight, early_gradients.DEFERRED_GRADIENT_SINK, taken.append)
 
     def fails() -> None:
         raise RuntimeError("planted")
 
     with pytest.raises(RuntimeError, match="planted"):
-        PutsOff.apply(weight, fails).sum().backward()
-    PutsOff.apply(weight, early_gradients.compute_late).sum().backward()
-    early_gradients.forget_late()
+        Defers.apply(weight, fails).sum().backward()
+    Defers.apply(weight, early_gradients.compute_deferred).sum().backward()
+    early_gradients.discard_deferred()
     assert [one.tolist() for one in taken] == [[2.0, 2.0]]
 
 
@@ -116,8 +116,8 @@ def test_that_a_unit_accumulated_does_not_depend_on_what_this_rank_lacks(monkeyp
         sharded_param=nn.Parameter(torch.ones(1)),
         to_accumulated_grad_if_needed=lambda: widened.append(1),
     )
-    group = unused.FilledGroup.__new__(unused.FilledGroup)
-    group.order, group.number, group.fsdp_params = unused.Order(), 0, [lacks]
+    group = unused.ZeroFillingGroup.__new__(unused.ZeroFillingGroup)
+    group.order, group.number, group.fsdp_params = unused.UnitOrder(), 0, [lacks]
     group.modules, group._module_fqn = (), "layer"
     for is_last in (False, True):
         group._runs, group._took_part, group.reduce_grads = 1, True, is_last

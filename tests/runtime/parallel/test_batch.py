@@ -92,7 +92,7 @@ def test_three_rows_that_start_again_need_lengths():
     text = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
     ids = torch.arange(1, 9)[None]
     rows = torch.stack([text] * 3)[:, None]
-    with pytest.raises(ValueError, match="start again at token 3 of row 0"):
+    with pytest.raises(ValueError, match="restart at token 3 of row 0"):
         slice_batch({"input_ids": ids, "labels": ids, "position_ids": rows}, sp=1, sp_rank=0)
     for told in (
         {"position_ids": rows, "cu_seq_lens_q": torch.tensor([0, 3, 8], dtype=torch.int32)},
@@ -116,5 +116,5 @@ def test_stacked_positions_are_told_by_their_name(samples, rows):
         assert torch.equal(part["position_ids"], positions)
         assert "stacked_position_ids" not in part
     if samples != rows:
-        with pytest.raises(ValueError, match="goes by the name stacked_position_ids"):
+        with pytest.raises(ValueError, match="as stacked_position_ids"):
             slice_batch({"input_ids": ids, "position_ids": positions.transpose(0, 1)}, sp=1, sp_rank=0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from patchgen.runtime.document_rows import DocumentRows
 from patchgen.runtime.parallel import batch_fields
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
-from patchgen.runtime.parallel.batch_fields import COUNTING, RULES, declare, declared, pack, rule_of
+from patchgen.runtime.parallel.batch_fields import COUNTING, RULES, declare, declared_rules, pack, rule_of
 
 PAD = 9
 TENSORS = {name for name, rule in RULES.items() if not rule.listed}
@@ -28,7 +28,7 @@ def value_of(name: str, size: int) -> torch.Tensor:
 
 @settings(max_examples=80)
 @given(name=st.sampled_from(sorted(TENSORS)), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_packed_values_come_apart_again(name, sizes):
+def test_packed_values_can_be_split_again(name, sizes):
     values = [value_of(name, size) for size in sizes]
     packed = pack(name, values)
     assert [torch.equal(*pair) for pair in zip(packed.split(sizes, dim=RULES[name].pack_dim), values, strict=True)]
@@ -39,22 +39,22 @@ def test_what_a_model_takes_as_a_list_stays_one():
     grids = [[[2, 1]], [[0, 0], [1, 3]]]
     packed = pack("patches_grid", grids)
     assert packed == [[2, 1], [0, 0], [1, 3]]
-    assert RULES["patches_grid"].part(packed, sp=2, sp_rank=1, fill=0) == packed
+    assert RULES["patches_grid"].local_part(packed, sp=2, sp_rank=1, fill=0) == packed
 
 
-def test_patches_that_stand_side_by_side_stay_in_one_image():
+def test_concatenated_patches_stay_in_one_image():
     images = [torch.ones(1, 3, 4, 8), torch.ones(1, 3, 4, 16)]
-    assert pack("pixel_values", images, beside=("pixel_values", "target_sizes")).shape == (1, 3, 4, 24)
-    assert pack("pixel_values", images[:1] * 2, beside=("pixel_values",)).shape == (2, 3, 4, 8)
+    assert pack("pixel_values", images, batch_fields=("pixel_values", "target_sizes")).shape == (1, 3, 4, 24)
+    assert pack("pixel_values", images[:1] * 2, batch_fields=("pixel_values",)).shape == (2, 3, 4, 8)
 
 
-def test_a_mask_of_crops_is_of_images_and_one_of_tokens_is_not():
+def test_a_mask_of_crops_is_packed_by_item_and_one_of_tokens_along_tokens():
     masks = [torch.ones(1, 3, 2), torch.ones(1, 3, 2)]
-    assert pack("image_attention_mask", masks, beside=("image_pixel_values",)).shape == (2, 3, 2)
-    assert pack("image_attention_mask", masks, beside=("pixel_values",)).shape == (1, 6, 2)
+    assert pack("image_attention_mask", masks, batch_fields=("image_pixel_values",)).shape == (2, 3, 2)
+    assert pack("image_attention_mask", masks, batch_fields=("pixel_values",)).shape == (1, 6, 2)
 
 
-def test_sounds_of_different_lengths_are_filled_up():
+def test_sounds_of_different_lengths_are_padded():
     packed = pack("input_features", [torch.ones(1, 4, 3), torch.ones(2, 4, 5)])
     assert packed.shape == (3, 4, 5)
     assert packed[0, :, 3:].sum() == 0
@@ -96,8 +96,8 @@ def test_a_mask_is_padded_and_sliced_and_labels_are_ignored_where_it_ends():
     assert parts[1]["labels"][0, 1] == IGNORED
 
 
-def test_what_is_padding_is_said_once_and_for_every_rank():
-    """By the caller, by the mask, by what slicing adds; nothing where nothing is padding."""
+def test_padding_is_marked_for_every_rank():
+    """Padding given by the caller, by the mask, and added by slicing; no mark without padding."""
     batch = {"input_ids": torch.ones(1, 5), "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}
     batch["real_tokens"] = torch.tensor([[True, True, True, True, False]])
     parts = [slice_batch(dict(batch), sp=2, sp_rank=rank)["real_tokens"] for rank in range(2)]
@@ -112,29 +112,31 @@ def test_a_field_without_a_rule_is_refused():
 
 
 def test_position_ids_of_different_rows_are_refused():
-    """Three rows (time, height, width) and one: padding that counts goes along the tokens only."""
-    with pytest.raises(ValueError, match=r"Samples differ in position_ids beside dimension 1.*\(3, 4\).*\(1, 5\)"):
+    """Three rows (time, height, width) and one: counting padding is possible along the tokens only."""
+    with pytest.raises(
+        ValueError, match=r"Samples differ in position_ids in other dimensions than 1.*\(3, 4\).*\(1, 5\)"
+    ):
         pack("position_ids", [torch.zeros(3, 4, dtype=torch.long), torch.zeros(1, 5, dtype=torch.long)])
 
 
-def test_a_field_of_ones_own_has_the_rule_that_it_is_given(monkeypatch):
+def test_a_declared_field_has_its_rule(monkeypatch):
     monkeypatch.setattr(batch_fields, "RULES", dict(RULES))
     with pytest.raises(
-        KeyError, match=r"inputs: \{heights: \{pack_dim: 0\}\}.*pack_dim .*sliced .*pad_value .*pad_scale"
+        KeyError, match=r"inputs, \{heights: \{pack_dim: 0\}\}.*pack_dim .*sliced .*pad_value .*pad_scale"
     ):
         rule_of("heights")
     declare({"heights": {"pack_dim": -1, "sliced": True, "pad_value": 7, "pad_scale": 1}}, "inputs")
     declare({"heights": batch_fields.FieldRule(-1, True, 7, 1)}, "inputs")
-    assert declared()["heights"] == rule_of("heights") and "pixel_values" not in declared()
+    assert declared_rules()["heights"] == rule_of("heights") and "pixel_values" not in declared_rules()
     value = torch.arange(5)[None]
-    parts = [rule_of("heights").part(value, sp=2, sp_rank=rank, fill=7) for rank in range(2)]
+    parts = [rule_of("heights").local_part(value, sp=2, sp_rank=rank, fill=7) for rank in range(2)]
     assert torch.cat(parts, dim=-1).tolist() == [[0, 1, 2, 3, 4, 7]]
     rows = DocumentRows.of(torch.tensor([0, 2, 5]), 1, 5)
     assert rows.unpack({"heights": value})["heights"].tolist() == [[0, 1, 7], [2, 3, 4]], "a row for each document"
 
 
 @pytest.mark.parametrize(
-    "rule, told",
+    "rule, message",
     [
         ({}, "'pack_dim'"),
         ({"pack_dim": 0, "slice": True}, "'slice'.*Attributes: pack_dim, sliced, pad_value, pad_scale"),
@@ -142,9 +144,9 @@ def test_a_field_of_ones_own_has_the_rule_that_it_is_given(monkeypatch):
         ({"pack_dim": 0, "pad_value": "zero"}, "a number or 'counting'"),
     ],
 )
-def test_a_rule_that_says_nothing_is_refused(monkeypatch, rule, told):
+def test_an_invalid_rule_is_refused(monkeypatch, rule, message):
     monkeypatch.setattr(batch_fields, "RULES", dict(RULES))
-    with pytest.raises(ValueError, match=f"inputs: heights: .*{told}"):
+    with pytest.raises(ValueError, match=f"inputs: heights: .*{message}"):
         declare({"heights": rule}, "inputs")
-    with pytest.raises(ValueError, match=r"inputs: pixel_values has the rule .*, and is given"):
+    with pytest.raises(ValueError, match=r"inputs: pixel_values already has the rule .*; found another"):
         declare({"pixel_values": {"pack_dim": 1}}, "inputs")

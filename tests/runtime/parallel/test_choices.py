@@ -13,9 +13,9 @@ from patchgen.runtime.verify.small_config import small_config
 
 @pytest.fixture(autouse=True)
 def anew():
-    choices.forget()
+    choices.reset()
     yield
-    choices.forget()
+    choices.reset()
 
 
 def step(model, tokens: int) -> None:
@@ -28,10 +28,10 @@ def test_each_kind_of_call_has_a_line_with_its_kernel_and_shape():
     config = small_config(cls.config_class).config
     model = cls._from_config(config).train()
     with seams.using(fused_moe="auto", causal_lm_loss="auto"):
-        assert report.chosen() == ""
+        assert report.auto_choices() == ""
         step(model, 9)
         step(model, 12)
-        lines = report.chosen().splitlines()
+        lines = report.auto_choices().splitlines()
     experts = [name for name, _ in model.named_modules() if name.endswith(".experts")]
     shape = list(model.get_submodule(experts[0]).gate_up_proj.shape)
     expected = f"auto took torch for {shape} float32, 9 to 12 rows, {2 * len(experts)} calls"
@@ -46,5 +46,5 @@ def test_what_was_named_is_not_told_as_chosen():
     model = cls._from_config(small_config(cls.config_class).config).train()
     with seams.using(fused_moe="torch", causal_lm_loss="chunked"):
         step(model, 9)
-        assert report.chosen() == ""
-    assert choices.taken("fused_moe") == [] == choices.taken("causal_lm_loss")
+        assert report.auto_choices() == ""
+    assert choices.summary("fused_moe") == [] == choices.summary("causal_lm_loss")

@@ -1,4 +1,4 @@
-"""The sizes of a mesh, and the map that is drawn of them."""
+"""The sizes of the meshes, and the rank map drawn from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from patchgen.runtime.parallel import ParallelConfig, mesh_text
 
 
-def test_the_rest_of_the_world_shards():
+def test_dp_shard_is_what_the_other_sizes_leave():
     config = ParallelConfig.for_world(16, dp_replicate=2, sp=2, ep=4)
     assert (config.dp_shard, config.num_shards, config.ep_shard, config.num_batches) == (4, 8, 2, 8)
 
@@ -18,19 +18,20 @@ def test_the_rest_of_the_world_shards():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"world": 8, "sp": 3}, "dp_replicate=1 times sp=3 does not divide the 8 ranks"),
-        ({"world": 8, "dp_replicate": 4, "sp": 4}, r"must be one of \[1, 2, 4, 8\]"),
-        ({"world": 8, "ep": 3}, r"ep=3 does not divide dp_shard \* sp = 8 \* 1 = 8"),
-        ({"world": 8, "dp_replicate": 2, "ep": 8}, r"Choose ep from \[1, 2, 4\]"),
-        ({"world": 8, "ep": 0}, "ep must be a whole number of at least 1, not 0"),
+        ({"world": 8, "sp": 3}, r"dp_replicate \* sp = 1 \* 3 = 3 does not divide the number of ranks, 8"),
+        ({"world": 8, "dp_replicate": 4, "sp": 4}, r"their product is one of \[1, 2, 4, 8\]"),
+        ({"world": 8, "ep": 3}, r"ep=3 does not divide the 8 ranks of one replica \(dp_shard \* sp = 8 \* 1\)"),
+        ({"world": 8, "dp_replicate": 2, "ep": 8}, r"choose ep from \[1, 2, 4\]"),
+        ({"world": 8, "ep": 0}, "ep must be an integer of at least 1, found 0"),
+        ({"world": 8, "dp_replicate": 0}, "dp_replicate must be an integer of at least 1, found 0"),
     ],
 )
-def test_sizes_that_do_not_multiply_are_named(sizes, message):
+def test_invalid_sizes_are_named(sizes, message):
     with pytest.raises(ValueError, match=message):
         ParallelConfig.for_world(**sizes)
 
 
-def test_a_configuration_for_other_ranks_is_refused():
+def test_a_configuration_for_another_number_of_ranks_is_refused():
     with pytest.raises(ValueError, match=r"1 \* 4 \* 2 = 8, but 6 ranks are running"):
         ParallelConfig(dp_shard=4, sp=2).require_world(6)
 

@@ -1,4 +1,4 @@
-"""Where gradients are exchanged, and what a torch that reduces in another way is told. Sums are compared on ranks, in
+"""Which groups exchange gradients, and the buffers of an exchange. Sums are compared on ranks, in
 tests/distributed/test_models.py."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from patchgen.runtime.parallel import exchange_reduce
-from patchgen.runtime.parallel.exchange_reduce import ExchangeReduce, fill, share_hosts
+from patchgen.runtime.parallel.exchange_reduce import ExchangeReduce, copy_in_gradients, groups_share_hosts
 
 
 @pytest.mark.parametrize(
@@ -21,27 +21,27 @@ from patchgen.runtime.parallel.exchange_reduce import ExchangeReduce, fill, shar
         ((1, 8), "fsdp", "aaaabbbb", False),
         ((2, 4), "fsdp", "aaaabbbb", True),
         ((2, 4), "dp_replicate", "aaaabbbb", False),
-        ((4, 2), "fsdp", "aaabbbbb", False),  # one of the groups lies on two hosts: the same answer for all
+        ((4, 2), "fsdp", "aaabbbbb", False),  # one of the groups spans two hosts: the same answer for all
     ],
 )
-def test_groups_that_each_share_a_host(shape, dimension, hosts, expected):
+def test_whether_each_group_shares_a_host(shape, dimension, hosts, expected):
     mesh = SimpleNamespace(mesh=torch.arange(8).view(shape), mesh_dim_names=("dp_replicate", "fsdp"))
-    assert share_hosts(mesh, dimension, hosts) is expected
+    assert groups_share_hosts(mesh, dimension, hosts) is expected
 
 
-def test_the_input_travels_narrow_and_the_output_is_wide():
+def test_the_input_has_the_compute_dtype_and_the_output_that_of_the_sum():
     reduce = ExchangeReduce(4, torch.bfloat16)
-    for as_computed, sent in ((True, torch.bfloat16), (False, torch.float32)):
-        reduce.as_computed = as_computed
-        given = reduce.allocate((32,), dtype=torch.float32, device=torch.device("cpu"))
+    for sends_compute_dtype, sent in ((True, torch.bfloat16), (False, torch.float32)):
+        reduce.sends_compute_dtype = sends_compute_dtype
+        sent_buffer = reduce.allocate((32,), dtype=torch.float32, device=torch.device("cpu"))
         summed = reduce.allocate((8,), dtype=torch.float32, device=torch.device("cpu"))
-        assert (given.dtype, summed.dtype) == (sent, torch.float32)
+        assert (sent_buffer.dtype, summed.dtype) == (sent, torch.float32)
 
 
 def test_another_order_of_allocations_is_refused():
     reduce = ExchangeReduce(4, torch.bfloat16)
     reduce.allocate((32,), dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="an output of 8 elements after its input, and asks for 32"):
+    with pytest.raises(RuntimeError, match="an output of 8 elements after its input; found 32"):
         reduce.allocate((32,), dtype=torch.float32, device=torch.device("cpu"))
 
 
@@ -56,7 +56,7 @@ def test_buffers_are_filled_as_fsdp_fills_them(shapes, world, dtype):
     size = sum(-(-rows // world) * world * columns for rows, columns in shapes)
     expected = torch._chunk_cat(gradients, dim=0, num_chunks=world).view(-1)
     found = torch.full((size,), float("nan"), dtype=dtype)
-    fill(gradients, found, world)
+    copy_in_gradients(gradients, found, world)
     assert torch.equal(found, expected)
 
 

@@ -83,7 +83,7 @@ def test_masks_made_inside_a_module_that_holds_whole_inputs_are_its_own():
 
     class Tower(nn.Module):
         def forward(self, hidden):
-            seen.append(media.inside_whole())
+            seen.append(media.inside_replicated())
             if hidden is None:
                 raise ValueError("no input")
             return hidden
@@ -95,7 +95,7 @@ def test_masks_made_inside_a_module_that_holds_whole_inputs_are_its_own():
     with pytest.raises(ValueError, match="no input"):
         tower(None)
     assert seen == [True, True]
-    assert not media.inside_whole()
+    assert not media.inside_replicated()
 
 
 def test_grids_without_position_ids_are_refused():
@@ -138,5 +138,5 @@ def test_features_in_one_row_of_numbers_are_as_many_rows_as_placeholders(monkeyp
     assert media.local_features(features, mask, rank).tolist() == [[0, 1], [2, 3], [4, 5]]
     assert torch.equal(media.local_features(features.view(4, 2), mask, rank), features.view(4, 2)[:3])
     for wrong in (torch.arange(7.0), torch.ones(5, 2)):
-        with pytest.raises(ValueError, match="feature rows for 4 placeholder tokens in the whole sequence of 2 ranks"):
+        with pytest.raises(ValueError, match="feature rows for 4 placeholder tokens in the full sequence of 2 ranks"):
             media.local_features(wrong, mask, rank)

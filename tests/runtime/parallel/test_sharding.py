@@ -55,7 +55,7 @@ def test_a_parameter_beside_the_experts_own_is_refused():
     model = Model()
     model.layers[1].mlp.scale = nn.Parameter(torch.ones(2))
     with pytest.raises(
-        ValueError, match=r"layers.1.mlp \(Experts\) has \['scale'\] beside its experts' own parameters"
+        ValueError, match=r"layers.1.mlp \(Experts\) has \['scale'\] in addition to its experts' parameters"
     ):
         sharding.check_plan(model, PATHS, 2)
 

@@ -148,7 +148,7 @@ def written_copies(model: nn.Module) -> None:
     for parameter in model.parameters():
         copy = undivided.copy_of(parameter)
         copy.tensor.copy_(local(parameter).view(-1))
-        copy.written_from(parameter)
+        copy.mark_written(parameter)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -122,7 +122,7 @@ def test_a_checkpoint_that_knows_nothing_is_told_once_and_trained(scaled_head, t
     tensors = load_file(file)
     tensors["lm_head.weight"] /= 100
     save_file(tensors, file, metadata={"format": "pt"})
-    choices.note("causal_lm_loss", "linear", torch.zeros(7, 11))  # as a proof in this process does
+    choices.record("causal_lm_loss", "linear", torch.zeros(7, 11))  # as a proof in this process does
     assert trained(start, tmp_path / "run") is None
     told = capsys.readouterr().out
     assert told.count("are hardly better on these data") == 1

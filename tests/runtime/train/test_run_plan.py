@@ -93,7 +93,7 @@ def test_a_dry_run_says_what_would_run():
         ),
         ({"model": {"attention": "patchgen_flash_attention_4"}}, 1, "cannot run here: it needs a CUDA device"),
         ({"kernels": {"rms_norm": "quack"}}, 1, "kernels.rms_norm = 'quack' cannot run here"),
-        ({"parallel": {"sp": 3}}, 4, "parallel: dp_replicate=1 times sp=3 does not divide the 4 ranks"),
+        ({"parallel": {"sp": 3}}, 4, "parallel: dp_replicate * sp = 1 * 3 = 3 does not divide the number of ranks, 4"),
         ({"kernels": {"swiglu": "compiled"}}, 1, "no module of this model calls that seam"),
         ({"model": {"overrides": {"hiden_size": 64}}}, 1, "has no such field. Near: hidden_size"),
         (

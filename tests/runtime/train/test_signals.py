@@ -19,7 +19,7 @@ from torch import nn
 from patchgen.runtime.parallel import watch
 from patchgen.runtime.train.signals import StopRequest
 
-watch.HURRIED_SECONDS = 1.0
+watch.STOP_GRACE_SECONDS = 1.0
 with StopRequest() as stop, watch.Watch(nn.Linear(1, 1), timeout=600, stop_requested=stop.reached):
     print("blocked", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)  # as a wait for a device does: it returns to no handler

@@ -21,11 +21,11 @@ HEADS = {
 @pytest.fixture(autouse=True)
 def rules(monkeypatch):
     """Rules of models that other tests have loaded do not count."""
-    monkeypatch.setattr(batch_fields, "_FOUND", set())
+    monkeypatch.setattr(batch_fields, "_INFERRED", set())
     for name in batch_fields.RULES.keys() - batch_fields.BUILT_IN:
         monkeypatch.delitem(batch_fields.RULES, name)
     yield
-    for name in batch_fields._FOUND:
+    for name in batch_fields._INFERRED:
         batch_fields.RULES.pop(name, None)
 
 
@@ -35,17 +35,17 @@ def test_what_features_are_computed_from_is_packed_as_items(kind):
     name, field = HEADS[kind]
     head = getattr(transformers, name)
     assert field in input_names.without_rule(head, kind, {field})
-    batch_fields.of_items(head)
+    batch_fields.infer_item_fields(head)
     assert field not in input_names.without_rule(head, kind, {field})
     assert batch_fields.rule_of(field) == batch_fields.ITEMS
     assert "vision_feature_layer" not in batch_fields.RULES, "a number, and no tensor of items"
 
 
 def test_what_a_recipe_says_of_an_input_comes_before_what_was_read_from_the_model():
-    batch_fields.of_items(transformers.LlavaOnevisionForConditionalGeneration)
+    batch_fields.infer_item_fields(transformers.LlavaOnevisionForConditionalGeneration)
     batch_fields.declare({"batch_num_images": {"pack_dim": -1}}, "inputs")
     assert batch_fields.rule_of("batch_num_images") == batch_fields.FieldRule(-1)
-    batch_fields.of_items(transformers.LlavaOnevisionForConditionalGeneration)
+    batch_fields.infer_item_fields(transformers.LlavaOnevisionForConditionalGeneration)
     assert batch_fields.rule_of("batch_num_images") == batch_fields.FieldRule(-1)
     with pytest.raises(ValueError, match="has the rule"):
         batch_fields.declare({"batch_num_images": {"pack_dim": 0}}, "inputs")

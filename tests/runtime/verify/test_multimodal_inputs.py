@@ -70,9 +70,9 @@ def test_every_name_that_is_handed_over_has_a_rule(head: str, monkeypatch: pytes
     What a caller computed beforehand ("handed in") is made of a whole batch, and no field of a sample.
     """
     model, media = upstream(head)
-    for name in ("RULES", "_FOUND"):
+    for name in ("RULES", "_INFERRED"):
         monkeypatch.setattr(batch_fields, name, getattr(batch_fields, name).copy())
-    batch_fields.of_items(type(model))
+    batch_fields.infer_item_fields(type(model))
     batches = [case.batch for case in media.cases if case.name != "handed in"]
     names = {name for batch in batches for name, value in batch.items() if isinstance(value, torch.Tensor)}
     assert len(names) > 3

@@ -12,7 +12,7 @@ from transformers import Kosmos2ForConditionalGeneration
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from patchgen.kernels.loss.causal_lm_loss import chunked_causal_lm_loss
-from patchgen.kernels.loss.chunking import largest_chunk, limited
+from patchgen.kernels.loss.chunking import largest_chunk, within_limit
 from patchgen.kernels.loss.linear_cross_entropy import linear_causal_lm_loss
 from patchgen.runtime import registry, seams
 from patchgen.runtime.parallel.batch import IGNORED
@@ -97,7 +97,7 @@ def test_what_goes_wrong_only_in_a_run_is_not_proven(tmp_path, edit, expected):
 def test_a_loss_that_loses_what_lies_behind_its_first_chunk_is_not_proven():
     def first_chunk(head, hidden_states, labels, *, shift_labels=None, **arguments):
         kept = shift_labels.clone()
-        kept.view(-1)[limited(kept.numel()) :] = IGNORED
+        kept.view(-1)[within_limit(kept.numel()) :] = IGNORED
         return chunked_causal_lm_loss(head, hidden_states, labels, shift_labels=kept, **arguments)
 
     seams.register("causal_lm_loss", "first chunk")(first_chunk)
@@ -129,7 +129,7 @@ def test_a_limit_makes_the_losses_cross_bounds_of_chunks():
         parts = losses()
     assert sizes == [18, 7, 7, 4]
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
-    assert limited(100) == 100, "the limit holds in the block only"
+    assert within_limit(100) == 100, "the limit holds in the block only"
 
 
 def test_a_run_that_sees_no_image_is_not_proven_where_upstream_takes_no_text_alone():

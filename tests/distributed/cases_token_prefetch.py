@@ -50,7 +50,7 @@ def an_error_before_the_experts_turns_nothing_off() -> list[int]:
     own = {name: tensor.chunk(world)[rank] for name, tensor in tensors(2 * world, biased=False).items()}
     hidden, index, weights = routing("uneven", rank, 2 * world)
     state, block = create_peers(world), _Block(own, 2 * world, changes=False)
-    expert_peers.send_ahead(block, [block.experts])
+    expert_peers.install_token_prefetch(block, [block.experts])
     call, read, sent, after = ops.fused_moe, peer_rows.read_tokens, [], []
     peer_rows.read_tokens = lambda *args: sent.append(args[2] is None) or read(*args)
 
@@ -66,7 +66,7 @@ def an_error_before_the_experts_turns_nothing_off() -> list[int]:
                 block(hidden[None], index, weights)
             ops.fused_moe = call
             if rank == 0:  # an error of its own: it has tokens on their way, the other has not
-                state.running.sent_ahead = None
+                state.context.prefetched_tokens = None
             again = call(hidden, index, weights, **block.experts, num_experts=2 * world, activation=silu)
             after.append(sum(sent))
             found = block(hidden[None], index, weights)
@@ -102,7 +102,7 @@ def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str, delay: 
     def run(is_ahead: bool) -> list[Tensor]:
         state, block, found = create_peers(world), _Block(own, 2 * world, changes), []
         if is_ahead:
-            expert_peers.send_ahead(block, [block.experts])
+            expert_peers.install_token_prefetch(block, [block.experts])
         for _ in range(2):
             leaves = [hidden[None].clone().requires_grad_(), weights.clone().requires_grad_()]
             with parallel.using(state), seams.using(fused_moe=backend), unread_rows_are_no_numbers():
@@ -118,15 +118,15 @@ def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str, delay: 
             found += [out.detach(), *(leaf.grad for leaf in (*leaves, *block.experts.values()))]
         return [one.clone() for one in found]
 
-    expected_push, pushed_sums.offered = pushed_sums.offered, lambda _: contextlib.nullcontext()
+    expected_push, pushed_sums.offer = pushed_sums.offer, lambda _: contextlib.nullcontext()
     try:
         expected = run(False)
-        pushed_sums.offered = expected_push
+        pushed_sums.offer = expected_push
         peer_rows.read_tokens = noted_read
         pushed_sums.push = lambda *args: pushed.append(1) or push(*args)
         found = run(True)
     finally:
-        peer_rows.read_tokens, pushed_sums.push, pushed_sums.offered = read, push, expected_push
+        peer_rows.read_tokens, pushed_sums.push, pushed_sums.offer = read, push, expected_push
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
     return sum(sent), len(pushed)
@@ -163,15 +163,15 @@ def a_repeated_block_begins_on_the_buffer_that_it_did_not_end_on(times: int) -> 
     """Exchanges of a block, with those that are added; and of its last and first, how many buffers they are."""
     peers = create_peers(dist.get_world_size()).peers
     used: list[int] = []
-    turn = peers.turn
+    turn = peers.next_buffers
 
     def noted() -> Published:
         published = turn()
         used.append(published.parts[0].data_ptr())
         return published
 
-    peers.turn = noted
-    with peers.repeatable():
+    peers.next_buffers = noted
+    with peers.replayable():
         for _ in range(times):
             peers.publish([])
     return len(used), len({used[0], used[-1]})
