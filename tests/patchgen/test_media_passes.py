@@ -262,5 +262,6 @@ def test_the_page_of_models_is_what_the_records_say() -> None:
 def test_an_attention_of_two_towers_is_one_site():
     text = VisionSP.EXAMPLES[0].before
     second = text[text.index("class ExampleVision(") :].replace("ExampleVision", "ExampleSecond")
-    hits = [hit.site for hit in applied(VisionSP(), f"{text}\n\n{second}").hits]
-    assert sorted(hits) == ["ExampleAttention.forward", "ExampleSecond.forward", "ExampleVision.forward"]
+    outcome = applied(VisionSP(), f"{text}\n\n{second}")
+    sites = [hit.site for hit in (*outcome.hits, *outcome.upstream)]
+    assert sorted(sites) == ["ExampleAttention.forward", "ExampleSecond.forward", "ExampleVision.forward"]
