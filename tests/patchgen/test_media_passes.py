@@ -257,3 +257,11 @@ def test_upstreams_grid_helpers_must_be_handed_what_was_computed() -> None:
 def test_the_page_of_models_is_what_the_records_say() -> None:
     page = generated_root().resolve().parent / "docs" / "models.md"
     assert page.read_text(encoding="utf-8") == models_page(), "write it again: patchgen verify --all"
+
+
+def test_an_attention_of_two_towers_is_one_site():
+    text = VisionSP.EXAMPLES[0].before
+    second = text[text.index("class ExampleVision(") :].replace("ExampleVision", "ExampleSecond")
+    outcome = applied(VisionSP(), f"{text}\n\n{second}")
+    sites = [hit.site for hit in (*outcome.hits, *outcome.upstream)]
+    assert sorted(sites) == ["ExampleAttention.forward", "ExampleSecond.forward", "ExampleVision.forward"]

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from generation_cases import edited, load
+from generation_cases import anatomy_of, edited, load
 from planted_code import PLACES, PLANTS, planted
 from typer.testing import CliRunner
 
@@ -119,3 +119,36 @@ def test_attention_by_torchs_own_function_is_named():
     assert any(n.startswith("LlamaAttention: line ") and "scaled_dot_product_attention itself" in n for n in notes), (
         notes
     )
+
+
+CALLED = """
+class Gate(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, x):
+        return self.act(x)
+
+class Head(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate = Gate({})
+
+    def forward(self, x):
+        return self.gate(x)
+"""
+
+
+def test_what_a_parameter_is_stands_where_the_class_is_built():
+    assert not any(
+        "not read" in reason for reason in census(anatomy_of(CALLED.format("nn.Tanh()")), ["Head"], {}).values()
+    )
+    found = census(anatomy_of(CALLED.format("config.make_act")), ["Head"], {})
+    assert found["Gate.act"] == "not read: act"
+
+
+def test_an_attribute_under_another_name_is_named_where_it_is_set():
+    named = CALLED.replace("self.act = act", "self.made = config.make_act\n        self.act = self.made")
+    found = census(anatomy_of(named.format("nn.Tanh()")), ["Head"], {})
+    assert found["Gate.made"] == "not read: config.make_act"

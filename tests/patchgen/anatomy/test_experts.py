@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from generation_cases import edited, load
+from generation_cases import anatomy_of, edited, load
 
 from patchgen import source
 from patchgen.anatomy import study
-from patchgen.anatomy.experts import ExpertsFormula, read_experts
+from patchgen.anatomy.experts import ExpertsFormula, other_reader, read_experts
 from patchgen.errors import Missed, PassMismatch
 from patchgen.passes.fused_experts import FusedExperts
 from patchgen.passes.fused_ops import FusedOps
@@ -254,3 +254,32 @@ def test_a_cap_from_a_part_of_the_config_is_a_number():
     assert isinstance(
         read_experts(study(source.parse(origin.text, origin.path), origin), "Inkling2Experts"), ExpertsFormula
     )
+
+
+def test_what_reads_all_parameters_of_a_model_reads_those_of_its_experts():
+    anatomy = anatomy_of("""
+class Experts(nn.Module):
+    def __init__(self, config):
+        self.w1 = nn.Parameter(torch.empty(config.n, 8, 8))
+
+    def forward(self, x):
+        return x @ self.w1[0]
+
+class Model(ExamplePreTrainedModel):
+    def __init__(self, config):
+        self.experts = Experts(config)
+
+    def forward(self, x):
+        return self.experts(x)
+
+class Head(ExamplePreTrainedModel):
+    def __init__(self, config):
+        self.model = Model(config)
+        self.other = nn.Linear(8, 8)
+
+    def forward(self, x):
+        penalty = sum(one.sum() for one in self.other.parameters())
+        return self.model(x), penalty + sum(one.sum() for one in self.model.parameters())
+""")
+    found = other_reader(anatomy, "Experts", ["w1"], ["Experts", "Head", "Model"])
+    assert found == "Head reads self.model.parameters"

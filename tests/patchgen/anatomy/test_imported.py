@@ -61,3 +61,11 @@ def test_the_other_file_is_read_where_it_can_be(name: str, known: bool):
     assert (anatomy is not None) is known
     if known:
         assert name in anatomy.classes
+
+
+def test_who_is_no_longer_in_the_file_uses_nothing():
+    origin = written(FILE, siblings=SIBLINGS, release=open_release())
+    module = source.parse(origin.text, origin.path)
+    left = source.parse(origin.text.replace("class First", "class Gone", 1), origin.path)
+    users = {one.name: one.users for one in imported_code(study(module, origin), left)}
+    assert users["LlamaMLP"] == ("Second",) and "Part" not in users

@@ -9,6 +9,7 @@ import pytest
 from generation_cases import anatomy_of
 
 from patchgen.anatomy.interpreter import Interpreter
+from patchgen.anatomy.operations import operation
 from patchgen.errors import Missed
 
 FILE = """
@@ -288,3 +289,11 @@ def test_a_loop_with_an_else_is_unread():
         made.loop(
             ast.parse(f"for e in hits:\n{textwrap.indent(LOOPS['for e in hits'], '    ')}\nelse:\n    pass").body[0]
         )
+
+
+def test_numbers_of_axes_are_those_that_are_known():
+    outputs, mask = ("outputs", ("value", "x")), ("mask", ("value", "selected"), "tke")
+    assert operation("cat", outputs, ("const", 0)) == outputs
+    assert operation("cat", outputs, ("const", 1)) is None
+    assert operation("permute", mask, (("const", 2), ("const", 1), ("const", 0))) == (*mask[:2], "ekt")
+    assert operation("permute", mask, (("const", 2), ("const", 1), ("const", None))) is None

@@ -98,6 +98,7 @@ def test_sums_and_multiples_of_shares_are_shares(code):
         (BALANCED + "aux = aux + z\nloss = loss + aux", ["aux"]),
         ("loss = loss * z.mean()", ["loss = loss * z.mean()"]),
         ("loss *= z.mean()", ["loss *= z.mean()"]),
+        ("loss **= 2", ["loss **= 2"]),
         ("loss = 1.0 / loss", ["loss = 1.0 / loss"]),
         ("loss = loss.clamp(max=3.0)", ["loss = loss.clamp(max=3.0)"]),
         ("loss = torch.stack([loss, z]).sum()", ["loss = torch.stack([loss, z]).sum()"]),

@@ -36,6 +36,7 @@ shared = 1
         ("F.linear", "torch.nn.functional.linear"),
         ("nn.functional.linear", "torch.nn.functional.linear"),
         ("torch.utils.checkpoint.checkpoint", "torch.utils.checkpoint.checkpoint"),
+        ("checkpoint.checkpoint", None),
         ("ACT2FN", "transformers.activations.ACT2FN"),
         ("rotate", ".rotate"),
         ("cap", ".cap"),

@@ -7,7 +7,7 @@ import ast
 import pytest
 from generation_cases import anatomy_of
 
-from patchgen.anatomy.own_losses import read_own_loss
+from patchgen.anatomy.own_losses import read_own_loss, unserved_loss
 
 MEAN = "loss_fct = CrossEntropyLoss()\n"
 ALIGNED = MEAN + "loss = loss_fct(logits.view(-1, self.config.vocab_size), labels.view(-1))"
@@ -117,3 +117,20 @@ def test_another_loss_is_unread(code, change):
 
 def test_a_class_of_another_library_is_unread():
     assert read(ALIGNED, "from .losses import CrossEntropyLoss") is None
+
+
+def test_a_loss_that_another_method_computes_is_named_by_the_call_with_the_labels():
+    anatomy = anatomy_of("""
+class Head(nn.Module):
+    def encode(self, x):
+        return x * 2
+
+    def compute(self, rows, labels):
+        return F.cross_entropy(rows, labels)
+
+    def forward(self, x, labels):
+        rows = self.encode(x)
+        return self.compute(rows, labels=labels)
+""")
+    found = unserved_loss(anatomy.classes["Head"].methods["forward"], "Head", anatomy)
+    assert found is not None and ast.unparse(found) == "self.compute(rows, labels=labels)"

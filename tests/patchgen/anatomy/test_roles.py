@@ -181,10 +181,12 @@ def test_experts_are_two_stacks_that_a_forward_selects_from(old: str, new: str):
 def test_the_shapes_of_stacks():
     anatomy = anatomy_of(
         f"class Example:\n{textwrap.indent(STACKS, '    ')}        self.b = nn.Parameter(torch.empty(8))\n"
+        "        self.w3 = nn.Parameter(torch.empty(config.n, 7, 8), False)\n"
     )
     assert stack_shapes(anatomy, anatomy.classes["Example"]) == {
         "w1": ["config.n", "8", "9"],
         "w2": ["config.n", "9", "8"],
+        "w3": ["config.n", "7", "8"],
     }
 
 

@@ -145,7 +145,7 @@ MIXED = (
     "y = torch.split(x, -1)", "y = x.chunk(-1)", "y = x.clone().chunk(2, 1, -1)", "y = torch.var(x, 1, -1)", "y = x.std(1, unbiased=-1)", "y = torch.sum(x, 1, -1)",
     "y = x.mean(-1)", "y = x.mean(-1).softmax(-1)", "y = x.sum(-1, False)", "y = x[..., 0].softmax(-1)", "y = x[:, :, 0]", "y = x.var(-1, True)",
     "y = F.linear(input=x, weight=x)", "y = x.matmul(x)", "y = torch.where(x)", "y = F.softmax(x, *where)", "y = F.softmax(x, **where)",
-    "y = F.layer_norm(x, x.shape[1:])", "y = F.layer_norm(x, (4, 8))", "y = self.plane(x)",
+    "y = F.layer_norm(x, x.shape[1:])", "y = F.layer_norm(x, (4, 8))", "y = F.layer_norm(x, normalized_shape=(4, 8))", "y = self.plane(x)",
     "x.cumsum_(0)", "y = x.__len__()", "y = torch.cat((x, x), dim=1)", "y = torch.cat((x, other), dim=-1)", "y = x + x.unsqueeze(-1)", "y = z = x\nz.sum(0)",
 )  # fmt: skip
 
@@ -205,3 +205,22 @@ def test_names_that_are_stored_or_changed_in_place():
     found = {"a", "c", "e", "i", "k", "l", "m", "n", "o", "q", "u", "v", "w"}
     assert stored_names(ast.parse(code), {*"abcdefghijklmnopqrstuvw"}) == found
     assert stored_names(ast.parse("F.mul_(2)\nlogger[0] = a"), {"F", "logger", "a"}) == {"F", "logger"}  # by any name
+
+
+def test_the_axes_of_a_sum_are_those_that_are_known():
+    """Of `r&` nothing is known of the last axis, of `r.` it is."""
+    added = ast.parse("z = x + y\nz = z.softmax(-1)").body
+    assert mixing(added, {"x": "r&", "y": "r."}, "Head", ANATOMY) is None
+    assert mixing(added, {"x": "r.", "y": "r&"}, "Head", ANATOMY) is None
+    assert mixing(added, {"x": "r&"}, "Head", ANATOMY) is not None
+
+
+def test_an_operation_whose_rows_meet_another_axis_is_named():
+    code = "y = torch.maximum(x, x.transpose(0, 1))"
+    named = mixing(ast.parse(code).body, {"x": "r."}, "Head", ANATOMY)
+    assert isinstance(named, ast.AST) and ast.unparse(named) == code.removeprefix("y = ")
+
+
+def test_what_the_caller_knows_gives_rows_as_it_took_them():
+    code = ast.parse("y = torch.squeeze(x) + x").body
+    assert mixing(code, {"x": "r."}, "Head", ANATOMY, {"torch.squeeze"}) is None

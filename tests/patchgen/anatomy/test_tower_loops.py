@@ -436,3 +436,13 @@ def test_other_convolutions_are_left_alone(edit: tuple[str, str]):
         assert chunks(edit) is not None  # it is no part of what is read above
     else:
         assert chunks(edit) is None
+
+
+def test_a_list_beside_the_layers_may_treat_each_row_by_itself():
+    both = ("for number, blk in enumerate(self.blocks)", "for blk, extra in zip(self.blocks, self.extra)")
+    held = ("        self.norm =", "        self.extra = nn.ModuleList([nn.LayerNorm(8)])\n        self.norm =")
+    assert read(both, (CALL, f"hidden_states = extra(hidden_states)\n            {CALL}"), held) == LOOP
+
+
+def test_an_attention_may_be_handed_a_mask_that_has_no_rows():
+    assert read(("attend(self, q, q, q, ", "attend(self, q, q, q, None, ")) == LOOP

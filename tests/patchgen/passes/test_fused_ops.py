@@ -8,6 +8,7 @@ from generation_cases import applied
 from patchgen.errors import PassMismatch
 from patchgen.passes.fused_ops import FusedOps
 
+NORM = FusedOps.EXAMPLES[0].before
 BEFORE = FusedOps.EXAMPLES[1].before
 PRODUCT = "return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 
@@ -28,3 +29,44 @@ def test_a_product_that_does_not_always_run_is_missed(header):
 )
 def test_a_product_beside_a_branch_is_found(header):
     assert "ops.swiglu(" in applied(FusedOps(), BEFORE.replace(PRODUCT, f"{header}{PRODUCT}")).module.text
+
+
+def test_a_norm_whose_weight_has_a_size_of_its_own_is_none_of_rows():
+    """A weight of one number fits each width, and the kernel would read further ones behind it."""
+    assert "ops.rms_norm(" in applied(FusedOps(), NORM).module.text
+    size = (
+        "        self.weight = nn.Parameter(torch.ones(hidden_size))",
+        "        size = 1\n        self.weight = nn.Parameter(torch.ones(size))",
+    )
+    assert size[0] in NORM
+    outcome = applied(FusedOps(), NORM.replace(*size))
+    assert outcome.notes == ("ExampleRMSNorm: a norm of another formula, left as it is",)
+
+
+def test_a_gate_around_a_norm_and_a_gated_mlp_of_another_formula_are_named():
+    gate = """
+class ExampleGate(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.norm = ExampleRMSNorm(size)
+        self.proj = nn.Linear(size, size)
+
+    def forward(self, x):
+        return self.norm(x) * torch.sigmoid(self.proj(x))
+
+
+class ExampleGatedMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(8, 16)
+        self.up_proj = nn.Linear(8, 16)
+        self.down_proj = nn.Linear(16, 8)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=7) * self.up_proj(x).clamp(max=7))
+"""
+    assert applied(FusedOps(), NORM + gate).notes == (
+        "ExampleGate: a gate around a norm, left as it is; only the norm is a seam",
+        "ExampleGatedMLP: a gated MLP of another formula, left as it is",
+    )

@@ -24,6 +24,7 @@ from transformers.vision_utils import get_vision_position_ids{}
         (" as positions_of", "", "positions_of(grids, 2, kwargs=kwargs)", False),
         (" as positions_of", "", "positions_of(grids, 2, False, kwargs)", False),
         ("", "def get_vision_rows(x):\n    return x + 1\n\n\n", "get_vision_rows(grids)", False),
+        ("", "", "[get_vision_position_ids(one, 2) for get_vision_position_ids in grids]", False),
         ("", "from transformers.vision_utils import get_max_seqlen\n\n\n", "get_max_seqlen(grids, self.config)", True),
     ],
 )
@@ -32,3 +33,10 @@ def test_transformers_helpers_wait_unless_they_are_handed_what_was_computed(
 ):
     notes = applied(HostSyncLint(), TOWER.format(alias, own, call)).notes
     assert notes == ((f"ExampleTower.forward: `{call}`",) if waits else ())
+
+
+def test_a_branch_on_a_tensor_waits():
+    text = TOWER.format("", "", "grids * 2 if grids.any() else grids").replace(
+        "return", "if grids.any():\n            return"
+    )
+    assert "ExampleTower.forward: `if grids.any()`" in applied(HostSyncLint(), text).notes

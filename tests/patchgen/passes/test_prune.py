@@ -74,3 +74,20 @@ def test_a_branch_that_asks_for_a_dropped_class_alone_goes_out_of_its_chain(befo
     text = SOURCE.format("x") + f"\n\ndef asked(x):\n    first()\n{textwrap.indent(before, '    ')}\n    last()\n"
     written = applied(Prune(("Model", "asked")), text).module.text
     assert written.endswith(f"    first()\n{textwrap.indent(after, '    ')}\n".rstrip(" \n") + "\n    last()\n")
+
+
+@pytest.mark.parametrize(
+    ("written", "left"),
+    [
+        ('__all__ = ["Model", "Gone"]', '__all__ = ["Model"]'),
+        ('__all__ = ["Model"]\n__all__.append("Gone")', None),
+        ('if True:\n    __all__ = ["Model"]\n    __all__.append("Gone")', None),
+    ],
+)
+def test_a_dropped_class_is_not_exported(written: str, left: str | None):
+    text = f"{SOURCE.format('x')}\n\n{written}\n"
+    if left is None:
+        with pytest.raises(PassMismatch, match="names Gone, which no root reaches"):
+            applied(Prune(("Model",)), text)
+    else:
+        assert f"\n{left}\n" in applied(Prune(("Model",)), text).module.text

@@ -56,6 +56,12 @@ def outcome_of(forward: str, modules: str = MODULES):
             id="arithmetic",
         ),
         pytest.param(
+            "shared = self.shared_experts(hidden_states).mul(2)\n"
+            "return shared + self.experts(hidden_states, indices, weights)",
+            "computed with before",
+            id="arithmetic-by-a-method",
+        ),
+        pytest.param(
             "shared = self.shared_experts(hidden_states).view(rows, -1)\n"
             "rows = 2\n"
             "out = self.experts(hidden_states, indices, weights)\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 
@@ -9,7 +10,7 @@ import pytest
 from generation_cases import applied
 
 from patchgen.anatomy import Role, study
-from patchgen.anatomy.expert_lists import read_expert_list
+from patchgen.anatomy.expert_lists import branch_of, read_expert_list, statement_at
 from patchgen.errors import Missed, PassMismatch
 from patchgen.passes.base import Outcome
 from patchgen.passes.fused_experts import FusedExperts
@@ -290,6 +291,12 @@ REFUSED = {
         "class ToyMLP(nn.Module):",
         "def range(stop):\n    return reversed([*iter(int, 1)][:stop])\n\n\nclass ToyMLP(nn.Module):",
     ),
+    "an activation that mixes tokens": ("self.act_fn = ACT2FN[config.act]", "self.act_fn = nn.Softmax(dim=0)"),
+    "an activation with learned values": ("self.act_fn = ACT2FN[config.act]", "self.act_fn = nn.PReLU()"),
+    "a subclass that uses the list": (
+        "class ToyModel(",
+        "class OtherMoE(ToyMoE):\n    def first(self, x):\n        return self.experts[0](x)\n\n\nclass ToyModel(",
+    ),
     "an expert that does more": ("product = self.w2(product)", "product = self.w2(product) + x"),
 }
 
@@ -309,6 +316,19 @@ def test_a_list_under_two_names_is_a_miss():
     text = (EXPERT + HIT_LOOP + ROUTE + MODEL).replace("self.experts = nn.", "self.experts = self.shadow = nn.")
     with pytest.raises(PassMismatch, match=r"closest  self.experts = self.shadow = nn"):
         stack(text)
+
+
+def test_another_class_may_have_a_list_of_the_same_name():
+    other = "\n\nclass Bank(nn.Module):\n    def forward(self, x):\n        return self.experts[0](x)\n"
+    text = EXPERT + HIT_LOOP + ROUTE + other
+    anatomy = study(parse(text), upstream_of(text))
+    assert read_expert_list(anatomy, anatomy.classes["ToyMoE"])[0].attribute == "experts"
+
+
+def test_a_place_leads_through_branches_within_branches():
+    body = ast.parse("a\nif b:\n    c\nelse:\n    if d:\n        e\n    else:\n        f\n        g").body
+    assert ast.unparse(statement_at(body, (1, 1, 0, 1, 1))) == "g"
+    assert [ast.unparse(one) for one in branch_of(body, (1, 1, 0, 0, 0))] == ["e"]
 
 
 def test_two_lists_in_one_block_are_a_miss():

@@ -52,6 +52,7 @@ def test_the_test_of_another_method_stays():
         ("out = self.text_moe(hidden_states)", "out = self.text_moe(hidden_states * 2)"),
         ("out = self.text_moe(hidden_states)", "out = hidden_states"),
         (TEST, f"states = hidden_states * 2\n        {TEST}"),
+        (TEST, f"hidden_states = hidden_states * 2\n        {TEST}"),
     ],
 )
 def test_a_branch_of_another_form_is_refused_on_several_ranks(old, new):
