@@ -99,7 +99,7 @@ class Flow:
         return _joined(map(self.value, ast.iter_child_nodes(node))) if node is not None else NONE
 
     def _call(self, call: ast.Call) -> Marks:
-        function, meaning = call.func, self.anatomy.names.resolve(call.func)
+        function, name = call.func, self.anatomy.names.operation(call)
         own, callee = own_attribute(function), self.anatomy.called(self.owner, call)
         if callee is not None and callee not in self._running:
             handed = arguments(call, parameter_names(callee))
@@ -107,12 +107,10 @@ class Flow:
         operands = [self.value(part) for part in (*call.args, *(keyword.value for keyword in call.keywords))]
         if own is not None:
             return self.module(own, call, operands)
-        known, meaning = None, meaning or ""
+        meaning = self.anatomy.names.resolve(function) or ""
         if not meaning and isinstance(function, ast.Attribute):  # a method of a tensor
             operands.insert(0, self.value(function.value))
-            known = self.operation(function.attr, operands)
-        elif meaning.startswith("torch."):
-            known = self.operation(meaning.rpartition(".")[2], operands)
+        known = self.operation(name, operands) if name else None
         return _joined(operands) | self.function(meaning, call) if known is None else known
 
     def _statements(self, body: Iterable[ast.stmt]) -> Marks:

@@ -73,9 +73,7 @@ class Anatomy:
 
     def inherits(self, name: str, base: str) -> bool:
         """Whether transformers' class `base`, by whatever import, is among the ancestors."""
-        return any(
-            meaning.startswith("transformers.") and meaning.endswith(f".{base}") for meaning in self._ancestors(name)
-        )
+        return any(self.names.is_upstream(one, base) for info in self.lineage(name) for one in info.node.bases)
 
     def _ancestors(self, name: str) -> set[str]:
         """What the bases of the class and of its ancestors in this file stand for."""

@@ -7,7 +7,17 @@ import builtins
 import functools
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, base_name, parameter_names, reads_name, stored, targets, walk
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    base_name,
+    calls,
+    own_attribute,
+    parameter_names,
+    reads_name,
+    stored,
+    targets,
+    walk,
+)
 from patchgen.source import bound_names
 
 
@@ -91,6 +101,17 @@ class Names:
         """Whether an expression, or the function that it calls, is what transformers defines under this name somewhere."""
         meaning = self.resolve(node.func if isinstance(node, ast.Call) else node, local) or ""
         return meaning.startswith("transformers.") and meaning.endswith(f".{name}")
+
+    def operation(self, call: ast.Call) -> str:
+        """The last name of a function of torch's, or of a method of what code computes (a tensor's); "" for other calls."""
+        meaning = self.resolve(call.func) or ""
+        if meaning or not isinstance(call.func, ast.Attribute):
+            return meaning.rpartition(".")[2] if meaning.startswith("torch.") else ""
+        return "" if own_attribute(call.func) else call.func.attr
+
+    def operations(self, *code: ast.AST) -> set[str]:
+        """The operations that code calls: {"topk", "softmax", ...}."""
+        return set(map(self.operation, calls(*code))) - {""}
 
     def imports(self, statement: ast.AST) -> Iterator[tuple[str, str]]:
         """Name -> what it stands for, of an import statement wherever it is written; nothing for other statements."""

@@ -16,7 +16,6 @@ from patchgen.anatomy.classes import (
     Build,
     ClassInfo,
     FunctionNode,
-    called_names,
     calls,
     dotted,
     own_attribute,
@@ -96,8 +95,7 @@ def assign_class_roles(anatomy: Anatomy, info: ClassInfo) -> None:
         _assign(info, _FORWARD_DETECTORS, anatomy, info, inherited[1])
     if "forward" in info.methods:
         _assign(info, _OWN_FORWARD_DETECTORS, anatomy, info, info.methods["forward"])
-    _assign(info, _DETECTORS, info)
-    _assign(info, {Role.ATTENTION: _attention}, anatomy, info)
+    _assign(info, _DETECTORS, anatomy, info)
 
 
 def _assign(info: ClassInfo, detectors: dict[str, Callable[..., str | None]], *of: object) -> None:
@@ -109,10 +107,10 @@ def _assign(info: ClassInfo, detectors: dict[str, Callable[..., str | None]], *o
 def _norm(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
     """A mean of `x.pow(2)`, `x**2`, `x.square()` or `x * x`, and `rsqrt`, `sqrt` or a power of -0.5, however written."""
     nodes = [node for method in info.methods.values() for node in walk(method)]
-    called = {name for method in info.methods.values() for name in called_names(method)}
+    called = anatomy.names.operations(*info.methods.values())
     operators = [node for node in nodes if isinstance(node, ast.BinOp)]
     powers = {ast.unparse(n.right) for n in operators if isinstance(n.op, ast.Pow)}
-    raised = [node for node in nodes if isinstance(node, ast.Call) and dotted(node.func).endswith("pow")]
+    raised = [node for node in nodes if isinstance(node, ast.Call) and anatomy.names.operation(node) == "pow"]
     powers |= {ast.unparse(call.args[-1]) for call in raised if call.args}
     products = any(isinstance(n.op, ast.Mult) and ast.unparse(n.left) == ast.unparse(n.right) for n in operators)
     squared = {"pow", "square"} & called or "2" in powers or products
@@ -123,7 +121,7 @@ def _norm(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | Non
 
 
 def _rotary(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
-    names = called_names(info.node)
+    names = anatomy.names.operations(info.node)
     if not ({"cos", "sin"} <= names or "polar" in names):
         return None
     flow = Rotary(anatomy, info.name)
@@ -195,8 +193,9 @@ def _experts(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | 
     return f"stacked weights {', '.join(stacks)} and a forward that takes a routing"
 
 
-def _router(info: ClassInfo) -> str | None:
-    return next((f"{m.name} calls topk" for m in info.methods.values() if "topk" in called_names(m)), None)
+def _router(anatomy: Anatomy, info: ClassInfo) -> str | None:
+    routing = (m.name for m in info.methods.values() if "topk" in anatomy.names.operations(m))
+    return next((f"{name} calls topk" for name in routing), None)
 
 
 def _mixer(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
@@ -212,7 +211,7 @@ def depthwise_convolutions(anatomy: Anatomy, info: ClassInfo) -> list[str]:
 
 _FORWARD_DETECTORS = {Role.NORM: _norm, Role.ROTARY: _rotary}  # with the forward that runs, an inherited one too
 _OWN_FORWARD_DETECTORS = {Role.MLP: _mlp, Role.EXPERTS: _experts, Role.MIXER: _mixer}
-_DETECTORS = {Role.ROUTER: _router}
+_DETECTORS = {Role.ROUTER: _router, Role.ATTENTION: _attention}
 
 
 def _moe_block(anatomy: Anatomy, info: ClassInfo) -> str | None:
@@ -226,7 +225,7 @@ def _expert_list(anatomy: Anatomy, info: ClassInfo) -> str | None:
     """A ModuleList (or ModuleDict) of gated MLPs among which a method routes tokens."""
     routes = Role.ROUTER in info.roles or any(Role.ROUTER in _roles_of(anatomy, build) for build in info.builds)
     # A function that chooses the experts has no class to carry the role; what follows on the choice shows it.
-    routes = routes or any({"one_hot", "where"} & called_names(method) for method in info.methods.values())
+    routes = routes or bool({"one_hot", "where"} & anatomy.names.operations(*info.methods.values()))
     for build in info.builds if routes and "forward" in info.methods else ():
         if build.in_list and is_gated_mlp(anatomy, build.target):
             return f"builds a list of {build.target} as self.{build.attribute} and routes among them"
@@ -282,7 +281,8 @@ def _head(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | Non
         return None
     if anatomy.inherits(info.name, "GenerationMixin"):
         return "generates and takes labels"
-    computes_loss = called_names(forward) & {"loss_function", "CrossEntropyLoss", "cross_entropy"}
+    computes_loss = anatomy.names.operations(forward) & {"CrossEntropyLoss", "cross_entropy"}
+    computes_loss |= {own_attribute(call.func) for call in calls(forward)} & {"loss_function"}  # transformers'
     to_vocabulary = any("vocab" in ast.unparse(v) and anatomy.is_a(v, LINEAR) for v in info.attributes.values())
     return "projects to the vocabulary and computes a loss" if computes_loss and to_vocabulary else None
 
@@ -296,7 +296,7 @@ def own_methods(info: ClassInfo, forward: FunctionNode) -> dict[str, FunctionNod
 def _fusion(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
     takes_media = {*parameter_names(forward)} & {*PIXELS, *AUDIO_INPUTS}
     code = (forward, *own_methods(info, forward).values())
-    scatters = takes_media and any("masked_scatter" in called_names(one) for one in code)
+    scatters = takes_media and "masked_scatter" in anatomy.names.operations(*code)
     return "scatters modality features into the token embeddings" if scatters else None
 
 
@@ -347,7 +347,7 @@ def left_alone_experts(anatomy: Anatomy) -> dict[str, str]:
     """
     roles = {role for info in anatomy.classes.values() for role in info.roles}
     decorators = [one for info in anatomy.classes.values() for one in info.node.decorator_list]
-    is_of_seam = any(is_dispatcher(anatomy, getattr(one, "func", one)) for one in decorators)
+    is_of_seam = any(anatomy.names.is_upstream(one, DISPATCHER) for one in decorators)
     if is_of_seam or {Role.EXPERTS, Role.EXPERT_LIST} & roles:
         return {}
     signs = [sign.split(maxsplit=1) for sign in unread_experts(anatomy)]
@@ -362,7 +362,7 @@ def _signs(anatomy: Anatomy, info: ClassInfo, found: set[str]) -> Iterator[str]:
     if len(stacks) > 1:
         yield f"has the stacked weights {', '.join(stacks)}, and its forward is no loop over them"
     yield from _choices(anatomy, info)
-    if any(is_dispatcher(anatomy, getattr(one, "func", one)) for one in info.node.decorator_list):
+    if any(anatomy.names.is_upstream(one, DISPATCHER) for one in info.node.decorator_list):
         yield f"is decorated with {DISPATCHER}"
     for attribute in ("experts", "local_experts"):
         named = any(found & set(_roles_of(anatomy, b)) for b in info.builds if b.attribute == attribute)
@@ -382,14 +382,8 @@ def _choices(anatomy: Anatomy, info: ClassInfo) -> Iterator[str]:
         )
         for loop in (node for node in walk(method) if isinstance(node, ast.For)):
             looped = lists.intersection(map(own_attribute, walk(loop)))
-            if looped and SUMS & called_names(loop):
+            if looped and SUMS & anatomy.names.operations(loop):
                 yield f"adds up what modules of self.{min(looped)} make of chosen rows"
-
-
-def is_dispatcher(anatomy: Anatomy, decorator: ast.expr) -> bool:
-    """Whether it is transformers' decorator of experts classes, by whatever name."""
-    meaning = anatomy.names.resolve(decorator) or ""
-    return meaning.startswith("transformers.") and meaning.endswith(f".{DISPATCHER}")
 
 
 def attention_of_torch(anatomy: Anatomy, code: ast.AST) -> Iterator[ast.expr]:
@@ -414,9 +408,7 @@ def convolutions(anatomy: Anatomy, method: FunctionNode, own: Sequence[str] = ()
 
 def reads_interface(anatomy: Anatomy, code: ast.AST) -> bool:
     """Whether code names transformers' table of attention functions, by whatever name."""
-    nodes = (node for node in walk(code) if isinstance(node, ast.Name | ast.Attribute))
-    meanings = (anatomy.names.resolve(node) or "" for node in nodes)
-    return any(meaning.startswith("transformers.") and meaning.endswith(f".{INTERFACE}") for meaning in meanings)
+    return any(anatomy.names.is_upstream(node, INTERFACE) for node in walk(code))
 
 
 def unread_heads(module: Module, anatomy: Anatomy) -> list[str]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from patchgen.anatomy.axes import Layer, Size
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
+    arguments,
     calls,
     dotted,
     loaded,
@@ -86,13 +87,13 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None =
     forward = forward or info.methods["forward"]
     place, loop, layers = _loop(forward)
     attentions = _attentions(anatomy, info, layers)
-    carried = _carried(loop)
-    above = {*stored(*forward.body[:place]), *parameter_names(forward)}
-    inside = {*stored(*loop.body, loop.target)}
-    rows, bounds, longest, lists = [carried], [], [], _lists(forward.body[:place])
     built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers]
     method = anatomy.method(built[0] or "", "forward") if len(built) == 1 else None
     takes = parameter_names(method[1]) if method is not None else []
+    carried = _carried(loop, takes)
+    above = {*stored(*forward.body[:place]), *parameter_names(forward)}
+    inside = {*stored(*loop.body, loop.target)}
+    rows, bounds, longest, lists = [carried], [], [], _lists(forward.body[:place])
     for name in dict.fromkeys(loaded(loop)):
         if name in (carried, "self", "kwargs") or name not in above:
             continue
@@ -107,7 +108,7 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None =
             raise LeftAlone(f"its layers read {name}, which has no known meaning on a slice of the rows")
     if not bounds:
         raise LeftAlone("its layers are handed no cumulative lengths")
-    _require_rows(anatomy, info, layers, loop, lists, attentions)
+    _require_rows(anatomy, info, layers, loop, carried, lists, attentions)
     group = _group(anatomy, info)
     rows_of = "*." if group == "1" else "r."  # groups are made of rows of `[N, C]`
     values = dict.fromkeys([carried, *(name for name in dict.fromkeys(loaded(loop)) if name in lists)], rows_of)
@@ -121,6 +122,7 @@ def _require_rows(
     info: ClassInfo,
     layers: str,
     loop: ast.For,
+    carried: str,
     lists: set[str],
     attentions: Mapping[str, FunctionNode],
 ) -> None:
@@ -136,7 +138,7 @@ def _require_rows(
             raise LeftAlone(f"{build.target} is not known to treat each row by itself: {ast.unparse(mixed)}")
     values = dict.fromkeys(loaded(loop)) | {name: [None] for name in lists}
     called = {dotted(call.func) for call in calls(*loop.body)}
-    values |= {name: Layer() for name in stored(loop.target) if name in called} | {_carried(loop): "r."}
+    values |= {name: Layer() for name in stored(loop.target) if name in called} | {carried: "r."}
     other = mixing(loop.body * 2, values, info.name, anatomy, groups=True)
     if other is not None:
         raise LeftAlone(f"its loop does more than to call the layers: {ast.unparse(other)}")
@@ -225,14 +227,14 @@ def _layers(loop: ast.For) -> str | None:
     return next(over, None) if called & set(stored(loop.target)) else None
 
 
-def _carried(loop: ast.For) -> str:
-    """The name that the layers take first and give back."""
+def _carried(loop: ast.For, takes: Sequence[str]) -> str:
+    """The name that the layers take first (their parameters are `takes`) and give back."""
     layer = set(stored(loop.target))
     inside = set(stored(*loop.body))
     for call in (call for call in calls(*loop.body) if dotted(call.func) in layer):
-        given = [*call.args, *(k.value for k in call.keywords if k.arg == "hidden_states")]
-        if given and isinstance(given[0], ast.Name) and given[0].id in inside:
-            return given[0].id
+        given = arguments(call, takes[:1]).get(takes[0]) if takes else next(iter(call.args), None)
+        if isinstance(given, ast.Name) and given.id in inside:
+            return given.id
     raise LeftAlone("its loop carries no hidden states from layer to layer")
 
 

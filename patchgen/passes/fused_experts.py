@@ -9,7 +9,7 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import dotted
 from patchgen.anatomy.experts import ExpertsFormula, read_experts
 from patchgen.anatomy.imported import imported_code
-from patchgen.anatomy.roles import DISPATCHER, is_dispatcher, left_alone_experts, unread_experts
+from patchgen.anatomy.roles import DISPATCHER, left_alone_experts, unread_experts
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, format_code
 from patchgen.source import Block, Module
@@ -82,7 +82,8 @@ class FusedExperts(SitePass):
         editor = Editor(block, self.mark)
         for decorator in getattr(block.node, "decorator_list", ()):
             called = getattr(decorator, "func", decorator)
-            if is_dispatcher(anatomy, called) and dotted(called) != DISPATCHER:  # which would run beside us
+            if anatomy.names.is_upstream(called, DISPATCHER) and dotted(called) != DISPATCHER:
+                # It would run beside ours.
                 raise Missed(f"transformers' decorator by its name, @{DISPATCHER}", decorator)
             if dotted(called) == DISPATCHER:
                 editor.instead(decorator, _with_our_register(decorator))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, loaded, stored
+from patchgen.anatomy.flow import Attention
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import (
     HAND_WRITTEN,
@@ -136,10 +137,10 @@ def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
         for code in (method, *map(anatomy.functions.get, _functions_below(anatomy, method)), *tables):
             for node in attention_of_torch(anatomy, code) if isinstance(code, FunctionNode | ast.Assign) else ():
                 return f"line {node.lineno} calls {ast.unparse(node)} itself: {NOT_CHOSEN}"
-    called = called_names(info.node)
-    products = called & {"matmul", "bmm", "baddbmm", "einsum"}
-    by_hand = "softmax" in called and products and not reads_interface(anatomy, info.node)
-    return f"{HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel" if by_hand else ""
+    flow, forward = Attention(anatomy, info.name), anatomy.method(info.name, "forward")
+    if forward is not None and not any(reads_interface(anatomy, one.node) for one in anatomy.lineage(info.name)):
+        flow.run(forward[1])
+    return f"{HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel" if flow.found else ""
 
 
 def _sequence_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | None:

@@ -74,6 +74,17 @@ def test_another_quotient_is_no_norm(code: str):
     assert Role.NORM not in roles(forward(code))
 
 
+OWN = "def {}(x, *more):\n    return x\n"
+
+
+@pytest.mark.parametrize("name", ["mean", "rsqrt", "square"])
+def test_a_functions_own_namesake_is_no_operation_of_a_norm(name: str):
+    """`name(...)` is torch's if it is imported from there, and nothing if this file defines it."""
+    code = forward("return x * torch.rsqrt(torch.mean(torch.square(x), -1))").replace(f"torch.{name}(", f"{name}(")
+    assert Role.NORM in roles(code, above=f"from torch import {name}")
+    assert Role.NORM not in roles(code, above=OWN.format(name))
+
+
 BUFFERS = """
 def __init__(self, config):
     frequencies, self.scale = self.compute(config)
@@ -196,6 +207,10 @@ LIST = "def __init__(self, config):\n    self.parts = nn.ModuleList([Gated(confi
 def test_routers_blocks_and_lists_of_experts():
     assert roles("def choose(self, x):\n    return torch.topk(x, 2)")[Role.ROUTER] == "choose calls topk"
     assert Role.ROUTER not in roles(forward("return x.sort()"))
+    plain = forward("return topk(x, 2)")
+    assert Role.ROUTER in roles(plain, above="from torch import topk")
+    assert Role.ROUTER not in roles(plain, above=OWN.format("topk"))
+    assert Role.ROUTER not in roles(forward("return self.topk(x, 2)"))
     built = "def __init__(self, config):\n    self.experts = {}(config)\n"
     assert roles(built.format("Stacked"))[Role.MOE_BLOCK] == "builds Stacked as self.experts"
     assert Role.MOE_BLOCK not in roles(built.format("Gated"))
@@ -203,9 +218,11 @@ def test_routers_blocks_and_lists_of_experts():
     told = "builds a list of Gated as self.parts and routes among them"
     assert roles(LIST + routed)[Role.EXPERT_LIST] == told
     assert roles(LIST + forward("return x.topk(2)"))[Role.EXPERT_LIST] == told
-    assert roles(LIST + forward("return one_hot(x)"))[Role.EXPERT_LIST] == told
+    assert roles(LIST + forward("return F.one_hot(x)"))[Role.EXPERT_LIST] == told
     chosen = "class Chooser:\n    def choose(self, x):\n        return x.topk(2)\n"
     assert Role.EXPERT_LIST in roles(LIST + "    self.chooser = Chooser()\n" + forward("return x"), above=chosen)
+    for name in ("one_hot", "where"):
+        assert Role.EXPERT_LIST not in roles(LIST + forward(f"return {name}(x)"), above=OWN.format(name))
     for other in (
         LIST + forward("return x"),
         LIST.replace("Gated", "Stacked") + routed,

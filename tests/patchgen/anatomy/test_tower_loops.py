@@ -101,7 +101,7 @@ def test_a_loop_by_what_its_layers_take():
     ("edits", "changed"),
     [
         ([("for number, blk in enumerate(self.blocks)", "for blk in self.blocks[:2]")], {}),
-        ([("blk(hidden_states, ", "blk(hidden_states=hidden_states, ")], {}),
+        ([("blk(hidden_states, ", "blk(x=hidden_states, ")], {}),
         # The side that the config states, by whatever attribute; no attribute of that name that holds something else.
         ([(BUILT, "        self.side = config.spatial_merge_size\n" + BUILT)], {"group": "self.side**2", "gathers": ((10, ("merged",)),)}),
         ([(BUILT, "        self.side = config.merge_size\n        self.unit = self.side * self.side\n" + BUILT)], {"group": "self.unit", "gathers": ((10, ("merged",)),)}),

@@ -469,3 +469,21 @@ def test_rows_of_positions_are_known():
         "require_whole_sequence"
         not in applied(LanguageSP(), POSITIONS.replace(f"position_ids = {COUNTED}", rows)).module.text
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "noted"),
+    [
+        ("((x @ x.mT).softmax(-1)) @ x", True),
+        ("torch.matmul(torch.softmax(torch.matmul(x, x.mT), -1), x)", True),
+        ("torch.matmul(x.softmax(-1), x)", False),  # gates, which weigh no scores
+        ("torch.matmul(softmax(torch.matmul(x, x.mT)), x)", False),  # which is the file's own
+    ],
+)
+def test_attention_written_by_hand_is_noted_by_what_it_computes(code: str, noted: bool):
+    own = "def softmax(x):\n    return x\n"
+    text = (
+        f"from torch import nn\n\n{own}\nclass Pools(nn.Module):\n    def forward(self, x):\n        return {code}\n"
+    )
+    notes = applied(MixerSP(), text).notes
+    assert bool(notes) is noted and all(note.startswith("Pools: hand-written softmax(q k) v") for note in notes)
