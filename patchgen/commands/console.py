@@ -1,4 +1,4 @@
-"""What commands print on."""
+"""The console that commands print to."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def print_diff(lines: Iterable[str], indent: str = "") -> None:
 
 
 def shown(path: Path) -> str:
-    """The path as the user sees it from here; the linked folder by its real name."""
+    """The path relative to the working directory, if it is inside, with links resolved."""
     resolved = path.resolve()
     return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(resolved)

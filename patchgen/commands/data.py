@@ -1,4 +1,4 @@
-"""data: what a recipe learns, as text and as a page."""
+"""data: what a recipe trains on, as text and as a page."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def show(path: Path, assignments: list[str], *, rows: int, html: Path | None, ev
         from patchgen.runtime.train import data_view
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
-        raise ConfigError(f"Data need the package {error.name}: `pip install 'patchgen[train]'`.") from error
+        raise ConfigError(f"Data needs the package {error.name}: `pip install 'patchgen[train]'`.") from error
     try:
         recipe = recipes.load(path, recipes.parse_overrides(assignments))
-        shown = data_view.view(recipe, rows=rows, evaluation=evaluation)
+        view = data_view.view(recipe, rows=rows, evaluation=evaluation)
     except recipes.RecipeError as error:
         raise ConfigError(str(error)) from error
     except DataError as error:
         raise PatchgenError(str(error)) from error
     if html is None:
-        print(as_text(shown, colour=sys.stdout.isatty()), end="")
+        print(as_text(view, colour=sys.stdout.isatty()), end="")
     else:
-        html.write_text(as_page(shown, title=recipe.name), encoding="utf-8")
+        html.write_text(as_page(view, title=recipe.name), encoding="utf-8")
         print(f"Wrote {html}.")

@@ -16,7 +16,15 @@ from rich.progress import track
 from patchgen import provenance, upstream
 from patchgen.commands import examination
 from patchgen.commands.console import console
-from patchgen.commands.examination import CAUSAL_MAP, FAILED, GENERATED, IMPLEMENTATIONS, PROVEN, phrase, quiet
+from patchgen.commands.examination import (
+    CAUSAL_MAP,
+    FAILED,
+    GENERATED,
+    IMPLEMENTATIONS,
+    PROVEN,
+    set_worker_environment,
+    short_reason,
+)
 from patchgen.errors import ConfigError
 from patchgen.runtime.verify import records, source_keys
 from patchgen.runtime.verify.committed_models import page_of, records_folder
@@ -30,11 +38,11 @@ MAPS = {
     "conditional": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "base": "MODEL_MAPPING_NAMES",
 }
-"""Kind -> upstream's mapping, as `runtime/verify/head_kinds.py` has them, which loads torch."""
+"""Kind -> upstream's mapping, as in `runtime/verify/head_kinds.py`, which loads torch."""
 
 
 def heads_of(release: upstream.Release) -> dict[str, dict[str, str]]:
-    """Model type -> kind -> class, of the types that take text: those with a causal head, or with one of these."""
+    """Model type -> kind -> class, for the types that take text: those with a causal head, or with one of these."""
     found: dict[str, dict[str, str]] = {}
     text = {kind for name in (CAUSAL_MAP, *list(MAPS.values())[:-1]) for kind in release.auto_map(name)}
     for kind, mapping in MAPS.items():
@@ -46,9 +54,9 @@ def heads_of(release: upstream.Release) -> dict[str, dict[str, str]]:
 
 
 def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | None, *, fresh: bool) -> int:
-    """Generates and proves each head by itself; 0 if any is proven, or, with `only`, if all of those types' are.
+    """Generates and proves each head separately; 0 if any is proven, or, with `only`, if all heads of those types are.
 
-    A row that holds is not made again; interrupted, it goes on where it stopped.
+    Current rows are kept; an interrupted sweep resumes.
 
     Raises:
         ConfigError: no such type, or a process died.
@@ -57,38 +65,40 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
     known = heads_of(release)
     if unknown := [kind for kind in only if kind not in known]:
         raise ConfigError(
-            f"--only {unknown[0]}: {release.origin} has no head of these kinds for it: {', '.join(MAPS)}."
+            f"--only {unknown[0]}: {release.origin} has no head of that type of these kinds: {', '.join(MAPS)}."
         )
     wanted = {kind: known[kind] for kind in only or known}
     path = (output or records_folder()) / FILE
     rows = {} if fresh else read(path)
-    old = set(stale(path, release, wanted)) if rows else {*wanted}
+    stale = set(stale_types(path, release, wanted)) if rows else {*wanted}
     for (kind, _), row in rows.items():
-        if kind in wanted and kind not in old:  # it holds: what the generator is now gives the same bytes
+        if kind in wanted and kind not in stale:  # today's generator gives the same text
             row["sources"] = source_keys.model_sources(kind, release)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=quiet) as pool:
-        futures = {pool.submit(examine, kind, wanted[kind], release.version): kind for kind in wanted if kind in old}
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=set_worker_environment) as pool:
+        futures = {pool.submit(examine, kind, wanted[kind], release.version): kind for kind in wanted if kind in stale}
         done = track(as_completed(futures), "sweeping", len(futures), console=console, disable=not console.is_terminal)
         for future in done:
             try:
                 found = future.result()
             except OSError as error:  # BrokenProcessPool is one
-                raise ConfigError(f"A process died at or before {futures[future]}: {error}. Run it again.") from error
+                raise ConfigError(
+                    f"A process died at or before {futures[future]}: {error}. To fix: run the sweep again."
+                ) from error
             rows |= {(row["model_type"], row["kind"]): row for row in found}
             write(path, rows)
             if not console.is_terminal:
                 for row in found:
                     console.print(f"{row['head']}: {row['status']} {row['reason']}", soft_wrap=True, markup=False)
     write(path, rows)
-    asked = [rows[kind, name] for kind, heads in wanted.items() for name in heads]
-    proven = [row for row in asked if row["status"] == PROVEN]
-    console.print(f"{counts(asked)}; written: {path} and {page_of(path)}", soft_wrap=True)
-    return 0 if (len(proven) == len(asked) if only else proven) else 1
+    swept = [rows[kind, name] for kind, heads in wanted.items() for name in heads]
+    proven = [row for row in swept if row["status"] == PROVEN]
+    console.print(f"{counts(swept)}; written: {path} and {page_of(path)}", soft_wrap=True)
+    return 0 if (len(proven) == len(swept) if only else proven) else 1
 
 
 def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[dict]:
-    """The rows of a type: each of its heads generated by itself and proven."""
+    """The rows of a type: each of its heads generated separately and proven."""
     from patchgen.runtime.verify.verify_model import judge
 
     release = upstream.open_release(version)
@@ -96,19 +106,19 @@ def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[dic
     found = []
     for kind, head in heads.items():
         start = time.perf_counter()
-        whole, reason, text = examination.generate(model_type, release.version, [head])
+        models, reason, digest = examination.generate(model_type, release.version, [head])
         status = FAILED
-        if whole:
+        if models:
             with tempfile.TemporaryDirectory() as folder:
-                directory = examination.write(whole, Path(folder))
+                directory = examination.write(models, Path(folder))
                 try:
                     outcome, _ = judge(directory, head=head, implementations=IMPLEMENTATIONS)
                     status, reason = outcome.status, outcome.reason
-                except Exception as error:  # upstream's own code runs here
-                    status, reason = GENERATED, phrase(error)
+                except Exception as error:  # upstream's code runs here and may raise anything
+                    status, reason = GENERATED, short_reason(error)
         row = {"model_type": model_type, "kind": kind, "head": head, "status": status, "reason": reason}
         seconds = round(time.perf_counter() - start, 2)
-        made_with = records.row_key(text, records.present_key() | {"transformers": version})
+        made_with = records.row_key(digest, records.present_key() | {"transformers": version})
         found.append({**row, "seconds": seconds, "sources": sources, "made_with": made_with})
     return found
 
@@ -120,7 +130,7 @@ def read(path: Path) -> dict[tuple[str, str], dict]:
 
 
 def write(path: Path, rows: Mapping[tuple[str, str], dict]) -> None:
-    """Writes the record and its page, each whole or not at all."""
+    """Writes the record and its page, each atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [rows[place] for place in sorted(rows)]
     record = json.dumps({"key": records.present_key(), "rows": ordered}, indent=1) + "\n"
@@ -138,26 +148,26 @@ def page(rows: list[dict]) -> str:
 def counts(rows: Iterable[Mapping]) -> str:
     """How many are proven, kind by kind."""
     rows = list(rows)
-    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in MAPS}
-    return ", ".join(f"{kind}: {sum(r['status'] == PROVEN for r in of)} of {len(of)}" for kind, of in by_kind.items())
+    statuses = {kind: [row["status"] for row in rows if row["kind"] == kind] for kind in MAPS}
+    return ", ".join(f"{kind}: {found.count(PROVEN)} of {len(found)}" for kind, found in statuses.items())
 
 
-def stale(path: Path, release: upstream.Release, wanted: Mapping[str, Mapping[str, str]] | None = None) -> list[str]:
-    """The types with a head whose row is missing or does not hold for the sources that stand here."""
+def stale_types(
+    path: Path, release: upstream.Release, wanted: Mapping[str, Mapping[str, str]] | None = None
+) -> list[str]:
+    """The types with a head whose row is missing or stale."""
     rows, key, found = read(path), records.wanted_key(), []
     for model_type, heads in (wanted or heads_of(release)).items():
         sources = source_keys.model_sources(model_type, release)
         for kind, head in heads.items():
             row = rows.get((model_type, kind))
-            text = None
+            digest = None
             if row is not None and row["head"] == head:
-                is_unmoved = row["sources"] == sources
-                text = (
-                    row["made_with"]["generated"]
-                    if is_unmoved
-                    else examination.generate(model_type, release.version, [head])[2]
-                )
-            if not records.holds(row, key, text):
+                if row["sources"] == sources:
+                    digest = row["made_with"]["generated"]
+                else:
+                    digest = examination.generate(model_type, release.version, [head])[2]
+            if not records.holds(row, key, digest):
                 found.append(model_type)
                 break
     return found

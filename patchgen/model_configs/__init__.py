@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from patchgen import own
+from patchgen import project_code
 from patchgen.errors import ConfigError
 from patchgen.passes.hand_edits import Edit
 
@@ -71,7 +71,7 @@ def config_for(model: str, file: Path | None = None) -> ModelConfig:
     file = file or file_of(model)
     if not model.isidentifier() or not file.is_file():
         return ModelConfig(model=model)
-    config = getattr(own.load(file), "CONFIG", None)
+    config = getattr(project_code.load(file), "CONFIG", None)
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"{shown_file(model, file)} must define CONFIG = ModelConfig(...).")
     if config.model != model:
@@ -81,7 +81,7 @@ def config_for(model: str, file: Path | None = None) -> ModelConfig:
 
 def folder() -> Path:
     """Where new configs go: the folder that the project names, else this package."""
-    project = own.present()
+    project = project_code.current_project()
     return project.path(project.configs) if project is not None and project.configs else Path(__file__).parent
 
 

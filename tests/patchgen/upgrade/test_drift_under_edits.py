@@ -199,7 +199,7 @@ def test_the_text_of_a_class_is_its_head_or_all_of_it():
     text = "class A(B):\n    def run(self):\n        return 1\n\n\nclass C:\n    pass\n"
     symbol = symbols_of(text)["A"]
     assert symbol.text(text) == "class A(B):\n    pass"
-    assert symbol.text(text, whole=True) == text.partition("\n\n\n")[0]
+    assert symbol.text(text, with_members=True) == text.partition("\n\n\n")[0]
 
 
 def test_generate_refuses_to_hide_drift_until_it_was_reviewed(tmp_path: Path):
