@@ -52,7 +52,7 @@ def generate(
     transformers: Transformers = None,
     source: Source = None,
     config: Annotated[
-        Path | None, Option("--config", help="the config of --source, instead of patchgen_NAME.py beside it")
+        Path | None, Option("--config", help="of --source, by default patchgen_NAME.py beside it")
     ] = None,
     output: Annotated[Path | None, Option(help="the folder to write, instead of generated_models/")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="show, write nothing")] = False,
@@ -180,8 +180,7 @@ def list_models() -> None:
 def upgrade(
     models: Models = None,
     to: Annotated[
-        str | None,
-        Option("--to", "--transformers", help="a release, a wheel or a folder, instead of the installed one"),
+        str | None, Option("--to", "--transformers", help="a release, wheel or folder, instead of the installed one")
     ] = None,
     apply: Annotated[
         bool, Option("--apply", help="regenerate, prove in the release's own environment, write")
@@ -225,14 +224,10 @@ def verify(
     if against is not None:
         others = {"--directory": directory, "--head": head, "--ranks": ranks > 1, "--outdated": outdated}
         if conflicts := [name for name, value in others.items() if value]:
-            raise ConfigError(
-                f"--against proves committed files unchanged, in one process. To fix: omit {conflicts[0]}."
-            )
+            raise ConfigError(f"--against proves unchanged files, in one process. To fix: omit {conflicts[0]}.")
         raise typer.Exit(commands.upgrading.verify_against(models or [], against, every=every, python=python))
     if outdated and directory is not None:
-        raise ConfigError(
-            "--outdated selects committed models, and --directory names another file. To fix: omit one of them."
-        )
+        raise ConfigError("--outdated selects committed models, --directory another file. To fix: omit one of them.")
     if ranks == 1 and (sp > 1 or ep > 1 or fsdp):
         raise ConfigError("--sp, --ep and --fsdp lay out several ranks. To fix: give their number, as in --ranks 4.")
     layout = commands.proof.Layout(ranks, sp=sp, ep=ep, fsdp=fsdp) if ranks > 1 else None
@@ -292,9 +287,7 @@ def train(
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="start over; an earlier run is moved aside")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")] = False,
-    verbose: Annotated[
-        bool, Option("--verbose", help="with --dry-run: show the recipe with all defaults, too")
-    ] = False,
+    verbose: Annotated[bool, Option("--verbose", help="with --dry-run: also the recipe with all defaults")] = False,
     print_config: Annotated[bool, Option("--print-config", help="show the recipe with all defaults")] = False,
     script: Annotated[str | None, Option(help="print a start script: slurm or ssh")] = None,
 ) -> None:
@@ -333,9 +326,7 @@ def data(
     rows: Annotated[int, Option(min=1, help="packed rows to show")] = 1,
     html: Annotated[Path | None, Option(help="write a page instead of text")] = None,
     evaluation: Annotated[bool, Option("--eval", help="show eval_data instead")] = False,
-    assignments: Annotated[
-        list[str] | None, Option("--set", help="a value of the recipe, such as data.kind=chat")
-    ] = None,
+    assignments: Assignments = None,
 ) -> None:
     """Show what a recipe trains on: its packed rows with the tokens that have a loss marked, counts, lengths.
 
@@ -356,12 +347,9 @@ def export(
     layout: Layout = None,
     dtype: DType = None,
     source: Annotated[
-        Path | None,
-        Option(help="the original, for its tokenizer and untrained weights, instead of the one the run read"),
+        Path | None, Option(help="the original, for its tokenizer and untrained weights; by default the run's")
     ] = None,
-    trained_only: Annotated[
-        bool, Option("--trained-only", help="omit what the original has besides the model")
-    ] = False,
+    trained_only: Annotated[bool, Option("--trained-only", help="omit weights that are not the model's")] = False,
     code: Code = None,
     generated: GeneratedIn = None,
 ) -> None:
@@ -377,9 +365,7 @@ def export(
 def merge(
     adapter: Annotated[Path, Argument(help="a folder that PEFT saved, such as runs/one/adapter", show_default=False)],
     output: Annotated[Path, Option(help="the folder to write")],
-    source: Annotated[
-        Path | None, Option(help="the checkpoint that it was trained on, instead of the one it names")
-    ] = None,
+    source: Annotated[Path | None, Option(help="the checkpoint it was trained on, by default as it says")] = None,
     layout: Layout = None,
     dtype: DType = None,
     code: Code = None,

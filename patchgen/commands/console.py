@@ -11,10 +11,10 @@ console = Console(highlight=False)
 STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
-def print_diff(lines: Iterable[str], indent: str = "") -> None:
-    """The lines of a unified diff, coloured."""
+def print_diff(lines: Iterable[str], indent: str = "", to: Console = console) -> None:
+    """Prints the lines of a unified diff in colour."""
     for line in lines:
-        console.print(indent + line, style=STYLES.get(line[:1]), markup=False, soft_wrap=True)
+        to.print(indent + line, style=STYLES.get(line[:1]), markup=False, soft_wrap=True)
 
 
 def shown(path: Path) -> str:

@@ -16,15 +16,7 @@ from rich.progress import track
 from patchgen import provenance, upstream
 from patchgen.commands import examination
 from patchgen.commands.console import console
-from patchgen.commands.examination import (
-    CAUSAL_MAP,
-    FAILED,
-    GENERATED,
-    IMPLEMENTATIONS,
-    PROVEN,
-    set_worker_environment,
-    short_reason,
-)
+from patchgen.commands.examination import CAUSAL_MAP, FAILED, GENERATED, IMPLEMENTATIONS, PROVEN
 from patchgen.errors import ConfigError
 from patchgen.runtime.verify import records, source_keys
 from patchgen.runtime.verify.committed_models import page_of, records_folder
@@ -75,16 +67,14 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
         if kind in wanted and kind not in stale:  # today's generator gives the same text
             row["sources"] = source_keys.model_sources(kind, release)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=set_worker_environment) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=examination.set_worker_environment) as pool:
         futures = {pool.submit(examine, kind, wanted[kind], release.version): kind for kind in wanted if kind in stale}
         done = track(as_completed(futures), "sweeping", len(futures), console=console, disable=not console.is_terminal)
         for future in done:
             try:
                 found = future.result()
             except OSError as error:  # BrokenProcessPool is one
-                raise ConfigError(
-                    f"A process died at or before {futures[future]}: {error}. To fix: run the sweep again."
-                ) from error
+                raise ConfigError(f"A process died at or before {futures[future]}: {error}. Run it again.") from error
             rows |= {(row["model_type"], row["kind"]): row for row in found}
             write(path, rows)
             if not console.is_terminal:
@@ -115,7 +105,7 @@ def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[dic
                     outcome, _ = judge(directory, head=head, implementations=IMPLEMENTATIONS)
                     status, reason = outcome.status, outcome.reason
                 except Exception as error:  # upstream's code runs here and may raise anything
-                    status, reason = GENERATED, short_reason(error)
+                    status, reason = GENERATED, examination.short_reason(error)
         row = {"model_type": model_type, "kind": kind, "head": head, "status": status, "reason": reason}
         seconds = round(time.perf_counter() - start, 2)
         made_with = records.row_key(digest, records.present_key() | {"transformers": version})
@@ -152,9 +142,7 @@ def counts(rows: Iterable[Mapping]) -> str:
     return ", ".join(f"{kind}: {found.count(PROVEN)} of {len(found)}" for kind, found in statuses.items())
 
 
-def stale_types(
-    path: Path, release: upstream.Release, wanted: Mapping[str, Mapping[str, str]] | None = None
-) -> list[str]:
+def stale_types(path: Path, release: upstream.Release, wanted: Mapping[str, Mapping] | None = None) -> list[str]:
     """The types with a head whose row is missing or stale."""
     rows, key, found = read(path), records.wanted_key(), []
     for model_type, heads in (wanted or heads_of(release)).items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import copy
 import io
 import re
@@ -397,7 +396,7 @@ def _needed(name: str, blocks: Mapping[str, ast.AST]) -> set[str]:
         if current in found or current not in blocks:
             continue
         found.add(current)
-        pending += [n.id for n in ast.walk(blocks[current]) if isinstance(n, ast.Name) and n.id not in dir(builtins)]
+        pending += [n.id for n in ast.walk(blocks[current]) if isinstance(n, ast.Name)]
     return found
 
 

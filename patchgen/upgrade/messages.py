@@ -74,7 +74,7 @@ def _stripped_lines(text: str) -> list[str]:
 
 def _show_change(old: str, new: str, labels: tuple[str, str], console: Console) -> None:
     lines = difflib.unified_diff(old.splitlines(), new.splitlines(), *labels, n=2, lineterm="")
-    print_diff(lines, indent="    ")
+    print_diff(lines, "    ", console)
 
 
 def summary(found: Upgrade) -> Iterator[str]:

@@ -73,8 +73,8 @@ def test_highlighting_of_odd_text(text):
 
 
 @given(TEXT, TEXT)
-def test_opcodes_cover_both_texts_and_equal_ones_are(before, after):
-    found = lines.opcodes(before, after)
+def test_diff_blocks_cover_both_texts_and_equal_ones_are_equal(before, after):
+    found = lines.diff_blocks(before, after)
     assert [line for _, left, _ in found for line in before[left]] == before
     assert [line for _, _, right in found for line in after[right]] == after
     assert all(before[left] == after[right] for kind, left, right in found if kind == "equal")

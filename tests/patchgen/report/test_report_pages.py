@@ -106,7 +106,7 @@ def test_a_model_from_a_file_is_compared_with_that_file(tmp_path, models):
     page = model.page("own")
     assert "&lt;/script&gt;&lt;img src=x&gt;" in page and "<img" not in page
     source.unlink()
-    with pytest.raises(UpstreamNotFound, match="There is no file"):
+    with pytest.raises(UpstreamNotFound, match="modeling_own.py, which does not exist"):
         model.page("own")
 
 
