@@ -84,14 +84,9 @@ def summary(events: list[tuple[str, int, int]], steps: int) -> list[tuple[str, f
         times[kind] += end - start
         counts[kind] += 1
         spans[kind in EXCHANGES].append((start, end))
-    duration = max(end for _, _, end in events) - min(start for _, start, _ in events)
+    wall = max(end for _, _, end in events) - min(start for _, start, _ in events)
     computing, busy = total(union(spans[False])), total(union(spans[True] + spans[False]))
-    parts = {
-        "a step": duration,
-        "computing": computing,
-        "exchange alone": busy - computing,
-        "nothing": duration - busy,
-    }
+    parts = {"a step": wall, "computing": computing, "exchange alone": busy - computing, "nothing": wall - busy}
     found = [(kind, time, counts[kind]) for kind, time in times.most_common()]
     found += [(part, time, 0) for part, time in parts.items()]
     return [(what, time / 1e6 / steps, count / steps) for what, time, count in found]
