@@ -1,19 +1,19 @@
-"""Loading weights from disk: speed beside plain reading of the same files, and peak memory beside the model's own share.
+"""Loading weights from disk: speed relative to plain reading of the same files, and peak memory above the model's share.
 
-    python benchmarks/bench_checkpoints.py --directory /scratch --layers 6             # whole, on one rank
+    python benchmarks/bench_checkpoints.py --directory /scratch --layers 6             # the full model, on one rank
     python benchmarks/bench_checkpoints.py --directory /scratch --layers 15 --ranks 4 --ep 4
     python benchmarks/bench_checkpoints.py --directory /scratch --layers 20 --device cuda  # 26 GB, to a GPU
 
-Makes files in the shape of Qwen3-30B-A3B (48 layers there, `--layers` here) with one key per expert, in bf16, and removes
-them afterwards. Each measurement is a process of its own, with the files dropped from the page cache before it (with
-`--warm`: all in it). With `--ranks` the process is rank 0 of that many, on torch's fake process group: it reads its own
-share and talks to nobody.
+Writes files in the shape of Qwen3-30B-A3B (48 layers, here `--layers`) with one key per expert, in bf16, and removes them
+afterwards. Each measurement is a separate process, with the files dropped from the page cache before it (with `--warm`: all in
+it). With `--ranks` the process is rank 0 of that many, on torch's fake process group: it reads its shards and does not
+communicate.
 
-speed_ratio        beside reading the same files one after the other into one buffer that is used again
-ratios             the same, of each round
-speed_ratio_kept   beside reading them into memory of its own, in large pages, as weights need it
-page_cache         how much of the files was in it before a load
-memory_at_hand     "yes": the machine had free memory at hand for each of them (`settle`); "no" with `--unsettled`, and to GPUs
+speed_ratio        relative to reading the same files one after the other into one reused buffer
+ratios             the same, per round
+speed_ratio_kept   relative to reading them into newly allocated memory, in large pages, as weights need it
+page_cache         the share of the files that was in the page cache before a load
+memory_at_hand     "yes": each of them had allocated and freed the memory before (`settle`); "no" with `--unsettled`, and to GPUs
 Appends to benchmarks/results_checkpoints.csv.
 """
 
@@ -128,11 +128,11 @@ def cached_share(directory: Path) -> float:
 
 
 def settle(num_bytes: int) -> None:
-    """Lets the machine have this much free memory at hand, by touching and freeing it in another process.
+    """Makes the machine allocate this much memory, by touching and freeing it in another process.
 
-    No more than three quarters of what is free: others may run here, and files stay in the page cache. On a virtual
-    machine the host takes back what is freed, and gives it again page by page, which costs more than reading a file
-    does. Whoever is measured first, or comes after imports of a few seconds, would pay for that.
+    At most three quarters of the free memory: other processes may run, and files stay in the page cache. On a virtual
+    machine the host reclaims freed memory and returns it page by page, which takes longer than reading a file. The first
+    measurement, or one after imports of a few seconds, would include that time.
     """
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     num_bytes = min(num_bytes, int(fields["MemFree"].split()[0]) * 1024 * 3 // 4)
@@ -145,7 +145,7 @@ def settle(num_bytes: int) -> None:
 
 
 def read_sequentially(directory: Path, *, keep: bool, at_hand: bool) -> dict[str, float]:
-    """Every byte of every file, into one buffer, or, with `keep`, into memory of its own, as weights need it."""
+    """Reads every file into one buffer, or, with `keep`, into newly allocated memory, as weights need it."""
     buffer = bytearray(BLOCK)
     total, kept = 0, []
     if at_hand:
@@ -164,7 +164,7 @@ def read_sequentially(directory: Path, *, keep: bool, at_hand: bool) -> dict[str
 
 
 def load(directory: Path, layers: int, ranks: int, ep: int, device: str, *, at_hand: bool) -> dict[str, object]:
-    """Rank 0's load. The model's own share is host memory on the CPU only."""
+    """Rank 0's load. The model's share counts as host memory only on the CPU."""
     import torch
 
     from patchgen.runtime.checkpoint import load_pretrained
@@ -203,12 +203,12 @@ def load(directory: Path, layers: int, ranks: int, ep: int, device: str, *, at_h
 
 
 def peak_memory() -> int:
-    """Bytes that this process had in host memory at most."""
+    """The peak host memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def check(model, directory: Path) -> None:
-    """What was timed did load: some tensors against the safetensors library."""
+    """Compares some loaded tensors with those of the safetensors library."""
     import torch
     from safetensors import safe_open
 
@@ -221,7 +221,7 @@ def check(model, directory: Path) -> None:
 
 
 def in_a_process(*arguments: str) -> dict:
-    """The JSON that this script prints in a process of its own."""
+    """The JSON that this script prints in a separate process."""
     command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -257,7 +257,7 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
     for _ in range(options.repeat):
         run("read", reads)
         run("load", loads)
-    if options.device == "cpu":  # afterwards: the memory that it frees would be at hand for the next load
+    if options.device == "cpu":  # last: the next load would get the memory that it frees
         for _ in range(options.repeat):
             run("keep", keeps)
     sequential = statistics.median(one["gb"] / one["seconds"] for one in reads)
@@ -292,7 +292,7 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--directory", type=Path, required=True, help="where the files are made")
+    parser.add_argument("--directory", type=Path, required=True, help="the folder to write the files to")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
@@ -302,7 +302,7 @@ def main() -> None:
         "--warm", action="store_true", help="files in the page cache; they and the model must fit memory"
     )
     parser.add_argument("--unsettled", action="store_true", help="take memory as it comes")
-    parser.add_argument("--keep", action="store_true", help="leave the files, and use those that are there")
+    parser.add_argument("--keep", action="store_true", help="keep the files, and use existing ones")
     parser.add_argument("--part", choices=("read", "keep", "load"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part in ("read", "keep"):

@@ -1,10 +1,10 @@
-"""Checkpoints on GPUs: a round trip in bf16, and how much of an asynchronous save training does not notice.
+"""Checkpoints on GPUs: a round trip in bf16, and how much of an asynchronous save overlaps with training.
 
     torchrun --nproc-per-node 1 benchmarks/bench_checkpoints_gpu.py --directory /scratch
     torchrun --nproc-per-node 2 benchmarks/bench_checkpoints_gpu.py --directory /scratch --ep 2
 
-round trip   weights made up and saved by upstream's class -> loaded by all ranks -> exported: fingerprints of both, and
-             logits of both by plain transformers in a process of its own, bit for bit
+round trip   random weights saved by upstream's class -> loaded by all ranks -> exported: fingerprints of both, and
+             logits of both by plain transformers in a separate process, bit for bit
 saves        seconds per step without a save; of every step from the call of an asynchronous save until it is on the
              disk, that call included; then the state is loaded again and compared with what it was at the call
 
@@ -33,7 +33,7 @@ RESULTS = "results_checkpoints_gpu.csv"
 
 
 def logits_of(folder: str) -> torch.Tensor:
-    """By plain transformers, in bf16."""
+    """The logits of plain transformers, in bf16."""
     import transformers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -190,7 +190,7 @@ def saves(directory: Path, sizes: dict, setting, arguments: argparse.Namespace) 
 
 
 def any_saving(checkpointer, setting) -> bool:
-    """Alike on all ranks: they train together."""
+    """Whether any rank is still saving, equal on all ranks."""
     flag = torch.tensor(float(checkpointer.is_saving), device=setting.device)
     dist.all_reduce(flag)
     return bool(flag)
@@ -198,7 +198,7 @@ def any_saving(checkpointer, setting) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--directory", type=Path, help="scratch space; what is written there is removed")
+    parser.add_argument("--directory", type=Path, help="scratch space; files written there are removed")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=20)

@@ -1,13 +1,13 @@
-"""How full batches are, and how fast the loader feeds them from the tokenised cache.
+"""How full batches are, and how fast the loader builds them from the tokenised cache.
 
     python benchmarks/bench_data.py                 # writes benchmarks/results_data.csv
     python benchmarks/bench_data.py --samples 5000 --seconds 2
 
-Documents have log-normal lengths (median 400 tokens, sigma 1.2: half the tokens lie in documents of over 1,700), tokens are
+Documents have log-normal lengths (median 400 tokens, sigma 1.2: half the tokens are in documents of over 1,700), tokens are
 drawn at random; the loader is the one that trainers use, with shuffling, as rank 0 of the given number of ranks. Every
-batch is built whole (ids, labels, positions, bounds) in one thread; nothing is done with it. On a machine that others
-use too, seconds of CPU say more than the clock. Efficiency is tokens of documents per
-token of budget over a whole epoch. The bars: 97 % and a million tokens a second.
+batch is built completely (ids, labels, positions, bounds) in one thread, and not used. On a shared machine, CPU seconds
+are more reliable than wall time. Efficiency is tokens of documents per
+token of budget over a whole epoch. The targets: 97 % and a million tokens per second.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ VOCABULARY = 50_000
 
 
 class Lengths:
-    """A source of documents of given lengths."""
+    """A source of documents with the given lengths."""
 
     name = "made up"
 
@@ -62,7 +62,7 @@ class Lengths:
 
 
 class Draw:
-    """Random ids of a length, in the place of a tokenizer."""
+    """Random ids of a length, in place of a tokenizer."""
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)

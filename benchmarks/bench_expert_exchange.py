@@ -93,28 +93,30 @@ def across_ranks(tokens: int) -> list[dict]:
 
 
 def on_one_gpu(tokens: int) -> list[dict]:
-    own = EXPERTS // 2
+    num_local = EXPERTS // 2
     hidden, index, weights = tokens_of(2 * tokens)
-    local = torch.where(index < own, index, own).to(torch.int32)
-    rows_of_all = local.reshape(-1)[local.reshape(-1) < own][:, None]
+    local = torch.where(index < num_local, index, num_local).to(torch.int32)
+    rows_of_all = local.reshape(-1)[local.reshape(-1) < num_local][:, None]
     received = torch.randn(len(rows_of_all), HIDDEN, device="cuda").bfloat16().requires_grad_()
     received_weights = torch.rand(len(rows_of_all), 1, device="cuda").requires_grad_()
-    half, whole = experts_of(own), experts_of(EXPERTS)
+    half, all_experts = experts_of(num_local), experts_of(EXPERTS)
     rows = [
         measured(
             "experts, one rank without EP",
             tokens,
-            both_ways(partial(fused_moe, num_experts=EXPERTS), *tokens_of(tokens), whole),
+            both_ways(partial(fused_moe, num_experts=EXPERTS), *tokens_of(tokens), all_experts),
         ),
         measured(
             "experts, rows of an all-to-all of 2",
             tokens,
-            both_ways(partial(fused_moe, num_experts=own), received, rows_of_all, received_weights, half),
+            both_ways(partial(fused_moe, num_experts=num_local), received, rows_of_all, received_weights, half),
         ),
         measured(
             "experts, tokens of 2 ranks",
             tokens,
-            both_ways(partial(fused_moe, num_experts=own, max_rows=2 * tokens * TOP_K), hidden, local, weights, half),
+            both_ways(
+                partial(fused_moe, num_experts=num_local, max_rows=2 * tokens * TOP_K), hidden, local, weights, half
+            ),
         ),
     ]
     memory = [torch.randn(2 * tokens, HIDDEN, device="cuda").bfloat16().view(torch.uint8).view(-1) for _ in range(2)]
@@ -124,11 +126,11 @@ def on_one_gpu(tokens: int) -> list[dict]:
     routing = {"index_offset": 0, "weights_offset": tokens * TOP_K * 4, "weights_dtype": torch.float32}
     reading = {
         "read_routing": lambda: peer_rows.read_routing(
-            published, counts, TOP_K, first_expert=0, num_experts=own, **routing
+            published, counts, TOP_K, first_expert=0, num_experts=num_local, **routing
         ),
-        "read_tokens": lambda: peer_rows.read_tokens(published, counts, local, own, HIDDEN, torch.bfloat16),
-        "sum_rows": lambda: peer_rows.sum_rows(published, counts, 0, own_index, own, like),
-        "read_slots": lambda: peer_rows.read_slots(published, counts, 0, own_index, own, 0, torch.float32),
+        "read_tokens": lambda: peer_rows.read_tokens(published, counts, local, num_local, HIDDEN, torch.bfloat16),
+        "sum_rows": lambda: peer_rows.sum_rows(published, counts, 0, own_index, num_local, like),
+        "read_slots": lambda: peer_rows.read_slots(published, counts, 0, own_index, num_local, 0, torch.float32),
     }
     return rows + [measured(f"{name}, own memory", tokens, call) for name, call in reading.items()]
 

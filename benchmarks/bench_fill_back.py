@@ -32,10 +32,10 @@ REPEATS = 5
 def exchange(embeddings, features, mask, state):
     """To all tokens of a part of the hidden size, and back."""
     n = state.sp
-    whole = sequence.scatter_heads([embeddings.unflatten(-1, (n, -1))], state, operation="to parts")[0].flatten(2)
+    full = sequence.scatter_heads([embeddings.unflatten(-1, (n, -1))], state, operation="to parts")[0].flatten(2)
     part = sequence.scatter_heads([features[None].unflatten(-1, (n, -1))], state, operation="features")[0].flatten(2)
     everywhere = collectives.all_gather(mask, state.sp_group, dim=1, operation="mask")
-    filled = whole.masked_scatter(everywhere[..., None], part)
+    filled = full.masked_scatter(everywhere[..., None], part)
     return sequence.gather_heads(filled[:, :, None], state, operation="back").flatten(2)
 
 
@@ -43,23 +43,23 @@ def gather(embeddings, features, mask, state):
     """All embeddings on every rank."""
     rows = collectives.gather_rows(features, state.sp_group, operation="features")  # pyright: ignore[reportCallIssue]  # torch's decorator
     by_token = embeddings.transpose(0, 1)
-    whole = collectives.gather_rows(by_token, state.sp_group, operation="embeddings").transpose(0, 1)  # pyright: ignore[reportCallIssue]  # torch's decorator
+    full = collectives.gather_rows(by_token, state.sp_group, operation="embeddings").transpose(0, 1)  # pyright: ignore[reportCallIssue]  # torch's decorator
     everywhere = collectives.all_gather(mask, state.sp_group, dim=1, operation="mask")
-    filled = whole.masked_scatter(everywhere[..., None], rows)
+    filled = full.masked_scatter(everywhere[..., None], rows)
     return filled.chunk(state.sp, dim=1)[state.sp_rank]
 
 
-def own(embeddings, features, mask, state):
-    """Only features move."""
+def exchange_features(embeddings, features, mask, state):
+    """Only features are exchanged."""
     rows = collectives.gather_rows(features, state.sp_group, operation="features")  # pyright: ignore[reportCallIssue]  # torch's decorator
     return embeddings.masked_scatter(mask[..., None], media.local_features(rows, mask, state))
 
 
-WAYS = {"exchange": exchange, "gather": gather, "own": own}
+WAYS = {"exchange": exchange, "gather": gather, "own": exchange_features}
 
 
 def measure(tokens: int, hidden: int, share: float) -> list[dict]:
-    """Seconds and received bytes of each way; runs on every rank."""
+    """Seconds and received bytes of each variant; runs on every rank."""
     n = dist.get_world_size()
     state = ParallelState.create(ParallelConfig.for_world(n, sp=n), "cpu")
     generator = torch.Generator().manual_seed(0)
@@ -89,8 +89,8 @@ def measure(tokens: int, hidden: int, share: float) -> list[dict]:
             seconds.append(time.perf_counter() - started)
         found = (out.detach(), inputs[0].grad, inputs[1].grad)
         expected = expected or found
-        for got, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        for actual, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, reference, rtol=0, atol=0)
         row = {"ranks": n, "tokens": tokens, "hidden": hidden, "features": count, "way": name}
         rows.append(row | {"ms": round(1e3 * min(seconds), 1), "received_MB": round(2 * bytes_of[name] / 1e6, 1)})
     return rows

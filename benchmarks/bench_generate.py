@@ -1,4 +1,4 @@
-"""How long `patchgen generate` takes as a whole process, and what it imports.
+"""How long a process of `patchgen generate` takes, and what it imports.
 
     python benchmarks/bench_generate.py                 # qwen3_moe and qwen3_omni_moe, five runs each; then every type
     python benchmarks/bench_generate.py llama --runs 9
@@ -75,7 +75,7 @@ def everything(jobs: int = 2) -> tuple[float, dict[str, float]]:
 
 
 def append(model: str, runs: int, wall: float, cpu: float) -> None:
-    """A row of the results."""
+    """Appends a row to the results."""
     row = {
         "date": datetime.date.today().isoformat(),
         "model": model,

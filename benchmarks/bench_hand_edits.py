@@ -1,11 +1,10 @@
-"""What becomes of hand edits when upstream moves: 40 methods are overridden, then two later releases are asked for.
+"""Hand edits under upstream changes: 40 methods are overridden, then moved to two later releases.
 
     python benchmarks/bench_hand_edits.py            # into benchmarks/results_hand_edits.csv, a minute or two
 
-Each override is the method as the old release has it, which is what a person begins with; so the model generates as before,
-and what upstream changes in the method since is hidden by it. `patchgen upgrade` must tell of every target that changed or
-is gone, and of no other. What did change is read from the wheels by other code: the method's text, parsed and printed again
-without docstrings.
+Each override is the old release's method, with which a person would begin; so the model generates as before, and the override
+hides upstream's later changes of the method. `patchgen upgrade` must report every target that changed or is gone, and no other.
+The expected changes are read from the wheels by other code: the method's text, parsed and printed again without docstrings.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def main() -> None:
         writer.writerows(rows)
     changed = [row for row in rows if row["independent"] != "same"]
     wrong = [row for row in rows if row["agrees"] != "yes"]
-    print(f"{len(rows)} edits moved, {len(changed)} targets changed or gone, {len(wrong)} told otherwise")
+    print(f"{len(rows)} edits moved, {len(changed)} targets changed or gone, {len(wrong)} reported wrongly")
 
 
 def draw(old: Release, models: list[str], count: int, seed: int) -> dict[str, list[str]]:
@@ -95,20 +94,20 @@ def override(old: Upstream, targets: list[str]) -> ModelConfig:
     """The model's config with each target overridden by itself."""
     sources = methods_of(old.text)
     edits = tuple(OverrideMethod(target, sources[target], "an override to be carried on") for target in targets)
-    own = config_for(old.model)
-    return replace(own, edits=(*own.edits, *edits))
+    config = config_for(old.model)
+    return replace(config, edits=(*config.edits, *edits))
 
 
 def moved(model: str, targets: list[str], made_with: str, to: str, root: Path, config: ModelConfig) -> list[dict]:
-    """A row for each target: what the wheels say of it, and what `patchgen upgrade` does."""
+    """A row per target: its change according to the wheels, and according to `patchgen upgrade`."""
     found = compare_model(model, to, root, config=config)
-    told = {site.symbol: site for site in found.sites if site.kind == "hand edit"}
+    sites = {site.symbol: site for site in found.sites if site.kind == "hand edit"}
     before, after = (methods_of(text_in(version, model)) for version in (made_with, to))
     rows = []
     for target in targets:
         is_same = target in after and plain(before[target]) == plain(after[target])
         independent = "same" if is_same else "changed" if target in after else "gone"
-        site = told.get(target)
+        site = sites.get(target)
         reported = "same" if site is None else "changed" if site.new_upstream else "gone"
         names = {"model": model, "target": target, "made_with": made_with, "moved_to": to}
         agrees = "yes" if reported == independent else "no"

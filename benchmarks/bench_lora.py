@@ -1,4 +1,4 @@
-"""A step of LoRA beside one of full training, Qwen3-30B-A3B at full width: seconds, peak memory, what is trained.
+"""A step of LoRA compared with one of full training, Qwen3-30B-A3B at full width: seconds, peak memory, trained parameters.
 
     python benchmarks/bench_lora.py                                # one GPU, 4 layers, 4,096 and 16,384 tokens
     python benchmarks/bench_lora.py --device cpu --tiny            # that it runs
@@ -54,7 +54,7 @@ COLUMNS += ("s/step", "tokens/s", "peak GiB", "time of full", "memory of full")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 FULL = "full"
 CASES: dict[str, tuple[str, ...] | None] = {FULL: None, "LoRA attention": (), "LoRA with experts": EXPERTS}
-"""The stacked parameters that get adapters beside the attention; None: no adapters, everything is trained."""
+"""The stacked parameters that get adapters besides the attention; None: full training without adapters."""
 FACTOR = 2.0
 """How much further from the reference in fp32 than the same loop in bf16 the kernels may be."""
 LEARNING_RATE = {FULL: 1e-5}
@@ -108,7 +108,7 @@ def run_experts(tensors: dict[str, Tensor], dtype: torch.dtype, backend: str) ->
 
 
 def compare_experts(sizes: dict, rank: int, device: str, backend: str) -> list[str]:
-    """Prints how far `backend` is from the reference; returns what is too far."""
+    """Prints the errors of `backend` against the reference; returns those that are too large."""
     tensors, problems = experts_of(sizes, rank, device), []
     exact = run_experts(tensors, torch.float32, "reference")
     loop, found = (run_experts(tensors, torch.bfloat16, name) for name in ("reference", backend))
@@ -155,7 +155,7 @@ def step(model: nn.Module, optimizer, inputs: dict, state: ParallelState, items:
 
 
 def measure(case: str, tokens: int, arguments: argparse.Namespace, state: ParallelState, setting) -> dict:
-    """A row: the first loss, and the mean of the timed steps. The model is made anew, and gone afterwards."""
+    """A row: the first loss, and the mean of the timed steps. The model is built for it, and freed afterwards."""
     mode = "full" if tokens > arguments.checkpoint_above else "none"
     if setting.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -184,7 +184,7 @@ def measure(case: str, tokens: int, arguments: argparse.Namespace, state: Parall
 
 
 def run(arguments: argparse.Namespace, state: ParallelState, setting: common.Setting, started: float) -> list[dict]:
-    """All rows; each is printed when it is there."""
+    """All rows; each is printed when it is measured."""
     rows: list[dict] = []
     for tokens in arguments.tokens:
         for case in CASES:

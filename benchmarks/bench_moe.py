@@ -122,7 +122,7 @@ _SILU = nn.SiLU()
 
 @functools.cache
 def _experts_module(shape: Shape) -> nn.Module:
-    """transformers' own experts module of the shape, without weights of its own."""
+    """transformers' own experts module of the shape, without weights."""
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -141,7 +141,7 @@ def transformers_grouped_mm(problem: Problem) -> Tensor:
 
 
 def liger(problem: Problem) -> Tensor:
-    """With its own fixed configurations: its tuning takes two minutes and more per shape."""
+    """With its fixed configurations: tuning takes two minutes or more per shape."""
     os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")  # read when it is imported
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction  # pyright: ignore[reportMissingImports]
 
@@ -399,7 +399,7 @@ def main() -> None:
                         name, tokens, routing, options, arguments.milliseconds, arguments.warm_up, check
                     ):
                         writer.writerow(stamp | row)
-                        file.flush()  # an option may outlast the time there is
+                        file.flush()  # an option may outlast the time limit
                     torch.cuda.empty_cache()
     if "triton" in options:
         problem = make_problem(SHAPES["qwen3"], 4096, "zipf")

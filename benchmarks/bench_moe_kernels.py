@@ -1,4 +1,4 @@
-"""Each kernel of the experts alone, at the clock of a busy GPU, beside cuBLAS on the same product: time, clock, power, energy.
+"""Each kernel of the experts alone, at the clock of a busy GPU, and cuBLAS on the same product: time, clock, power, energy.
 
     python benchmarks/bench_moe_kernels.py --shape qwen3
 
@@ -38,7 +38,7 @@ SILU = Activation("silu", 1.0, float("inf"), 0.0, False, True)
 
 
 class Samples:
-    """Clock in MHz and power in W by time, from a process of its own."""
+    """Clock in MHz and power in W over time, sampled by a separate process."""
 
     def __init__(self) -> None:
         self.found: list[tuple[float, float, float]] = []

@@ -104,8 +104,8 @@ def build(model_class: type, config, attention_name: str, weights: dict | None, 
 
 
 def step(model: nn.Module, inputs: dict, dtype: torch.dtype) -> float:
-    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-    loss = model(**given, use_cache=False).loss
+    cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    loss = model(**cast, use_cache=False).loss
     loss.backward()
     return float(loss.detach())
 

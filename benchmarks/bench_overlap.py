@@ -1,12 +1,12 @@
-"""What overlapping an exchange with other work gains, in one layer: heads in groups (SP), shared experts beside (EP).
+"""The gain of overlapping an exchange with other work, in one layer: heads in groups (SP), shared experts (EP).
 
     torchrun --nproc-per-node 4 benchmarks/bench_overlap.py
     torchrun --nproc-per-node 2 benchmarks/bench_overlap.py --device cpu --tiny     # that it runs, on gloo
 
-attention   one attention call over a sequence of which each rank holds a slice, forward and backward, with the heads in
+attention   one attention call over a sequence of which each rank has a slice, forward and backward, with the heads in
             1, 2 and 4 groups; the sequence exchange is all of it that is not attention
 experts     one MoE block of DeepSeek-V3's width with its shared experts, EP over all ranks, forward and backward: the
-            shared experts where upstream has them, and beside the exchange of tokens
+            shared experts where upstream has them, and during the exchange of tokens
 
 Both compare outputs and gradients of the variants in the same run. Medians of `--repeats` runs, ranks synchronised.
 """
@@ -127,13 +127,13 @@ def expert_rows(arguments: argparse.Namespace, dtype: torch.dtype) -> list[dict]
     config = DeepseekV3Config(**sizes)
     torch.manual_seed(0)
     block = DeepseekV3MoE(config)
-    own = config.n_routed_experts // world
+    num_local = config.n_routed_experts // world
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.normal_(0, 0.02)
     for name in ("gate_up_proj", "down_proj"):
-        whole = getattr(block.experts, name)
-        setattr(block.experts, name, nn.Parameter(whole.detach()[rank * own : (rank + 1) * own].clone()))
+        stack = getattr(block.experts, name)
+        setattr(block.experts, name, nn.Parameter(stack.detach()[rank * num_local : (rank + 1) * num_local].clone()))
     block.to(arguments.device, dtype)
     state = ParallelState.create(ParallelConfig.for_world(world, ep=world), arguments.device)
     later = mock.patch.object(overlap, "announce", lambda function, *args: lambda: function(*args))

@@ -103,7 +103,7 @@ def build(sizes: dict, setting: Setting) -> nn.Module:
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """Random weights, each rank its own part."""
+    """Random weights of this rank's shards."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(dist.get_rank())
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -119,8 +119,8 @@ def make_batch(tokens: int, state: ParallelState, sizes: dict, document: int, se
     length = tokens * state.sp
     ids = torch.randint(0, sizes["vocab_size"], (1, length), generator=generator)
     positions = torch.arange(length) % document
-    whole = {"input_ids": ids, "labels": ids, "position_ids": positions[None]}
-    mine = batch.slice_batch(whole, sp=state.sp, sp_rank=state.sp_rank)
+    full_batch = {"input_ids": ids, "labels": ids, "position_ids": positions[None]}
+    mine = batch.slice_batch(full_batch, sp=state.sp, sp_rank=state.sp_rank)
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in mine.items()}
 
 
@@ -237,11 +237,11 @@ def agreement(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> N
     torch.manual_seed(0)
     from transformers import Qwen3MoeConfig
 
-    whole = Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**sizes), attn_implementation="patchgen_eager")
+    full_model = Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**sizes), attn_implementation="patchgen_eager")
     with torch.no_grad():
-        for parameter in whole.parameters():
+        for parameter in full_model.parameters():
             parameter.normal_(0, 0.05) if parameter.ndim > 1 else parameter.fill_(1.0)
-    weights = {key: value.clone() for key, value in whole.state_dict().items()}
+    weights = {key: value.clone() for key, value in full_model.state_dict().items()}
     del solo
 
     def global_batch(num_rows: int) -> dict:

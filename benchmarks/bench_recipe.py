@@ -1,13 +1,13 @@
-"""`patchgen train` of recipes/qwen3_moe_30b.yaml as a user has it: a checkpoint, a kill, a resume, an export; from random weights.
+"""`patchgen train` of recipes/qwen3_moe_30b.yaml as users run it: a checkpoint, a kill, a resume, an export; from random weights.
 
     python benchmarks/bench_recipe.py --nproc 4 --layers 2 --folder runs/bench_recipe --set parallel.ep=4
     python benchmarks/bench_recipe.py --nproc 4 --layers 2 --folder runs/bench_recipe --prepare     # only what needs no GPU
     python benchmarks/bench_recipe.py --nproc 2 --tiny --folder runs/bench_recipe                   # that it runs, on the CPU
 
-The recipe's own values but for those of `CHANGED`: fewer layers, so that a checkpoint is written in seconds; the sources of
+The recipe's values except those of `CHANGED`: fewer layers, so that a checkpoint is written in seconds; the sources of
 Python's standard library with a tokenizer trained on them, since nothing is downloaded; a learning rate for random weights.
 
-    first run     killed with SIGKILL, all of its processes, once a checkpoint is whole and `STEPS_AFTER` steps followed it
+    first run     killed with SIGKILL, all of its processes, once a checkpoint is complete and `STEPS_AFTER` steps followed it
     second run    the same command, but that it saves at its end alone: goes on from the checkpoint to the last step, and exports
     compared      losses and norms of the steps that both runs took
     export        loaded by plain transformers, every tensor (`runtime/train/check_run.py`)
@@ -59,7 +59,7 @@ def make_model(folder: Path, layers: int, rows: int | None, *, tiny: bool) -> No
 
 
 def read_data(arguments: argparse.Namespace) -> None:
-    """The tokens of the run, made once and kept where the ranks look for them."""
+    """Builds the token cache of the run where the ranks look for it."""
     from patchgen.runtime.data import build_loader
     from patchgen.runtime.train import recipe, setup
 
@@ -69,14 +69,14 @@ def read_data(arguments: argparse.Namespace) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> list[str]:
-    """What is changed of the recipe, as `--set` has it."""
+    """The changes of the recipe, for `--set`."""
     changed = {"model.source": str(arguments.folder / "model"), "log.directory": str(arguments.folder / "run")}
     changed |= CHANGED | (TINY_CHANGED if arguments.tiny else {})
     return [f"{key}={value}" for key, value in changed.items()] + arguments.set
 
 
 def command_of(arguments: argparse.Namespace, *more: str) -> list[str]:
-    """`patchgen train` of the recipe, with what is changed."""
+    """`patchgen train` of the recipe, with the changes."""
     command = [sys.executable, "-m", "patchgen.cli", "train", str(RECIPE), "--nproc", str(arguments.nproc), *more]
     return command + [part for setting in settings_of(arguments) for part in ("--set", setting)]
 
@@ -85,7 +85,7 @@ def command_of(arguments: argparse.Namespace, *more: str) -> list[str]:
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen:
-    """The command in the root of the tree; what it prints is added to `log`."""
+    """Starts the command in the root of the tree; its output is appended to `log`."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with log.open("a") as file:
         file.write(" ".join(command) + "\n")
@@ -94,7 +94,7 @@ def start(command: list[str], log: Path) -> subprocess.Popen:
 
 
 def kill_all(process: subprocess.Popen) -> None:
-    """SIGKILL to the process and all that it started; returns when they are gone."""
+    """Kills the process and all that it started; returns when they are gone."""
     try:
         parent = psutil.Process(process.pid)
         everyone = [parent, *parent.children(recursive=True)]
@@ -109,7 +109,7 @@ def kill_all(process: subprocess.Popen) -> None:
     psutil.wait_procs(everyone, timeout=30)
 
 
-def whole_checkpoint(run: Path) -> int | None:
+def complete_checkpoint(run: Path) -> int | None:
     """The step of the newest checkpoint under its final name, which it gets when all of it is on the disk."""
     steps = [
         int(found[1]) for path in run.glob("checkpoints/step-*") if (found := re.fullmatch(r"step-(\d+)", path.name))
@@ -118,7 +118,7 @@ def whole_checkpoint(run: Path) -> int | None:
 
 
 def run_until_killed(command: list[str], run: Path, log: Path, deadline: float) -> tuple[int, list[dict]]:
-    """Starts the run and kills it once a checkpoint is whole and steps followed; returns its step, and the lines so far.
+    """Starts the run and kills it once a checkpoint is complete and steps followed; returns its step, and the lines so far.
 
     Raises:
         RecipeFailed: it ended by itself, or none of this came in time.
@@ -128,7 +128,7 @@ def run_until_killed(command: list[str], run: Path, log: Path, deadline: float) 
     process = start(command, log)
     try:
         while time.monotonic() < deadline:
-            saved, lines = whole_checkpoint(run), run_log.read(run)
+            saved, lines = complete_checkpoint(run), run_log.read(run)
             if saved is not None and lines and lines[-1]["step"] >= saved + STEPS_AFTER:
                 kill_all(process)
                 return saved, run_log.read(run)
@@ -166,10 +166,10 @@ def end_of(log: Path) -> str:
 
 
 def compare(before: list[dict], after: list[dict], saved: int) -> dict:
-    """Of the steps that both runs took after the checkpoint: how far losses and norms lie apart, relative.
+    """Of the steps that both runs took after the checkpoint: the relative differences of losses and norms.
 
     Raises:
-        RecipeFailed: there are none, or the steps up to the checkpoint were not kept as they were.
+        RecipeFailed: there are none, or the steps up to the checkpoint changed.
     """
     first = {line["step"]: line for line in before if "loss" in line}
     second = {line["step"]: line for line in after if "loss" in line}
@@ -188,7 +188,7 @@ def compare(before: list[dict], after: list[dict], saved: int) -> dict:
 
 
 def write_steps(before: list[dict], after: list[dict], path: Path) -> None:
-    """The curve: what both runs had of each step."""
+    """Writes the curve: the values of both runs per step."""
     first = {line["step"]: line for line in before if "loss" in line}
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -200,7 +200,7 @@ def write_steps(before: list[dict], after: list[dict], path: Path) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> None:
-    """The whole; figures are printed and written as they come.
+    """The benchmark; figures are printed and written as they are measured.
 
     Raises:
         RecipeFailed: it did not run as described.

@@ -1,9 +1,9 @@
-"""Which releases of transformers the committed models generate from, by the same configs, and what is proven of it.
+"""Which releases of transformers the committed models generate from, with the same configs, and which of them are proven.
 
     python benchmarks/bench_releases.py --proofs 5.20.0=moved_to_5.20     # into benchmarks/results_releases.csv
 
-A folder of proofs is one of generated models that `patchgen upgrade --to RELEASE --apply` has moved; a proof counts where it
-is of the very bytes that generation gives now.
+A folder of proofs is one of generated models that `patchgen upgrade --to RELEASE --apply` has moved; a proof counts
+if it is of the very text that generation gives now.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ def main() -> None:
     for version in options.releases:
         release = releases.find(version).release
         rows += [row(model, release, folders.get(version, provenance.generated_root())) for model in committed()]
-        own = [one for one in rows if one["release"] == version]
-        proven = sum(one["proof"] == "proven" for one in own)
-        print(
-            f"{version}: {sum(one['generation'] == 'generates' for one in own)} of {len(own)} generate, {proven} proven"
-        )
+        found = [one for one in rows if one["release"] == version]
+        generate = sum(one["generation"] == "generates" for one in found)
+        proven = sum(one["proof"] == "proven" for one in found)
+        print(f"{version}: {generate} of {len(found)} generate, {proven} proven")
         write(options.output, rows)
 
 
@@ -52,7 +51,7 @@ def write(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def row(model: str, release: Release, proofs: Path) -> Mapping[str, object]:
-    """What comes of a model: generated, or refused and why; and what the proof of these bytes says."""
+    """A model's row: whether it generates, or why it is refused; and the status of its proof."""
     names = {"model": model, "release": release.version}
     try:
         generated = pipeline.generate(load_from(release, model))
@@ -67,7 +66,7 @@ def row(model: str, release: Release, proofs: Path) -> Mapping[str, object]:
 
 
 def proof_of(text: str, path: Path) -> str:
-    """The status of a proof of these bytes, or that there is none."""
+    """The status of the proof of this text, or that there is none."""
     proof = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     is_of_these = proof.get("sha256") == hashlib.sha256(text.encode()).hexdigest()
     return proof["status"] if is_of_these else "not run"

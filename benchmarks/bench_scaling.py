@@ -7,8 +7,8 @@ first        FSDP, EP, transformers, EP with SP, by collectives: what a table ne
 then         the recipe: a checkpoint, a kill, a resume, an export
 what is left other divisions of the ranks
 
-A case that kills its process, or is not heard of for `--silence` seconds, costs itself: the process is ended, and another goes
-on with the cases that were not started. Rows are in a file as they come, the table is printed last.
+A case that kills its process, or reports nothing for `--silence` seconds, loses only its own result: the process is ended, and
+another one continues with the next case. Rows are written to a file as they are measured; the table is printed last.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Part:
         return {(name, self.mode(name, tokens), tokens) for name in self.layouts for tokens in self.tokens}
 
     def mode(self, name: str, tokens: int) -> str:
-        """What a layer keeps for the backward, as `bench_train.py` chooses it; transformers recomputes above the shortest."""
+        """The activation checkpointing that `bench_train.py` chooses; transformers recomputes above the shortest length."""
         return "full" if tokens > (min(self.tokens) if name == THEIRS else self.keeps_up_to) else "none"
 
     def command(self, gpus: int, rows: Path, budget: float) -> list[str]:
@@ -62,10 +62,10 @@ class Part:
 
 def parts_of(gpus: int, tokens: tuple[int, ...], options: tuple[str, ...]) -> tuple[Part, Part]:
     """The table, and what may follow it: other divisions of the ranks."""
-    whole, half = f"EP{gpus}", f"EP{gpus // 2}"
-    replayed = ("FSDP, graph", f"{half}, peer memory, graph", f"{whole}, peer memory, graph")
-    table = (*replayed, THEIRS, "FSDP", f"{half}, peer memory", f"{whole}, peer memory")
-    more = (f"{whole} x SP2, peer memory", "SP2", f"{half} x SP2, peer memory", whole, "FSDP, collectives")
+    full, half = f"EP{gpus}", f"EP{gpus // 2}"
+    replayed = ("FSDP, graph", f"{half}, peer memory, graph", f"{full}, peer memory, graph")
+    table = (*replayed, THEIRS, "FSDP", f"{half}, peer memory", f"{full}, peer memory")
+    more = (f"{full} x SP2, peer memory", "SP2", f"{half} x SP2, peer memory", full, "FSDP, collectives")
     kept = sorted(tokens)[len(tokens) // 2]
     first, second = (
         Part(tuple(name for name in names if name in LAYOUTS), tokens, kept, options) for names in (table, more)
@@ -155,10 +155,10 @@ def recipe_command(arguments: argparse.Namespace, *more: str) -> list[str]:
 def report(rows: list[dict], gpus: int) -> None:
     """Prints the table, by length, and what the first steps differ in."""
     problems = compare(rows)
-    shown = COLUMNS[3:]
-    print(" | ".join(shown))
+    columns = COLUMNS[3:]
+    print(" | ".join(columns))
     for row in rows:
-        print(" | ".join(str(row.get(column, "")) for column in shown))
+        print(" | ".join(str(row.get(column, "")) for column in columns))
     for tokens in sorted({row["tokens/GPU"] for row in rows}):
         at = {row_layout(row): row for row in rows if row["tokens/GPU"] == tokens and "loss 1" in row}
         plain, experts = at.get("FSDP"), at.get(f"EP{gpus}, peer memory")
@@ -168,7 +168,7 @@ def report(rows: list[dict], gpus: int) -> None:
 
 
 def last_rows(path: Path) -> list[dict]:
-    """What is known of each case, by length."""
+    """The last row of each case, by length."""
     return sorted(CaseRows(CASE, result="s/step", path=path, writes=False), key=lambda row: row["tokens/GPU"])
 
 

@@ -5,8 +5,8 @@
 The sizes, data and steps of `bench_train.py`; steps with a graph are replayed here, too. Prints for each rank, in ms per step:
 
     kernels     by class, the sum of their durations; on several streams they overlap
-    computing   the time in which at least one kernel runs that is none of an exchange
-    exchange    of the rest, the time in which rows, shards or gradients travel, or a barrier waits for the other rank
+    computing   the time in which at least one kernel runs that is not part of an exchange
+    exchange    of the remaining time, that in which rows, shards or gradients are exchanged, or a barrier waits
     nothing     the rest: no kernel runs at all
 """
 
@@ -72,7 +72,7 @@ def total(spans: list[tuple[int, int]]) -> int:
 
 
 def summary(events: list[tuple[str, int, int]], steps: int) -> list[tuple[str, float, float]]:
-    """`(what, ms per step, kernels per step)`: classes by their time, then the whole step and its three parts.
+    """`(what, ms per step, kernels per step)`: classes by their time, then the full step and its three parts.
 
     Args:
         events: name, start and end in ns of each kernel.
@@ -84,9 +84,9 @@ def summary(events: list[tuple[str, int, int]], steps: int) -> list[tuple[str, f
         times[kind] += end - start
         counts[kind] += 1
         spans[kind in EXCHANGES].append((start, end))
-    whole = max(end for _, _, end in events) - min(start for _, start, _ in events)
+    wall = max(end for _, _, end in events) - min(start for _, start, _ in events)
     computing, busy = total(union(spans[False])), total(union(spans[True] + spans[False]))
-    parts = {"a step": whole, "computing": computing, "exchange alone": busy - computing, "nothing": whole - busy}
+    parts = {"a step": wall, "computing": computing, "exchange alone": busy - computing, "nothing": wall - busy}
     found = [(kind, time, counts[kind]) for kind, time in times.most_common()]
     found += [(part, time, 0) for part, time in parts.items()]
     return [(what, time / 1e6 / steps, count / steps) for what, time, count in found]

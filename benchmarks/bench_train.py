@@ -1,4 +1,4 @@
-"""A training step of Qwen3-30B-A3B at full width beside plain transformers: tokens/s, TFLOP/s, MFU, memory, one run.
+"""A training step of Qwen3-30B-A3B at full width, compared with plain transformers: tokens/s, TFLOP/s, MFU, memory, one run.
 
     torchrun --nproc-per-node 4 benchmarks/bench_train.py
     torchrun --nproc-per-node 4 benchmarks/bench_train.py --layers 16 --tokens 16384 --layouts FSDP EP4 --profile 16384
@@ -6,7 +6,7 @@
 
 ours            the generated class, `runtime.parallel`, fused_moe=auto, causal_lm_loss=auto and --kernels; several layouts
 transformers    upstream's class with `experts_implementation="grouped_mm"`, torch's FSDP2 as its tutorial has it,
-                `clip_grad_norm_`; the same attention kernel unless --their-attention names one of its own
+                `clip_grad_norm_`; the same attention kernel unless --their-attention names another
 torchtitan      its Qwen3 MoE, compiled, its FSDP2 or expert parallelism (`peer_torchtitan.py`)
 
 With `--rows FILE` each case is written there before it starts and when it has ended, and cases that the file has are not
@@ -73,12 +73,12 @@ MODEL |= {"norm_topk_prob": True, "use_cache": False, "max_position_embeddings":
 TINY = MODEL | {"vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 TINY |= {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 BYTES_PER_PARAMETER = 16  # fp32 parameter, gradient and two states of AdamW
-SHARE_FOR_STATE = 0.5  # of the memory; the rest is for activations, logits and gathered layers
+SHARE_FOR_STATE = 0.5  # of the memory; the remainder is for activations, logits and gathered layers
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What every case of a run shares."""
+    """The settings of all cases of a run."""
 
     device: str
     sizes: dict
@@ -142,7 +142,7 @@ def theirs(setting: Setting, mode: str) -> nn.Module:
 
 
 def model_of(name: str, setting: Setting, state: ParallelState, mode: str, longest: int, **options: object) -> Model:
-    """Of rows of `longest` tokens at most."""
+    """A model for rows of at most `longest` tokens."""
     if WHO.get(name) == TITAN:
         sizes = setting.sizes, LAYOUTS[name].get("ep", 1)
         return peer_torchtitan.Peer(*sizes, tokens=longest, mode=mode, device=setting.device)
@@ -159,7 +159,7 @@ def optimizer_of(name: str, model: Model, setting: Setting) -> torch.optim.Optim
 
 
 def fill(model: Model, device: str) -> None:
-    """Weights that depend on nothing but their names, whatever the layout."""
+    """Fills in weights that depend only on their names."""
     if isinstance(model, peer_torchtitan.Peer):
         return model.fill()
     if next(model.parameters()).is_meta:
@@ -174,15 +174,15 @@ def fill(model: Model, device: str) -> None:
 def inputs_of(
     tokens: int, state: ParallelState, setting: Setting, step: int, *, on_host: bool = False
 ) -> tuple[dict, float]:
-    """This rank's inputs, and the FLOPs of its own share of the global batch.
+    """This rank's inputs, and the FLOPs of its share of the global batch.
 
-    The global batch is the same for every layout: `world` rows of `tokens`; SP ranks share theirs, one after the other.
+    The global batch is the same for every layout: `world` rows of `tokens`; SP ranks share their rows, one after the other.
     """
     first = state.batch_index * state.sp
     vocabulary = setting.sizes["vocab_size"]
     rows = [packed_row(tokens, vocabulary, step * 10_000 + index) for index in range(first, first + state.sp)]
-    whole = {key: torch.cat([row[key] for row in rows], dim=1) for key in rows[0]}
-    mine = slice_batch(whole, sp=state.sp, sp_rank=state.sp_rank)
+    full_batch = {key: torch.cat([row[key] for row in rows], dim=1) for key in rows[0]}
+    mine = slice_batch(full_batch, sp=state.sp, sp_rank=state.sp_rank)
     bounds = mine.get("cu_seq_lens_q")
     lengths = bounds.diff().tolist() if bounds is not None else [tokens * state.sp]
     device = "cpu" if on_host else setting.device
@@ -223,7 +223,7 @@ def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
     synchronise(setting)
     seconds = torch.tensor((time.perf_counter() - started) / setting.steps, device=setting.device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    work = torch.tensor(sum(own for _, own in batches) / len(batches), dtype=torch.float64, device=setting.device)
+    work = torch.tensor(sum(flops for _, flops in batches) / len(batches), dtype=torch.float64, device=setting.device)
     dist.all_reduce(work)
     tflops = float(work) / float(seconds) / dist.get_world_size() / 1e12
     row = {"loss 1": round(float(total), 5), "norm 1": round(float(norm), 4), "s/step": round(float(seconds), 4)}
@@ -231,7 +231,7 @@ def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
     if setting.peak:
         row["MFU %"] = round(100 * tflops / setting.peak, 1)
     if setting.device == "cuda":
-        # What ranks share is there from the first step on, and torch's count leaves it out.
+        # Peer memory exists from the first step on, and torch's count does not include it.
         peak = torch.tensor(
             (torch.cuda.max_memory_allocated() + peer_memory.shared_gpu_bytes()) / 2**30, device=setting.device
         )
@@ -284,12 +284,12 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
         above = arguments.checkpoint_above if name == THEIRS else arguments.our_checkpoint_above
         for mode in arguments.peer_checkpoint if WHO.get(name) == TITAN else ("none", "full"):
             cases = [describe(layers, name, mode, tokens) for tokens in arguments.tokens]
-            wanted = [case for case in cases if case not in rows and has_mode(case, above, rows)]
-            if not wanted or is_late(started, arguments.budget, setting):
+            pending = [case for case in cases if case not in rows and has_mode(case, above, rows)]
+            if not pending or is_late(started, arguments.budget, setting):
                 continue
             model = None
-            for row in wanted:
-                if row is not wanted[0] and is_late(started, arguments.budget, setting):
+            for row in pending:
+                if row is not pending[0] and is_late(started, arguments.budget, setting):
                     break
                 tokens, failed = row["tokens/GPU"], ""
                 rows.start(row)

@@ -1,4 +1,4 @@
-"""Cases of a bench that fail: what their row says, and that no rank goes on while others wait for it."""
+"""Failed cases of a benchmark: their reason for the row, and a way to end ranks that would wait for a failed one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 OUT_OF_MEMORY = "out of memory"
-SECONDS = 20.0  # in which the other ranks fail, too, if they do
+SECONDS = 20.0  # within which other ranks fail too, if at all
 
 
 def reason(error: Exception) -> str:
-    """What a row says of an error: that memory was too small, or its first line; the whole of it goes to stderr."""
+    """The reason for a row: out of memory, or the first line of the error, which is printed to stderr."""
     if isinstance(error, torch.OutOfMemoryError) or "CUDA out of memory" in str(error):
         return OUT_OF_MEMORY
     traceback.print_exception(error)
@@ -23,12 +23,12 @@ def reason(error: Exception) -> str:
 
 
 def leave_unless_shared(case: str) -> None:
-    """Ends the process if other ranks do not fail in the same case: their collectives would wait for this one.
+    """Ends the process unless all ranks fail in the same case: the others would wait for it in their collectives.
 
-    The launcher ends the others then, and the same command goes on after this case where rows are kept in a file.
+    The launcher then ends the others, and the same command resumes after this case if rows are kept in a file.
 
     Args:
-        case: what all ranks call it; each case fails once at most.
+        case: its name, equal on all ranks; a case fails at most once.
     """
     store, key = dist.distributed_c10d._get_default_store(), f"failed/{case}"
     store.add(key, 1)

@@ -1,4 +1,4 @@
-"""The cases of a bench and what they gave, in a file that outlives the process: a case that kills it costs one case."""
+"""The cases of a benchmark and their results, in a file: a case that kills the process loses only its own result."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-STARTED = "did not end"  # what stands for the result of a case until there is one
+STARTED = "did not end"  # the result of a case until it has one
 
 
 class CaseRows:
     """One row per case, in the order in which cases were first added; the row that was added last counts.
 
     Args:
-        columns: of a row: those that say which case it is.
-        result: the column that has `STARTED` until the case has ended.
-        path: JSON lines, a row each, written as rows are added and read at the start. None: nothing outlives the process.
-        writes: whether this process writes the file; of several ranks, one.
+        columns: those that identify the case of a row.
+        result: the column that is `STARTED` until the case has ended.
+        path: a file of JSON lines, a row each, read at the start and appended to. None: rows are lost with the process.
+        writes: whether this process writes the file; one of several ranks does.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class CaseRows:
         return iter(self._rows.values())
 
     def start(self, row: Mapping[str, Any]) -> None:
-        """Notes that a case begins: from now on it is never begun again."""
+        """Records that a case has started, so that it is not started again."""
         self.add({**row, self.result: STARTED})
 
     def add(self, row: dict[str, Any]) -> None:
-        """Replaces what is known of a case."""
+        """Replaces the row of a case."""
         self._rows[self._case(row)] = row
         if self._path is not None:
             with self._path.open("a") as file:
@@ -49,5 +49,5 @@ class CaseRows:
 
 
 def read_rows(path: Path | None) -> list[dict[str, Any]]:
-    """The rows of a file; none where there is no file yet."""
+    """The rows of a file; none if it does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path is not None and path.exists() else []

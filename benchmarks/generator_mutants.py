@@ -1,7 +1,7 @@
-"""Changes of the generator's own modules: those of upstream's sources that fit, and conditions turned round.
+"""Mutants of the generator's modules: applicable operators of `patchgen.mutation`, and negated conditions.
 
-Left out by rule is what no test could tell or what says nothing of a test: words of errors, annotations, `zip(strict=)`,
-and an `isinstance` of other arguments, a TypeError wherever it runs.
+Excluded are mutants that no test could catch, or that every test would: texts of errors, annotations, `zip(strict=)`,
+and `isinstance` with other arguments, which is a TypeError.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ OF_ONE_FORM = {"isinstance", "issubclass"}
 
 
 def conditions(node: ast.expr, place: Place) -> Iterator[ast.expr]:
-    """The condition of a statement or of a ternary turned round, and a comprehension without one of its own."""
+    """The negated condition of a statement or a ternary, and a comprehension without one of its conditions."""
     if node is getattr(place.statement, "test", None):
-        yield _turned(node)
+        yield _negated(node)
     elif isinstance(node, ast.IfExp):
-        yield ast.IfExp(_turned(node.test), node.body, node.orelse)
+        yield ast.IfExp(_negated(node.test), node.body, node.orelse)
     for i, loop in enumerate(getattr(node, "generators", ())):
         for j in range(len(loop.ifs)):
             changed = copy.deepcopy(node)
@@ -35,7 +35,7 @@ def conditions(node: ast.expr, place: Place) -> Iterator[ast.expr]:
             yield changed
 
 
-def _turned(condition: ast.expr) -> ast.expr:
+def _negated(condition: ast.expr) -> ast.expr:
     if isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
         return condition.operand
     return ast.UnaryOp(ast.Not(), condition)
@@ -114,5 +114,5 @@ def drawn(text: str, seed: str) -> Iterator[tuple[int, Mutant]]:
 
 
 def _one_of(operator, place: Place, generator: random.Random) -> tuple[int, Mutant] | None:
-    made = list(operator.mutants(place))
-    return (place.statement.lineno, generator.choice(made)()) if made else None
+    mutants = list(operator.mutants(place))
+    return (place.statement.lineno, generator.choice(mutants)()) if mutants else None

@@ -1,8 +1,8 @@
-"""Runs the generator's tests on a changed copy of the repository, those first that execute what was changed.
+"""Runs the generator's tests on a changed copy of the repository, beginning with those that execute the changed code.
 
-The copy is what tests see: its modules are imported from there, and processes that a test starts find it too. Each trial is
-forked from a process that has imported all that the tests need but for patchgen, runs the tests that execute the changed
-statement, and ends with the first that fails. Tests that start processes are left out: what only they tell has survived.
+Tests, and the processes that they start, import modules from the copy. Each trial is forked from a process that has imported
+all dependencies of the tests except patchgen, runs the tests that execute the changed statement, and ends with the first
+failure. Tests that start processes are skipped: a mutant that only they would catch counts as survived.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TESTS = "tests/patchgen"
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not gpu")
 CAUGHT, SURVIVED = "caught", "survived"
 SECONDS = 12.0
-"""CPU seconds of all tests of one mutant, if nothing else is said."""
+"""Default limit in CPU seconds for all tests of one mutant."""
 SLOWER = 20.0  # CPU seconds of one test, as a multiple of what it takes on the unchanged code
 FIRST = 8
 MEMORY = 12 << 30
@@ -61,11 +61,11 @@ class Executed:
     left_out: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
 
-    def tests_of(self, module: str, line: int, told: Counter[str]) -> list[str]:
-        """The tests that execute a statement, in the order in which they are likely to tell.
+    def tests_of(self, module: str, line: int, catches: Counter[str]) -> list[str]:
+        """The tests that execute a statement, those most likely to catch a mutant first.
 
-        Those first that execute what few tests execute below it, the body of a condition for example; then those that have
-        told other mutants from the original, those of the module, and those that execute most of it in the least time.
+        The order is by: how few other tests execute the lines below it, such as the body of a condition; how many mutants
+        the test has caught; whether it is a test of the module; and how much of the module it executes per second.
         """
         place, stem = f"{module}:{line}", Path(module).stem
         chosen = {t: set(ran) for t, ran in self.by_test.items() if place in self.on_import or place in ran}
@@ -76,7 +76,7 @@ class Executed:
             test: sum(one.startswith(f"{module}:") for one in ran) / (0.3 + self.seconds[test])
             for test, ran in chosen.items()
         }
-        return sorted(chosen, key=lambda t: (-round(rare[t], 6), -told[t], stem not in t, -worth[t], t))
+        return sorted(chosen, key=lambda t: (-round(rare[t], 6), -catches[t], stem not in t, -worth[t], t))
 
 
 class Copy:
@@ -90,12 +90,12 @@ class Copy:
             if (ROOT / name).is_file() or (ROOT / name).is_symlink():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
-        # Bytecode that is held to the hash of its source, for a changed file may have the old one's size and second.
+        # Bytecode is validated by the hash of its source: a changed file may have the size and the second of the old one.
         mode = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(folder / "patchgen", quiet=2, invalidation_mode=mode)
 
     def executed(self) -> Executed:
-        """What the tests execute: read where it was recorded before (minutes), but for files of tests that changed since."""
+        """The lines that each test executes: cached, except for test files that changed since (recording takes minutes)."""
         sources = sorted(self.folder.glob("patchgen/**/*.py"))
         code = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
         record = Path(tempfile.gettempdir()) / f"patchgen-executed-{code}.json"
@@ -112,7 +112,7 @@ class Copy:
         return known
 
     def verdict(self, module: str, text: str | None, tests: list[str], executed: Executed) -> tuple[str, str, float]:
-        """Caught or survived; what told, a test's id, or what happened; CPU seconds. Without a text, of the unchanged code."""
+        """Caught or survived; the id of the failed test, or what happened; CPU seconds. Without a text, of the unchanged code."""
         path = self.folder / "patchgen" / module
         original = path.read_text(encoding="utf-8")
         try:
@@ -154,7 +154,7 @@ class Copy:
         if not tests:
             write(SURVIVED, "no test executes it")
             return
-        # Most mutants are told by the first: the files of the others need not be read.
+        # The first tests catch most mutants: the files of the others need not be read.
         for part in (tests[:FIRST], tests[FIRST:]):
             files = list(dict.fromkeys(test.partition("::")[0] for test in part))
             if (
@@ -179,9 +179,9 @@ def _digest(path: Path) -> str:
 
 
 def _forked(work: Callable[[Callable[[str, str], None]], None]) -> tuple[str, str, float]:
-    """What `work` writes first, in a process of its own whose output goes nowhere, and its CPU seconds.
+    """Runs `work` in a forked process without output; returns what it writes first, and its CPU seconds.
 
-    A process that dies is caught.
+    A process that dies counts as caught.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -201,9 +201,9 @@ def _forked(work: Callable[[Callable[[str, str], None]], None]) -> tuple[str, st
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        told = pipe.read().decode()
+        message = pipe.read().decode()
     usage = os.wait4(child, 0)[2]
-    verdict, _, by = told.partition("\n")
+    verdict, _, by = message.partition("\n")
     seconds = usage.ru_utime + usage.ru_stime
     return (verdict, by, seconds) if verdict else (CAUGHT, "the process died", seconds)
 

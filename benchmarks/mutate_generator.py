@@ -4,9 +4,9 @@
     PYTHONPATH=. python benchmarks/mutate_generator.py --only passes/prune.py --show
     PYTHONPATH=. python benchmarks/mutate_generator.py --again                # the survivors, after tests were added
 
-Mutants are shared out over the modules by their lines. One is caught if a test of `make test` fails, or does not end; see
-generator_trials.py. Rows are kept as they come, and a run that was broken off goes on where it stopped: with the same seed and
-the same code it draws the same mutants. The column `note` is written by people, for survivors: equal, and why, or what else.
+Modules get mutants in proportion to their lines. A mutant is caught if a test of `make test` fails or does not end; see
+generator_trials.py. Rows are written as they are finished, and an interrupted run resumes: with the same seed and the same code it
+draws the same mutants. The column `note` is written by people, for survivors: why the mutant is equal, or another remark.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def main() -> None:
         copy = Copy(Path(folder), options.seconds)
         executed = copy.executed()
         copy.warm()
-        told: Counter[str] = Counter(row["by"] for row in rows)
-        for module, line, mutant in wanted(options.count, options.seed, options.only):
+        catches: Counter[str] = Counter(row["by"] for row in rows)
+        for module, line, mutant in sample_mutants(options.count, options.seed, options.only):
             row = described(module, mutant)
             known = next((other for other in rows if all(other[key] == row[key] for key in SAME)), None)
             if (known is None) == options.again or (known is not None and known["verdict"] == CAUGHT):
                 continue
-            tests = executed.tests_of(module, line, told)
+            tests = executed.tests_of(module, line, catches)
             verdict, by, seconds = copy.verdict(module, mutant.text, tests, executed)
-            told[by] += verdict == CAUGHT
+            catches[by] += verdict == CAUGHT
             row |= {"verdict": verdict, "by": by, "seconds": f"{seconds:.1f}"}
             if verdict == SURVIVED:
                 print(
@@ -83,8 +83,8 @@ def main() -> None:
     summarise(rows)
 
 
-def wanted(count: int, seed: str, only: list[str]) -> Iterator[tuple]:
-    """Module, line and mutant: of each module a share of the count by its lines, at least two."""
+def sample_mutants(count: int, seed: str, only: list[str]) -> Iterator[tuple]:
+    """Module, line and mutant: of each module a share of `count` in proportion to its lines, at least two."""
     paths = [path for part in PARTS for path in sorted((ROOT / "patchgen" / part).glob("*.py"))]
     texts = {f"{path.parent.name}/{path.name}": path.read_text() for path in paths if path.stem != "__init__"}
     lines = sum(text.count("\n") for text in texts.values())

@@ -1,4 +1,4 @@
-"""Weights that depend on nothing but their names: every layout and every library starts from the same ones."""
+"""Weights that depend only on their names: every layout and every library starts from the same ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from patchgen.runtime.checkpoint.placement import shard_like
 
 
 def weight_of(name: str, shape: Sequence[int], device: str) -> Tensor:
-    """The whole fp32 weight of that name: ones for a norm (one dimension), else normal with a deviation of 0.02."""
+    """The full fp32 weight of that name: ones for a norm (one dimension), else normal with a deviation of 0.02."""
     if len(shape) == 1:
         return torch.ones(shape, device=device)
     digest = hashlib.sha256(name.encode()).digest()
@@ -22,9 +22,9 @@ def weight_of(name: str, shape: Sequence[int], device: str) -> Tensor:
 
 
 @torch.no_grad()
-def place(whole: Tensor, parameter: nn.Parameter) -> None:
-    """Copies what this rank holds of a whole weight into its parameter."""
+def place(full: Tensor, parameter: nn.Parameter) -> None:
+    """Copies this rank's shard of a full weight into its parameter."""
     if isinstance(parameter, DTensor):
-        parameter.to_local().copy_(shard_like(whole, parameter))
+        parameter.to_local().copy_(shard_like(full, parameter))
     else:
-        parameter.copy_(whole)
+        parameter.copy_(full)

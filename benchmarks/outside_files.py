@@ -1,11 +1,11 @@
-"""What generation and its proof make of modeling files that are no part of transformers: the table of docs/own_architecture.md.
+"""Generation and proof of modeling files that are not part of transformers: the table of docs/own_architecture.md.
 
     pip download --no-deps xtuner==0.2.0 optimum-habana==1.21.2 -d wheels    # and einops, which InternLM2 imports
     python benchmarks/outside_files.py wheels --output rows.csv
 
-The files were written for transformers 4. They are taken out of their wheels with `MENDS`: names that 5.23 no longer has stand
-for what they last meant. Each mended copy is what a file is generated from and what it is compared with, at small sizes: as
-upstream computes, as a run computes, and on two ranks.
+The files were written for transformers 4. They are extracted from their wheels and adapted by `ADAPTATIONS`: names that 5.23 no
+longer has are replaced by their last meaning. The generated file is compared with this adapted copy, at small sizes: in eager form,
+as a run computes, and on two ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from patchgen.upstream import load, name_of
 Edits = tuple[tuple[str, str], ...]
 
 XTUNER, HABANA = "xtuner-0.2.0", "optimum_habana-1.21.2"
-MENDS: Edits = (
+ADAPTATIONS: Edits = (
     (r"from \S+ import is_torch_fx_available\n", "def is_torch_fx_available():\n    return False\n\n"),
     (r"DynamicCache\.from_legacy_cache\(\w*\)", "DynamicCache()"),
     (r"next_decoder_cache\.to_legacy_cache\(\)\s+if use_legacy_cache else next_decoder_cache", "next_decoder_cache"),
@@ -120,7 +120,7 @@ CONFIG = ModelConfig(
 
 @dataclass(frozen=True)
 class OutsideFile:
-    """A modeling file of a wheel: `edits` are its own mends, each of which must be found; `config` is written beside it."""
+    """A modeling file in a wheel: `edits` are further adaptations, each of which must be found; `config` is written beside it."""
 
     name: str
     wheel: str
@@ -195,7 +195,7 @@ def main() -> None:
 
 
 def written(one: OutsideFile, wheels: Path, root: Path) -> Path:
-    """The folder of the mended copy."""
+    """The folder of the adapted copy."""
     (wheel,) = wheels.glob(f"{one.wheel}-*.whl")
     (folder := root / "code").mkdir()
     edits = dict.fromkeys(one.edits, 0)
@@ -205,7 +205,7 @@ def written(one: OutsideFile, wheels: Path, root: Path) -> Path:
             if path.parent != Path(one.folder) or not path.name.startswith(("modeling_", "configuration_")):
                 continue
             text = archive.read(name).decode()
-            for edit in (*MENDS, *one.edits):
+            for edit in (*ADAPTATIONS, *one.edits):
                 text, count = re.subn(edit[0], edit[1].replace("\\", r"\\"), text)
                 edits |= {edit: edits[edit] + count} if edit in edits else {}
             (folder / path.name).write_text(text, encoding="utf-8")
@@ -233,9 +233,9 @@ def measured(one: OutsideFile, wheels: Path) -> dict[str, str]:
         (place := Path(root) / generated.model).mkdir()
         for name, text in generated.files.items():
             (place / name).write_text(text, encoding="utf-8")
-        own = register(str(folder), root)
-        assert own is not None, "a folder was named"
-        return row | proven(own.generated, has_experts=has_experts)
+        architecture = register(str(folder), root)
+        assert architecture is not None, "a folder was named"
+        return row | proven(architecture.generated, has_experts=has_experts)
 
 
 def proven(model: registry.GeneratedModel, *, has_experts: bool) -> dict[str, str]:
@@ -245,9 +245,9 @@ def proven(model: registry.GeneratedModel, *, has_experts: bool) -> dict[str, st
     except UPSTREAM_REFUSALS as error:
         return {"as a run computes": f"the file itself does not run: {type(error).__name__}: {first_line(error)}"}
     found, path = verdict.of(proof), proof.training
-    told = found.words.removesuffix(".")
+    outcome = found.words.removesuffix(".")
     if found.status == verdict.PROVEN and path is not None:
-        told += f", {path.worst:.0e}" + (", documents in rows of their own" if path.separates_documents else "")
+        outcome += f", {path.worst:.0e}" + (", documents in rows of their own" if path.separates_documents else "")
     pool = RankPool(2)
     try:
         results = media_ranks.verify_on_ranks(model, pool, sp=1, ep=2 if has_experts else 1, fsdp=True)
@@ -255,18 +255,18 @@ def proven(model: registry.GeneratedModel, *, has_experts: bool) -> dict[str, st
     finally:
         pool.close()
     return {
-        "as a run computes": told,
+        "as a run computes": outcome,
         "on two ranks": on_ranks(results, "ep 2, FSDP" if has_experts else "FSDP"),
         "over a sequence": on_ranks(over, "sp 2, FSDP"),
     }
 
 
 def on_ranks(results: Sequence[media_ranks.RankResult], layout: str) -> str:
-    """One phrase: the worst difference, or the first reason."""
+    """The worst difference, or the first reason."""
     reason = next((one.reason for one in results if one.reason), "")
     if reason:
-        told = reason.strip().splitlines()[-1].rpartition("Error: ")[2]
-        return f"no: {told.partition(', and ')[0]}"
+        message = reason.strip().splitlines()[-1].rpartition("Error: ")[2]
+        return f"no: {message.partition(', and ')[0]}"
     return f"{layout}: {max(max(one.loss, one.gradient) for one in results):.0e} in {len(results)} cases"
 
 

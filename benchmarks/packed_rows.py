@@ -1,4 +1,4 @@
-"""Packed rows of made-up text: documents and words as uneven as those of real text."""
+"""Packed rows of random text: document lengths and word frequencies as uneven as those of real text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MEAN_DOCUMENT, SIGMA = 1500, 1.0
 def packed_row(tokens: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
     """One row of `tokens` tokens: documents of log-normal length, ids as frequent as words (Zipf-Mandelbrot).
 
-    Probability of the id of rank r as 1 / (r + 2.7): the first takes 2.5 %. How uneven ids are decides how unevenly an
-    untrained router loads the experts.
+    Probability of the id of rank r as 1 / (r + 2.7): the first takes 2.5 %. The distribution of ids determines how
+    unevenly an untrained router loads the experts.
     """
     draw = numpy.random.default_rng(seed)
     lengths: list[int] = []

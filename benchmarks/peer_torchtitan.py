@@ -1,4 +1,4 @@
-"""torchtitan's Qwen3 MoE as its own trainer makes it, for `bench_train.py`: a peer that is tuned for speed.
+"""torchtitan's Qwen3 MoE, built as its trainer does, for `bench_train.py`: a peer that is tuned for speed.
 
 Its `parallelize_qwen3` is called with its `JobConfig`, as its documentation recommends for performance: blocks and loss by
 `torch.compile`, its FSDP2 and expert parallelism, `grouped_mm` experts, varlen attention within documents, activation
@@ -51,7 +51,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compilation and
 
 
 def version() -> str:
-    """Of torchtitan, where this process has imported it, to append to others."""
+    """The version of torchtitan, if this process has imported it, to append to others."""
     return f", torchtitan {importlib.metadata.version('torchtitan')}" if "torchtitan" in sys.modules else ""
 
 
@@ -69,7 +69,7 @@ def import_parts() -> None:
             if spec is None:
                 raise ModuleNotFoundError(f"{name} is not installed: this needs torchtitan 0.2.2.", name=name)
             sys.modules[name] = importlib.util.module_from_spec(spec)  # a package with a path, its `__init__` not run
-    # The model takes two names from `train_spec` that come from `model`; the rest of it is the trainer's.
+    # The model takes two names from `train_spec` that come from `model`; the rest of it is for the trainer.
     sys.modules.setdefault("torchtitan.protocols.train_spec", importlib.import_module("torchtitan.protocols.model"))
     importlib.import_module("torchtitan.models.qwen3.infra.parallelize")
 
@@ -122,7 +122,7 @@ class Peer:
             with torch.no_grad():
                 self.model.init_weights(buffer_device=torch.device(self.device))
         for name, parameter in self.model.named_parameters():
-            named_weights.place(whole_weight(name, parameter.shape, self.device), parameter)
+            named_weights.place(full_weight(name, parameter.shape, self.device), parameter)
 
     def optimizer(self) -> torch.optim.Optimizer:
         from torchtitan.components.optimizer import build_optimizers
@@ -153,19 +153,19 @@ class Peer:
         return share.detach(), norm
 
     def close(self) -> None:
-        """Gives up the model, and the compiled code that refers to it."""
+        """Frees the model, and the compiled code that refers to it."""
         del self.model
         self.forget_compiled()
         gc.enable()
 
     def forget_compiled(self) -> None:
-        """Compiled code is that of this model and this length, as in a process of its own."""
+        """Discards compiled code, so that each model and length is compiled as in a separate process."""
         torch._dynamo.reset()
 
 
 @functools.cache
 def dims_of(ep: int) -> Any:
-    """The `ParallelDims` of all ranks; made once, since each makes process groups of its own."""
+    """The `ParallelDims` of all ranks, cached because each creates process groups."""
     from torchtitan.distributed import ParallelDims
 
     world = dist.get_world_size()
@@ -223,8 +223,8 @@ def arguments_of(sizes: dict) -> Any:
     )
 
 
-def whole_weight(name: str, shape: torch.Size, device: str) -> Tensor:
-    """The whole weight of a parameter of torchtitan's model, made by the name that our model gives it.
+def full_weight(name: str, shape: torch.Size, device: str) -> Tensor:
+    """The full weight of a parameter of torchtitan's model, from its name in our model.
 
     Raises:
         KeyError: our model has no such weight.
@@ -273,14 +273,14 @@ def _attend_per_document(
         raise ValueError(f"Expected causal attention, window (-1, 0), got {window_size}.")
     outputs = []
     for first, last in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
-        q, k, v = (whole[first:last].transpose(0, 1)[None] for whole in (query, key, value))
+        q, k, v = (full[first:last].transpose(0, 1)[None] for full in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
 def _counting(histc: Callable) -> Callable:
-    """`torch.histc`, also of whole numbers from 0 to `bins` - 1, which torch has on GPUs alone."""
+    """`torch.histc`, also of integers from 0 to `bins` - 1, which torch has on GPUs alone."""
 
     @functools.wraps(histc)
     def count(values: Tensor, *, bins: int, min: int, max: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of results, appended to the file of a bench: where `$OUT` says, else beside the bench."""
+"""Appends rows to the results of a benchmark: in `$OUT`, or else beside the benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases of `bench_train.py`: whose they are, which checkpointing they have, and how their rows compare."""
+"""The cases of `bench_train.py`: their implementation and checkpointing, and a comparison of their rows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from case_failures import OUT_OF_MEMORY
 from case_rows import STARTED
 
-CASE = ("layers", "who", "layout", "ckpt", "tokens/GPU")  # of a row: what was measured
+CASE = ("layers", "who", "layout", "ckpt", "tokens/GPU")  # the columns that identify a case
 THEIRS = "transformers"
 TITAN = "torchtitan"
-WHO = {THEIRS: THEIRS, TITAN: TITAN, "torchtitan, EP2": TITAN, "torchtitan, EP4": TITAN}  # whose layout; else ours
+WHO = {THEIRS: THEIRS, TITAN: TITAN, "torchtitan, EP2": TITAN, "torchtitan, EP4": TITAN}  # those that are not ours
 LAYOUTS: dict[str, dict] = {
     "FSDP": {},
     "FSDP, kept gathered": {"reshard_after_forward": False},
@@ -36,14 +36,14 @@ LAYOUTS: dict[str, dict] = {
 
 
 def describe(layers: int, name: str, mode: str, tokens: int) -> dict:
-    """The columns of a row that say which case it is."""
+    """The columns that identify a case."""
     who = WHO.get(name, "ours")
     layout = name if who == "ours" else name.partition(", ")[2] or "FSDP"
     return {"layers": layers, "who": who, "layout": layout, "ckpt": mode, "tokens/GPU": tokens}
 
 
 def has_mode(case: Mapping, above: int, rows: Iterable[Mapping]) -> bool:
-    """Whether a case has its checkpointing: by its tokens, or torchtitan's if what is faster does not fit."""
+    """Whether a case is measured with its checkpointing: by its tokens, or, for torchtitan, if faster modes do not fit."""
     if case["who"] != TITAN:
         return (case["tokens/GPU"] > above) == (case["ckpt"] == "full")
     same = [row for row in rows if all(row[name] == case[name] for name in CASE if name != "ckpt")]
@@ -51,7 +51,7 @@ def has_mode(case: Mapping, above: int, rows: Iterable[Mapping]) -> bool:
 
 
 def compare(rows: list[dict]) -> list[str]:
-    """Fills in `ratio`; returns the cases that did not run and the first steps that differ from the fastest of theirs."""
+    """Fills in `ratio`; returns the cases that did not run, and those whose first step differs from the fastest peer's."""
     problems = []
     peers = [row for row in rows if row["who"] != "ours" and "loss 1" in row]
     reference = {row["tokens/GPU"]: row for row in sorted(peers, key=lambda row: -row["s/step"])}

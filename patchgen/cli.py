@@ -37,8 +37,8 @@ GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the
 
 
 @app.command()
-def init(folder: Annotated[Path, Argument(help="where the project begins")] = Path()) -> None:
-    """Start a repository of your own: patchgen.toml says where its models, configs and passes lie.
+def init(folder: Annotated[Path, Argument(help="the root of the project")] = Path()) -> None:
+    """Start a repository of your own: patchgen.toml names the folders of its models, configs and passes.
 
     Example: patchgen init
     """
@@ -51,26 +51,28 @@ def generate(
     every: Every = False,
     transformers: Transformers = None,
     source: Source = None,
-    config: Annotated[Path | None, Option("--config", help="of --source; else patchgen_NAME.py beside it")] = None,
-    output: Annotated[Path | None, Option(help="instead of generated_models/")] = None,
+    config: Annotated[
+        Path | None, Option("--config", help="of --source, by default patchgen_NAME.py beside it")
+    ] = None,
+    output: Annotated[Path | None, Option(help="the folder to write, instead of generated_models/")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="show, write nothing")] = False,
-    force: Annotated[bool, Option("--force", help="overwrite hand-made edits of generated files")] = False,
+    force: Annotated[bool, Option("--force", help="overwrite manual edits of generated files")] = False,
     reviewed: Reviewed = None,
     head: Annotated[
-        list[str] | None, Option(help="a class that the file is for instead of upstream's causal head; several: again")
+        list[str] | None, Option(help="a class to generate for, instead of upstream's causal head; may be repeated")
     ] = None,
 ) -> None:
     """Write modeling file, diff and provenance of models. Exit 1 if one is refused; the others are written.
 
     Example: patchgen generate qwen3_moe --transformers 5.23.0
     """
-    what = {"config": config, "dry_run": dry_run, "force": force, "reviewed": reviewed or [], "heads": head or []}
-    commands.generation.generate(models or [], every, transformers, source, output, **what)
+    options = {"config": config, "dry_run": dry_run, "force": force, "reviewed": reviewed or [], "heads": head or []}
+    commands.generation.generate(models or [], every, transformers, source, output, **options)
 
 
 @app.command()
 def check(models: Models = None) -> None:
-    """Regenerate in memory and compare bytes; exit 1 if a committed file is stale, or a recorded proof does not hold.
+    """Regenerate in memory and compare bytes; exit 1 if a committed file or a recorded proof is stale.
 
     Example: patchgen check qwen3_moe
     """
@@ -88,7 +90,7 @@ def diff(model: Model, transformers: Transformers = None, source: Source = None)
 
 @app.command()
 def explain(
-    subject: Annotated[str | None, Argument(help="a pass or a model; nothing: all passes")] = None,
+    subject: Annotated[str | None, Argument(help="a pass or a model; without one, all passes are listed")] = None,
     transformers: Transformers = None,
     source: Source = None,
 ) -> None:
@@ -128,14 +130,14 @@ def new(
 @app.command()
 def mutate(
     models: Models = None,
-    count: Annotated[int, Option(help="mutants that run, of each model")] = 100,
-    seed: Annotated[int, Option(help="which ones: the same seed gives the same")] = 0,
+    count: Annotated[int, Option(help="how many mutants to run per model")] = 100,
+    seed: Annotated[int, Option(help="random seed of the mutants")] = 0,
     jobs: Annotated[int, Option(help="processes")] = 2,
-    ranks: Annotated[bool, Option("--ranks", help="compares a share of them on two ranks as well")] = False,
-    records: Annotated[Path | None, Option(help="keeps a line for each there; goes on where it stopped")] = None,
-    output: Annotated[Path | None, Option(help="writes the table there: .json, and .md")] = None,
+    ranks: Annotated[bool, Option("--ranks", help="compare a share of them on two ranks as well")] = False,
+    records: Annotated[Path | None, Option(help="append a line per mutant to this file, and resume from it")] = None,
+    output: Annotated[Path | None, Option(help="write the table to this .json file, and to its page")] = None,
 ) -> None:
-    """Change upstream sources and hold the generator to each: refused, or equal; exit 1 if one is neither.
+    """Mutate upstream sources: the generator must refuse each mutant or be equal to it; exit 1 if one is wrong.
 
     Example: patchgen mutate qwen3_moe --count 200
     """
@@ -148,17 +150,17 @@ def mutate(
 def report(
     models: Models = None,
     output: Annotated[Path | None, Option(help="the folder to write, instead of reports/")] = None,
-    upgrade: Annotated[bool, Option("--upgrade", help="what a move to another release changes")] = False,
+    upgrade: Annotated[bool, Option("--upgrade", help="show what a move to another release changes")] = False,
     to: Annotated[
-        str | None, Option("--to", help="with --upgrade: a release, a wheel or a folder; else the installed")
+        str | None, Option("--to", help="with --upgrade: a release, a wheel or a folder, instead of the installed one")
     ] = None,
 ) -> None:
-    """Write pages for a reviewer: upstream and generated side by side, passes, census, proofs; without models, all and an index.
+    """Write pages for reviewers: upstream and generated side by side, passes, census, proofs; without models, all and an index.
 
     Example: patchgen report qwen3_moe
     """
     if to is not None and not upgrade:
-        raise ConfigError("--to names the release of an upgrade: give --upgrade with it.")
+        raise ConfigError("--to names the release of an upgrade. To fix: give --upgrade with it.")
     if upgrade:
         commands.reporting.report_upgrade(models or [], to, output)
     else:
@@ -167,7 +169,7 @@ def report(
 
 @app.command(name="list")
 def list_models() -> None:
-    """List the committed models: source release, passes, state.
+    """List the committed models: source release, passes, proof.
 
     Example: patchgen list
     """
@@ -178,25 +180,25 @@ def list_models() -> None:
 def upgrade(
     models: Models = None,
     to: Annotated[
-        str | None, Option("--to", "--transformers", help="a release, a wheel or a folder; else the installed one")
+        str | None, Option("--to", "--transformers", help="a release, wheel or folder, instead of the installed one")
     ] = None,
     apply: Annotated[
         bool, Option("--apply", help="regenerate, prove in the release's own environment, write")
     ] = False,
     reviewed: Reviewed = None,
-    as_json: Annotated[bool, Option("--json", help="what was found as JSON")] = False,
-    verbose: Annotated[bool, Option("--verbose", help="the sources of imported helpers, too")] = False,
+    as_json: Annotated[bool, Option("--json", help="print the findings as JSON")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="show the sources of imported helpers, too")] = False,
     python: Annotated[
-        Path | None, Option(help="with --apply: a Python that has the release, instead of making one")
+        Path | None, Option(help="with --apply: a Python that has the release, instead of a new environment")
     ] = None,
     jobs: Annotated[int, Option(help="processes")] = 2,
 ) -> None:
-    """Show what a move to another release changes, site by site. Exit 0: the same; 10: review; 20: needs a person.
+    """Show what a move to another release changes, site by site. Exit 0: unchanged; 10: review; 20: needs a person.
 
     Example: patchgen upgrade qwen3_moe --to 5.17.0
     """
-    what = {"reviewed": reviewed or [], "as_json": as_json, "verbose": verbose, "python": python, "jobs": jobs}
-    raise typer.Exit(commands.upgrading.upgrade(models or [], to, apply=apply, **what))
+    options = {"reviewed": reviewed or [], "as_json": as_json, "verbose": verbose, "python": python, "jobs": jobs}
+    raise typer.Exit(commands.upgrading.upgrade(models or [], to, apply=apply, **options))
 
 
 @app.command()
@@ -205,12 +207,12 @@ def verify(
     every: Every = False,
     directory: Annotated[Path | None, Option(help="a generated model outside generated_models/")] = None,
     head: Annotated[str | None, Option(help="the class to prove, instead of the first head")] = None,
-    ranks: Annotated[int, Option(help="prove on that many gloo processes against one")] = 1,
+    ranks: Annotated[int, Option(help="prove on this many gloo ranks, against one")] = 1,
     sp: Annotated[int, Option(help="with --ranks: how many of them share a sequence")] = 1,
     ep: Annotated[int, Option(help="with --ranks: how many of them share the experts")] = 1,
-    fsdp: Annotated[bool, Option("--fsdp", help="with --ranks: parameters are sharded over them")] = False,
-    outdated: Annotated[bool, Option("--outdated", help="only those whose recorded proof does not hold")] = False,
-    against: Annotated[str | None, Option(help="another release, in an environment of its own: 5.20.0")] = None,
+    fsdp: Annotated[bool, Option("--fsdp", help="with --ranks: shard the parameters over them")] = False,
+    outdated: Annotated[bool, Option("--outdated", help="only models whose recorded proof is stale")] = False,
+    against: Annotated[str | None, Option(help="prove beside another release, in its own environment: 5.20.0")] = None,
     python: Annotated[Path | None, Option(help="with --against: a Python that has the release")] = None,
     code: Code = None,
     generated: GeneratedIn = None,
@@ -221,31 +223,31 @@ def verify(
     """
     if against is not None:
         others = {"--directory": directory, "--head": head, "--ranks": ranks > 1, "--outdated": outdated}
-        if named := [name for name, value in others.items() if value]:
-            raise ConfigError(f"--against proves committed files as they stand, in one process: leave {named[0]} out.")
+        if conflicts := [name for name, value in others.items() if value]:
+            raise ConfigError(f"--against proves unchanged files, in one process. To fix: omit {conflicts[0]}.")
         raise typer.Exit(commands.upgrading.verify_against(models or [], against, every=every, python=python))
     if outdated and directory is not None:
-        raise ConfigError("--outdated is about the committed models, and --directory is none of them: leave one out.")
+        raise ConfigError("--outdated selects committed models, --directory another file. To fix: omit one of them.")
     if ranks == 1 and (sp > 1 or ep > 1 or fsdp):
-        raise ConfigError("--sp, --ep and --fsdp say how ranks share the work: name their number, as in --ranks 4.")
+        raise ConfigError("--sp, --ep and --fsdp lay out several ranks. To fix: give their number, as in --ranks 4.")
     layout = commands.proof.Layout(ranks, sp=sp, ep=ep, fsdp=fsdp) if ranks > 1 else None
-    what = {"every": every, "directory": directory, "head": head, "outdated": outdated}
-    what |= {"code": code, "generated": generated}
-    raise typer.Exit(commands.proof.verify(models or [], layout, **what))
+    options = {"every": every, "directory": directory, "head": head, "outdated": outdated}
+    options |= {"code": code, "generated": generated}
+    raise typer.Exit(commands.proof.verify(models or [], layout, **options))
 
 
 @app.command()
 def sweep(
     family: Annotated[str, Option(help="text, moe, media, vision, audio, omni or heads")] = "text",
-    jobs: Annotated[int, Option(help="processes at once")] = 2,
+    jobs: Annotated[int, Option(help="processes")] = 2,
     transformers: Transformers = None,
-    only: Annotated[list[str] | None, Option(help="just these model types")] = None,
+    only: Annotated[list[str] | None, Option(help="only these model types")] = None,
     output: Annotated[
         Path | None, Option(help="the folder of the record and its page, instead of records/ and docs/")
     ] = None,
-    fresh: Annotated[bool, Option("--fresh", help="do again what an earlier run has done")] = False,
-    sp: Annotated[int, Option(help="compare on ranks that share a sequence, instead of proving")] = 1,
-    ep: Annotated[int, Option(help="compare on ranks that share the experts, instead of proving")] = 1,
+    fresh: Annotated[bool, Option("--fresh", help="repeat what an earlier run has done")] = False,
+    sp: Annotated[int, Option(help="compare on this many ranks that share a sequence, instead of proving")] = 1,
+    ep: Annotated[int, Option(help="compare on this many ranks that share the experts, instead of proving")] = 1,
     world: Annotated[int, Option(help="gloo ranks of --sp and --ep")] = 2,
 ) -> None:
     """Generate and prove every model type of a family, into docs/coverage.md and records/coverage.json. Resumable.
@@ -266,7 +268,7 @@ def mesh(
     sp: Annotated[int, Option(help="ranks that share a sequence (Ulysses)")] = 1,
     ep: Annotated[int, Option(help="ranks that share the experts")] = 1,
 ) -> None:
-    """Draw which rank holds what.
+    """Draw the layout of ranks: which share a sequence, experts or a shard.
 
     Example: patchgen mesh --world 16 --ep 4 --sp 2
     """
@@ -278,39 +280,39 @@ def train(
     recipe: Annotated[Path, Argument(help="a YAML file, for example recipes/qwen3_moe_toy.yaml")],
     processes: Annotated[int, Option("--nproc", help="ranks on this machine")] = 1,
     nodes: Annotated[str, Option("--nnodes", help="machines, or min:max of them")] = "1",
-    rdzv_endpoint: Annotated[str, Option(help="host:port where machines meet")] = "",
+    rdzv_endpoint: Annotated[str, Option(help="host:port of the rendezvous of several machines")] = "",
     assignments: Assignments = None,
     allow_missing: Annotated[
         list[str] | None, Option(help="parameters that weights may lack, such as 'lm_head.*'")
     ] = None,
-    fresh: Annotated[bool, Option("--fresh", help="start anew; an earlier run is moved away")] = False,
+    fresh: Annotated[bool, Option("--fresh", help="start over; an earlier run is moved aside")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")] = False,
-    verbose: Annotated[bool, Option("--verbose", help="with --dry-run: the recipe with all defaults, too")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="with --dry-run: also the recipe with all defaults")] = False,
     print_config: Annotated[bool, Option("--print-config", help="show the recipe with all defaults")] = False,
     script: Annotated[str | None, Option(help="print a start script: slurm or ssh")] = None,
 ) -> None:
-    """Train a recipe: on this machine, on several, or as a rank of torchrun. A run that exists is continued.
+    """Train a recipe: on this machine, on several, or as a rank of torchrun. An existing run is resumed.
 
     Example: patchgen train recipes/qwen3_moe_toy.yaml --nproc 2 --set parallel.ep=2
     """
     if allow_missing:
         assignments = [*(assignments or []), f"model.allow_missing={json.dumps(allow_missing)}"]
     ranks = {"processes": processes, "nodes": nodes, "rdzv_endpoint": rdzv_endpoint}
-    shown = {"dry_run": dry_run, "verbose": verbose, "print_config": print_config, "script": script}
-    raise typer.Exit(commands.training.train(recipe, assignments or [], fresh=fresh, **ranks, **shown))
+    display = {"dry_run": dry_run, "verbose": verbose, "print_config": print_config, "script": script}
+    raise typer.Exit(commands.training.train(recipe, assignments or [], fresh=fresh, **ranks, **display))
 
 
 @app.command()
 def doctor(
     recipe: Annotated[Path, Argument(help="a YAML file, as `train` takes it")],
     assignments: Assignments = None,
-    skip: Annotated[list[str] | None, Option(help="a check that does not run, by its name in the table")] = None,
+    skip: Annotated[list[str] | None, Option(help="a check to skip, by its name in the table")] = None,
     as_json: Annotated[bool, Option("--json", help="the table as JSON")] = False,
     memory: Annotated[
-        float | None, Option(help="the most GiB that a model may take: a larger one is looked at layer by layer")
+        float | None, Option(help="the most GiB that a model may take: a larger one is checked layer by layer")
     ] = None,
 ) -> None:
-    """Examine a recipe's checkpoint and data on this machine: what passed, what failed, what to do. Exit 1 if one failed.
+    """Check a recipe's checkpoint and data here: what passed, what failed, how to fix it. Exit 1 if a check failed.
 
     Example: patchgen doctor recipes/qwen3_moe_toy.yaml --skip layout
     """
@@ -323,35 +325,31 @@ def data(
     recipe: Annotated[Path, Argument(help="a YAML file, for example recipes/qwen3_moe_toy.yaml")],
     rows: Annotated[int, Option(min=1, help="packed rows to show")] = 1,
     html: Annotated[Path | None, Option(help="write a page instead of text")] = None,
-    evaluation: Annotated[bool, Option("--eval", help="of eval_data")] = False,
-    assignments: Annotated[
-        list[str] | None, Option("--set", help="a value of the recipe, such as data.kind=chat")
-    ] = None,
+    evaluation: Annotated[bool, Option("--eval", help="show eval_data instead")] = False,
+    assignments: Assignments = None,
 ) -> None:
-    """Show what a recipe learns: the packed rows of its run with the learned tokens marked, counts, lengths.
+    """Show what a recipe trains on: its packed rows with the tokens that have a loss marked, counts, lengths.
 
     Example: patchgen data recipes/qwen3_moe_toy.yaml --rows 2 --html data.html
     """
     commands.data.show(recipe, assignments or [], rows=rows, html=html, evaluation=evaluation)
 
 
-Layout = Annotated[str | None, Option("--layout", help="per-expert or stacked; else as the original was")]
-DType = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32; else as it is stored")]
+Layout = Annotated[str | None, Option("--layout", help="per-expert or stacked, instead of the original's")]
+DType = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32, instead of the stored one")]
 
 
 @app.command()
 def export(
     run: Annotated[Path, Argument(help="a run's folder, or one of its checkpoints", show_default=False)],
     output: Annotated[Path, Option(help="the folder to write")],
-    step: Annotated[int | None, Option(help="instead of the newest whole checkpoint")] = None,
+    step: Annotated[int | None, Option(help="a step, instead of the newest complete checkpoint")] = None,
     layout: Layout = None,
     dtype: DType = None,
     source: Annotated[
-        Path | None, Option(help="the original, for its tokenizer and what did not train; else where the run read it")
+        Path | None, Option(help="the original, for its tokenizer and untrained weights; by default the run's")
     ] = None,
-    trained_only: Annotated[
-        bool, Option("--trained-only", help="not what the original holds beside the model")
-    ] = False,
+    trained_only: Annotated[bool, Option("--trained-only", help="omit weights that are not the model's")] = False,
     code: Code = None,
     generated: GeneratedIn = None,
 ) -> None:
@@ -359,15 +357,15 @@ def export(
 
     Example: patchgen export runs/one --output exported
     """
-    what = {"step": step, "layout": layout, "dtype": dtype, "source": source, "trained_only": trained_only}
-    commands.checkpoints.export(run, output, **what, code=code, generated=generated)
+    options = {"step": step, "layout": layout, "dtype": dtype, "source": source, "trained_only": trained_only}
+    commands.checkpoints.export(run, output, **options, code=code, generated=generated)
 
 
 @app.command()
 def merge(
     adapter: Annotated[Path, Argument(help="a folder that PEFT saved, such as runs/one/adapter", show_default=False)],
     output: Annotated[Path, Option(help="the folder to write")],
-    source: Annotated[Path | None, Option(help="the checkpoint that it was trained on; else as it says")] = None,
+    source: Annotated[Path | None, Option(help="the checkpoint it was trained on, by default as it says")] = None,
     layout: Layout = None,
     dtype: DType = None,
     code: Code = None,
@@ -377,15 +375,15 @@ def merge(
 
     Example: patchgen merge runs/one/adapter --output merged --source Qwen3-30B-A3B
     """
-    what = {"source": source, "layout": layout, "dtype": dtype}
-    commands.checkpoints.merge(adapter, output, **what, code=code, generated=generated)
+    options = {"source": source, "layout": layout, "dtype": dtype}
+    commands.checkpoints.merge(adapter, output, **options, code=code, generated=generated)
 
 
 @app.command()
 def convert(
     source: Annotated[Path, Argument(help="a Hugging Face checkpoint", show_default=False)],
     output: Annotated[Path, Argument(help="the folder to write", show_default=False)],
-    layout: Annotated[str | None, Option(help="per-expert or stacked; else upstream's own")] = None,
+    layout: Annotated[str | None, Option(help="per-expert or stacked, instead of upstream's")] = None,
     dtype: DType = None,
     code: Code = None,
     generated: GeneratedIn = None,
@@ -403,7 +401,7 @@ def fingerprint(
     code: Code = None,
     generated: GeneratedIn = None,
 ) -> None:
-    """Print a hash per tensor, equal for the same weights in any layout, and one of all.
+    """Print a hash per tensor, equal for equal weights in any layout, and one hash of all.
 
     Example: patchgen fingerprint exported
     """
@@ -411,14 +409,14 @@ def fingerprint(
 
 
 def main() -> None:
-    """Entry point: errors that are meant for the user are printed without a traceback."""
+    """Entry point: errors meant for the user are printed without a traceback."""
     try:
         app()
     except PatchgenError as error:
         print(f"patchgen: {error}", file=sys.stderr)
         sys.exit(1)
     finally:
-        gc.freeze()  # else leaving takes half a second more, to look for cycles in what goes anyway
+        gc.freeze()  # saves half a second at exit: the interpreter would look for cycles in all objects
 
 
 if __name__ == "__main__":

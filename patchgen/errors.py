@@ -1,4 +1,4 @@
-"""The errors that patchgen shows its users. Each message says what was expected, what was found, where, and what to do."""
+"""The errors that patchgen shows its users. Each message says what was expected, what was found, where, and how to fix it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class PatchgenError(Exception):
 
 
 class UpstreamNotFound(PatchgenError):
-    """The upstream source is unavailable: unknown model, missing file, wheel out of reach."""
+    """The upstream source is unavailable: unknown model, missing file, or a wheel that cannot be downloaded."""
 
 
 class SourceSyntaxError(PatchgenError):
@@ -18,11 +18,11 @@ class SourceSyntaxError(PatchgenError):
 
 
 class PassMismatch(PatchgenError):
-    """A pass did not hit what it declared. Without this error the model would train on, unpatched.
+    """A pass did not find the sites that it expects. Without this error the model would train unpatched.
 
     Attributes:
-        sites: the places that it missed, where it knows them.
-        pass_name: the pass, once the pipeline has seen the error.
+        sites: the sites that it missed, if it knows them.
+        pass_name: the pass; the pipeline sets it.
     """
 
     def __init__(self, message: str, sites: tuple[str, ...] = (), pass_name: str = "") -> None:
@@ -31,7 +31,7 @@ class PassMismatch(PatchgenError):
 
 
 class EmissionError(PatchgenError):
-    """The rewritten module is not a standalone file, for example because it refers to a name that is gone."""
+    """The rewritten module is not a standalone file, for example because it refers to a name that was removed."""
 
 
 class ConfigError(PatchgenError):
@@ -39,7 +39,7 @@ class ConfigError(PatchgenError):
 
 
 class Missed(Exception):
-    """Code has another form than the one that its reader, or a pass, knows; a pass makes a `PassMismatch` of it."""
+    """Code does not have the form that an analysis or a pass expects; a pass reports it as a `PassMismatch`."""
 
     def __init__(self, expected: str, found: ast.AST | str = "") -> None:
         super().__init__(expected)
@@ -47,8 +47,8 @@ class Missed(Exception):
 
 
 class LeftAlone(Exception):
-    """Code that a pass knows and does not serve: it is listed as a note. The text says why."""
+    """Code that a pass recognises and does not rewrite: it is listed as a note. The text says why."""
 
 
 class StaleFile(PatchgenError):
-    """A committed generated file differs from what generation gives, or has edits that would be lost."""
+    """A committed generated file differs from what generation gives, or has manual edits that would be overwritten."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from patchgen import emit, outside, provenance, source
+from patchgen import custom_sources, emit, provenance, source
 from patchgen.anatomy import Anatomy, Role, study
 from patchgen.anatomy.classes import parameter_names
 from patchgen.errors import ConfigError, PassMismatch
@@ -95,7 +95,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
         try:
             outcome = _apply(current, module, anatomy, config)
         except PassMismatch as error:
-            if not outside.tells_all(anatomy.upstream):
+            if not custom_sources.collects_refusals(anatomy.upstream):
                 raise
             refusals.append(error)
             continue
@@ -111,7 +111,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
         for name in outcome.added:
             anatomy.add(name, module)
     if refusals:
-        raise outside.refused(anatomy.upstream, config, refusals)
+        raise custom_sources.combined_refusal(anatomy.upstream, config, refusals)
     return steps
 
 
@@ -137,7 +137,7 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
             f"'{config.model}' expects {wanted}{why}. Hits, and sites that upstream serves:\n"
             f"{listed}\n"
             f"  to fix   update the pass, or review the change and correct `expect` in "
-            f"{outside.config_place(anatomy.upstream)}.",
+            f"{custom_sources.config_path(anatomy.upstream)}.",
             tuple(hit.site for hit in outcome.hits),
             current.name,
         )
@@ -183,7 +183,7 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
         _check_config(config, original, steps[-1].outcome.module)
     module = emit.with_imports(steps[-1].outcome.module, upstream)
     emit.check_stands_alone(module)
-    outside.check_imports(module, upstream)
+    custom_sources.check_imports(module, upstream)
 
     outcomes = [(step.name, step.outcome) for step in steps]
     record = emit.header(module, upstream, outcomes, provenance.command(upstream, heads))

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patchgen import __version__, emit, own
+from patchgen import __version__, emit, project_code
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
@@ -34,13 +34,13 @@ def generated_root() -> Path:
 
 
 def _project_root() -> Path | None:
-    project = own.present()
+    project = project_code.current_project()
     return project.path(project.generated) if project is not None and project.generated else None
 
 
 def shown_root() -> str:
     """The folder of the generated models as a diff names it, wherever the command runs: as the project's file says it."""
-    project = own.present()
+    project = project_code.current_project()
     return Path(project.generated).as_posix() if project is not None and project.generated else "generated_models"
 
 

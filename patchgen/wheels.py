@@ -1,4 +1,4 @@
-"""The transformers that is installed, and the wheels of other releases, downloaded once."""
+"""The installed transformers, and the wheels of other releases, each downloaded once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patchgen.errors import UpstreamNotFound
 
 
 def installed_version() -> str | None:
-    """The release of transformers that is installed here, if one is. It is not imported."""
+    """The version of the installed transformers, None without one. It is not imported."""
     try:
         return importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -28,9 +28,9 @@ def cache_directory() -> Path:
 
 
 def cached_wheel(version: str) -> Path:
-    """The wheel of a release, downloaded into the cache on first use. Two runs at once do not mix."""
+    """The wheel of a release, downloaded into the cache on first use; safe for concurrent runs."""
     if not re.fullmatch(r"\d+(\.\w+)*", version):
-        raise UpstreamNotFound(f"'{version}' is not a transformers version. Give it like 5.17.0.")
+        raise UpstreamNotFound(f"'{version}' is not a version of transformers. To fix: give one such as 5.17.0.")
     cache = cache_directory()
     cached = sorted(cache.glob(f"transformers-{version}-*.whl"))
     if cached:
@@ -43,7 +43,7 @@ def cached_wheel(version: str) -> Path:
         )
         wheels = sorted(Path(folder).glob("*.whl"))
         if result.returncode or not wheels:
-            reason = (result.stderr.strip().splitlines() or ["pip gave no wheel"])[-1]
+            reason = (result.stderr.strip().splitlines() or ["pip downloaded no wheel"])[-1]
             raise UpstreamNotFound(
                 f"The wheel of transformers {version} is unavailable. Looked at: the installed package "
                 f"({installed_version() or 'none'}), the cache {cache}, and `pip download`, which said: {reason}"

@@ -1,4 +1,4 @@
-"""What the commands do. `cli.py` says what there is; each module here is imported only when its command is called."""
+"""The work of the commands that `cli.py` declares; each module here is imported only when its command is called."""
 
 import importlib
 from pathlib import Path
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    """A module of this package, imported when it is first asked for."""
+    """A module of this package, imported on first use."""
     if not (Path(__file__).parent / f"{name}.py").is_file():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -31,12 +31,12 @@ def export(
     generated: str | None,
 ) -> None:
     """Writes the weights of a run's checkpoint for transformers and vLLM."""
-    with _named_errors():
+    with _user_errors():
         from patchgen.runtime import checkpoint
 
         register(code, generated)
-        what = {"step": step, "layout": layout, "source": source, "trained_only": trained_only}
-        folder = checkpoint.export_run(run, output, dtype=_dtype(dtype), **what)
+        options = {"step": step, "layout": layout, "source": source, "trained_only": trained_only}
+        folder = checkpoint.export_run(run, output, dtype=_dtype(dtype), **options)
     print(f"{folder} -> {output}")
 
 
@@ -51,7 +51,7 @@ def merge(
     generated: str | None,
 ) -> None:
     """Writes a checkpoint with an adapter merged into it."""
-    with _named_errors():
+    with _user_errors():
         from patchgen.runtime import checkpoint
 
         register(code, generated)
@@ -61,22 +61,24 @@ def merge(
 
 
 def _trained_on(adapter: Path) -> Path:
-    """The folder that an adapter says it was trained on."""
+    """The base model's folder, as the adapter's config names it."""
     file = adapter / "adapter_config.json"
     try:
-        named = json.loads(file.read_text()).get("base_model_name_or_path")
+        base = json.loads(file.read_text()).get("base_model_name_or_path")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{adapter} is not a folder with an adapter of PEFT: {error}") from error
-    if not named or not Path(named).is_dir():
-        raise ConfigError(f"{file} names {named!r} as its model, which is not a folder here: say which with --source.")
-    return Path(named)
+        raise ConfigError(f"{adapter} is not a folder with a PEFT adapter: {error}") from error
+    if not base or not Path(base).is_dir():
+        raise ConfigError(
+            f"{file} names {base!r} as its base model, which is no folder here. To fix: give the folder with --source."
+        )
+    return Path(base)
 
 
 def convert(
     source: Path, output: Path, *, layout: str | None, dtype: str | None, code: str | None, generated: str | None
 ) -> None:
     """Writes a checkpoint in another layout."""
-    with _named_errors():
+    with _user_errors():
         from patchgen.runtime import checkpoint
 
         register(code, generated)
@@ -84,12 +86,12 @@ def convert(
     size = sum(tensor.num_bytes for tensor in written.outputs + written.unchanged)
     print(f"{source} -> {output}: {len(written.outputs) + len(written.unchanged)} tensors, {size / 1e9:.2f} GB")
     for tensor in written.unchanged:
-        print(f"  as it was, for {tensor.name} is not part of upstream's class")
+        print(f"  unchanged: {tensor.name} is not part of upstream's class")
 
 
 def fingerprint(directory: Path, *, code: str | None, generated: str | None) -> None:
     """Prints a hash and a name per tensor, then the hash of all."""
-    with _named_errors():
+    with _user_errors():
         from patchgen.runtime.checkpoint import offline
 
         register(code, generated)
@@ -100,21 +102,22 @@ def fingerprint(directory: Path, *, code: str | None, generated: str | None) -> 
 
 
 def register(code: str | None, generated: str | None) -> Architecture | None:
-    """Registers the architecture that the command or the project names. Never one that a run or a folder names: those may
-    come from somebody else, and code that is registered runs."""
+    """Registers the architecture that the command or the project names. Never one that a run or a checkpoint names: those
+    may come from someone else, and registered code is executed."""
     from patchgen.runtime import project
     from patchgen.runtime.train import architecture
     from patchgen.runtime.train.recipe import ModelConfig, RecipeError
 
-    said, place = {"code": code, "generated": generated}, "--"
+    values, prefix = {"code": code, "generated": generated}, "--"
     try:
         if not code and not generated and (present := project.find()) is not None:
-            said, place = project.model_settings(), f"{present.file.name}: "
-        found = architecture.register(ModelConfig(source="", code=said.get("code"), generated=said.get("generated")))
+            values, prefix = project.model_settings(), f"{present.file.name}: "
+        config = ModelConfig(source="", code=values.get("code"), generated=values.get("generated"))
+        found = architecture.register(config)
         return found if isinstance(found, architecture.Architecture) else None
     except (RecipeError, ValueError) as error:
-        told = str(error).replace("model.code", f"{place}code").replace("model.generated", f"{place}generated")
-        raise ConfigError(told) from error
+        message = str(error).replace("model.code", f"{prefix}code").replace("model.generated", f"{prefix}generated")
+        raise ConfigError(message) from error
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -128,8 +131,8 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 @contextmanager
-def _named_errors() -> Iterator[None]:
-    """Errors of checkpoints are meant for the reader, as those of generation are."""
+def _user_errors() -> Iterator[None]:
+    """Reports errors of checkpoints without a traceback, as those of generation are."""
     from patchgen.runtime.checkpoint.errors import CheckpointError
     from patchgen.runtime.compatibility import ReleaseMismatch
 

@@ -1,4 +1,4 @@
-"""What commands print on."""
+"""The console that commands print to."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ console = Console(highlight=False)
 STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
-def print_diff(lines: Iterable[str], indent: str = "") -> None:
-    """The lines of a unified diff, coloured."""
+def print_diff(lines: Iterable[str], indent: str = "", to: Console = console) -> None:
+    """Prints the lines of a unified diff in colour."""
     for line in lines:
-        console.print(indent + line, style=STYLES.get(line[:1]), markup=False, soft_wrap=True)
+        to.print(indent + line, style=STYLES.get(line[:1]), markup=False, soft_wrap=True)
 
 
 def shown(path: Path) -> str:
-    """The path as the user sees it from here; the linked folder by its real name."""
+    """The path relative to the working directory, if it is inside, with links resolved."""
     resolved = path.resolve()
     return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(resolved)

@@ -1,4 +1,4 @@
-"""data: what a recipe learns, as text and as a page."""
+"""data: what a recipe trains on, as text and as a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def show(path: Path, assignments: list[str], *, rows: int, html: Path | None, ev
         from patchgen.runtime.train import data_view
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
-        raise ConfigError(f"Data need the package {error.name}: `pip install 'patchgen[train]'`.") from error
+        raise ConfigError(f"Data needs the package {error.name}: `pip install 'patchgen[train]'`.") from error
     try:
         recipe = recipes.load(path, recipes.parse_overrides(assignments))
         preview = data_view.view(recipe, rows=rows, evaluation=evaluation)

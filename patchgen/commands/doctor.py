@@ -1,4 +1,4 @@
-"""doctor: what is wrong with a checkpoint, its data and their recipe."""
+"""doctor: checks of a recipe with its checkpoint and data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from patchgen.errors import ConfigError
 
 
 def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool, memory: float | None = None) -> int:
-    """Examines a recipe with its checkpoint and data; 0 when nothing failed. `memory` is in GiB."""
+    """Checks a recipe with its checkpoint and data; 0 if no check failed. `memory` is in GiB."""
     try:
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:

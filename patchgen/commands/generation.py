@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from patchgen import emit, own, pipeline, provenance, upstream
+from patchgen import emit, pipeline, project_code, provenance, upstream
 from patchgen.anatomy.census import summary
-from patchgen.commands import own_examples, sweeping
+from patchgen.commands import project_examples, sweeping
 from patchgen.commands.console import console, print_diff, shown
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
@@ -41,34 +41,36 @@ def generate(
     reviewed: Sequence[str] = (),
     heads: Sequence[str] = (),
 ) -> None:
-    """Generates models and writes their files: those of a model all or none. What one refuses does not keep the others.
+    """Generates models and writes all files of each, or none if it is refused; a refusal does not stop the other models.
 
     Args:
-        models: with a source none is needed: the name follows from the file.
-        config: what is particular to the source.
-        reviewed: targets of hand edits that were read against what upstream has now.
-        heads: the classes that the file is for; with `every`, each has those that it was made with.
+        models: may be empty with a source, whose file gives the name.
+        config: the config file of the source.
+        reviewed: targets of hand edits that a person compared with the new upstream.
+        heads: the classes to generate for; with `every`, those that each file was generated for before.
 
     Raises:
-        PatchgenError: a model was not generated; where several were asked for, after the others, with every refusal.
+        PatchgenError: a model was refused; of several models, with every refusal, after the others are written.
     """
     names = [upstream.name_of(source)] if source and not models and not every else named(models, every=every)
     if source is not None and len(names) > 1:
-        raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
+        raise ConfigError(f"--source {source} is one model, but {len(names)} names were given: {', '.join(names)}.")
     if heads and len(names) != 1:
-        raise ConfigError(f"--head {heads[0]} is of one model, and {len(names)} are to be generated: name it.")
+        raise ConfigError(
+            f"--head {heads[0]} belongs to one model, but {len(names)} were given. To fix: name its model."
+        )
     root = output or provenance.generated_root()
     if not dry_run:
-        own.require_place(root, "What is generated")
+        project_code.refuse_installed_package(root, "Generated models")
     several = len(names) > 1
     refused: dict[str, PatchgenError] = {}
     for name in track(names, "generating", console=console, disable=not (several and console.is_terminal)):
         start = time.perf_counter()
         try:
             loaded = upstream.load(name, version, source, config)
-            has = functools.partial(_is_there, root, loaded.version)
-            asked = Committed(name).record.get("asked", ()) if every else heads
-            generated, *parts = pipeline.generate_whole(loaded, has, heads=asked)
+            exists = functools.partial(_is_generated, root, loaded.version)
+            roots = Committed(name).record.get("asked", ()) if every else heads
+            generated, *parts = pipeline.generate_whole(loaded, exists, heads=roots)
             provenance.refuse_drifted_edits(root / name, generated, reviewed)
             changed = [] if dry_run else provenance.write(generated, root / name, force=force, reviewed=reviewed)
             for part in parts if not dry_run else ():
@@ -88,15 +90,17 @@ def generate(
         else:
             _show(generated, changed, seconds, dry_run=dry_run, root=root)
     if refused:
-        told = "\n".join(f"{name}: {error}" for name, error in refused.items())
-        raise PatchgenError(f"{len(refused)} of {len(names)} models were not generated and stay as they are:\n{told}")
+        messages = "\n".join(f"{name}: {error}" for name, error in refused.items())
+        raise PatchgenError(
+            f"{len(refused)} of {len(names)} models were not generated and stay as they are:\n{messages}"
+        )
 
 
-def _is_there(root: Path, version: str | None, name: str) -> bool:
-    """Whether a model that another builds has a generated file where runs look for it, of the same release."""
+def _is_generated(root: Path, version: str | None, name: str) -> bool:
+    """Whether a model that another one builds has a generated file of the same release in a folder that runs search."""
     folders = (root / name, provenance.generated_root() / name, installed_directory() / name)
-    there = (folder for folder in folders if (folder / "provenance.json").is_file())
-    return any(provenance.read(folder)["upstream"]["version"] == version for folder in there)
+    existing = (folder for folder in folders if (folder / "provenance.json").is_file())
+    return any(provenance.read(folder)["upstream"]["version"] == version for folder in existing)
 
 
 def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run: bool, root: Path) -> None:
@@ -128,7 +132,7 @@ def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run:
 
 
 def _how_to_review(folder: Path, changed: list[Path]) -> str:
-    """A command that shows what was written: git shows nothing of a folder that it does not know yet."""
+    """A command that shows what was written: `git diff` shows no untracked folder."""
     if _git(folder, "ls-files", "--error-unmatch", changed[0].name):
         return f"git diff {shown(folder)}"
     if _git(folder, "rev-parse", "--is-inside-work-tree"):
@@ -137,7 +141,7 @@ def _how_to_review(folder: Path, changed: list[Path]) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> bool:
-    """Whether git says yes; where there is no git, it does not."""
+    """Whether the git command succeeds; without git it does not."""
     try:
         return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
@@ -145,13 +149,13 @@ def _git(folder: Path, *arguments: str) -> bool:
 
 
 def check(models: list[str]) -> int:
-    """Compares every committed file with what generation gives now, and what is recorded of models and types with what
-    it depends on; prints the differing lines and the old records. 0 if all agree."""
+    """Compares every committed file with what generation gives now, and every recorded proof with the sources that it
+    depends on; prints the differing lines and the stale records. 0 if all agree."""
     names = models or committed()
     if not names:
         raise StaleFile(
             f"There is no generated model to check in {shown(provenance.generated_root())}. "
-            "Generate one with `make regen MODEL=...`."
+            "To fix: generate one with `make regen MODEL=...`."
         )
     known = committed()
     refuse_unknown(names)
@@ -160,39 +164,38 @@ def check(models: list[str]) -> int:
     folders = [] if models else [path for path in sorted(root.iterdir()) if any(path.glob("*.py"))]
     orphans = [folder.name for folder in folders if folder.name not in known]
     for folder in orphans:
-        console.print(f"[red]stray[/] {folder} is in generated_models/ and has no provenance.json")
+        console.print(f"[red]stray[/] {folder} is in generated_models/ but has no provenance.json")
     unchecked = f", {states.count(UNCHECKED)} unchecked" if UNCHECKED in states else ""
     console.print(f"{states.count(CURRENT)} of {len(names)} generated models are current{unchecked}.")
-    old = _old_records(names, with_rows=not models)
-    broken = own_examples.broken()
-    return 1 if STALE in states or orphans or old or broken else 0
+    has_stale_records = _report_stale_records(names, with_rows=not models)
+    has_broken_examples = project_examples.report_broken()
+    return 1 if STALE in states or orphans or has_stale_records or has_broken_examples else 0
 
 
-def _old_records(names: list[str], *, with_rows: bool) -> bool:
-    """Whether a proof beside these models, or a row of the coverage, does not hold for the sources that stand here."""
+def _report_stale_records(names: list[str], *, with_rows: bool) -> bool:
+    """Prints the proofs beside these models, and the rows of the coverage, that are stale; whether there are any."""
     found = records.stale_proofs(names)
     path = records.path_in(None)
     if with_rows and path.is_file():
         release = upstream.open_release(records.wanted_key()["transformers"])
-        from patchgen.commands import head_sweep  # not needed to generate
+        from patchgen.commands import head_sweep  # generating does not need it
 
-        if (heads := path.with_name(head_sweep.FILE)).is_file() and (old := head_sweep.stale(heads, release)):
-            found.append(records.Stale("types of docs/heads.md", tuple(old), "make sweep-heads"))
+        if (heads := path.with_name(head_sweep.FILE)).is_file() and (stale := head_sweep.stale_types(heads, release)):
+            found.append(records.Stale("types of docs/heads.md", tuple(stale), "make sweep-heads"))
         found += records.stale_rows(path, missing=sweeping.missing_types(records.read(path), release))
     for one in found:
-        console.print(f"[red]old[/] {one}", soft_wrap=True)
+        console.print(f"[red]stale[/] {one}", soft_wrap=True)
     if not found:
-        console.print("Every recorded proof holds for the sources that stand here.")
+        console.print("Every recorded proof is current.")
     return bool(found)
 
 
 def refuse_unknown(models: list[str]) -> None:
-    """Raises where a model is none of the committed ones."""
+    """Raises if a model is not committed."""
     known = committed()
     missing = [name for name in models if name not in known]
     if missing:
-        there_are = ", ".join(known) or "none"
-        raise UpstreamNotFound(f"Not among the committed models: {', '.join(missing)}. There are: {there_are}.")
+        raise UpstreamNotFound(f"Not committed: {', '.join(missing)}. Committed models: {', '.join(known) or 'none'}.")
 
 
 def _state(name: str) -> str:
@@ -218,15 +221,15 @@ def _state(name: str) -> str:
 
 
 def _state_without_source(name: str, directory: Path, record: dict) -> str:
-    """A model made from a file outside of any release: its source is not at hand, its own hashes are."""
+    """A model generated from a file outside any release: only the hashes in its record can be compared."""
     edited = provenance.edited_files(directory, record)
     for file_name in edited:
-        console.print(f"[red]stale[/] {name}: {file_name} is not what provenance.json says was written")
+        console.print(f"[red]stale[/] {name}: {file_name} does not have the hash in provenance.json")
     if edited:
         return STALE
     console.print(
-        f"[yellow]unchecked[/] {name} was made from the file {record['upstream']['path']}; it is as it was written, "
-        f"and whether generation still gives it is not known. Run: {record['command']} --dry-run",
+        f"[yellow]unchecked[/] {name} was generated from the file {record['upstream']['path']}; it is unchanged since, "
+        f"and whether generation still gives it is unknown. To check: {record['command']} --dry-run",
         soft_wrap=True,
     )
     return UNCHECKED
@@ -238,7 +241,7 @@ def _show_stale(path: Path, present: str, wanted: str) -> None:
     line = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)) + 1)
     console.print(f"[red]stale[/] {shown(path)}:{line}", soft_wrap=True)
     if [text.removesuffix("\r") for text in old] == new:
-        console.print("its line endings are not those that were generated (CRLF for LF)")
+        console.print("its line endings differ from the generated ones (CRLF instead of LF)")
         return
     lines = list(difflib.unified_diff(old, new, "committed", "generated now", lineterm="", n=1))
     print_diff(lines[:40])
@@ -252,8 +255,8 @@ def list_models() -> None:
     for model in map(Committed, committed()):
         hits = [p["name"] for p in model.record["passes"] if p["hits"] and p["name"] not in PLUMBING]
         version, lines = str(model.record["upstream"]["version"]), str(model.changed_lines)
-        none = "stale proof" if IN_ONE_PROCESS in model.proofs else "not proven"
-        proof = model.present_proofs.get(IN_ONE_PROCESS, {"status": none})
+        status = "stale proof" if IN_ONE_PROCESS in model.proofs else "not proven"
+        proof = model.present_proofs.get(IN_ONE_PROCESS, {"status": status})
         releases = ", ".join(proof.get("transformers", ())) or "-"
         table.add_row(model.name, version, ", ".join(hits), lines, proof["status"], releases)
     console.print(table)

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
-from patchgen import emit, model_configs, own, pipeline, source, upstream
+from patchgen import emit, model_configs, pipeline, project_code, source, upstream
 from patchgen.anatomy import Role, study
 from patchgen.commands.console import console, print_diff, shown
 from patchgen.errors import ConfigError, PatchgenError, UpstreamNotFound
@@ -74,8 +74,8 @@ def _explain_pass(kind: type[Pass]) -> None:
 def _explain_model(generated: Generated) -> None:
     console.print(f"{generated.model} from {generated.upstream.origin} ({generated.upstream.path})")
     for step in generated.steps:
-        told = step.outcome.hits or step.outcome.upstream or step.outcome.notes
-        if step.name in ("prune", "absolute_imports") or not told:
+        has_findings = step.outcome.hits or step.outcome.upstream or step.outcome.notes
+        if step.name in ("prune", "absolute_imports") or not has_findings:
             continue
         console.rule(step.name, align="left")
         for hit in step.outcome.hits:
@@ -86,7 +86,9 @@ def _explain_model(generated: Generated) -> None:
                 print_diff(changes.splitlines()[3:], indent="    ")
         for hit in step.outcome.upstream:
             console.print(
-                f"{hit.site}  (upstream line {hit.line}): upstream does it: {hit.what}", style="dim", markup=False
+                f"{hit.site}  (upstream line {hit.line}): upstream does it itself: {hit.what}",
+                style="dim",
+                markup=False,
             )
         for note in step.outcome.notes:
             console.print(f"note: {note}", style="yellow", markup=False)
@@ -124,11 +126,13 @@ def inspect(subject: str, version: str | None) -> None:
 def new(model: str, version: str | None, path: Path | None, *, force: bool) -> None:
     """Writes the draft of a config file."""
     if not model.isidentifier():
-        raise ConfigError(f"'{model}' cannot name a Python file. Use the folder's name under transformers/models.")
-    own.require_place(model_configs.folder(), "The config")
+        raise ConfigError(
+            f"'{model}' cannot name a Python file. To fix: give the name of its folder under transformers/models."
+        )
+    project_code.refuse_installed_package(model_configs.folder(), "The config")
     target = model_configs.folder() / f"{model}.py"
     if target.exists() and not force:
-        raise ConfigError(f"{shown(target)} exists. Edit it, or give --force to start over.")
+        raise ConfigError(f"{shown(target)} exists. To fix: edit it, or give --force to overwrite it.")
     generated = pipeline.generate(upstream.load(model, version, path), model_configs.ModelConfig(model=model))
     heads = [name for name, info in generated.anatomy.classes.items() if Role.HEAD in info.roles]
     original = source.parse(generated.upstream.text, generated.upstream.path)

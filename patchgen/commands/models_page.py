@@ -15,12 +15,12 @@ def write() -> None:
 
 
 def models_page() -> str:
-    """The text of the page. It follows from the records alone."""
+    """The text of the page, from the records alone."""
     return render("models.jinja", rows=rows())
 
 
 def rows() -> list[dict[str, object]]:
-    """What the records say of each committed model."""
+    """A row of the page per committed model."""
     return [_row(name) for name in committed()]
 
 
@@ -50,14 +50,14 @@ def _row(name: str) -> dict[str, object]:
         "hits": hits,
         "lines": model.changed_lines,
         "config_lines": len(source_keys.own_config(name).splitlines()),
-        "syncs": _excused(syncs["upstream"]),
+        "syncs": _allowed_syncs(syncs["upstream"]),
         "open_syncs": syncs["notes"],
         "ranks": rank_results(model),
     }
 
 
-def _excused(hits: list[dict]) -> list[dict[str, str]]:
-    """The host syncs that stay, each with where it is, what it is and why, once."""
+def _allowed_syncs(hits: list[dict]) -> list[dict[str, str]]:
+    """The host syncs that stay: each distinct site, code and reason once."""
     found = {}
     for hit in hits:
         code, _, why = hit["what"].rpartition("`: ")
@@ -66,7 +66,7 @@ def _excused(hits: list[dict]) -> list[dict[str, str]]:
 
 
 def rank_results(model: Committed) -> dict[str, str]:
-    """Layout -> the largest difference over its batches, or how many failed; of the file that stands there now."""
+    """Layout -> the largest difference over its batches, or how many failed, for the present file."""
     found = {}
     for layout, result in model.present_proofs.items():
         if layout == IN_ONE_PROCESS:

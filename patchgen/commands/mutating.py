@@ -1,4 +1,4 @@
-"""mutate: changed upstream sources, each refused by the generator or equal to what it makes of them."""
+"""mutate: mutants of upstream sources, each of which the generator must refuse or be equal to."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from patchgen.mutation import rounds, table
 def mutate(
     models: list[str], count: int, seed: int, jobs: int, *, ranks: bool, records: Path | None, output: Path | None
 ) -> int:
-    """Tries `count` mutants that run of each model; prints and writes the table; 0 if none is wrong."""
+    """Tries mutants of each model until `count` have run; prints and writes the table; 0 if none is wrong."""
     if not models:
-        raise ConfigError("No model was named: patchgen mutate qwen3_moe llama.")
+        raise ConfigError("No model was named. To fix: patchgen mutate qwen3_moe llama.")
     for model in models:
-        upstream.load(model)  # a name that is none is told before anything runs
+        upstream.load(model)  # an unknown name fails before anything runs
     rows = []
     for row in rounds.run(models, count, seed, jobs, ranks=ranks, records=records):
         rows.append(row)

@@ -1,4 +1,4 @@
-"""verify and mesh. The only commands that load the runtime are here and in `sweeping`."""
+"""verify and mesh."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def verify(
 ) -> int:
     """Proves models in one process, or on ranks against upstream's class on one; 0 if all are proven.
 
-    Prints a table each, writes `verify.json` or `verify_ranks.json` beside each file; with `every` also the pages, which
-    tell of all models. With a directory, that file alone is proven, and nothing is written outside of it. What was made
-    from a file of the user's own is compared with that file, which `code` or the project names.
+    Prints a table and writes `verify.json` or `verify_ranks.json` for each; with `every` also the pages over all models.
+    With a directory, only its file is proven, and nothing is written elsewhere. A model that was generated from a user's
+    file is compared with that file, which `code` or the project names.
     """
     from patchgen.runtime import registry
     from patchgen.runtime.compatibility import ReleaseMismatch
@@ -42,8 +42,8 @@ def verify(
 
     subjects = _subjects(models, every=every, directory=directory, code=code, generated=generated)
     if outdated:
-        how = layout.name if layout else IN_ONE_PROCESS
-        subjects = [one for one in subjects if not records.proof_holds(one.name, how)]
+        name = layout.name if layout else IN_ONE_PROCESS
+        subjects = [one for one in subjects if not records.proof_holds(one.name, name)]
     try:
         proven = list(_prove_on_ranks(subjects, layout, head) if layout else _prove(subjects, head))
     except registry.UnknownModelError as error:
@@ -57,7 +57,7 @@ def verify(
 
 
 def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
-    """For each model, once its proof is written, whether it is proven."""
+    """Whether each model is proven, once its proof is written."""
     from patchgen.runtime.verify import report
     from patchgen.runtime.verify.verify_model import verify_model
 
@@ -70,14 +70,14 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
 
 
 def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | None) -> Iterator[bool]:
-    """The same on gloo processes."""
+    """The same on gloo ranks."""
     from patchgen.runtime.verify import media_ranks, rank_report
     from patchgen.runtime.verify.ranks import RankPool
 
     key = records.present_key()
     with contextlib.closing(RankPool(layout.ranks)) as pool:
         for subject in subjects:
-            subject.upstream()  # what is missing is said here, once
+            subject.upstream()  # a missing source fails here, not on every rank
             results = media_ranks.verify_on_ranks(
                 subject, pool, sp=layout.sp, ep=layout.ep, fsdp=layout.fsdp, head=head
             )
@@ -90,19 +90,26 @@ def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | 
 def _subjects(
     models: list[str], *, every: bool, directory: Path | None, code: str | None, generated: str | None
 ) -> list[GeneratedModel]:
-    """The models that a command is about: the one in a directory, those that are named, or that of the code."""
+    """The models to prove: the one in the directory, the named ones, or the one of the code."""
     if directory is not None:
         return [_in_directory(models, directory, code, every=every)]
-    own = checkpoints.register(code, generated)
-    if own is not None and not every and set(models) <= {own.generated.name, *own.generated.model_types}:
-        return [own.generated]
+    architecture = checkpoints.register(code, generated)
+    if (
+        architecture is not None
+        and not every
+        and set(models) <= {architecture.generated.name, *architecture.generated.model_types}
+    ):
+        return [architecture.generated]
     root = Path(generated) if generated is not None else provenance.generated_root()
     found = [_generated_model(name, root) for name in named(models, every=every)]
-    return [own.generated if own is not None and one.name == own.generated.name else one for one in found]
+    return [
+        architecture.generated if architecture is not None and one.name == architecture.generated.name else one
+        for one in found
+    ]
 
 
 def _generated_model(name: str, root: Path) -> GeneratedModel:
-    """The model of that name in a folder, else in this installation."""
+    """The model of that name in a folder, or else in this installation."""
     from patchgen.runtime import registry
 
     with contextlib.suppress(registry.UnknownModelError):
@@ -114,22 +121,24 @@ def _generated_model(name: str, root: Path) -> GeneratedModel:
 
 
 def _in_directory(models: list[str], directory: Path, code: str | None, *, every: bool) -> GeneratedModel:
-    record = provenance.read(directory)  # a folder that is none is named before torch is loaded
+    record = provenance.read(directory)  # a wrong folder fails before torch is loaded
     if every or len(models) > 1:
-        raise ConfigError(f"--directory {directory} is one model, and several were named. Name one, or none.")
+        raise ConfigError(f"--directory {directory} is one model, but several were named. To fix: name one, or none.")
     if models and models[0] not in (record["model"], *record["model_types"]):
-        raise ConfigError(f"--directory {directory} holds '{record['model']}', and '{models[0]}' was named.")
+        raise ConfigError(f"--directory {directory} contains '{record['model']}', but '{models[0]}' was named.")
 
     from patchgen.runtime import project, registry
 
     found = registry.read_model(directory.resolve())
     code = code or project.model_settings().get("code")
-    own = checkpoints.register(code, str(directory.parent)) if found.is_from_user_file and code is not None else None
-    return found if own is None else replace(found, source=found.made_from(own.folder))
+    architecture = (
+        checkpoints.register(code, str(directory.parent)) if found.is_from_user_file and code is not None else None
+    )
+    return found if architecture is None else replace(found, source=found.made_from(architecture.folder))
 
 
 def mesh(world: int, *, dp_replicate: int, sp: int, ep: int) -> None:
-    """Prints the rank map of a layout; one that does not multiply is an error that names the numbers."""
+    """Prints the rank map of a layout; sizes that do not divide the world are an error that names them."""
     from patchgen.runtime.parallel.config import mesh_text
 
     try:

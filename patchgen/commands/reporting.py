@@ -19,19 +19,19 @@ FOLDER = Path("reports")
 
 
 def report(models: list[str], output: Path | None) -> None:
-    """Writes the page of each model and the index over all of them, or those of the models that are named.
+    """Writes the page of each named model, or of all models with an index over them.
 
     Raises:
-        PatchgenError: a model that was named has no page; without names, the index says why.
+        PatchgenError: a named model has no page; without names, the index has the reason.
     """
-    names = _named(models)
+    names = _named_or_all(models)
     folder = output or FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    pages = _pages(names, named=bool(models))
+    pages = _pages(names, raises=bool(models))
     files = {folder / f"{name}.html": text for name, (text, _) in pages.items() if text}
     if not models:
-        lines = [index.line(name, folder, why) for name, (_, why) in pages.items()]
-        files[folder / "index.html"] = index.page(lines)
+        rows = [index.row(name, folder, refusal) for name, (_, refusal) in pages.items()]
+        files[folder / "index.html"] = index.page(rows)
     provenance.write_whole(files)
     for path in files:
         console.print(f"  wrote {shown(path)}")
@@ -43,7 +43,7 @@ def report_upgrade(models: list[str], to: str | None, output: Path | None) -> No
     Raises:
         PatchgenError: a release, or the record of a model, cannot be read.
     """
-    names = _named(models)
+    names = _named_or_all(models)
     folder = output or FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     found = comparing.compare(names, to or releases.installed())
@@ -54,8 +54,8 @@ def report_upgrade(models: list[str], to: str | None, output: Path | None) -> No
         console.print(f"  wrote {shown(path)}")
 
 
-def _named(models: list[str]) -> list[str]:
-    """The models that a command is about: those that are named, else all."""
+def _named_or_all(models: list[str]) -> list[str]:
+    """The named models, or else all."""
     refuse_unknown(models)
     names = models or committed()
     if not names:
@@ -63,14 +63,14 @@ def _named(models: list[str]) -> list[str]:
     return names
 
 
-def _pages(names: list[str], *, named: bool) -> dict[str, tuple[str, str]]:
-    """Model -> its page, and why it has none."""
+def _pages(names: list[str], *, raises: bool) -> dict[str, tuple[str, str]]:
+    """Model -> its page, or the reason why it has none."""
     found = {}
     for name in track(names, "writing", console=console, disable=not console.is_terminal or len(names) == 1):
         try:
             found[name] = (model.page(name), "")
         except PatchgenError as error:
-            if named:
+            if raises:
                 raise
             found[name] = ("", str(error))
     return found

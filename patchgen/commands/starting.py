@@ -1,10 +1,10 @@
-"""init: a project folder of your own for configs, generated models and passes."""
+"""init: a user's project folder for configs, generated models and passes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from patchgen import own, provenance
+from patchgen import project_code, provenance
 from patchgen.commands.console import console, shown
 from patchgen.errors import ConfigError
 from patchgen.runtime import project
@@ -15,24 +15,24 @@ FOLDERS = (GENERATED, "configs", "passes")
 
 
 def init(folder: Path) -> None:
-    """Writes `patchgen.toml`, its folders and `.gitattributes`.
+    """Writes `patchgen.toml`, the folders that it names, and `.gitattributes`.
 
     Raises:
-        ConfigError: the folder has a project already, in this file or in its pyproject.toml.
+        ConfigError: the folder has a project already, in patchgen.toml or in pyproject.toml.
     """
-    present = own.present(folder)
+    present = project_code.current_project(folder)
     if present is not None and present.folder == folder.absolute():
         raise ConfigError(f"{present.file} configures this project already. To fix: edit that file.")
     attributes = render("gitattributes.jinja", generated=GENERATED)
     files = {folder / project.FILE: render("patchgen_toml.jinja")}
-    # git does not keep empty folders, and looking for a model in a folder that is missing is an error
+    # git keeps no empty folders, and a missing folder of models is an error
     files |= {folder / name / ".gitkeep": "" for name in FOLDERS if not (folder / name).exists()}
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
-    kept = folder / ".gitattributes"
-    before = kept.read_text(encoding="utf-8") if kept.is_file() else ""
+    gitattributes = folder / ".gitattributes"
+    before = gitattributes.read_text(encoding="utf-8") if gitattributes.is_file() else ""
     if attributes not in before:
-        files[kept] = before + ("\n" if before and not before.endswith("\n") else "") + attributes
+        files[gitattributes] = before + ("\n" if before and not before.endswith("\n") else "") + attributes
     provenance.write_whole(files)
     for file in files:
         console.print(f"  wrote {shown(file)}")

@@ -21,7 +21,7 @@ NOT_MEASURED = "not measured"
 
 
 def support_matrix() -> str:
-    """The text between the marks. It follows from the records alone."""
+    """The text between the markers, from the records alone."""
     of_text = {row["model_type"]: row.get("ranks", {}) for row in _text_rows()}
     of_media = {name: rank_results(Committed(name)) for name in committed()}
     text = {
@@ -50,7 +50,7 @@ def _cell(result: dict | None) -> str:
 
 
 def counts() -> str:
-    """What the README says of the record of text types, and of the committed models."""
+    """The counts in the README: of proven text types, and of committed models."""
     statuses = [row["status"] for row in _text_rows()]
     equal = sum(status in (PROVEN, EAGER_ONLY) for status in statuses)
     return (
@@ -72,12 +72,12 @@ def _committed_models() -> str:
 
 
 def page(text: str) -> str:
-    """docs/parallel.md with the matrix between its marks."""
+    """docs/parallel.md with the matrix between its markers."""
     return _between(text, "support matrix", support_matrix(), "docs/parallel.md")
 
 
 def readme(text: str) -> str:
-    """The README with the counts of the record between its marks."""
+    """The README with the counts between its markers."""
     return _between(text, "counts", counts(), "README.md")
 
 
@@ -86,12 +86,14 @@ def _between(text: str, what: str, inside: str, name: str) -> str:
     before, first, rest = text.partition(begin)
     _, last, after = rest.partition(end)
     if not (first and last):
-        raise PatchgenError(f"{name} has lost its marks: {begin.strip()} ... {end.strip()}")
+        raise PatchgenError(
+            f"{name} should contain the markers {begin.strip()} ... {end.strip()}, and does not. To fix: restore them."
+        )
     return f"{before}{begin}{inside}{end}{after}"
 
 
 def write() -> list[Path]:
-    """Writes the matrix into docs/parallel.md and the counts into README.md; an installation without them has none."""
+    """Writes the matrix into docs/parallel.md and the counts into README.md; an installation without these files has neither."""
     written = []
     for path, made in ((docs() / "parallel.md", page), (docs().parent / "README.md", readme)):
         if path.is_file():

@@ -25,8 +25,8 @@ from patchgen.commands.examination import (
     TEXT,
     examine,
     generated_digest,
-    quiet,
     row,
+    set_worker_environment,
 )
 from patchgen.errors import ConfigError
 from patchgen.runtime.verify import records, source_keys
@@ -39,10 +39,9 @@ MEDIA_MAPS = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_
 
 
 def sweep(family: str, jobs: int, version: str | None, only: list[str], output: Path | None, *, fresh: bool) -> int:
-    """Runs the family; 0 if every type that generates is proven, or, with `only`, if every one of those is.
+    """Sweeps a family; 0 if every type that generates is proven, or, with `only`, if every one of those types is.
 
-    A row that holds (`records`) is not made again; interrupted, it goes on where it stopped. Rows of types that this
-    run does not ask for stay in the record as they are.
+    Current rows (`records`) are kept; an interrupted sweep resumes. Rows of other types stay in the record unchanged.
 
     Raises:
         ConfigError: no such family, or it has no such type.
@@ -51,11 +50,11 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     wanted = _named(only, release, takes_media=takes_media) or types_of(family, release)
     path, key = records.path_in(output), records.present_key() | {"transformers": release.version}
     rows = records.read(path)
-    known = {kind: "" if fresh else _proven_bytes(rows.get((takes_media, kind)), key) for kind in wanted}
+    known = {kind: "" if fresh else _proven_digest(rows.get((takes_media, kind)), key) for kind in wanted}
     sources = {kind: source_keys.model_sources(kind, release) for kind in wanted}
     todo = [k for k in wanted if not known[k] or rows[takes_media, k].get("sources") != sources[k]]
-    made = _run({kind: known[kind] for kind in todo}, release.version, jobs, takes_media=takes_media)
-    for found in track(made, "sweeping", len(todo), console=console, disable=not console.is_terminal):
+    results = _run({kind: known[kind] for kind in todo}, release.version, jobs, takes_media=takes_media)
+    for found in track(results, "sweeping", len(todo), console=console, disable=not console.is_terminal):
         kind = found["model_type"]
         found["family"] = _family(kind, release) if takes_media else TEXT
         place = (takes_media, kind)
@@ -68,8 +67,8 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
             rows[place].pop("ranks", None)
         records.write(path, rows)
         if not console.is_terminal:
-            told = f"{rows[place]['status']} {rows[place]['reason']}" if "status" in found else "as it was"
-            console.print(f"{kind}: {told}", soft_wrap=True, markup=False)
+            outcome = f"{rows[place]['status']} {rows[place]['reason']}" if "status" in found else "unchanged"
+            console.print(f"{kind}: {outcome}", soft_wrap=True, markup=False)
     records.write(path, rows)
     if output is None:
         support_matrix.write()
@@ -77,55 +76,57 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
 
 
 def _takes_media(family: str) -> bool:
-    """Whether the heads of a family are those that take media.
+    """Whether the heads of a family take media.
 
     Raises:
         ConfigError: no such family.
     """
     if family not in FAMILIES:
-        raise ConfigError(f"There is no family '{family}'. Families: {', '.join(FAMILIES)}; in one process: heads.")
+        raise ConfigError(
+            f"There is no family '{family}'. Families: {', '.join(FAMILIES)}; without --sp and --ep also heads."
+        )
     return family in (*MEDIA, "media")
 
 
-def _proven_bytes(known: Mapping | None, key: Mapping[str, str]) -> str:
-    """What identifies the bytes that a row proves with the sources and releases that are here; empty: none."""
-    generated = (known or {}).get("made_with", {}).get("generated", "")
-    return generated if records.holds(known, key, generated) else ""
+def _proven_digest(row: Mapping | None, key: Mapping[str, str]) -> str:
+    """The digest of the generated text that a row proves; empty if the row is missing or stale."""
+    generated = (row or {}).get("made_with", {}).get("generated", "")
+    return generated if records.holds(row, key, generated) else ""
 
 
-def _summary(asked: list[dict], path: Path, *, is_asked_by_name: bool) -> int:
+def _summary(swept: list[dict], path: Path, *, is_asked_by_name: bool) -> int:
     statuses = (PROVEN, EAGER_ONLY, GENERATED, FAILED)
-    counts = {status: sum(one["status"] == status for one in asked) for status in statuses}
-    moe = sum(one["status"] == PROVEN and one["moe"] for one in asked)
+    counts = {status: sum(one["status"] == status for one in swept) for status in statuses}
+    moe = sum(one["status"] == PROVEN and one["moe"] for one in swept)
     others = ", ".join(f"{counts[status]} {status}" for status in statuses[1:])
     console.print(f"{counts[PROVEN]} proven ({moe} MoE), {others}")
     console.print(f"written: {path} and {page_of(path)}", soft_wrap=True)
-    unpacked = [one for one in asked if one["status"] == PROVEN and one.get("inputs_without_rule")]
+    unpacked = [one for one in swept if one["status"] == PROVEN and one.get("inputs_without_rule")]
     for one in unpacked:
         names = ", ".join(one["inputs_without_rule"])
-        console.print(f"error: {one['model_type']} is proven, and no rule says how to pack {names}", soft_wrap=True)
-    is_good = counts[PROVEN] == len(asked) if is_asked_by_name else counts[PROVEN] and not counts[GENERATED]
+        console.print(f"error: {one['model_type']} is proven, but no packing rule covers {names}", soft_wrap=True)
+    is_good = counts[PROVEN] == len(swept) if is_asked_by_name else counts[PROVEN] and not counts[GENERATED]
     return 0 if is_good and not unpacked else 1
 
 
 def sweep_ranks(
     family: str, only: list[str], sp: int, ep: int, world: int, output: Path | None, *, fresh: bool
 ) -> int:
-    """Compares the types of a family on several gloo ranks with upstream on one, into the same table; 0 if any agrees, all
-    of `only`. A comparison that holds is not made again, and a type that does not train on one rank is not compared.
+    """Compares the types of a family on several gloo ranks with upstream on one, into the same table; 0 if any agrees, or,
+    with `only`, if all do. Current comparisons are kept, and types that do not train on one rank are not compared.
 
     Raises:
         ConfigError: no such family, or it has no such type.
     """
     release, takes_media = upstream.open_release(None), _takes_media(family)
-    asked = _named(only, release, takes_media=takes_media) or types_of(family, release)
+    types = _named(only, release, takes_media=takes_media) or types_of(family, release)
     from patchgen.runtime.verify import parallel_coverage
 
     path, key = records.path_in(output), records.present_key()
     rows = records.read(path)
     layout = "_".join(f"{name}{size}" for name, size in (("sp", sp), ("ep", ep)) if size > 1)
     layout += "" if world == max(sp, ep) else f"_of{world}"
-    places = [(takes_media, kind) for kind in asked]
+    places = [(takes_media, kind) for kind in types]
     for place in places:
         of_family = _family(place[1], release) if takes_media else TEXT
         rows.setdefault(place, row(place[1], GENERATED, "not swept in one process", family=of_family))
@@ -133,8 +134,8 @@ def sweep_ranks(
     present = records.present_digests([rows[place] for place in wanted], release, jobs=2)
     todo = [place for place in wanted if fresh or not records.cell_holds(rows[place], layout, key, present[place[1]])]
     separates = {place[1]: (rows[place].get("training") or {}).get("separates_documents", False) for place in todo}
-    how = {"takes_media": takes_media, "sp": sp, "ep": ep, "world": world}
-    for found in parallel_coverage.sweep(separates, **how) if todo else ():
+    options = {"takes_media": takes_media, "sp": sp, "ep": ep, "world": world}
+    for found in parallel_coverage.sweep(separates, **options) if todo else ():
         cell = {"difference": found.worst, "reason": found.reason, "applies": found.applies}
         cell["made_with"] = records.cell_key(found.generated, key)
         rows[takes_media, found.model_type].setdefault("ranks", {})[layout] = cell
@@ -148,15 +149,17 @@ def sweep_ranks(
 
 
 def _run(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[dict]:
-    """Rows as they come. A type that takes its process down is a failed row, and the others go on.
+    """Rows as they are finished. A type that crashes its process is a failed row; the others continue.
 
     Args:
-        todo: model type -> what identifies the bytes that are proven already.
+        todo: model type -> the digest of the generated text that is proven already.
     """
     context = multiprocessing.get_context("spawn")
     remaining = dict(todo)
     while remaining:
-        with ProcessPoolExecutor(min(jobs, len(remaining)), mp_context=context, initializer=quiet) as pool:
+        with ProcessPoolExecutor(
+            min(jobs, len(remaining)), mp_context=context, initializer=set_worker_environment
+        ) as pool:
             futures = {
                 pool.submit(examine, kind, version, takes_media=takes_media, known=known): kind
                 for kind, known in remaining.items()
@@ -183,31 +186,31 @@ def types_of(family: str, release: upstream.Release) -> list[str]:
     if family == TEXT:
         return candidates
     if family == "moe":
-        return [kind for kind in candidates if _routes(kind, release)]
+        return [kind for kind in candidates if _has_experts(kind, release)]
     wanted = MEDIA if family == "media" else (family,)
     return [kind for kind in candidates if _family(kind, release) in wanted]
 
 
 def _named(only: list[str], release: upstream.Release, *, takes_media: bool) -> list[str]:
-    """The types that were asked for by name, once each.
+    """The named types, without duplicates.
 
     Raises:
-        ConfigError: one has no head of the kind that is swept, or is not a type of this release.
+        ConfigError: a type has no head of the kind to sweep, or is not in this release.
     """
-    here, others = (_candidates(release, takes_media=takes) for takes in (takes_media, not takes_media))
+    candidates, others = (_candidates(release, takes_media=takes) for takes in (takes_media, not takes_media))
     for kind in only:
-        if kind in here:
+        if kind in candidates:
             continue
         if kind in others:
-            how = "leave out --family media" if takes_media else "--family media"
+            how = "omit --family media" if takes_media else "give --family media"
             raise ConfigError(
                 f"--only {kind}: {release.origin} has no {'head with media' if takes_media else 'causal head'} of that type, "
-                f"but another ({how})."
+                f"but one of the other kind. To fix: {how}."
             )
-        near = ", ".join(difflib.get_close_matches(kind, here, n=3)) or "none"
+        near = ", ".join(difflib.get_close_matches(kind, candidates, n=3)) or "none"
         raise ConfigError(
-            f"--only {kind}: {release.origin} has no such type (nearest: {near}). A model of your own is not a type of a "
-            f"release: `patchgen verify --code FOLDER` proves it."
+            f"--only {kind}: {release.origin} has no such type (nearest: {near}). To prove a model that is in no release: "
+            f"`patchgen verify --code FOLDER`."
         )
     return list(dict.fromkeys(only))
 
@@ -222,21 +225,21 @@ def missing_types(rows: Container[records.Place], release: upstream.Release) -> 
 
 
 def _candidates(release: upstream.Release, *, takes_media: bool) -> list[str]:
-    """The types with a causal head, or with one that may take images or audio."""
+    """The types with a causal head, or with a head that may take images or audio."""
     return sorted({kind for name in (MEDIA_MAPS if takes_media else (CAUSAL_MAP,)) for kind in release.auto_map(name)})
 
 
 def _family(model_type: str, release: upstream.Release) -> str:
-    """What the models of a type take: images or video, audio, both, or neither."""
+    """The kind of media that the models of a type take."""
     anatomy = _anatomy(model_type, release)
     inputs = {name for info in anatomy.classes for name in media.takes_media(anatomy, info)} if anatomy else set()
-    sounds = {name for name in inputs if name in AUDIO_INPUTS or "audio" in name}
+    audio = {name for name in inputs if name in AUDIO_INPUTS or "audio" in name}
     if not inputs:
         return TEXT
-    return OMNI if sounds and inputs - sounds else AUDIO if sounds else VISION
+    return OMNI if audio and inputs - audio else AUDIO if audio else VISION
 
 
-def _routes(model_type: str, release: upstream.Release) -> bool:
+def _has_experts(model_type: str, release: upstream.Release) -> bool:
     """Whether the file of a model type has experts."""
     anatomy = _anatomy(model_type, release)
     return anatomy is not None and bool(anatomy.with_role(Role.EXPERTS))

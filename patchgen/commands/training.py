@@ -1,4 +1,4 @@
-"""train: reads the recipe, then shows it or starts its ranks."""
+"""train: reads the recipe, then prints it or starts its ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(
     print_config: bool,
     script: str | None,
 ) -> int:
-    """Trains a recipe; 0 when it ended as it should."""
+    """Trains a recipe; 0 on success."""
     try:
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
@@ -64,7 +64,7 @@ def train(
 def start_script(kind: str, path: Path, name: str, assignments: list[str], processes: int, nodes: str) -> str:
     """A script that starts the recipe on several machines: for Slurm, or with plain SSH."""
     if kind not in SCRIPTS:
-        raise ConfigError(f"--script knows {', '.join(SCRIPTS)}, not '{kind}'.")
+        raise ConfigError(f"--script must be one of {', '.join(SCRIPTS)}, not '{kind}'.")
     if not nodes.isdigit():
         raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
     command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", nodes]

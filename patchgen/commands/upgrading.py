@@ -1,4 +1,4 @@
-"""upgrade: what a move to another release changes, and the move itself."""
+"""upgrade: the changes of a move to another release, and the move itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patchgen import upgrade as upgrading
 from patchgen.commands.console import console
 from patchgen.commands.generation import refuse_unknown
 from patchgen.runtime.verify.committed_models import committed, named
-from patchgen.upgrade import releases, words
+from patchgen.upgrade import messages, releases
 
 
 def upgrade(
@@ -28,22 +28,22 @@ def upgrade(
     python: Path | None,
     jobs: int,
 ) -> int:
-    """Compares committed models with what a release makes of them; with `apply` moves those that can be moved.
+    """Compares committed models with those generated from another release; with `apply` moves the models that need no person.
 
     Returns:
-        The worst verdict (0, 10 or 20); after `apply` 0, or 20 if a model stays behind.
+        The worst verdict (0, 10 or 20); with `apply` 0, or 20 if a model was not moved.
     """
     refuse_unknown(models)
     names = models or committed()
     to = to or releases.installed()
     out = Console(highlight=False, stderr=True) if as_json else console
-    shown = (lambda found: None) if as_json or apply else (lambda one: words.show_model(one, out, verbose=verbose))
-    found = upgrading.compare(names, to, jobs=jobs, reviewed=reviewed, done=shown)
+    show = (lambda found: None) if as_json or apply else (lambda one: messages.show_model(one, out, verbose=verbose))
+    found = upgrading.compare(names, to, jobs=jobs, reviewed=reviewed, on_model=show)
     if as_json:
         json.dump(found.to_json(), sys.stdout, indent=2, ensure_ascii=False)
         print()
     if not apply:
-        for line in words.summary(found) if len(names) > 1 else ():
+        for line in messages.summary(found) if len(names) > 1 else ():
             out.print(line, markup=False, soft_wrap=True)
         return found.verdict
 
@@ -56,28 +56,27 @@ def upgrade(
         reviewed=reviewed,
         python=python,
         jobs=jobs,
-        say=partial(out.print, markup=False, soft_wrap=True),
+        report=partial(out.print, markup=False, soft_wrap=True),
     )
-    for line in words.summary(found):
+    for line in messages.summary(found):
         out.print(line, markup=False, soft_wrap=True)
     if result.moved:
-        out.print("\nThe message of the commit:\n", markup=False)
-        print(
-            words.commit_message(found, result.moved, reviewed, result.held_back), file=sys.stderr if as_json else None
-        )
+        out.print("\nCommit message:\n", markup=False)
+        message = messages.commit_message(found, result.moved, reviewed, result.held_back)
+        print(message, file=sys.stderr if as_json else None)
     return 20 if result.held_back else 0
 
 
 def verify_against(models: list[str], to: str, *, every: bool, python: Path | None) -> int:
-    """Proves committed files, as they stand, with another release, and records for which of them that holds; 0 if for all."""
+    """Proves committed files, unchanged, with another release, and records it for those that are proven; 0 if all are."""
     from patchgen.upgrade.applying import prove_against
 
     names = named(models, every=every)
     refuse_unknown(names)
     failed = False
     for name in names:
-        holds, told = prove_against(name, to, provenance.generated_root(), python)
-        failed |= not holds
-        style = "green" if holds else "red"
-        console.print(f"{name} with transformers {to}: {told}", style=style, markup=False, soft_wrap=True)
+        is_proven, outcome = prove_against(name, to, provenance.generated_root(), python)
+        failed |= not is_proven
+        style = "green" if is_proven else "red"
+        console.print(f"{name} with transformers {to}: {outcome}", style=style, markup=False, soft_wrap=True)
     return 1 if failed else 0

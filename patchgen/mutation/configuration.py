@@ -1,4 +1,4 @@
-"""The operator on the configuration file: another default of a field, which the modeling file reads from its config."""
+"""The operator on the configuration file: another default of a field that the modeling file reads from its config."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ ACTIVATIONS = {"silu": "gelu_pytorch_tanh", "gelu_pytorch_tanh": "silu", "gelu":
 
 @dataclass(frozen=True)
 class Configuration:
-    """The configuration module that a modeling file imports from beside it: the last part of its name, and its text."""
+    """The configuration module beside a modeling file: the last part of its name, and its text."""
 
     module: str
     text: str
 
     @classmethod
     def of(cls, origin: Upstream) -> Configuration | None:
-        """None where upstream's file stands alone."""
+        """None if upstream's file has no configuration beside it."""
         path = PurePosixPath(origin.path.removeprefix("transformers/"))
         name = path.name.replace("modeling_", "configuration_", 1)
         text = origin.release.read(str(path.with_name(name))) if origin.release is not None else None
         return cls(name.removesuffix(".py"), text) if text else None
 
     def mutants(self, modeling: str) -> Iterator[Callable[[], Mutant]]:
-        """The modeling file imports a configuration with one default changed."""
+        """Mutants whose modeling file imports a configuration with one changed default."""
         imported = f"from .{self.module} import"
         if imported not in modeling:
             return
@@ -43,11 +43,11 @@ class Configuration:
             for field in owner.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.value, ast.Constant):
                     for other in _others(field.value.value):
-                        yield lambda owner=owner, field=field, other=other: self._made(
+                        yield lambda owner=owner, field=field, other=other: self._mutant(
                             changed_import, owner, field, other
                         )
 
-    def _made(self, modeling: str, owner: ast.ClassDef, field: ast.AnnAssign, other: Default) -> Mutant:
+    def _mutant(self, modeling: str, owner: ast.ClassDef, field: ast.AnnAssign, other: Default) -> Mutant:
         changed = copy.deepcopy(field)
         changed.value = ast.Constant(other)
         lines = self.text.splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""N mutants of a source, by a seed: each operator as often as the others, each of its places as likely."""
+"""Random mutants of a source: all operators equally often, all places of an operator equally likely."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patchgen.mutation.whole_file import FILE_OPERATORS
 
 OPERATORS = (*EXPRESSION_OPERATORS, *STATEMENT_OPERATORS, *FILE_OPERATORS, *LOSS_OPERATORS)
 NAMES = {operator.name: operator.keeps_meaning for operator in OPERATORS} | {configurations.NAME: False}
-"""Every operator, and whether it keeps the meaning."""
+"""Every operator -> whether it keeps the meaning."""
 
 
 def draw(
@@ -24,14 +24,14 @@ def draw(
     configuration: configurations.Configuration | None = None,
     operators: Container[str] = NAMES,
 ) -> Iterator[Mutant]:
-    """Mutants of a source without end, or until every one was given; none twice.
+    """Random mutants of a source until there are no more; none twice.
 
     Args:
         text: the source.
-        seed: the same one gives the same mutants.
-        executed: whether the statement of those lines runs in training; others are left as they are.
-        configuration: the configuration file beside it, if there is one.
-        operators: the names of those that change it.
+        seed: equal seeds give equal mutants.
+        executed: whether the statement of those lines runs in training; others are not changed.
+        configuration: the configuration file beside it, if any.
+        operators: the names of the operators to apply.
     """
     generator = random.Random(seed)
     source = Source(text)
@@ -49,7 +49,7 @@ def draw(
         waiting[configurations.NAME] = iter(changes)
     seen = {Mutant("", "", "", text, True).digest}
     names = list(waiting)
-    generator.shuffle(names)  # a short round has another part of the operators with each seed
+    generator.shuffle(names)  # a short round has other operators with another seed
     while names:
         for name in list(names):
             mutant = next((m for m in (make() for make in waiting[name]) if m.digest not in seen), None)
@@ -61,8 +61,8 @@ def draw(
 
 
 def _from_places(operator, places: list[Place], generator: random.Random) -> Iterator[Callable[[], Mutant]]:
-    """Two mutants of each place: the rest of a long statement would crowd out the others."""
+    """At most two mutants per place, so that long statements do not crowd out the others."""
     for place in places:
-        made = list(operator.mutants(place))
-        generator.shuffle(made)
-        yield from made[:2]
+        mutants = list(operator.mutants(place))
+        generator.shuffle(mutants)
+        yield from mutants[:2]

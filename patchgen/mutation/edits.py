@@ -1,4 +1,4 @@
-"""A source to be changed: its functions, their statements, and changes of them as text."""
+"""A source to mutate: its functions, their statements, and the text after a change."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Mutant:
     """A changed source.
 
     Attributes:
-        operator: the name of what changed it.
+        operator: the name of the operator that changed it.
         where: "Class.function line 12".
         change: the new code, in one line, for a reader.
-        text: the whole source.
-        keeps_meaning: it computes what it did before.
-        modules: source of modules that it imports from its own package, by their last name.
+        text: the full source.
+        keeps_meaning: it still computes the same.
+        modules: last part of the name -> source, of modules that it imports from its package.
     """
 
     operator: str
@@ -35,7 +35,7 @@ class Mutant:
 
     @property
     def digest(self) -> str:
-        """What tells it from the others of its model."""
+        """Distinguishes it from other mutants of its model."""
         return hashlib.sha256("\0".join([self.text, *self.modules.values()]).encode()).hexdigest()[:12]
 
 
@@ -44,12 +44,11 @@ class Place:
     """A statement in a function of the source.
 
     Attributes:
-        source: the whole.
-        block: the statement at the top of the file that holds it.
-        owner: the class, None for a function at the top of the file.
+        block: the top-level statement that contains it.
+        owner: the class, None for a top-level function.
         function: the method or function.
-        body: the list of statements that it stands in.
-        index: its place there.
+        body: the list of statements that contains it.
+        index: its index there.
     """
 
     source: Source
@@ -69,7 +68,7 @@ class Place:
         return f"{owner}{self.function.name} line {self.statement.lineno}"
 
     def replaced(self, *statements: ast.stmt, span: int = 1, top: str = "") -> str:
-        """The source with `span` statements from here on replaced; `top` goes above the block that holds them."""
+        """The source with `span` statements from here on replaced; `top` is inserted above the block that contains them."""
         return self.source.spliced(self.body[self.index : self.index + span], statements, self.block, top)
 
     def with_expression(self, old: ast.expr, new: ast.expr, top: str = "") -> str:
@@ -86,7 +85,7 @@ class Source:
         self.tree = ast.parse(text)
 
     def places(self, executed: Callable[[int, int], bool] = lambda first, last: True) -> Iterator[Place]:
-        """Every statement in a function or method that `executed(first line, last line)` says runs; docstrings aside."""
+        """Every statement in a function or method for which `executed(first line, last line)`, without docstrings."""
         for block in self.tree.body:
             owner = block if isinstance(block, ast.ClassDef) else None
             for function in owner.body if owner is not None else [block]:
@@ -121,7 +120,7 @@ def last_line(block: ast.stmt) -> int:
 
 
 def expressions(statement: ast.stmt) -> Iterator[ast.expr]:
-    """Every expression of a statement that is its own: those of the statements inside it are theirs."""
+    """Every expression of a statement, without those of nested statements."""
     pending: list[ast.AST] = [statement]
     while pending:
         node = pending.pop()
@@ -134,7 +133,7 @@ def expressions(statement: ast.stmt) -> Iterator[ast.expr]:
 
 
 def same_place(statement: ast.stmt, node: ast.AST, changed: ast.stmt) -> ast.AST:
-    """The node of `changed`, a copy of `statement`, that stands where `node` stands there."""
+    """The node of `changed`, a copy of `statement`, that corresponds to `node`."""
     pairs = zip(ast.walk(statement), ast.walk(changed), strict=True)
     return next(other for one, other in pairs if one is node)
 
@@ -155,6 +154,12 @@ def _statements(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
         yield body, index
         for name in ("body", "orelse", "finalbody"):
             yield from _statements(getattr(statement, name, None) or [])
+
+
+def stored_names(function: FunctionNode) -> set[str]:
+    """The names that the body of a function assigns."""
+    nodes = (node for statement in function.body for node in ast.walk(statement))
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def _is_docstring(statement: ast.stmt) -> bool:

@@ -1,4 +1,4 @@
-"""Operators on one expression: each gives the forms that it may take instead."""
+"""Operators on one expression: each yields the forms to replace it with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExpressionOperator:
         name: for the table.
         forms: `(expression, place) -> other expressions`.
         keeps_meaning: they have the same value.
-        of_values: only whole values are changed: what is assigned or returned.
+        of_values: only values that are assigned or returned are changed.
     """
 
     name: str
@@ -32,12 +32,12 @@ class ExpressionOperator:
     of_values: bool = False
 
     def mutants(self, place: Place) -> Iterator[Callable[[], Mutant]]:
-        """The mutants of one statement, each made when it is called for."""
+        """The mutants of one statement, built when they are called."""
         for expression in _values(place.statement) if self.of_values else expressions(place.statement):
             for form in self.forms(expression, place):
-                yield lambda old=expression, new=form: self._made(place, old, new)
+                yield lambda old=expression, new=form: self._mutant(place, old, new)
 
-    def _made(self, place: Place, old: ast.expr, new: ast.expr) -> Mutant:
+    def _mutant(self, place: Place, old: ast.expr, new: ast.expr) -> Mutant:
         change = f"{ast.unparse(old)} -> {ast.unparse(ast.fix_missing_locations(copy.deepcopy(new)))}"
         return Mutant(self.name, place.where, change, place.with_expression(old, new), self.keeps_meaning)
 
@@ -101,7 +101,7 @@ def swapped_arguments(node: ast.expr, place: Place) -> Iterator[ast.expr]:
 
 
 def other_arguments(node: ast.expr, place: Place) -> Iterator[ast.expr]:
-    """A name that is handed over is another of the function's: one that was assigned above, or a parameter."""
+    """An argument is replaced by another name of the function: one assigned above, or a parameter."""
     if not isinstance(node, ast.Call):
         return
     names = parameter_names(place.function) + [
@@ -119,7 +119,7 @@ def other_arguments(node: ast.expr, place: Place) -> Iterator[ast.expr]:
                 yield changed
 
 
-# What is known of functions and modules that are not of this file.
+# Of functions and modules outside the file.
 SIGNATURES = {
     "nn.functional.linear": ("input", "weight", "bias"),
     "F.linear": ("input", "weight", "bias"),
@@ -133,7 +133,7 @@ SIGNATURES = {
 
 
 def signature(call: ast.Call, place: Place) -> tuple[str, ...] | None:
-    """The parameters of what a call calls, as far as the file tells."""
+    """The parameters of the called function or module, None if unknown."""
     functions = {node.name: node for node in place.source.tree.body if isinstance(node, FunctionNode)}
     classes = {node.name: node for node in place.source.tree.body if isinstance(node, ast.ClassDef)}
     name = dotted(call.func)
@@ -171,33 +171,33 @@ def as_keywords(node: ast.expr, place: Place) -> Iterator[ast.expr]:
 def as_positions(node: ast.expr, place: Place) -> Iterator[ast.expr]:
     if not isinstance(node, ast.Call):
         return
-    names, given = signature(node, place), {keyword.arg: keyword for keyword in node.keywords}
-    if names is None or len(node.args) >= len(names) or names[len(node.args)] not in given:
+    names, keywords = signature(node, place), {keyword.arg: keyword for keyword in node.keywords}
+    if names is None or len(node.args) >= len(names) or names[len(node.args)] not in keywords:
         return
     changed = copy.deepcopy(node)
     following = names[len(node.args)]
-    changed.args.append(given[following].value)
+    changed.args.append(keywords[following].value)
     changed.keywords = [keyword for keyword in changed.keywords if keyword.arg != following]
     yield changed
 
 
-def _called(template: str) -> Forms:
-    """Forms of `template`, in which `X` stands for the expression."""
+def filled(template: str, node: ast.expr) -> ast.expr:
+    """The expression `template` with `node` in place of each `X`."""
 
-    def forms(node: ast.expr, place: Place) -> Iterator[ast.expr]:
-        form = ast.parse(template, mode="eval").body
+    class Fill(ast.NodeTransformer):
+        def visit_Name(self, name: ast.Name) -> ast.expr:
+            return copy.deepcopy(node) if name.id == "X" else name
 
-        class Fill(ast.NodeTransformer):
-            def visit_Name(self, name: ast.Name) -> ast.expr:
-                return copy.deepcopy(node) if name.id == "X" else name
+    return Fill().visit(ast.parse(template, mode="eval").body)
 
-        yield Fill().visit(form)
 
-    return forms
+def _wrapped(template: str) -> Forms:
+    """The expression wrapped in `template`."""
+    return lambda node, place: iter((filled(template, node),))
 
 
 def commuted(node: ast.expr, place: Place) -> Iterator[ast.expr]:
-    """`b * a` for `a * b`, whose bits are the same."""
+    """`b * a` for `a * b`, which is bit-identical."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add):
         yield ast.BinOp(copy.deepcopy(node.right), node.op, copy.deepcopy(node.left))
 
@@ -208,25 +208,25 @@ EXPRESSION_OPERATORS = (
     ExpressionOperator("argument dropped", dropped_arguments),
     ExpressionOperator("arguments swapped", swapped_arguments),
     ExpressionOperator("another argument", other_arguments),
-    ExpressionOperator("clamped", _called("X.clamp(-0.01, 0.02)"), of_values=True),
-    ExpressionOperator("scaled", _called("X * 1.25"), of_values=True),
-    ExpressionOperator("detached", _called("X.detach()"), of_values=True),
-    ExpressionOperator("flipped", _called("X.flip(-1)"), of_values=True),
-    ExpressionOperator("soft cap", _called("5.0 * torch.tanh(X / 5.0)"), of_values=True),
-    ExpressionOperator("in another dtype", _called("X.double().float()"), keeps_meaning=True, of_values=True),
-    ExpressionOperator("mean removed", _called("X - X.mean(-1, keepdim=True)"), of_values=True),
+    ExpressionOperator("clamped", _wrapped("X.clamp(-0.01, 0.02)"), of_values=True),
+    ExpressionOperator("scaled", _wrapped("X * 1.25"), of_values=True),
+    ExpressionOperator("detached", _wrapped("X.detach()"), of_values=True),
+    ExpressionOperator("flipped", _wrapped("X.flip(-1)"), of_values=True),
+    ExpressionOperator("soft cap", _wrapped("5.0 * torch.tanh(X / 5.0)"), of_values=True),
+    ExpressionOperator("in another dtype", _wrapped("X.double().float()"), keeps_meaning=True, of_values=True),
+    ExpressionOperator("mean removed", _wrapped("X - X.mean(-1, keepdim=True)"), of_values=True),
     ExpressionOperator(
         "-1 as another parameter",
-        _called("X * nn.functional.normalize(X.clamp(-1, 1) + 4.0, -1) * 0.1"),
+        _wrapped("X * nn.functional.normalize(X.clamp(-1, 1) + 4.0, -1) * 0.1"),
         of_values=True,
     ),
-    ExpressionOperator("reduced twice", _called("X * X.mean(-1).softmax(-1)[..., None]"), of_values=True),
-    ExpressionOperator("rolled along the tokens", _called("X.roll(1, -2)"), of_values=True),
+    ExpressionOperator("reduced twice", _wrapped("X * X.mean(-1).softmax(-1)[..., None]"), of_values=True),
+    ExpressionOperator("rolled along the tokens", _wrapped("X.roll(1, -2)"), of_values=True),
     ExpressionOperator("positional to keyword", as_keywords, keeps_meaning=True),
     ExpressionOperator("keyword to positional", as_positions, keeps_meaning=True),
     ExpressionOperator("commuted", commuted, keeps_meaning=True),
-    ExpressionOperator("no dropout", _called("nn.functional.dropout(X, 0.0)"), keeps_meaning=True, of_values=True),
-    ExpressionOperator("reshaped to itself", _called("X.view(X.shape)"), keeps_meaning=True, of_values=True),
-    ExpressionOperator("contiguous", _called("X.contiguous()"), keeps_meaning=True, of_values=True),
-    ExpressionOperator("in parentheses with nothing added", _called("+X"), keeps_meaning=True, of_values=True),
+    ExpressionOperator("no dropout", _wrapped("nn.functional.dropout(X, 0.0)"), keeps_meaning=True, of_values=True),
+    ExpressionOperator("reshaped to itself", _wrapped("X.view(X.shape)"), keeps_meaning=True, of_values=True),
+    ExpressionOperator("contiguous", _wrapped("X.contiguous()"), keeps_meaning=True, of_values=True),
+    ExpressionOperator("in parentheses with nothing added", _wrapped("+X"), keeps_meaning=True, of_values=True),
 )

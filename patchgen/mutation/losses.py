@@ -1,4 +1,4 @@
-"""Operators on losses: the formula of a function that computes one, what a head makes of it, what it multiplies it by."""
+"""Operators on losses: the formula of a loss function, what a head does with its result, the factor of the loss."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Iterator
 
 from patchgen.anatomy.classes import FunctionNode, parameter_names
 from patchgen.mutation.edits import Place
-from patchgen.mutation.whole_file import FileOperator
-
-Change = tuple[str, str, dict[str, str]]
+from patchgen.mutation.expressions import filled
+from patchgen.mutation.whole_file import Change, FileOperator
 
 FORMULAS = ("X ** 0.5", "X ** 2", "X.clamp(max=0.5)", "X.log()", "X + 0.01 * X.detach().std(unbiased=False)")
 IN_PLACE = ("NAME.mul_(1.25)", "NAME.pow_(2)", "torch.sqrt(NAME, out=NAME.data)", "NAME[...] = NAME.detach() * NAME")
 FACTOR = "loss_factor"
-# What is put into `__init__`, above it a method, and above the statement that reads the factor.
+# Code added to `__init__`, a method added below it, and a statement above the one that reads the factor.
 FACTORS = (
     (f'self.register_buffer("{FACTOR}", torch.tensor(1.25))', "", ""),
     (f"self.{FACTOR} = 1.0", "", f"self.{FACTOR} = TOKENS.detach().float().std()"),
@@ -25,20 +24,12 @@ FACTORS = (
 )  # fmt: skip
 
 
-def _filled(template: str, node: ast.expr) -> ast.expr:
-    class Fill(ast.NodeTransformer):
-        def visit_Name(self, name: ast.Name) -> ast.expr:
-            return copy.deepcopy(node) if name.id == "X" else name
-
-    return Fill().visit(ast.parse(template, mode="eval").body)
-
-
 def _is_loss_function(name: str, place: Place) -> bool:
     return "loss" in name and any(isinstance(b, FunctionNode) and b.name == name for b in place.source.tree.body)
 
 
 def formula(place: Place) -> Iterator[Change]:
-    """Another formula inside a loss function at the top of the file: of what it returns, or of a mean in it."""
+    """Another formula in a top-level loss function: of its result, or of a mean in it."""
     value = getattr(place.statement, "value", None)
     if place.owner is not None or not _is_loss_function(place.function.name, place):
         return
@@ -48,17 +39,17 @@ def formula(place: Place) -> Iterator[Change]:
         first = parameter_names(place.function)[0]
         z_loss = f"X + 0.01 * sum(torch.logsumexp(part, -1).pow(2).mean() for part in {first})"
         for template in (*FORMULAS, z_loss):
-            changed = _filled(template, value)
+            changed = filled(template, value)
             yield ast.unparse(changed), place.with_expression(value, changed), {}
     elif isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):
         for template in ("X + 1", "X.clamp(min=8)" if isinstance(value.right, ast.Call) else "X * 2", "X ** 0.5"):
             changed = copy.deepcopy(value)
-            changed.right = _filled(template, value.right)
+            changed.right = filled(template, value.right)
             yield ast.unparse(changed), place.with_expression(value, changed), {}
 
 
 def auxiliary_loss(place: Place) -> Iterator[Change]:
-    """What a head makes of the result of such a function."""
+    """A head changes the result of such a function."""
     match place.statement:
         case ast.Assign([ast.Name(name)], ast.Call(ast.Name(function))) if _is_loss_function(function, place):
             for code in (*(f"NAME = {formula.replace('X', 'NAME')}" for formula in FORMULAS), *IN_PLACE):
@@ -67,24 +58,24 @@ def auxiliary_loss(place: Place) -> Iterator[Change]:
 
 
 def factor(place: Place) -> Iterator[Change]:
-    """The loss in the result is multiplied by something that the module holds, and that is a rank's own."""
+    """The loss in the result is multiplied by a value that the module stores and that differs between ranks."""
     init = next((m for m in getattr(place.owner, "body", ()) if getattr(m, "name", "") == "__init__"), None)
     if init is None or _result_with_loss(place.statement) is None or init.lineno > place.function.lineno:
         return
     indent, inner = " " * init.col_offset, " " * init.body[0].col_offset
-    for made, method, changed in FACTORS:
-        held = f"self.config.{FACTOR}" if "config" in changed else f"self.{FACTOR}"
-        code = f"if loss is not None:\n    {changed or 'pass'}\n    loss = loss * {held}"
+    for init_line, method, update in FACTORS:
+        stored = f"self.config.{FACTOR}" if "config" in update else f"self.{FACTOR}"
+        code = f"if loss is not None:\n    {update or 'pass'}\n    loss = loss * {stored}"
         code = code.replace("TOKENS", "hidden_states")
         lines = place.replaced(*ast.parse(code).body, place.statement).splitlines(keepends=True)
-        added = [f"{inner}{made}\n"] if made else []
+        added = [f"{inner}{init_line}\n"] if init_line else []
         added += ["\n", *(f"{indent}{line}\n" for line in method.splitlines())] if method else []
         lines[init.end_lineno : init.end_lineno] = added
-        yield f"{method or made}; {changed}; loss * {held}".replace("\n", "; "), "".join(lines), {}
+        yield f"{method or init_line}; {update}; loss * {stored}".replace("\n", "; "), "".join(lines), {}
 
 
 def result(place: Place) -> Iterator[Change]:
-    """The loss is changed in the result that holds it, or on its way there."""
+    """The loss is changed in the result, or where it is passed to the result."""
     call = _result_with_loss(place.statement)
     if call is None:
         return

@@ -1,7 +1,7 @@
-"""Many mutants of many models, in processes of their own: a row for each, appended to a file as it comes.
+"""Many mutants of many models, in separate processes: a row per mutant, appended to a file when it is judged.
 
-A round that was broken off goes on where it stopped: a row names its mutant by a hash of its text. Those that were wrong are
-tried again once the code is another.
+An interrupted round resumes: a row identifies its mutant by a hash of its text. Mutants that were wrong are judged again
+after the code has changed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from patchgen.runtime.verify.ranks import RankPool
 
 REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
-# A process keeps what it imported: after this many mutants another one goes on.
+# A process keeps all modules that it imported, so it is replaced after this many mutants.
 PER_PROCESS = 100
 PER_POOL = 60
-SECONDS = 60.0  # a changed loop may have no end: then upstream's own step has none, and the mutant does not run
-ON_RANKS = 20  # of so many mutants that are equal, one is compared on two ranks
+SECONDS = 60.0  # a changed loop may not terminate: nor does upstream's step then, and the mutant counts as not run
+ON_RANKS = 20  # one in this many equal mutants is compared on two ranks
 PRELOADED = ["patchgen.runtime.verify.mutants", "transformers.modeling_utils"]
 JUDGES = ("patchgen.runtime.verify.mutants", "patchgen.runtime.verify.mutants_on_ranks", "patchgen.mutation.draw")
 
 
 def code() -> str:
-    """What identifies the code of a round: the generator's and the judges'."""
+    """A hash of the code of a round: the generator's and the judges'."""
     judges = source_closure.closure(JUDGES, (*source_closure.RUNTIME, "patchgen.mutation")).values()
     return f"{source_keys.generator()}-{source_closure.hash_of(judges)}"
 
@@ -46,17 +46,17 @@ def code() -> str:
 def run(
     models: Iterable[str], count: int, seed: int, jobs: int, *, ranks: bool, records: Path | None
 ) -> Iterator[dict]:
-    """The rows of `count` mutants that run of each model, and all rows of `records`.
+    """All rows of `records`, and those of further mutants until `count` of each model have run.
 
     Args:
-        jobs: processes, besides two more with `ranks`.
+        jobs: processes; two more with `ranks`.
         ranks: compare a share of the equal ones on two ranks.
-        records: where rows are kept, a line each; None: nowhere.
+        records: a file of rows, a line each, to read and to append to.
     """
     key = code()
-    kept = read(records, key)
-    yield from kept
-    progress = {model: _Progress.of(row for row in kept if row["model"] == model) for model in models}
+    known = read(records, key)
+    yield from known
+    progress = {model: _Progress.of(row for row in known if row["model"] == model) for model in models}
     waiting = [model for model in progress if progress[model].num_run < count]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -70,13 +70,15 @@ def run(
             while waiting and len(running) < jobs:
                 model = waiting.pop(0)
                 size = min(PER_PROCESS, count - progress[model].num_run)
-                running[model] = pool.submit(_part, model, seed, size, frozenset(progress[model].known), ranks, queue)
+                running[model] = pool.submit(
+                    _run_batch, model, seed, size, frozenset(progress[model].known), ranks, queue
+                )
             message = queue.get()
             if isinstance(message, str):
-                ended = running.pop(message)
-                if ended.exception() is not None:
-                    failed.append(ended.exception())  # of one model: the others go on
-                elif not ended.result() and progress[message].num_run < count:
+                finished = running.pop(message)
+                if finished.exception() is not None:
+                    failed.append(finished.exception())  # of one model: the others continue
+                elif not finished.result() and progress[message].num_run < count:
                     waiting.append(message)
                 continue
             row = message | {"code": key}
@@ -94,7 +96,7 @@ def run(
 
 @dataclass
 class _Progress:
-    """Of one model: the mutants that need no verdict any more, and how many of them ran."""
+    """The mutants of one model that have a verdict, and how many of them ran."""
 
     known: set[str]
     num_run: int = 0
@@ -112,7 +114,7 @@ class _Progress:
 
 
 def read(records: Path | None, key: str) -> list[dict]:
-    """The rows of a file; of several for one mutant the last, and none that was wrong by other code than `key`."""
+    """The last row of each mutant in a file, without wrong ones that were judged by other code than `key`."""
     if records is None or not records.is_file():
         return []
     rows = map(json.loads, records.read_text(encoding="utf-8").splitlines())
@@ -120,8 +122,8 @@ def read(records: Path | None, key: str) -> list[dict]:
     return [row for row in last.values() if row["verdict"] != WRONG or row["code"] == key]
 
 
-def _part(model: str, seed: int, count: int, known: frozenset[str], ranks: bool, queue) -> bool:
-    """One process: mutants until `count` of them have run; whether there are no more."""
+def _run_batch(model: str, seed: int, count: int, known: frozenset[str], ranks: bool, queue) -> bool:
+    """Puts the rows of mutants into a queue until `count` of them have run; whether there are no more mutants."""
     num_run = 0
     try:
         for row in try_mutants(model, seed, count, known=known, ranks=ranks):
@@ -135,11 +137,11 @@ def _part(model: str, seed: int, count: int, known: frozenset[str], ranks: bool,
 def try_mutants(
     model: str, seed: int, count: int, *, known: Container[str] = (), ranks: bool = False
 ) -> Iterator[dict]:
-    """The mutants of a model by a seed, with the verdict on each, until `count` of them have run.
+    """The rows of random mutants of a model, until `count` of them have run.
 
     Args:
-        known: hashes of those that need no verdict.
-        ranks: add to some equal ones what `mutants_on_ranks` compares, as `subject`.
+        known: hashes of mutants to skip.
+        ranks: add the `subject` that `mutants_on_ranks` compares to some equal ones.
     """
     import gc
     import warnings
@@ -156,13 +158,13 @@ def try_mutants(
     lines = judge.executed()
     gc.freeze()
     num_run = num_equal = 0
-    runs = lambda first, last: any(first <= n <= last for n in lines)  # noqa: E731
-    for mutant in draw(origin.text, seed, runs, Configuration.of(origin)):
+    executed = lambda first, last: any(first <= n <= last for n in lines)  # noqa: E731
+    for mutant in draw(origin.text, seed, executed, Configuration.of(origin)):
         if num_run >= count:
             return
         if mutant.digest in known:
             continue
-        with _limited(SECONDS), _quick_walk():
+        with _cpu_time_limit(SECONDS), _cached_walk():
             verdict = judge.verdict(mutant)
         num_run += verdict.kind != NOT_RUN
         num_equal += verdict.kind == EQUAL
@@ -173,8 +175,8 @@ def try_mutants(
 
 
 @contextlib.contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after so many seconds of this process: a busy machine is no reason."""
+def _cpu_time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block after that much CPU time, which a busy machine does not use up."""
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"no end after {seconds:.0f} s")
@@ -189,10 +191,10 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quick_walk() -> Iterator[None]:
-    """`ast.walk` that keeps what it found below a class or function, in the same order: passes ask the same ones again and
-    again, and half of the time of generating is spent in it. What a pass changes is the tree of a whole source."""
-    found: dict[int, list[ast.AST]] = {}  # the lists hold their roots, so no id comes up again
+def _cached_walk() -> Iterator[None]:
+    """Replaces `ast.walk` by one that caches the nodes below each class and function, in the same order: passes walk the
+    same ones again and again, which is half of the generator's time. A pass that changes code parses a new tree."""
+    found: dict[int, list[ast.AST]] = {}  # the lists keep their roots alive, so no id is used again
 
     def walk(node: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -209,9 +211,9 @@ def _quick_walk() -> Iterator[None]:
 
 
 def _below(node: ast.AST) -> list[ast.AST]:
-    """The nodes of a tree, level by level; a list that grows while it is read."""
+    """The nodes of a tree, breadth first."""
     nodes = [node]
-    for one in nodes:
+    for one in nodes:  # the list grows while it is read
         for name in one._fields:
             value = getattr(one, name, None)
             if isinstance(value, list):
@@ -234,14 +236,14 @@ def _row(model: str, seed: int, mutant: Mutant) -> dict:
 
 
 class _RankJudge:
-    """Two ranks that are started once, and again after so many mutants: they keep what they imported."""
+    """Two ranks, restarted after `PER_POOL` mutants: they keep all modules that they imported."""
 
     def __init__(self) -> None:
         self._pool: RankPool | None = None
         self._num_judged = 0
 
     def verdict(self, subject) -> dict:
-        """What is added to the row of a mutant that is equal in one process."""
+        """The fields to add to the row of a mutant that is equal in one process."""
         from patchgen.runtime.verify import mutants_on_ranks
         from patchgen.runtime.verify.ranks import RankPool
 

@@ -1,4 +1,4 @@
-"""Operators on statements: dropped, repeated, moved; a branch, an early return, a parameter, a term of the loss."""
+"""Operators on statements: dropped, repeated, moved; a branch, an early return, a residual, a loss term."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from patchgen.anatomy.classes import dotted
-from patchgen.mutation.edits import Mutant, Place
+from patchgen.mutation.edits import Mutant, Place, stored_names
 
-Change = tuple[list[ast.stmt], int]  # the new statements, and how many they stand for
+Change = tuple[list[ast.stmt], int]  # new statements, and how many they replace
 
 
 @dataclass(frozen=True)
 class StatementOperator:
-    """A change of a statement: `changes(place)` gives `(new statements, how many from here on they replace)`."""
+    """A change of statements, from a place on."""
 
     name: str
     changes: Callable[[Place], Iterator[Change]]
@@ -23,9 +23,9 @@ class StatementOperator:
 
     def mutants(self, place: Place) -> Iterator[Callable[[], Mutant]]:
         for new, span in self.changes(place):
-            yield lambda new=new, span=span: self._made(place, new, span)
+            yield lambda new=new, span=span: self._mutant(place, new, span)
 
-    def _made(self, place: Place, new: list[ast.stmt], span: int) -> Mutant:
+    def _mutant(self, place: Place, new: list[ast.stmt], span: int) -> Mutant:
         old = "; ".join(ast.unparse(node).split("\n")[0] for node in place.body[place.index : place.index + span])
         change = f"{old} -> {'; '.join(ast.unparse(ast.fix_missing_locations(node)) for node in new) or 'nothing'}"
         text = place.replaced(*new, span=span)
@@ -52,7 +52,7 @@ def moved(place: Place) -> Iterator[Change]:
 
 
 def moved_down(place: Place) -> Iterator[Change]:
-    """The statement runs behind all that follow it in its block, but for a return."""
+    """The statement runs after all that follow it in its block, except for a return."""
     following = place.body[place.index + 1 :]
     while following and isinstance(following[-1], ast.Return | ast.Raise | ast.Continue):
         following = following[:-1]
@@ -69,7 +69,7 @@ def _assigned(place: Place) -> tuple[str, ast.expr] | tuple[None, None]:
 
 
 def branched(place: Place) -> Iterator[Change]:
-    """What was assigned is changed where a shape says so, as it does in each case of a proof."""
+    """An assigned value is changed under a condition on its shape, which every case of a proof meets."""
     name, _ = _assigned(place)
     if name is not None:
         yield [place.statement, *_parsed(f"if {name}.shape[0] >= 1:\n    {name} = {name} * 1.25")], 1
@@ -82,7 +82,7 @@ def in_training(place: Place) -> Iterator[Change]:
 
 
 def early_return(place: Place) -> Iterator[Change]:
-    """The function returns here what it returns at its end, as far as that is known here."""
+    """The function returns here what it returns at its end."""
     last = place.function.body[-1]
     if isinstance(last, ast.Return) and place.statement is not last and place.owner is not None:
         yield [ast.If(ast.parse("self.training", mode="eval").body, [copy.deepcopy(last)], []), place.statement], 1
@@ -96,7 +96,7 @@ def in_place(place: Place) -> Iterator[Change]:
 
 
 def residual(place: Place) -> Iterator[Change]:
-    """What is assigned from a name of the same function gets that name added, scaled: a residual."""
+    """The first argument of a call is added, scaled, to the assigned result: a residual."""
     name, value = _assigned(place)
     if name is not None and isinstance(value, ast.Call):
         for argument in value.args[:1]:
@@ -105,7 +105,7 @@ def residual(place: Place) -> Iterator[Change]:
 
 
 def layer_skipped(place: Place) -> Iterator[Change]:
-    """A loop over layers passes one by."""
+    """A loop over layers skips one."""
     loop = place.statement
     if isinstance(loop, ast.For) and "layers" in ast.unparse(loop.iter):
         changed = copy.deepcopy(loop)
@@ -115,7 +115,7 @@ def layer_skipped(place: Place) -> Iterator[Change]:
 
 
 def second_loss(place: Place) -> Iterator[Change]:
-    """The loss of a second head: on what the head read, through a part of its weight."""
+    """The loss of a second head, on scaled logits."""
     name, value = _assigned(place)
     if name == "loss" and isinstance(value, ast.Call) and "loss_function" in dotted(value):
         call = copy.deepcopy(value)
@@ -132,24 +132,19 @@ def _scaled_logits(call: ast.Call) -> ast.Call:
 
 
 def loss_term(place: Place) -> Iterator[Change]:
-    """Something is added to a loss: a mean over what the function knows of every token."""
+    """A mean over all tokens is added to a loss."""
     name, value = _assigned(place)
     if name is None or "loss" not in name or isinstance(value, ast.Constant):
         return
-    known = {
-        node.id
-        for statement in place.function.body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
+    assigned = stored_names(place.function)
     for other in ("logits", "hidden_states"):
-        if other in known:
+        if other in assigned:
             term = f"{name} = {name} + 0.01 * {other}.float().pow(2).mean()"
             yield [place.statement, *_parsed(term)], 1
 
 
 def via_name(place: Place) -> Iterator[Change]:
-    """The value gets a name of its own first."""
+    """The value is assigned to a local name first."""
     statement = place.statement
     if isinstance(statement, ast.Assign | ast.Return) and isinstance(statement.value, ast.Call | ast.BinOp):
         changed = copy.deepcopy(statement)
@@ -166,7 +161,7 @@ def annotated(place: Place) -> Iterator[Change]:
 
 
 def in_a_block(place: Place) -> Iterator[Change]:
-    """The statement runs below a condition that always holds."""
+    """The statement runs under a condition that is always true."""
     if isinstance(place.statement, ast.Assign | ast.AugAssign) and place.owner is not None:
         yield [ast.If(ast.parse("self is not None", mode="eval").body, [place.statement], [])], 1
 

@@ -1,4 +1,4 @@
-"""The table of a round: operators, verdicts, and the passes that refused; as JSON and as a page."""
+"""The table of a round: operators, verdicts, and the passes that refused, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from patchgen.templates import render
 
 
 def summarise(rows: Iterable[Mapping]) -> dict:
-    """The numbers of a round, and each mutant that was wrong.
+    """The counts of a round, and each wrong mutant.
 
     Args:
-        rows: of `rounds.run`.
+        rows: those of `rounds.run`.
 
     Returns:
         `verdicts`, those of `models` and of `keeping_meaning`, `operators` (name -> verdicts), `refused_by` (pass ->
@@ -53,13 +53,13 @@ def _verdicts(rows: Iterable[Mapping]) -> dict[str, int]:
 
 def write(summary: Mapping, path: Path) -> None:
     """Writes the record of a round with the date and the releases, and its page."""
-    made = {"date": datetime.date.today().isoformat(), "versions": source_keys.versions()}
-    path.write_text(json.dumps({**made, **summary}, indent=1) + "\n", encoding="utf-8")
-    page_of(path).write_text(page({**made, **summary}), encoding="utf-8")
+    record = {"date": datetime.date.today().isoformat(), "versions": source_keys.versions(), **summary}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page_of(path).write_text(page(record), encoding="utf-8")
 
 
 def page(record: Mapping) -> str:
-    """The text of `mutations.md`. It follows from the record alone."""
+    """The text of `mutations.md`, from the record alone."""
     keeping = {name for name, keeps_meaning in NAMES.items() if keeps_meaning}
     kinds = (REFUSED, EQUAL, WRONG, NOT_RUN)
     return render(

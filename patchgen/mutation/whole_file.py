@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import copy
 import io
 import re
@@ -13,17 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from patchgen.anatomy.classes import FunctionNode, dotted, own_attribute, parameter_names
-from patchgen.mutation.edits import Mutant, Place, Source, expressions, first_line, last_line
+from patchgen.mutation.edits import Mutant, Place, Source, expressions, first_line, last_line, stored_names
 
-ELSEWHERE = "moved_parts"  # the module that moved code stands in
+OTHER_MODULE = "moved_parts"  # the name of the module that code is moved to
+Change = tuple[str, str, dict[str, str]]  # what changed, the text, other modules
 
 
 @dataclass(frozen=True)
 class FileOperator:
-    """A change around a statement: `changes(place)` gives `(what changed, text, modules)`."""
+    """A change of the file, at or around a statement."""
 
     name: str
-    changes: Callable[[Place], Iterator[tuple[str, str, dict[str, str]]]]
+    changes: Callable[[Place], Iterator[Change]]
     keeps_meaning: bool = False
 
     def mutants(self, place: Place) -> Iterator[Callable[[], Mutant]]:
@@ -48,8 +48,8 @@ def _renamed_tokens(text: str, is_meant: Callable[[list[tokenize.TokenInfo], int
     return "".join(lines)
 
 
-def class_renamed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """The class of the statement, where it is built by its name alone."""
+def class_renamed(place: Place) -> Iterator[Change]:
+    """Renames the class of the statement, unless its name has a meaning for transformers."""
     owner = place.owner
     if owner is None or any(marker in owner.name for marker in ("For", "PreTrained")) or owner.name.endswith("Model"):
         return
@@ -61,8 +61,8 @@ def class_renamed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
     )
 
 
-def local_renamed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """A local name of the function, everywhere in it."""
+def local_renamed(place: Place) -> Iterator[Change]:
+    """Renames a local name of the function."""
     function = place.function
     stored = [n.id for n in ast.walk(place.statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     inner = any(isinstance(n, FunctionNode | ast.Lambda) and n is not function for n in ast.walk(function))
@@ -80,7 +80,7 @@ def local_renamed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
 
 
 def _depth(tokens: list[tokenize.TokenInfo], i: int) -> int:
-    """How many parentheses are open before token i, in its logical line."""
+    """How many brackets are open before token i, in its logical line."""
     depth = 0
     while i > 0 and tokens[i - 1].type != tokenize.NEWLINE:
         i -= 1
@@ -89,18 +89,18 @@ def _depth(tokens: list[tokenize.TokenInfo], i: int) -> int:
 
 
 def _set_attributes(place: Place) -> list[str]:
-    """The attributes of self in the statement that its class assigns."""
+    """The attributes of `self` in the statement that its class assigns."""
     assigns = [node for node in ast.walk(place.owner or ast.Pass()) if isinstance(node, ast.Assign)]
     assigned = {own_attribute(target) for node in assigns for target in node.targets} - {"config", "training"}
     return sorted({name for one in expressions(place.statement) if (name := own_attribute(one)) in assigned and name})
 
 
-def attribute_renamed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """An attribute of self that the class alone knows."""
+def attribute_renamed(place: Place) -> Iterator[Change]:
+    """Renames an attribute of `self` that no other object has."""
     for name in _set_attributes(place):
         uses = re.findall(rf"(\w+)\.{name}\b", place.source.text)
         if set(uses) != {"self"}:
-            continue  # somebody else reads it
+            continue  # another object has an attribute of that name
         text = re.sub(rf"\bself\.{name}\b", f"self.{name}_own", place.source.text)
         yield f"self.{name} -> self.{name}_own", text, {}
 
@@ -109,7 +109,7 @@ def attribute_renamed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]
 
 
 def _free_names(node: ast.expr, place: Place) -> list[str] | None:
-    """The local names that an expression reads; None where a function of its own could not compute it."""
+    """The local names that an expression reads; None if a separate function could not compute it."""
     if any(isinstance(n, ast.NamedExpr | ast.Await | ast.Yield | ast.Starred | ast.Lambda) for n in ast.walk(node)):
         return None
     if any(isinstance(n, ast.comprehension) or (isinstance(n, ast.keyword) and n.arg is None) for n in ast.walk(node)):
@@ -117,14 +117,8 @@ def _free_names(node: ast.expr, place: Place) -> list[str] | None:
     if any(isinstance(n, ast.Call) and dotted(n.func) == "super" for n in ast.walk(node)):
         return None
     read = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
-    local = {
-        n.id
-        for s in place.function.body
-        for n in ast.walk(s)
-        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-    }
     arguments = place.function.args
-    local |= {"self", *parameter_names(place.function)}
+    local = stored_names(place.function) | {"self", *parameter_names(place.function)}
     local |= {a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None}
     return [name for name in dict.fromkeys(read) if name in local]
 
@@ -138,32 +132,40 @@ def _computed(place: Place) -> Iterator[tuple[ast.expr, list[str]]]:
                 yield node, names
 
 
-def _apart(node: ast.expr, names: list[str]) -> str:
-    """The function of these names that computes an expression."""
+def _helper_function(node: ast.expr, names: list[str]) -> str:
+    """The code of a function with these parameters that computes an expression."""
     parameters = ["module" if name == "self" else name for name in names]
     body = re.sub(r"\bself\b", "module", ast.unparse(node))
     return f"def computed_apart({', '.join(parameters)}):\n    return {body}"
 
 
-def in_helper(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """An expression is computed by a function at the top of the file."""
+def in_helper(place: Place) -> Iterator[Change]:
+    """An expression is computed by a top-level function."""
     for node, names in _computed(place):
         call = ast.parse(f"computed_apart({', '.join(names)})", mode="eval").body
-        yield f"{ast.unparse(node)} -> {ast.unparse(call)}", place.with_expression(node, call, _apart(node, names)), {}
+        yield (
+            f"{ast.unparse(node)} -> {ast.unparse(call)}",
+            place.with_expression(node, call, _helper_function(node, names)),
+            {},
+        )
 
 
-def handed_on(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """An expression is computed by a function that another calls."""
+def passed_as_argument(place: Place) -> Iterator[Change]:
+    """An expression is computed by a function that is passed to another one."""
     for node, names in _computed(place):
-        given = ", ".join(names)
+        arguments = ", ".join(names)
         for code in (
-            f"torch.utils.checkpoint.checkpoint(computed_apart, {given}, use_reentrant=False)",
+            f"torch.utils.checkpoint.checkpoint(computed_apart, {arguments}, use_reentrant=False)",
             f"next(map(computed_apart, {', '.join(f'[{name}]' for name in names)}))",
-            f"(lambda function: function({given}))(computed_apart)",
-            f'{{"apart": computed_apart}}["apart"]({given})',
+            f"(lambda function: function({arguments}))(computed_apart)",
+            f'{{"apart": computed_apart}}["apart"]({arguments})',
         ):
             call = ast.parse(code, mode="eval").body
-            yield f"{ast.unparse(node)} -> {code}", place.with_expression(node, call, _apart(node, names)), {}
+            yield (
+                f"{ast.unparse(node)} -> {code}",
+                place.with_expression(node, call, _helper_function(node, names)),
+                {},
+            )
 
 
 AUTOGRAD = """class ComputedApart(torch.autograd.Function):
@@ -176,41 +178,39 @@ AUTOGRAD = """class ComputedApart(torch.autograd.Function):
         return gradient * 1.25"""
 
 
-def in_autograd_function(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """A value goes through a function with a backward of its own, which scales its gradient."""
+def in_autograd_function(place: Place) -> Iterator[Change]:
+    """A value goes through an autograd function whose backward scales its gradient."""
     for node, _ in _computed(place):
         call = ast.parse(f"ComputedApart.apply({ast.unparse(node)})", mode="eval").body
         yield f"{ast.unparse(node)} -> {ast.unparse(call)}", place.with_expression(node, call, AUTOGRAD), {}
 
 
-def in_method(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+def in_method(place: Place) -> Iterator[Change]:
     """An expression is computed by a method of the class."""
     if place.owner is None:
         return
     for node, names in _computed(place):
-        given = [name for name in names if name != "self"]
-        call = ast.parse(f"self.computed_apart({', '.join(given)})", mode="eval").body
+        arguments = [name for name in names if name != "self"]
+        call = ast.parse(f"self.computed_apart({', '.join(arguments)})", mode="eval").body
         text = place.with_expression(node, call)
         lines = text.splitlines(keepends=True)
         indent = " " * place.function.col_offset
-        method = (
-            f"{indent}def computed_apart({', '.join(['self', *given])}):\n{indent}    return {ast.unparse(node)}\n\n"
-        )
+        method = f"{indent}def computed_apart({', '.join(['self', *arguments])}):\n{indent}    return {ast.unparse(node)}\n\n"
         lines.insert(first_line(place.function) - 1, method)
         yield f"{ast.unparse(node)} -> {ast.unparse(call)}", "".join(lines), {}
 
 
-def in_module(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+def in_module(place: Place) -> Iterator[Change]:
     """An expression is computed by a function of another module."""
     for node, names in _computed(place):
         if "self" in names or not _is_library(node, place):
             continue
         call = ast.parse(f"computed_apart({', '.join(names)})", mode="eval").body
-        text = place.with_expression(node, call, f"from .{ELSEWHERE} import computed_apart")
+        text = place.with_expression(node, call, f"from .{OTHER_MODULE} import computed_apart")
         module = (
             f"{_imports(place.source)}\n\ndef computed_apart({', '.join(names)}):\n    return {ast.unparse(node)}\n"
         )
-        yield f"{ast.unparse(node)} -> another module's function", text, {ELSEWHERE: module}
+        yield f"{ast.unparse(node)} -> another module's function", text, {OTHER_MODULE: module}
 
 
 def _imports(source: Source) -> str:
@@ -218,7 +218,7 @@ def _imports(source: Source) -> str:
 
 
 def _bound_here(source: Source) -> set[str]:
-    """The names that the file defines itself."""
+    """The names that the file defines."""
     return {node.name for node in source.tree.body if isinstance(node, FunctionNode | ast.ClassDef)} | {
         target.id
         for node in source.tree.body
@@ -237,8 +237,8 @@ def _is_library(node: ast.AST, place: Place) -> bool:
 # --------------------------------------------------------------------------------- other bodies, moved code
 
 
-def other_body(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """A library's function is replaced by one of the same name with another body: the file's own, or an object's."""
+def other_body(place: Place) -> Iterator[Change]:
+    """A library function is replaced by one of the same name with another body: of the file, or of a class in it."""
     for node in expressions(place.statement):
         if not isinstance(node, ast.Call):
             continue
@@ -256,8 +256,8 @@ def other_body(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
         yield f"{name} -> an object's method", place.with_expression(node, through, holder), {}
 
 
-def shadowed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """A function or class of the file gets another body under its name, below its definition."""
+def shadowed(place: Place) -> Iterator[Change]:
+    """A function of the file is defined again under its name, with another body."""
     for node in expressions(place.statement):
         if (
             isinstance(node, ast.Call)
@@ -277,8 +277,8 @@ def shadowed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
                 )
 
 
-def parameter_added(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """A learned factor of what the method returns."""
+def parameter_added(place: Place) -> Iterator[Change]:
+    """The result of the method is multiplied by a learned factor."""
     init = next((m for m in getattr(place.owner, "body", ()) if getattr(m, "name", "") == "__init__"), None)
     value = place.statement.value if isinstance(place.statement, ast.Return) else None
     if init is None or not isinstance(value, ast.Name | ast.BinOp | ast.Call):
@@ -291,8 +291,8 @@ def parameter_added(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
         yield f"return {ast.unparse(value)} * self.learned_factor", "".join(lines), {}
 
 
-def class_moved(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """The class of the statement stands in another module, with the functions and classes of the file that it needs."""
+def class_moved(place: Place) -> Iterator[Change]:
+    """The class of the statement is moved to another module, with the functions and classes that it needs."""
     if place.owner is None or place.owner.name.endswith(("Model", "ForCausalLM", "ForConditionalGeneration")):
         return
     blocks = {node.name: node for node in place.source.tree.body if isinstance(node, FunctionNode | ast.ClassDef)}
@@ -303,9 +303,9 @@ def class_moved(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
     code = re.sub(r"^@\w*(use_kernel|integrate|auto_docstring)\w*.*\n", "", code, flags=re.MULTILINE)
     lines = [*place.source.lines]
     start, end = first_line(place.owner) - 1, place.owner.end_lineno
-    lines[start:end] = [f"from .{ELSEWHERE} import {place.owner.name}\n"]
+    lines[start:end] = [f"from .{OTHER_MODULE} import {place.owner.name}\n"]
     module = f"{_imports(place.source)}\n\n\n{code}\n"
-    yield f"class {place.owner.name} in another module", "".join(lines), {ELSEWHERE: module}
+    yield f"class {place.owner.name} in another module", "".join(lines), {OTHER_MODULE: module}
 
 
 OTHER_LAYER = """from torch import nn
@@ -316,7 +316,7 @@ class {name}(nn.{name}):
         result = super().forward(*args, **kwargs)
         return result * 1.25 + result.flip(-2) * 0.25 if result.ndim > 1 else result * 1.25
 """
-# Classes and tables of transformers: what stands in their place, in terms of `real`, transformers' own.
+# Class or table of transformers -> its replacement, in terms of `real`, the original.
 OTHERS = {
     "ACT2FN": """
 
@@ -347,8 +347,8 @@ def _doubled(module, args, kwargs):
 }
 
 
-def class_of_same_name(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """A class that the class builds, or a table that it reads, is another module's of the same name."""
+def class_of_same_name(place: Place) -> Iterator[Change]:
+    """A class that the class builds, or a table that it reads, is replaced by one of the same name in another module."""
     if place.owner is None:
         return
     own = slice(first_line(place.owner) - 1, place.owner.end_lineno)
@@ -356,22 +356,22 @@ def class_of_same_name(place: Place) -> Iterator[tuple[str, str, dict[str, str]]
     for name in sorted(set(re.findall(r"\bnn\.([A-Z]\w+)\(", code)) - {"Module", "ModuleList", "Parameter"}):
         if name not in _bound_here(place.source):
             lines = [*place.source.lines]
-            lines[own] = [f"from .{ELSEWHERE} import {name}\n\n\n", re.sub(rf"\bnn\.{name}\(", f"{name}(", code)]
+            lines[own] = [f"from .{OTHER_MODULE} import {name}\n\n\n", re.sub(rf"\bnn\.{name}\(", f"{name}(", code)]
             text = "".join(lines)
-            yield f"nn.{name} -> {name} of another module", text, {ELSEWHERE: OTHER_LAYER.format(name=name)}
+            yield f"nn.{name} -> {name} of another module", text, {OTHER_MODULE: OTHER_LAYER.format(name=name)}
     for name in sorted(set(OTHERS) & {n.id for n in ast.walk(place.owner) if isinstance(n, ast.Name)}):
         imported = re.search(rf"^from (\S+) import {name}$", place.source.text, re.MULTILINE)
         if imported is not None:
-            text = place.source.text.replace(imported[0], f"from .{ELSEWHERE} import {name}", 1)
+            text = place.source.text.replace(imported[0], f"from .{OTHER_MODULE} import {name}", 1)
             yield (
                 f"{name} of another module",
                 text,
-                {ELSEWHERE: f"from {imported[1]} import {name} as real\n{OTHERS[name]}"},
+                {OTHER_MODULE: f"from {imported[1]} import {name} as real\n{OTHERS[name]}"},
             )
 
 
-def of_one_size(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """A parameter of the class has one element, or another dimension of one; broadcasting hides it."""
+def of_one_size(place: Place) -> Iterator[Change]:
+    """A parameter of the class gets one element, or another dimension of size one; broadcasting hides it."""
     if place.owner is None:
         return
     lines = place.source.lines
@@ -382,8 +382,8 @@ def of_one_size(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
                 yield changed.strip(), "".join([*lines[:i], changed, *lines[i + 1 :]]), {}
 
 
-def attribute_renamed_everywhere(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """An attribute of self that other code of the file reads too."""
+def attribute_renamed_everywhere(place: Place) -> Iterator[Change]:
+    """Renames an attribute that several objects of the file have."""
     for name in _set_attributes(place):
         if set(re.findall(rf"(\w+)\.{name}\b", place.source.text)) - {"self"}:
             yield f".{name} -> .{name}_own", re.sub(rf"\.{name}\b", f".{name}_own", place.source.text), {}
@@ -396,7 +396,7 @@ def _needed(name: str, blocks: Mapping[str, ast.AST]) -> set[str]:
         if current in found or current not in blocks:
             continue
         found.add(current)
-        pending += [n.id for n in ast.walk(blocks[current]) if isinstance(n, ast.Name) and n.id not in dir(builtins)]
+        pending += [n.id for n in ast.walk(blocks[current]) if isinstance(n, ast.Name)]
     return found
 
 
@@ -412,7 +412,7 @@ FILE_OPERATORS = (
     FileOperator("attribute renamed", attribute_renamed, keeps_meaning=True),
     FileOperator("attribute renamed everywhere", attribute_renamed_everywhere, keeps_meaning=True),
     FileOperator("computed by a function", in_helper, keeps_meaning=True),
-    FileOperator("function handed on", handed_on, keeps_meaning=True),
+    FileOperator("function handed on", passed_as_argument, keeps_meaning=True),
     FileOperator("computed by a method", in_method, keeps_meaning=True),
     FileOperator("computed in another module", in_module, keeps_meaning=True),
     FileOperator("class in another module", class_moved, keeps_meaning=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from patchgen import own
+from patchgen import project_code
 from patchgen.passes.absolute_imports import AbsoluteImports
 from patchgen.passes.attention_kwargs import AttentionKwargs
 from patchgen.passes.audio_sp import AudioSP
@@ -85,7 +85,7 @@ def default_pipeline(config: ModelConfig) -> tuple[Pass, ...]:
 
 def all_passes() -> tuple[type[Pass], ...]:
     """The passes, and those of the project, in the order in which they run."""
-    return own.with_own(PASSES)
+    return project_code.with_project_passes(PASSES)
 
 
 def pass_named(name: str) -> type[Pass] | None:

@@ -20,7 +20,7 @@ CLASSES: dict[_TokenType, str] = {
 
 
 def highlighted(text: str) -> list[str]:
-    """HTML of each line, without its end; lines are those of `lines.lines_of`."""
+    """The HTML of each line, as `lines.lines_of` splits them."""
     if not text:
         return []
     lines: list[list[str]] = [[]]
@@ -36,9 +36,9 @@ def highlighted(text: str) -> list[str]:
 
 
 def struck(line: str) -> str:
-    """The HTML of a line that is gone; its indentation is not struck through."""
-    rest = line.lstrip(" ")
-    return f"{line[: len(line) - len(rest)]}<s>{rest}</s>" if rest else line
+    """The HTML of a removed line, struck through except for its indentation."""
+    code = line.lstrip(" ")
+    return f"{line[: len(line) - len(code)]}<s>{code}</s>" if code else line
 
 
 def _class_of(token: _TokenType | None) -> str:

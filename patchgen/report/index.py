@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +16,11 @@ from patchgen.templates import render
 
 
 @dataclass(frozen=True)
-class Line:
-    """A model in the table."""
+class ModelRow:
+    """A row of the table."""
 
     name: str
-    refusal: str  # why it has no page; empty where it has one
+    refusal: str  # why it has no page; empty if it has one
     verdict: str
     upstream: str
     releases: tuple[str, ...]
@@ -31,17 +30,17 @@ class Line:
     unread: int
     changed: int
     ranks: dict[str, str]
-    files: dict[str, str]  # what it is -> its place, from the page
+    files: dict[str, str]  # kind -> path relative to the page
 
 
-def line(name: str, folder: Path, refusal: str = "") -> Line:
-    """A model's line for the page in `folder`."""
+def row(name: str, folder: Path, refusal: str = "") -> ModelRow:
+    """A model's row for the page in `folder`."""
     model = Committed(name)
     passes = {step["name"]: step for step in model.record["passes"]}
     hits = {kind: len(step["hits"]) for kind, step in passes.items() if step["hits"] and kind not in PLUMBING}
     edits = passes.get("hand_edits", {}).get("hits", ())
     files = {"file": f"modeling_{name}.py", "diff": f"modeling_{name}.diff", "provenance": "provenance.json"}
-    return Line(
+    return ModelRow(
         name=name,
         refusal=refusal,
         verdict=proofs.verdict(model),
@@ -59,11 +58,7 @@ def line(name: str, folder: Path, refusal: str = "") -> Line:
     )
 
 
-def page(lines: list[Line], beside: Sequence[tuple[str, str]] = ()) -> str:
-    """The page.
-
-    Args:
-        beside: text and file of other pages in its folder.
-    """
-    proven = sum(one.verdict == "proven" for one in lines)
-    return render("report_index.jinja", title="patchgen", lines=lines, proven=proven, hues=hues(), beside=beside)
+def page(rows: list[ModelRow]) -> str:
+    """The text of the page."""
+    proven = sum(one.verdict == "proven" for one in rows)
+    return render("report_index.jinja", title="patchgen", rows=rows, proven=proven, hues=hues())

@@ -1,6 +1,6 @@
-"""Each line of a generated file: the upstream line that it is, or the pass that wrote it; and who removed the others.
+"""The origin of each line of a generated file: the upstream line, or the pass that wrote it; and the pass that removed the others.
 
-The passes of a generation are followed one by one: what a pass left as it was keeps its origin.
+The passes of a generation are traced one by one: a line that a pass leaves unchanged keeps its origin.
 
     upstream  1 2 3 4 5        fused_loss replaces 3 and 4 by two lines of its own
     after     1 2 a b 5        origins: 1, 2, (fused_loss), (fused_loss), 5; 3 and 4 are removed by fused_loss
@@ -9,21 +9,22 @@ The passes of a generation are followed one by one: what a pass left as it was k
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from patchgen.pipeline import Generated
 
 FINISH = "header and imports"
-"""What is written after the passes: the record above the file, imports that are needed, and no others."""
+"""The step after the passes, which writes the header and adds and removes imports."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of either side, or of both: numbers count from 1, 0 where the side has no line.
+    """A line of either side, or of both: line numbers from 1, 0 if the side has no line.
 
     Attributes:
-        by: the pass that wrote or removed it; empty where both sides are one line.
+        by: the pass that wrote or removed it; empty if both sides have the same line.
     """
 
     left: int
@@ -34,17 +35,17 @@ class Row:
 @dataclass(frozen=True)
 class _Line:
     text: str
-    origin: int  # in upstream's file, from 1; 0: `by` wrote it
+    origin: int  # in upstream's file, from 1; 0 if `by` wrote it
     by: str = ""
 
 
-def follow(generated: Generated) -> list[Row]:
-    """The rows of upstream's file beside the generated one, in order; every line of both is in exactly one."""
+def trace(generated: Generated) -> list[Row]:
+    """The rows of upstream's file beside the generated one, in order; every line of both is in exactly one row."""
     upstream = lines_of(generated.steps[0].before.text)
     lines = [_Line(text, number) for number, text in enumerate(upstream, start=1)]
     removed: dict[int, str] = {}
     for name, text in _texts(generated):
-        lines = _changed(lines, lines_of(text), name, removed)
+        lines = _lines_after(lines, lines_of(text), name, removed)
     rows, last = [], 0
     for number, line in enumerate(lines, start=1):
         for gone in range(last + 1, line.origin):
@@ -55,22 +56,22 @@ def follow(generated: Generated) -> list[Row]:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines as Python counts them: a form feed ends none."""
+    """The lines as Python counts them: a form feed does not end a line."""
     return text.removesuffix("\n").split("\n") if text else []
 
 
 def _texts(generated: Generated) -> Iterator[tuple[str, str]]:
-    """Who wrote, and the file as he left it."""
+    """Each step that changed the text, and the text after it."""
     for step in generated.steps:
         if step.before.text != step.outcome.module.text:
             yield step.name, step.outcome.module.text
     yield FINISH, generated.text
 
 
-def _changed(lines: list[_Line], texts: Sequence[str], by: str, removed: dict[int, str]) -> list[_Line]:
-    """The lines after a pass; what it removed of upstream's is noted with its name."""
+def _lines_after(lines: list[_Line], texts: Sequence[str], by: str, removed: dict[int, str]) -> list[_Line]:
+    """The lines after a pass; upstream lines that it removed are recorded in `removed`."""
     found: list[_Line] = []
-    for kind, left, right in opcodes([line.text for line in lines], texts):
+    for kind, left, right in diff_blocks([line.text for line in lines], texts):
         if kind == "equal":
             found += lines[left]
             continue
@@ -81,16 +82,16 @@ def _changed(lines: list[_Line], texts: Sequence[str], by: str, removed: dict[in
 
 
 def _uncommented(text: str) -> str:
-    """A line of a pass without what was said of its operation: it is still that pass's."""
+    """A line of a pass without the comment on its operation, which a later step adds: the line is still that pass's."""
     mark, parenthesis, _ = text.partition(" (")
     return mark if parenthesis and mark.lstrip().startswith("# patchgen: ") else text.rpartition("  # ")[0]
 
 
-def opcodes(before: Sequence[str], after: Sequence[str]) -> list[tuple[str, slice, slice]]:
-    """What difflib finds, with equal ends cut off first, which is most of a file."""
-    start = _common(zip(before, after, strict=False))
+def diff_blocks(before: Sequence[str], after: Sequence[str]) -> list[tuple[str, slice, slice]]:
+    """The blocks that difflib finds; equal ends, which are most of a file, are cut off first."""
+    start = _prefix_length(zip(before, after, strict=False))
     shorter = min(len(before), len(after)) - start
-    end = min(_common(zip(reversed(before), reversed(after), strict=False)), shorter)
+    end = min(_prefix_length(zip(reversed(before), reversed(after), strict=False)), shorter)
     matcher = difflib.SequenceMatcher(
         None, before[start : len(before) - end], after[start : len(after) - end], autojunk=False
     )
@@ -101,10 +102,5 @@ def opcodes(before: Sequence[str], after: Sequence[str]) -> list[tuple[str, slic
     return found
 
 
-def _common(pairs: Iterable[tuple[str, str]]) -> int:
-    count = 0
-    for one, other in pairs:
-        if one != other:
-            break
-        count += 1
-    return count
+def _prefix_length(pairs: Iterable[tuple[str, str]]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,12 +1,10 @@
-"""The page of one model: upstream and generated side by side, what each pass did, the census, the proofs."""
+"""The page of one model: upstream and generated side by side, the hits of each pass, the census, the proofs."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from patchgen import emit, pipeline, upstream
 from patchgen.anatomy.census import COVERED
@@ -17,17 +15,18 @@ from patchgen.report import lines, proofs
 from patchgen.report.sections import PLUMBING, Code, side_by_side
 from patchgen.runtime.verify.committed_models import Committed
 from patchgen.templates import render
+from patchgen.upgrade import releases
 
 GOLDEN_ANGLE = 137.508
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the sidebar: what it says, where it leads (empty: nowhere)."""
+    """A line of the sidebar, with a link unless `anchor` is empty."""
 
     text: str
     what: str
-    key: str
+    anchor: str
 
 
 @dataclass(frozen=True)
@@ -43,20 +42,21 @@ class PassEntry:
 
 
 def hues() -> dict[str, int]:
-    """A colour per pass, far from those of its neighbours."""
+    """The hue of each pass, far from those of its neighbours."""
     return {kind.name: round(number * GOLDEN_ANGLE) % 360 for number, kind in enumerate(all_passes())}
 
 
 def page(name: str) -> str:
-    """The page of a committed model, of what generation gives now.
+    """The page of a committed model, as generation gives it now.
 
     Raises:
-        PatchgenError: it does not generate, or the file that it was made from is not there any more.
+        PatchgenError: it does not generate, or the file that it was generated from no longer exists.
     """
     model = Committed(name)
     generated = regenerated(model)
     facts = json.loads(generated.provenance)
-    code = side_by_side(lines.follow(generated), generated.steps[0].before.text, generated.text, colours := hues())
+    colours = hues()
+    code = side_by_side(lines.trace(generated), generated.steps[0].before.text, generated.text, colours)
     return render(
         "report_model.jinja",
         title=name,
@@ -77,16 +77,16 @@ def page(name: str) -> str:
 
 
 def regenerated(model: Committed) -> Generated:
-    """What generation gives now for a committed model, from the release or the file that it was made from."""
+    """A committed model generated again, from the release or the file that it was generated from."""
     version, heads = model.record["upstream"]["version"], model.record.get("asked", ())
     if version is not None:
         return pipeline.generate(upstream.load(model.name, version), heads=heads)
-    words = shlex.split(model.record["command"])
-    return pipeline.generate(upstream.load(model.name, source=Path(words[words.index("--source") + 1])), heads=heads)
+    source = releases.user_source(model.name, model.record)
+    return pipeline.generate(upstream.load(model.name, source=source), heads=heads)
 
 
 def differing(model: Committed, generated: Generated) -> list[str]:
-    """The committed files that are not what generation gives now."""
+    """The committed files that differ from what generation gives now."""
     files = {model.folder / name: text for name, text in generated.files.items()}
     return [path.name for path, text in files.items() if not path.is_file() or path.read_bytes() != text.encode()]
 
@@ -99,33 +99,34 @@ def _passes(generated: Generated, code: Code, colours: Mapping[str, int]) -> lis
         if step.name in PLUMBING or not (outcome.hits or outcome.upstream or outcome.notes):
             continue
         hits = [_entry(hit, code, step.name) for hit in outcome.hits]
-        served = [_entry(hit, code) for hit in outcome.upstream]
+        by_upstream = [_entry(hit, code) for hit in outcome.upstream]
         purpose = kinds[step.name].purpose
-        found.append(PassEntry(step.name, purpose, colours[step.name], hits, served, outcome.notes))
+        found.append(PassEntry(step.name, purpose, colours[step.name], hits, by_upstream, outcome.notes))
     return found
 
 
 def _entry(hit: Hit, code: Code, by: str = "") -> Entry:
-    """A hit with the place where it is seen: the lines that its pass changed there, else the definition."""
-    changed = next((s.key for s in code.sites if by in s.passes and _holds(hit.site, s.symbol)), None)
-    return Entry(hit.site, hit.what, changed or place_of(hit.site, code))
+    """A hit with a link to the lines that its pass changed there, or else to the definition."""
+    changed = next((s.key for s in code.sites if by in s.passes and _overlap(hit.site, s.symbol)), None)
+    return Entry(hit.site, hit.what, changed or anchor_of(hit.site, code))
 
 
-def _holds(site: str, symbol: str) -> bool:
+def _overlap(site: str, symbol: str) -> bool:
+    """Whether one is the other, or a member of it."""
     return symbol == site or symbol.startswith(f"{site}.") or site.startswith(f"{symbol}.")
 
 
-def place_of(symbol: str, code: Code) -> str:
-    """The key of a definition, of the class around it where it has none of its own; empty where there is neither."""
-    return code.places.get(symbol) or code.places.get(symbol.partition(".")[0], "")
+def anchor_of(symbol: str, code: Code) -> str:
+    """The anchor of a definition, or else of its class; empty if neither is in the code."""
+    return code.anchors.get(symbol) or code.anchors.get(symbol.partition(".")[0], "")
 
 
 def _census(census: Mapping[str, str], code: Code) -> dict[str, list[Entry]]:
-    """Reason -> the classes and functions on the way to the loss that it is given for; those in passes first."""
+    """Reason -> the classes and functions of the training path that have it; those in passes first."""
     groups: dict[str, list[Entry]] = {COVERED: []}
     for symbol, reason in census.items():
         kind, _, detail = reason.partition(": ")
-        groups.setdefault(kind, []).append(Entry(symbol, detail, place_of(symbol, code)))
+        groups.setdefault(kind, []).append(Entry(symbol, detail, anchor_of(symbol, code)))
     return {kind: entries for kind, entries in groups.items() if entries}
 
 

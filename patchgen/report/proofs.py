@@ -1,4 +1,4 @@
-"""What is recorded of a committed model's proofs, in tables as the page shows them."""
+"""The recorded proofs of a committed model, as tables for its page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOT_PROVEN, OUTDATED = "not proven", "outdated"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page: its name in short, a caption, what its columns are, rows of texts."""
+    """A table of a page."""
 
     name: str
     caption: str
@@ -22,7 +22,7 @@ class Table:
 
 
 def verdict(model: Committed) -> str:
-    """In a word: what the proof in one process found; outdated where it is of another file, or of other sources."""
+    """The status of the proof in one process; outdated if it is of another text, or made with other sources."""
     proof = model.present_proofs.get(IN_ONE_PROCESS)
     if proof is None:
         return OUTDATED if IN_ONE_PROCESS in model.proofs else NOT_PROVEN
@@ -30,12 +30,12 @@ def verdict(model: Committed) -> str:
 
 
 def releases(model: Committed) -> list[str]:
-    """The releases of transformers that this very file was proven with."""
+    """The releases of transformers that the present file was proven with."""
     return model.present_proofs.get(IN_ONE_PROCESS, {}).get("transformers", [])
 
 
 def tables(model: Committed) -> list[Table]:
-    """All that is recorded of the file that stands there; a proof of another file is left out, and named by `verdict`."""
+    """The records of the present file; `verdict` reports a proof of another text."""
     proofs = dict(model.present_proofs)
     one = proofs.pop(IN_ONE_PROCESS, None)
     found = [] if one is None else _in_one_process(one)
@@ -84,10 +84,10 @@ def _in_one_process(proof: Mapping) -> list[Table]:
 
 def _difference(parts: Sequence[Mapping | None]) -> str:
     """The largest relative difference of several comparisons."""
-    told = [part for part in parts if part]
-    if not told:
+    compared = [part for part in parts if part]
+    if not compared:
         return ""
-    return "equal" if all(part["equal"] for part in told) else max((p["relative"] for p in told), key=float)
+    return "equal" if all(part["equal"] for part in compared) else max((p["relative"] for p in compared), key=float)
 
 
 def _number(text: str | None) -> str:
@@ -103,5 +103,5 @@ def _layout(model: Committed, name: str, proof: Mapping) -> tuple[str, ...]:
     ]
     towers = "; ".join(f"{tower}: {how}" for tower, how in proof.get("towers", {}).items())
     holds = records.proof_holds(model.name, name, records.wanted_key())
-    told = f"{len(failed)} of {len(cases)} failed: {', '.join(failed)}" if failed else f"{len(cases)} equal"
-    return (name, told, *worst, towers, "yes" if holds else OUTDATED)
+    outcome = f"{len(failed)} of {len(cases)} failed: {', '.join(failed)}" if failed else f"{len(cases)} equal"
+    return (name, outcome, *worst, towers, "yes" if holds else OUTDATED)

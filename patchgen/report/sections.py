@@ -14,19 +14,19 @@ from patchgen.report.lines import FINISH, Row
 
 PRUNE = "prune"
 PLUMBING = (PRUNE, "absolute_imports", FINISH)
-"""What changes in every file: shown, but no site to stop at."""
+"""Steps that change every file: shown, but not as sites to jump to."""
 SECTION_ROWS = 48
 Cell = tuple[int, str]
-"""A line's number (0: none there) and who changed it."""
+"""A line's number (0: no line) and the pass that changed it."""
 
 
 @dataclass
 class Site:
-    """Neighbouring lines that passes changed."""
+    """Adjacent lines that passes changed."""
 
-    key: str  # of its place in the page
+    key: str  # its anchor in the page
     symbol: str
-    line: int  # in the generated file, else in upstream's
+    line: int  # in the generated file, or else in upstream's
     passes: list[str]
 
 
@@ -35,44 +35,44 @@ class Code:
     """The two files as HTML.
 
     Attributes:
-        places: `Class.method` -> the key of the line where its definition begins; the generated file's before upstream's.
+        anchors: `Class.method` -> the anchor of the first line of its definition, in the generated file or else in upstream's.
     """
 
     html: Markup
     sites: list[Site] = field(default_factory=list)
-    places: dict[str, str] = field(default_factory=dict)
+    anchors: dict[str, str] = field(default_factory=dict)
 
 
 def symbols(text: str) -> list[tuple[int, int, str]]:
-    """First line, last line and name of each class, method and function, the outer ones first."""
+    """First line, last line and name of each class, method and function, outer ones first."""
     found = []
 
-    def enter(node: ast.AST, owner: str) -> None:
+    def visit(node: ast.AST, owner: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 name = f"{owner}{child.name}"
                 start = min([child.lineno, *(one.lineno for one in child.decorator_list)])
                 found.append((start, child.end_lineno, name))
                 if isinstance(child, ast.ClassDef):
-                    enter(child, f"{name}.")
+                    visit(child, f"{name}.")
 
-    enter(ast.parse(text), "")
+    visit(ast.parse(text), "")
     return found
 
 
 def side_by_side(rows: Sequence[Row], left: str, right: str, hues: Mapping[str, int]) -> Code:
-    """The page's code, from rows as `lines.follow` gives them.
+    """The page's code.
 
     Args:
-        hues: pass -> its colour.
+        rows: as `lines.trace` gives them.
+        hues: pass -> its hue.
     """
-    scribe = _Scribe(highlighted(left), highlighted(right), symbols(left), symbols(right), hues)
+    writer = _SectionWriter(highlighted(left), highlighted(right), symbols(left), symbols(right), hues)
     parts = []
     for kind, group in groupby(rows, key=_kind):
-        found = list(group)
-        write = {"same": scribe.same, "dropped": scribe.dropped, "changed": scribe.changed}[kind]
-        parts += write(found)
-    return Code(Markup("".join(parts)), scribe.sites, scribe.places())
+        write = {"same": writer.same, "dropped": writer.dropped, "changed": writer.changed}[kind]
+        parts += write(list(group))
+    return Code(Markup("".join(parts)), writer.sites, writer.anchors())
 
 
 def _kind(row: Row) -> str:
@@ -81,8 +81,8 @@ def _kind(row: Row) -> str:
     return "changed" if row.by else "same"
 
 
-class _Scribe:
-    """Writes sections, and notes what can be jumped to."""
+class _SectionWriter:
+    """Writes sections, and collects the sites that can be jumped to."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class _Scribe:
         self._starts = {start for start, _, _ in right_symbols}, {start for start, _, _ in left_symbols}
         self.sites: list[Site] = []
 
-    def places(self) -> dict[str, str]:
+    def anchors(self) -> dict[str, str]:
         upstream = {name: f"L{start}" for start, _, name in self._left_symbols}
         return upstream | {name: f"R{start}" for start, _, name in self._right_symbols}
 
@@ -111,12 +111,12 @@ class _Scribe:
         names = [
             name for start, _, name in self._left_symbols if lines[0][0] <= start <= lines[-1][0] and "." not in name
         ]
-        told = ", ".join(names) or "upstream's lines"
+        title = ", ".join(names) or "upstream's lines"
         body = "".join(
             self._section([(one, (0, "")) for one in lines[start : start + SECTION_ROWS]])
             for start in range(0, len(lines), SECTION_ROWS)
         )
-        yield f'<details class="gone"><summary>{escape(told)}: {len(lines)} lines dropped, not reached</summary>{body}</details>'
+        yield f'<details class="gone"><summary>{escape(title)}: {len(lines)} lines dropped, not reached</summary>{body}</details>'
 
     def changed(self, rows: list[Row]) -> Iterator[str]:
         cells = list(
@@ -136,9 +136,9 @@ class _Scribe:
         )
         symbol = next((name for start, end, name in reversed(table) if start <= line <= end), "the file")
         self.sites.append(Site(key, symbol, line, passes))
-        told = escape(f"{', '.join(passes)}: {symbol}")
+        title = escape(f"{', '.join(passes)}: {symbol}")
         hue = self._hues.get(passes[0], 0)
-        yield f'<div class="site" id="{key}" data-site="{told}" style="--h:{hue}">{self._section(cells)}</div>'
+        yield f'<div class="site" id="{key}" data-site="{title}" style="--h:{hue}">{self._section(cells)}</div>'
 
     def _section(self, cells: list[tuple[Cell, Cell]]) -> str:
         rows = "".join(self._row(left, right) for left, right in cells)

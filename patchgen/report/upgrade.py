@@ -1,21 +1,21 @@
-"""A move to another release, a page per model: old upstream, new upstream and what is generated then, site by site."""
+"""A move to another release, a page per model: old upstream, new upstream and the newly generated code, site by site."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from markupsafe import Markup
 
 from patchgen.report.highlight import highlighted, struck
-from patchgen.report.lines import lines_of, opcodes
+from patchgen.report.lines import diff_blocks, lines_of
 from patchgen.templates import render
-from patchgen.upgrade.findings import SAME, WORDS, ModelUpgrade, Site, Upgrade
+from patchgen.upgrade.findings import SAME, VERDICT_NAMES, ModelUpgrade, Site, Upgrade
 
 Aligned = tuple[int | None, int | None, int | None]
-"""A line of each of three texts, from 0; None where a text has none there."""
+"""A line number of each of three texts, from 0; None if a text has no line there."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Block:
     """A site as the page shows it.
 
     Attributes:
-        columns: what each is; the third is what is generated then, or the edit that stands in its way, if there is either.
+        columns: their titles; the third, if any, is the newly generated code, or the edit that prevents it.
     """
 
     key: str
@@ -33,19 +33,19 @@ class Block:
 
 
 CONTEXT = 6
-"""Lines that are shown around what moved; longer stretches where nothing did are left out."""
+"""Unchanged lines that are shown around a change; longer stretches of unchanged lines are left out."""
 
 
 def index(found: Upgrade) -> str:
-    """The page over all models of what `upgrade.compare` found."""
-    counts = {word: sum(one.verdict == verdict for one in found.models) for verdict, word in WORDS.items()}
-    return render("report_upgrade_index.jinja", found=found, words=WORDS, counts=counts, same=SAME)
+    """The page over all models that `upgrade.compare` compared."""
+    counts = {name: sum(one.verdict == verdict for one in found.models) for verdict, name in VERDICT_NAMES.items()}
+    return render("report_upgrade_index.jinja", found=found, verdict_names=VERDICT_NAMES, counts=counts, same=SAME)
 
 
 def page(model: ModelUpgrade) -> str:
     """The page of one model."""
     blocks = [_block(f"s{number}", site, model) for number, site in enumerate(model.sites)]
-    return render("report_upgrade.jinja", model=model, blocks=blocks, words=WORDS, same=SAME)
+    return render("report_upgrade.jinja", model=model, blocks=blocks, verdict_names=VERDICT_NAMES, same=SAME)
 
 
 def _block(key: str, site: Site, model: ModelUpgrade) -> Block:
@@ -56,9 +56,9 @@ def _block(key: str, site: Site, model: ModelUpgrade) -> Block:
 
 
 def align(old: Sequence[str], new: Sequence[str], then: Sequence[str]) -> list[Aligned]:
-    """The lines of three texts in rows: what the new one shares with either other, or what stands in its place, is beside it.
+    """The lines of three texts in rows: beside each line of the new one, the line of either other that it equals or replaces.
 
-    Further lines of the outer texts stand in rows without the new one, above its next line.
+    Further lines of the outer texts are in rows without the new one, above its next line.
     """
     before, after = _partners(old, new), _partners(then, new)
     rows: list[Aligned] = []
@@ -66,16 +66,9 @@ def align(old: Sequence[str], new: Sequence[str], then: Sequence[str]) -> list[A
     for line in range(len(new) + 1):
         left = before.get(line) if line < len(new) else len(old)
         right = after.get(line) if line < len(new) else len(then)
-        own_left = range(i, left) if left is not None else range(0)
-        own_right = range(k, right) if right is not None else range(0)
-        for number in range(max(len(own_left), len(own_right))):
-            rows.append(
-                (
-                    own_left[number] if number < len(own_left) else None,
-                    None,
-                    own_right[number] if number < len(own_right) else None,
-                )
-            )
+        only_left = range(i, left) if left is not None else ()
+        only_right = range(k, right) if right is not None else ()
+        rows += [(a, None, b) for a, b in zip_longest(only_left, only_right)]
         i, k = left if left is not None else i, right if right is not None else k
         if line < len(new):
             rows.append((left, line, right))
@@ -84,15 +77,15 @@ def align(old: Sequence[str], new: Sequence[str], then: Sequence[str]) -> list[A
 
 
 def _partners(other: Sequence[str], new: Sequence[str]) -> dict[int, int]:
-    """Line of the new text -> the line of the other that it is, or that it replaces."""
+    """Line of the new text -> the line of the other that it equals or replaces."""
     found = {}
-    for _, left, right in opcodes(other, new):
+    for _, left, right in diff_blocks(other, new):
         found.update(zip(range(right.start, right.stop), range(left.start, left.stop), strict=False))
     return found
 
 
 def _table(texts: Sequence[str], firsts: Sequence[int]) -> Markup:
-    """The rows of three texts, or of two where the third is empty."""
+    """The rows of three texts, or of two if the third is empty."""
     columns = 3 if texts[2] else 2
     plain, html = [lines_of(text) for text in texts], [highlighted(text) for text in texts]
     rows = []
@@ -113,25 +106,25 @@ def _table(texts: Sequence[str], firsts: Sequence[int]) -> Markup:
 
 
 HUES = (4, 140, 215)
-"""Colours: what the new release dropped, what it added, what passes wrote."""
+"""Hues of the lines that the new release dropped, that it added, that passes wrote."""
 
 
 def _in_view(
     rows: Sequence[Aligned], texts: Sequence[Sequence[str]], columns: int
 ) -> Iterator[tuple[list[bool], Aligned, int]]:
-    """The rows near one where a text differs: in which columns, the row, and how many are left out in its place."""
+    """Per row near a difference: the columns that differ, the row, and how many rows are left out in its place."""
     marks = [_marks(row, texts)[:columns] for row in rows]
-    moved = [number for number, found in enumerate(marks) if any(found)]
-    seen = {near for number in moved for near in range(number - CONTEXT, number + CONTEXT + 1)}
-    for is_seen, group in groupby(range(len(rows)), key=seen.__contains__):
+    changed = [number for number, found in enumerate(marks) if any(found)]
+    visible = {near for number in changed for near in range(number - CONTEXT, number + CONTEXT + 1)}
+    for is_visible, group in groupby(range(len(rows)), key=visible.__contains__):
         numbers = list(group)
-        if is_seen or len(numbers) < CONTEXT:
+        if is_visible or len(numbers) < CONTEXT:
             yield from ((marks[number], rows[number], 0) for number in numbers)
         else:
             yield marks[numbers[0]], rows[numbers[0]], len(numbers)
 
 
 def _marks(row: Aligned, texts: Sequence[Sequence[str]]) -> list[bool]:
-    """Whether the old line is not the new one, the new one not the old, and what is generated not the new one."""
+    """Whether each column is marked: old and new if they differ, the generated one if it differs from the new."""
     old, new, then = (None if line is None else text[line] for line, text in zip(row, texts, strict=True))
     return [old != new, old != new, then != new]

@@ -1,7 +1,8 @@
-"""What a move to another release changes: found, judged, and applied."""
+"""The changes of a move to another release: found, judged, and applied."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,38 +23,33 @@ def compare(
     jobs: int = 2,
     reviewed: Collection[str] = (),
     root: Path | None = None,
-    done: Callable[[ModelUpgrade], None] = lambda found: None,
+    on_model: Callable[[ModelUpgrade], None] = lambda found: None,
 ) -> Upgrade:
-    """Compares committed models with what a release would make of them; in processes, where there are several.
+    """Compares committed models with those generated from another release; several models in parallel processes.
 
     Args:
         models: their folders in `root`.
-        to: a version, a wheel or a folder; both releases are fetched before the first model is looked at.
-        reviewed: targets of hand edits that a person read against the new release.
+        to: a version, a wheel or a folder; all releases are fetched before the first comparison.
+        reviewed: targets of hand edits that a person compared with the new release.
         root: the folder of generated models; by default `provenance.generated_root()`.
-        done: is told of each model.
+        on_model: called with each comparison as it is finished.
 
     Raises:
         PatchgenError: a release, or the record of a model, cannot be read.
     """
     root = root or provenance.generated_root()
-    place = releases.find(to)
+    target = releases.find(to)
     versions = [provenance.read(root / model)["upstream"]["version"] or releases.installed() for model in models]
     for version in dict.fromkeys(versions):
         releases.find(version)
     work = [(model, to, root, tuple(reviewed)) for model in models]
-    if jobs < 2 or len(models) < 3:
-        found = map(compare_model, *zip(*work, strict=True)) if work else ()
-        return Upgrade(", ".join(dict.fromkeys(versions)), place.release.version, tuple(map(_told(done), found)))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(models)), mp_context=context) as pool:
-        found = pool.map(compare_model, *zip(*work, strict=True))
-        return Upgrade(", ".join(dict.fromkeys(versions)), place.release.version, tuple(map(_told(done), found)))
-
-
-def _told(done: Callable[[ModelUpgrade], None]) -> Callable[[ModelUpgrade], ModelUpgrade]:
-    def tell(found: ModelUpgrade) -> ModelUpgrade:
-        done(found)
-        return found
-
-    return tell
+    found = []
+    with contextlib.ExitStack() as stack:
+        run_all = map
+        if jobs > 1 and len(models) > 2:
+            context = multiprocessing.get_context("spawn")
+            run_all = stack.enter_context(ProcessPoolExecutor(min(jobs, len(models)), mp_context=context)).map
+        for model in run_all(compare_model, *zip(*work, strict=True)) if work else ():
+            on_model(model)
+            found.append(model)
+    return Upgrade(", ".join(dict.fromkeys(versions)), target.release.version, tuple(found))

@@ -1,7 +1,7 @@
-"""The move itself: regenerate aside, prove in the release's own environment, and only then write.
+"""The move itself: generate into a staging folder, prove in the release's environment, and only then write.
 
-A model moves whole or not at all, and what is done is not done again: generated files and proofs that lie aside, or that
-moved in an earlier run, are taken as they are while they hold.
+All files of a model move, or none, and no work is repeated: generated files and proofs in the staging folder, or from an
+earlier run, are reused while they are current.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ PROOF, PROVEN = "verify.json", "proven"
 
 
 @dataclass
-class Moved:
-    """What `move` did: the models that stand at the new release now, and why others do not."""
+class MoveResult:
+    """What `move` did: the models that are at the new release now, and why the others are not."""
 
     moved: list[str] = field(default_factory=list)
     held_back: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """Where models are made before they are written: the release, its Python, a folder aside."""
+class MoveContext:
+    """What every model of a move needs: the release, its Python, the staging folder, the folder to write."""
 
-    place: releases.Place
+    target: releases.LocatedRelease
     python: Path
-    aside: Path
+    staging: Path
     root: Path
     reviewed: Collection[str]
     jobs: int
@@ -58,150 +58,151 @@ def move(
     reviewed: Collection[str],
     python: Path | None,
     jobs: int,
-    say: Callable[[str], None],
-) -> Moved:
-    """Moves every model that needs nobody: each is regenerated, proven, and written with its proof. Installs nothing here.
+    report: Callable[[str], None],
+) -> MoveResult:
+    """Moves every model that needs no person: each is regenerated, proven, and written with its proof. Installs nothing here.
 
     Args:
         to: the release, as `releases.find` takes it.
         root: the folder of generated models.
-        python: a Python that has the release; without one an environment is made and kept.
-        say: is told of each step.
+        python: a Python that has the release; without one an environment is created and kept.
+        report: prints a message per step.
     """
-    result = Moved()
-    result.held_back |= {model.model: model.reason for model in found.models if model.verdict == PERSON}
+    result = MoveResult(held_back={model.model: model.reason for model in found.models if model.verdict == PERSON})
     ready = [model for model in found.models if model.verdict < PERSON]
     if not ready:
         return result
-    place = releases.find(to)
-    say(f"an environment with {place.release.origin} ...")
-    shop = Workshop(place, environments.python_for(place, python), _aside(to, root), root, reviewed, jobs)
-    say(f"proving {len(ready)} models with {shop.python}")
+    target = releases.find(to)
+    report(f"an environment with {target.release.origin} ...")
+    context = MoveContext(target, environments.python_for(target, python), _staging(to, root), root, reviewed, jobs)
+    report(f"proving {len(ready)} models with {context.python}")
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
-        waiting = {pool.submit(_move_one, generated, shop): generated.model for generated in _generated(ready, shop)}
-        for number, future in enumerate(as_completed(waiting), start=1):
-            name = waiting[future]
+        futures = {
+            pool.submit(_move_one, generated, context): generated.model for generated in _generated(ready, context)
+        }
+        for number, future in enumerate(as_completed(futures), start=1):
+            name = futures[future]
             try:
-                words = future.result()
+                outcome = future.result()
                 result.moved.append(name)
             except PatchgenError as error:
-                words = f"stays as it is: {error}"
+                outcome = f"not moved: {error}"
                 result.held_back[name] = str(error)
-            say(f"{number} of {len(ready)} {name}: {words}")
+            report(f"{number} of {len(ready)} {name}: {outcome}")
     result.moved.sort()
     return result
 
 
-def _aside(to: str, root: Path) -> Path:
+def _staging(to: str, root: Path) -> Path:
     version = releases.find(to).release.version
     return cache_directory() / "upgrades" / f"{version}-{short_hash(str(root.resolve()), to)}"
 
 
-def _generated(models: list[ModelUpgrade], shop: Workshop) -> Iterator[Generated]:
-    """Each model as the release gives it; in one thread, while the processes of others prove."""
+def _generated(models: list[ModelUpgrade], context: MoveContext) -> Iterator[Generated]:
+    """Each model generated from the release, while processes prove those before it."""
     for model in models:
-        record = provenance.read(shop.root / model.model)
+        record = provenance.read(context.root / model.model)
         if record["upstream"]["version"] is None:
-            source = load(model.model, source=releases.own_source(model.model, record))
+            source = load(model.model, source=releases.user_source(model.model, record))
         else:
-            source = load_from(shop.place.release, model.model)
+            source = load_from(context.target.release, model.model)
         yield pipeline.generate(source, heads=record.get("asked", ()))
 
 
-def _move_one(generated: Generated, shop: Workshop) -> str:
-    """Proves and writes one model; says how it went.
+def _move_one(generated: Generated, context: MoveContext) -> str:
+    """Proves and writes one model; returns the outcome as a message.
 
     Raises:
         PatchgenError: it was not written; with the reason.
     """
     start = time.perf_counter()
-    target, aside = shop.root / generated.model, shop.aside / generated.model
-    provenance.refuse_drifted_edits(target, generated, shop.reviewed)
-    if _is_proven(target, generated, shop):
-        provenance.write(generated, target, reviewed=shop.reviewed)
-        return "stands there already, proven"
-    provenance.write(generated, aside, force=True, reviewed=[edit.target for edit in generated.config.edits])
-    how = "proven before"
-    if not _is_proven(aside, generated, shop):
-        prove(shop.python, aside, shop.jobs)
-        how = "proven"
-    proof = json.loads((aside / PROOF).read_text(encoding="utf-8"))
-    before = json.loads((target / PROOF).read_text(encoding="utf-8")) if (target / PROOF).is_file() else {}
+    folder, staging = context.root / generated.model, context.staging / generated.model
+    provenance.refuse_drifted_edits(folder, generated, context.reviewed)
+    if _is_proven(folder, generated, context):
+        provenance.write(generated, folder, reviewed=context.reviewed)
+        return "moved already, proven"
+    provenance.write(generated, staging, force=True, reviewed=[edit.target for edit in generated.config.edits])
+    outcome = "proven before"
+    if not _is_proven(staging, generated, context):
+        prove(context.python, staging, context.jobs)
+        outcome = "proven"
+    proof = json.loads((staging / PROOF).read_text(encoding="utf-8"))
+    before = json.loads((folder / PROOF).read_text(encoding="utf-8")) if (folder / PROOF).is_file() else {}
     if proof["status"] != PROVEN:
         if proof["status"] != before.get("status"):
-            raise PatchgenError(f"not proven: {proof['status']} {proof['reason']}. What was generated is in {aside}")
-        how = f"{proof['status']}, as before"
-    written = provenance.write(generated, target, reviewed=shop.reviewed)
-    provenance.write_whole({target / PROOF: (aside / PROOF).read_text(encoding="utf-8")})
-    return f"{how}, {len(written)} files written, {time.perf_counter() - start:.0f} s"
+            raise PatchgenError(
+                f"not proven: {proof['status']} {proof['reason']}. The generated files are in {staging}"
+            )
+        outcome = f"{proof['status']}, as before"
+    written = provenance.write(generated, folder, reviewed=context.reviewed)
+    provenance.write_whole({folder / PROOF: (staging / PROOF).read_text(encoding="utf-8")})
+    return f"{outcome}, {len(written)} files written, {time.perf_counter() - start:.0f} s"
 
 
-def _is_proven(folder: Path, generated: Generated, shop: Workshop) -> bool:
-    """Whether a folder holds these very bytes and a proof of them with that release by today's prover."""
+def _is_proven(folder: Path, generated: Generated, context: MoveContext) -> bool:
+    """Whether a folder has a proof of this very text, with the target release, by today's prover."""
     if not (folder / PROOF).is_file():
         return False
     proof = json.loads((folder / PROOF).read_text(encoding="utf-8"))
     made_with = proof.get("made_with", {})
-    is_of_these = proof.get("sha256") == hashlib.sha256(generated.text.encode()).hexdigest()
-    is_present = made_with.get("prover") == source_closure.prover()
-    return is_of_these and is_present and made_with.get("transformers") == shop.place.release.version
+    is_same_text = proof.get("sha256") == hashlib.sha256(generated.text.encode()).hexdigest()
+    is_same_prover = made_with.get("prover") == source_closure.prover()
+    return is_same_text and is_same_prover and made_with.get("transformers") == context.target.release.version
 
 
-def prove(python: Path, folder: Path, jobs: int, allowed: Mapping[str, str] | None = None) -> None:
-    """Proves the generated model in a folder with the release that a Python has; writes `verify.json` beside it.
+def prove(python: Path, folder: Path, jobs: int, variables: Mapping[str, str] | None = None) -> None:
+    """Proves the generated model in a folder with a Python's release of transformers; writes `verify.json` beside it.
 
     Args:
-        allowed: more environment variables.
+        variables: additional environment variables.
 
     Raises:
-        PatchgenError: there is no proof at all; with what the prover said last.
+        PatchgenError: the prover wrote no proof; with its last message.
     """
     (folder / PROOF).unlink(missing_ok=True)
     threads = str(max((os.cpu_count() or 1) // max(jobs, 1), 1))
-    variables = {"OMP_NUM_THREADS": threads, **environments.environment_variables(), **(allowed or {})}
+    environment = {"OMP_NUM_THREADS": threads, **environments.environment_variables(), **(variables or {})}
     command = [python, "-P", "-m", "patchgen.cli", "verify", "--directory", folder]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     (folder / "verify.log").write_text(result.stdout + result.stderr, encoding="utf-8")
     if not (folder / PROOF).is_file():
-        said = (result.stderr.strip() or result.stdout.strip() or "nothing").splitlines()[-1]
+        message = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
         raise PatchgenError(
-            f"it cannot be proven: {said.removeprefix('patchgen: ')} (all of it: {folder / 'verify.log'})"
+            f"it cannot be proven: {message.removeprefix('patchgen: ')} (full output: {folder / 'verify.log'})"
         )
 
 
-# ------------------------------------------------------------------------------------- a committed file as it stands
+# ------------------------------------------------------------------------------------- a committed file beside another release
 
 
 def prove_against(model: str, to: str, root: Path, python: Path | None = None) -> tuple[bool, str]:
-    """Proves a committed file, as it stands, with another release; its `verify.json` then lists the release, or no longer.
+    """Proves a committed file, unchanged, with another release; adds the release to its `verify.json`, or removes it.
 
     Returns:
-        Whether it is proven, and the words of the proof.
+        Whether it is proven, and the status and reason of the proof.
 
     Raises:
         PatchgenError: the release, or its environment, is unavailable.
     """
-    place = releases.find(to)
-    version = place.release.version
-    source, aside = root / model, _aside(to, root) / f"{model}-as-committed"
-    aside.mkdir(parents=True, exist_ok=True)
-    files = {aside / path.name: path.read_text(encoding="utf-8") for path in source.glob("*.py")}
-    provenance.write_whole(
-        files | {aside / "provenance.json": (source / "provenance.json").read_text(encoding="utf-8")}
-    )
-    prove(environments.python_for(place, python), aside, 1, {ALLOW_VARIABLE: version})
-    proof = json.loads((aside / PROOF).read_text(encoding="utf-8"))
-    holds = proof["status"] == PROVEN
+    target = releases.find(to)
+    version = target.release.version
+    source, staging = root / model, _staging(to, root) / f"{model}-as-committed"
+    staging.mkdir(parents=True, exist_ok=True)
+    copied = [*source.glob("*.py"), source / "provenance.json"]
+    provenance.write_whole({staging / path.name: path.read_text(encoding="utf-8") for path in copied})
+    prove(environments.python_for(target, python), staging, 1, {ALLOW_VARIABLE: version})
+    proof = json.loads((staging / PROOF).read_text(encoding="utf-8"))
+    is_proven = proof["status"] == PROVEN
     before = json.loads((source / PROOF).read_text(encoding="utf-8")) if (source / PROOF).is_file() else proof
     if before.get("sha256") != proof["sha256"]:
         raise PatchgenError(
-            f"{model}: {PROOF} beside it is of other bytes. Prove it with its own release first: patchgen verify {model}"
+            f"{model}: {PROOF} beside it proves another text. To fix: prove it with its own release: patchgen verify {model}"
         )
-    listed = set(before["transformers"]) - {version} | ({version} if holds else set())
-    before["transformers"] = sorted(listed, key=_by_number)
+    listed = set(before["transformers"]) - {version} | ({version} if is_proven else set())
+    before["transformers"] = sorted(listed, key=_version_key)
     provenance.write_whole({source / PROOF: json.dumps(before, indent=2) + "\n"})
-    return holds, f"{proof['status']} {proof['reason']}".strip()
+    return is_proven, f"{proof['status']} {proof['reason']}".strip()
 
 
-def _by_number(version: str) -> list[tuple[int, str]]:
+def _version_key(version: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in version.split(".")]

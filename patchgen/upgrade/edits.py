@@ -1,4 +1,4 @@
-"""Drift under hand edits: what an edit replaces is not what it was written for."""
+"""Drift under hand edits: the code that an edit replaces changed since the edit was written."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from patchgen.upstream import Upstream
 def drift_under_edits(
     edits: Sequence[Edit], record: Mapping, old: Upstream, new: Upstream, reviewed: Collection[str]
 ) -> Iterator[Site]:
-    """A site for each edit whose target changed or is gone, with the three sides.
+    """A site for each edit whose target changed or is gone, with old upstream, new upstream and the edit.
 
-    The target is held against the hash in the record, which is of the day the edit was made or last reviewed; where the
-    record has none, against the release that the committed file was made from.
+    The target is compared with the hash in the record, taken when the edit was written or last reviewed; without one, with
+    the release that the committed file was generated from.
     """
     parsed = [source.parse(one.text, one.path) for one in (old, new)]
     recorded = {(one["verb"], one["target"]): one for one in record.get("edits", ())}
     for edit in edits:
         if isinstance(edit, AddMethod):
-            yield from _has_come(edit, parsed[1], new.path)
+            yield from _added_upstream(edit, parsed[1], new.path)
             continue
         before, after = (target_of(edit, module) for module in parsed)
         if not before and not after:
             continue
-        now = next(iter(targets_record((edit,), parsed[0] if before else parsed[1])))
-        known = recorded.get((now["verb"], now["target"]), now if before else None)
+        present = next(iter(targets_record((edit,), parsed[0] if before else parsed[1])))
+        known = recorded.get((present["verb"], present["target"]), present if before else None)
         if after and known is not None and normal_form(*after) == known["upstream"]:
             continue
-        is_read = edit.target in reviewed or (known is not None and known["edit"] != now["edit"])
+        is_reviewed = edit.target in reviewed or (known is not None and known["edit"] != present["edit"])
         yield Site(
             place="model",
             kind="hand edit",
             file=new.path,
             symbol=edit.target,
             passes=("hand_edits",),
-            verdict=REVIEW if after and is_read else PERSON,
-            reason=_reason(now["verb"], edit, is_gone=not after, is_read=is_read),
+            verdict=REVIEW if after and is_reviewed else PERSON,
+            reason=_reason(present["verb"], edit, is_gone=not after, is_reviewed=is_reviewed),
             old_upstream=_text(edit, before, parsed[0]),
             new_upstream=_text(edit, after, parsed[1]),
             edit=getattr(edit, "code", "").strip("\n"),
@@ -51,22 +51,26 @@ def drift_under_edits(
         )
 
 
-def _has_come(edit: AddMethod, module: Module, path: str) -> Iterator[Site]:
-    """A site where upstream has now what an edit adds."""
+def _added_upstream(edit: AddMethod, module: Module, path: str) -> Iterator[Site]:
+    """A site if upstream now has the method that an edit adds."""
     nodes = target_of(OverrideMethod(edit.target, edit.code, edit.reason), module)
     if nodes:
-        words = f"add_method adds {edit.target}, and the new release has one of its own (the edit: {edit.reason})"
+        reason = f"add_method adds {edit.target}, which the new release has itself (the edit: {edit.reason})"
         sides: dict[str, Any] = {"new_upstream": _text(edit, nodes, module), "new_line": _line(edit, nodes, module)}
         code = edit.code.strip("\n")
-        yield Site("model", "hand edit", path, edit.target, ("hand_edits",), PERSON, words, edit=code, **sides)
+        yield Site("model", "hand edit", path, edit.target, ("hand_edits",), PERSON, reason, edit=code, **sides)
 
 
-def _reason(verb: str, edit: Edit, *, is_gone: bool, is_read: bool) -> str:
+def _reason(verb: str, edit: Edit, *, is_gone: bool, is_reviewed: bool) -> str:
     why = " ".join(edit.reason.split())
     if is_gone:
-        return f"{verb} wants {edit.target}, which the new release does not have (the edit: {why})"
-    told = "the edit was read against it" if is_read else "the edit was written for the old one and would hide the new"
-    return f"the target of {verb} changed: {told} (the edit: {why})"
+        return f"{verb} replaces {edit.target}, which the new release does not have (the edit: {why})"
+    state = (
+        "the edit was reviewed against it"
+        if is_reviewed
+        else "the edit was written for the old code and would hide the new"
+    )
+    return f"the target of {verb} changed: {state} (the edit: {why})"
 
 
 def _text(edit: Edit, nodes: list[ast.stmt], module: Module) -> str:
@@ -77,7 +81,7 @@ def _text(edit: Edit, nodes: list[ast.stmt], module: Module) -> str:
 
 
 def _line(edit: Edit, nodes: list[ast.stmt], module: Module) -> int:
-    """Where a target begins in its file."""
+    """The first line of a target in its file."""
     if not nodes:
         return 0
     block = _block(edit, module)

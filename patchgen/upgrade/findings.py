@@ -1,4 +1,4 @@
-"""What a comparison of two releases finds, as plain data: for the terminal, for `--json`, for a page."""
+"""The findings of a comparison of two releases, as plain data: for the terminal, for `--json`, for a page."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import dataclasses
 from dataclasses import dataclass
 
 SAME, REVIEW, PERSON = 0, 10, 20
-"""Verdicts, and the exit codes of `patchgen upgrade`: nothing but comments, regenerates but review it, needs a person."""
-WORDS = {SAME: "same", REVIEW: "regenerates, review", PERSON: "needs a person"}
+"""Verdicts, also the exit codes of `patchgen upgrade`: only comments changed, regenerates but needs review, needs a person."""
+VERDICT_NAMES = {SAME: "same", REVIEW: "regenerates, review", PERSON: "needs a person"}
 
 
 @dataclass(frozen=True)
 class Site:
-    """One symbol of upstream that is not what it was, or one place where generation does something else.
+    """One symbol of upstream that changed, or one place where generation does something else.
 
     Attributes:
         place: "model", "config" or "helper": the modeling file, a configuration, or what the file imports.
-        kind: "changed", "added", "gone"; "hand edit" (the target of one is not what it was), "refused" (a pass, or the
-            generator, refuses the new source), "hits" (the hits of a pass moved), "census" (a reason moved).
+        kind: "changed", "added", "gone"; "hand edit" (its target changed), "refused" (a pass, or the generator, refuses
+            the new source), "hits" (a pass has other hits), "census" (a symbol has another reason).
         file: upstream's path, "transformers/models/llama/modeling_llama.py".
         symbol: "LlamaMLP.forward", "LlamaConfig.hidden_act", "create_causal_mask"; empty for the whole file.
-        passes: those that have or had a site there; none: the code is copied as upstream wrote it.
+        passes: those that have or had a site there; without any, upstream's code is copied.
         reason: why it is listed, or why generation refuses.
-        old_upstream, new_upstream, generated_now, generated_then: the source of the symbol; empty where there is none.
+        old_upstream, new_upstream, generated_now, generated_then: the source of the symbol; empty if there is none.
         edit: for a hand edit its code, the third side.
-        old_line, new_line: in upstream's files, 1-based; 0 where there is none.
-        is_run: of a helper, whether training can run what changed, and no other site tells of it.
+        old_line, new_line: in upstream's files, from 1; 0 if there is none.
+        is_run: of a helper, whether training can run the change and no other site reports it.
     """
 
     place: str
@@ -47,7 +47,7 @@ class Site:
 
 @dataclass(frozen=True)
 class ModelUpgrade:
-    """A committed model between two releases; the whole texts are not part of `--json`."""
+    """A committed model between two releases; the full generated texts are not part of `--json`."""
 
     model: str
     old: str
@@ -55,20 +55,18 @@ class ModelUpgrade:
     verdict: int
     reason: str
     sites: tuple[Site, ...] = ()
-    upstream_now: str = dataclasses.field(default="", repr=False)
-    upstream_then: str = dataclasses.field(default="", repr=False)
     generated_now: str = dataclasses.field(default="", repr=False)
     generated_then: str = dataclasses.field(default="", repr=False)
 
     def to_json(self) -> dict:
         """As `--json` prints it."""
-        wholes = ("upstream_now", "upstream_then", "generated_now", "generated_then")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in wholes}
+        texts = ("generated_now", "generated_then")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in texts}
 
 
 @dataclass(frozen=True)
 class Upgrade:
-    """All models that were asked about."""
+    """All models that were compared."""
 
     old: str
     new: str
@@ -76,7 +74,7 @@ class Upgrade:
 
     @property
     def verdict(self) -> int:
-        """The worst of the models; the exit code."""
+        """The worst verdict of the models; the exit code."""
         return max((model.verdict for model in self.models), default=SAME)
 
     def to_json(self) -> dict:

@@ -1,4 +1,4 @@
-"""Drift beside the modeling file: in its configuration, and in what it imports and its training runs."""
+"""Drift outside the modeling file: in its configuration, and in the imported code that it leads to."""
 
 from __future__ import annotations
 
@@ -7,48 +7,46 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from patchgen.upgrade.findings import PERSON, REVIEW, Site
-from patchgen.upgrade.reach import File, Library, Place, exported, is_config, read_file
+from patchgen.upgrade.reach import File, Library, SymbolPlace, exported, is_config, read_file
 from patchgen.upgrade.symbols import Symbol
-from patchgen.upgrade.training import runs
+from patchgen.upgrade.training import training_follows
 from patchgen.upstream import Upstream
 
 
 def drift_of_helpers(
     before: Library, after: Library, old: Upstream, new: Upstream, kept: tuple[set[str], set[str]]
 ) -> list[Site]:
-    """Symbols of configurations and imported files that the kept code leads to and that are not what they were; and names
-    that imports bind to something else.
-
-    Those that training does not run are told too, and say so.
+    """Changed symbols of configurations and imported files that the kept code leads to, and names that imports bind to
+    something else. Symbols that training does not run are included, and marked.
 
     Args:
-        kept: the classes and functions of the modeling file that count, in the old file and in the new one.
+        kept: the classes and functions that generation keeps, of the old modeling file and of the new one.
     """
     reached, run = (
         [
             library.helpers_of(_inside(upstream), upstream.text, names, follows)
             for library, upstream, names in zip((before, after), (old, new), kept, strict=True)
         ]
-        for follows in (None, runs)
+        for follows in (None, training_follows)
     )
     sides = [_symbols(library, found) for library, found in zip((before, after), reached, strict=True)]
-    moved = _moved(*sides)
+    moved = _only_moved(*sides)
     found = []
 
-    def is_same(place: Place) -> bool:
+    def is_same(place: SymbolPlace) -> bool:
         a, b = (_symbol(library, place) for library in (before, after))
         return place in moved or (a is not None and b is not None and a.same_as(b))
 
     for place in dict.fromkeys((*reached[0], *reached[1])):
         a, b = (_symbol(library, place) for library in (before, after))
-        if is_same(place) or _is_told_by_its_class(place, a, b, before, after):
+        if is_same(place) or _is_listed_with_its_class(place, a, b, before, after):
             continue
         if a is None and not is_config(place[0]) and "." not in place[1]:
-            continue  # new code is led to by code that changed
+            continue  # new code is reached from changed code, which is listed
         is_run = place in run[0] or place in run[1]
-        via = run[0].get(place) if b is None else None  # what is gone went with code that changed, which is told
-        is_run &= (via is None or is_same(via)) and not _is_annotated_otherwise(place, a, b)
-        site = _site(place, a, b, before, after, _way(place, run if is_run else reached))
+        via = run[0].get(place) if b is None else None  # removed code was reached from changed code, which is listed
+        is_run &= (via is None or is_same(via)) and not _differs_in_annotation_only(place, a, b)
+        site = _site(place, a, b, before, after, _route(place, run if is_run else reached))
         found.append(replace(site, is_run=is_run or site.place == "config"))
     found += _rebound_names(before, after, old, new, reached, run, kept)
     order = ("model", "config", "helper")
@@ -56,49 +54,51 @@ def drift_of_helpers(
 
 
 def _inside(upstream: Upstream) -> str:
-    """Where the file stands in the package; a file of the user's own as if it stood beside its model."""
+    """The file's path in the package; a user's file gets one as if it were in the folder of its model."""
     path = upstream.path.removeprefix("transformers/")
     return path if "/" in path else f"models/{upstream.model}/{path}"
 
 
-def _symbol(library: Library, place: Place) -> Symbol | None:
+def _symbol(library: Library, place: SymbolPlace) -> Symbol | None:
     file = library.file(place[0])
     return file.symbols.get(place[1]) if file else None
 
 
-def _symbols(library: Library, places: dict[Place, Place | None]) -> dict[Place, Symbol]:
+def _symbols(library: Library, places: dict[SymbolPlace, SymbolPlace | None]) -> dict[SymbolPlace, Symbol]:
     return {place: found for place in places if (found := _symbol(library, place)) is not None}
 
 
-def _moved(old: dict[Place, Symbol], new: dict[Place, Symbol]) -> set[Place]:
-    """Symbols that only stand in another file now, as they were."""
-    gone = {place for place in old if place not in new}
-    came: dict[str, list[Place]] = {}
+def _only_moved(old: dict[SymbolPlace, Symbol], new: dict[SymbolPlace, Symbol]) -> set[SymbolPlace]:
+    """Symbols that are unchanged, but in another file now: their old and their new places."""
+    added: dict[str, list[SymbolPlace]] = {}
     for place in new:
         if place not in old:
-            came.setdefault(place[1], []).append(place)
+            added.setdefault(place[1], []).append(place)
     found = set()
-    for place in gone:
-        for other in came.get(place[1], ()):
+    for place in old:
+        for other in added.get(place[1], ()) if place not in new else ():
             if old[place].same_as(new[other]):
                 found |= {place, other}
     return found
 
 
-def _is_told_by_its_class(place: Place, a: Symbol | None, b: Symbol | None, before: Library, after: Library) -> bool:
+def _is_listed_with_its_class(
+    place: SymbolPlace, a: Symbol | None, b: Symbol | None, before: Library, after: Library
+) -> bool:
+    """Whether a member was added or is gone together with its class."""
     owner, _, member = place[1].partition(".")
     if not member or (a is not None and b is not None):
         return False
     return _symbol(before, (place[0], owner)) is None or _symbol(after, (place[0], owner)) is None
 
 
-def _is_annotated_otherwise(place: Place, a: Symbol | None, b: Symbol | None) -> bool:
-    """Whether a field has another annotation alone, and one that nothing is checked against, as configurations are."""
+def _differs_in_annotation_only(place: SymbolPlace, a: Symbol | None, b: Symbol | None) -> bool:
+    """Whether only a field's annotation changed, outside configurations, whose values are checked against theirs."""
     is_checked = place[0].rpartition("/")[2].startswith("configuration_")
     return not is_checked and a is not None and b is not None and a.form == b.form
 
 
-def _way(place: Place, reached: list[dict[Place, Place | None]]) -> str:
+def _route(place: SymbolPlace, reached: list[dict[SymbolPlace, SymbolPlace | None]]) -> str:
     """How the model's file leads to a symbol: `create_causal_mask -> sdpa_mask`."""
     found = reached[0] if place in reached[0] else reached[1]
     names = [place[1]]
@@ -108,11 +108,11 @@ def _way(place: Place, reached: list[dict[Place, Place | None]]) -> str:
     return " -> ".join(reversed(names))
 
 
-def _site(place: Place, a: Symbol | None, b: Symbol | None, before: Library, after: Library, way: str) -> Site:
+def _site(place: SymbolPlace, a: Symbol | None, b: Symbol | None, before: Library, after: Library, route: str) -> Site:
     path, name = place
     kind = "added" if a is None else "gone" if b is None else "changed"
-    whole = kind != "changed"
-    reason = f"the file's configuration: {way}" if is_config(path) else f"the file leads to it: {way}"
+    with_members = kind != "changed"
+    reason = f"the file's configuration: {route}" if is_config(path) else f"the file leads to it: {route}"
     return Site(
         place="config" if is_config(path) else "helper",
         kind=kind,
@@ -121,8 +121,8 @@ def _site(place: Place, a: Symbol | None, b: Symbol | None, before: Library, aft
         passes=(),
         verdict=REVIEW,
         reason=reason,
-        old_upstream=a.text(before.known(path).text, whole=whole) if a else "",
-        new_upstream=b.text(after.known(path).text, whole=whole) if b else "",
+        old_upstream=a.text(before.require_file(path).text, with_members=with_members) if a else "",
+        new_upstream=b.text(after.require_file(path).text, with_members=with_members) if b else "",
         old_line=a.line if a else 0,
         new_line=b.line if b else 0,
     )
@@ -133,32 +133,31 @@ def _rebound_names(
     after: Library,
     old: Upstream,
     new: Upstream,
-    reached: list[dict[Place, Place | None]],
-    run: list[dict[Place, Place | None]],
+    reached: list[dict[SymbolPlace, SymbolPlace | None]],
+    run: list[dict[SymbolPlace, SymbolPlace | None]],
     kept: tuple[set[str], set[str]],
 ) -> Iterator[Site]:
-    """Names that code reads and that an import now binds to something else, in the modeling file and where it leads to."""
-    words = "the code that reads it is as it was, and an import binds it to something else"
+    """Names that code reads and an import now binds to something else, in the modeling file and in the files it leads to."""
+    explanation = "the code that reads it is unchanged, but an import binds it to something else"
     was, now = (read_file(_inside(upstream), upstream.text) for upstream in (old, new))
     for name, texts in _rebound(was, now, before, after):
         if any(reader.partition(".")[0] in kept[0] & kept[1] for reader in _readers(name, now)):
-            yield Site("model", "changed", new.path, name, (), REVIEW, words, *texts)
+            yield Site("model", "changed", new.path, name, (), REVIEW, explanation, *texts)
     for path in sorted({path for path, _ in reached[0].keys() & reached[1].keys()}):
-        files, place = (before.known(path), after.known(path)), "config" if is_config(path) else "helper"
+        files, place = (before.require_file(path), after.require_file(path)), "config" if is_config(path) else "helper"
         for name, texts in _rebound(*files, before, after) if files[0] is not files[1] else ():
             readers = [(path, reader) for reader in _readers(name, files[1])]
-            ways = [_way(one, reached) for one in readers if one in reached[0] and one in reached[1]]
-            if ways:
-                way = min(ways, key=lambda one: one.count("->"))
-                reason = f"{words}; the file leads to it: {way} -> {name}"
+            routes = [_route(one, reached) for one in readers if one in reached[0] and one in reached[1]]
+            if routes:
+                route = min(routes, key=lambda one: one.count("->"))
+                reason = f"{explanation}; the file leads to it: {route} -> {name}"
                 site = Site(place, "changed", f"transformers/{path}", name, (), REVIEW, reason, *texts)
-                yield replace(
-                    site, is_run=place == "config" or any(one in run[0] and one in run[1] for one in readers)
-                )
+                is_run = place == "config" or any(one in run[0] and one in run[1] for one in readers)
+                yield replace(site, is_run=is_run)
 
 
 def _rebound(a: File, b: File, before: Library, after: Library) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Name -> what imports bound it to, then and now."""
+    """Each name whose imports differ -> what they bind it to, old and new."""
     for name in sorted(a.names.origins.keys() & b.names.origins.keys()):
         old, new = (set(file.names.origins[name]) for file in (a, b))
         if old != new and not _is_same_elsewhere(old, new, before, after):
@@ -166,7 +165,7 @@ def _rebound(a: File, b: File, before: Library, after: Library) -> Iterator[tupl
 
 
 def _is_same_elsewhere(old: set[str], new: set[str], before: Library, after: Library) -> bool:
-    """Whether what names stand for only moved to another file."""
+    """Whether the imported symbols are unchanged, but in another file now."""
     found = []
     for library, names in ((before, old), (after, new)):
         places = [library.locate(name) for name in names]
@@ -187,7 +186,7 @@ def _readers(name: str, file: File) -> list[str]:
 
 
 def missing_imports(generated: str, library: Library, path: str) -> Iterator[Site]:
-    """What the generated file would import and the release does not have, by a hand edit's import for example."""
+    """Names that the generated file would import and the release does not have, such as those of a hand edit."""
     for node in ast.walk(ast.parse(generated)):
         module, names = (node.module or "", node.names) if isinstance(node, ast.ImportFrom) else ("", [])
         for alias in names if module.partition(".")[0] == "transformers" else ():
@@ -202,10 +201,10 @@ def _is_missing(dotted: str, module: str, library: Library) -> bool:
     base = "/".join(module.split(".")[1:])
     files = (library.file(f"{base}.py"), library.file(f"{base}/__init__.py".lstrip("/")))
     file = next((one for one in files if one is not None), None)
-    return file is None or (not _hides_names(file) and dotted.rpartition(".")[2] not in exported(file))
+    return file is None or (not _has_unlisted_names(file) and dotted.rpartition(".")[2] not in exported(file))
 
 
-def _hides_names(file: File) -> bool:
-    """Whether names come into a file in ways that its text does not list: a star import, a lazy module."""
+def _has_unlisted_names(file: File) -> bool:
+    """Whether a file has names that its text does not list: by a star import or as a lazy module."""
     stars = any(isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(ast.parse(file.text)))
     return stars or "__getattr__" in file.symbols or "_LazyModule" in file.text

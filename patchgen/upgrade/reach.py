@@ -1,11 +1,11 @@
-"""What code of transformers a modeling file runs: the symbols of other files that its own lead to, by import and name.
+"""The code of transformers that a modeling file can run: the symbols of other files that its own lead to, by import and name.
 
     LlamaModel.forward -> create_causal_mask (masking_utils) -> sdpa_mask -> and_masks ...
     self.post_init()   -> PreTrainedModel.post_init (modeling_utils) -> PreTrainedModel.init_weights ...
 
-Of a class that is reached these count: its bases, its fields, its methods of Python's own (`__init__`, `__call__`) and
-`forward`, and what `self.NAME` in these leads to. The auto classes do not: they list every model. Of a table by name that is
-asked for the name of the model's class, as that of the losses is, its entries for classes of the model count, if it has any.
+A class that is reached leads to its bases, its fields, its special methods (`__init__`, `__call__`), `forward`, and whatever
+`self.NAME` in these stands for. The auto classes are not followed: they list every model. A table in which code looks up the
+name of the model's class, such as that of the losses, leads to its entries for classes of the model, if it has any.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from patchgen.anatomy.classes import FunctionNode
 from patchgen.anatomy.names import Names, local_names
 from patchgen.source import bound_names
-from patchgen.upgrade.symbols import Symbol, of_nodes
+from patchgen.upgrade.symbols import Symbol, symbols_of_statements
 from patchgen.upstream import Release
 
 AUTO = "models/auto/"
 CLASS_NAMES = ("self.__class__.__name__", "type(self).__name__")
-Place = tuple[str, str]
+SymbolPlace = tuple[str, str]
 """A file of the package and a symbol in it: ("masking_utils.py", "create_causal_mask")."""
-Follows = Callable[[Place, Place], bool]
+Follows = Callable[[SymbolPlace, SymbolPlace], bool]
 
 
 def is_config(path: str) -> bool:
-    """Whether a file of the package configures a model."""
+    """Whether a file of the package is the configuration of a model."""
     return path.startswith("models/") and path.rpartition("/")[2].startswith("configuration_")
 
 
@@ -41,32 +41,32 @@ class File:
     text: str
     symbols: Mapping[str, Symbol]
     names: Names
-    imports: Mapping[str, str]  # name -> dotted meaning, also of what only a type checker reads
+    imports: Mapping[str, str]  # name -> dotted name, also of imports for type checkers only
 
 
 class Library:
-    """The files of a release, read when they are first needed."""
+    """The files of a release, read on first use."""
 
     def __init__(self, release: Release) -> None:
         self.release = release
         self.file = functools.cache(self._file)
         self._find = functools.cache(self._locate)
-        self._reached: dict[Place, tuple[Place, ...]] = {}
-        self._by_class: set[Place] = set()  # tables that code asks for the name of its class
+        self._reached: dict[SymbolPlace, tuple[SymbolPlace, ...]] = {}
+        self._by_class: set[SymbolPlace] = set()  # tables in which code looks up the name of its class
 
     def _file(self, path: str) -> File | None:
         text = self.release.read(path)
         return None if text is None else read_file(path, text)
 
-    def known(self, path: str) -> File:
+    def require_file(self, path: str) -> File:
         """The file of a symbol that was reached."""
         file = self.file(path)
         if file is None:
-            raise LookupError(f"{self.release.origin} has no {path}, in which a symbol was found.")
+            raise LookupError(f"{self.release.origin} has no file {path}, although a symbol was found in it.")
         return file
 
     def locate(self, dotted: str) -> tuple[str, list[str]] | None:
-        """The file that a dotted name of the package leads to, through re-exports, and the rest of the name."""
+        """The file that a dotted name of the package leads to, through re-exports, and the remaining parts of the name."""
         return self._find(dotted)
 
     def _locate(self, dotted: str, depth: int = 0) -> tuple[str, list[str]] | None:
@@ -78,36 +78,36 @@ class Library:
             for path in (f"{base}.py", f"{base}/__init__.py".lstrip("/")):
                 file = self.file(path) if base or end == 1 else None
                 if file is not None:
-                    return self._inside(file, parts[end:], depth)
+                    return self._locate_in(file, parts[end:], depth)
         return None
 
-    def _inside(self, file: File, rest: list[str], depth: int) -> tuple[str, list[str]] | None:
-        if not rest or rest[0] in file.symbols:
-            return file.path, rest
-        meaning = file.imports.get(rest[0])
-        return self._locate(".".join([meaning, *rest[1:]]), depth + 1) if meaning else None
+    def _locate_in(self, file: File, parts: list[str], depth: int) -> tuple[str, list[str]] | None:
+        if not parts or parts[0] in file.symbols:
+            return file.path, parts
+        meaning = file.imports.get(parts[0])
+        return self._locate(".".join([meaning, *parts[1:]]), depth + 1) if meaning else None
 
     # ---------------------------------------------------------------------------------------------- closure
 
     def reached_from(
-        self, roots: Iterable[Place], classes: Iterable[str] = (), follows: Follows | None = None
-    ) -> dict[Place, Place | None]:
-        """Every symbol that roots lead to, themselves included, with the one that led there first.
+        self, roots: Iterable[SymbolPlace], classes: Iterable[str] = (), follows: Follows | None = None
+    ) -> dict[SymbolPlace, SymbolPlace | None]:
+        """Every symbol that roots lead to, roots included -> the symbol that led there first.
 
         Args:
-            classes: names of the model's own; tables by class lead to their entries for these.
-            follows: whether the way from one symbol to another counts; by default each does.
+            classes: names of the model's classes; tables by class name lead to their entries for these.
+            follows: whether the step from one symbol to another counts; by default every step does.
         """
         roots, classes = list(roots), list(classes)
         found = self._closure(roots, {}, follows)
         entries = {table: self._entries(table, classes) for table in self._by_class & found.keys()}
-        entries = {table: own for table, own in entries.items() if own}
+        entries = {table: places for table, places in entries.items() if places}
         return self._closure(roots, entries, follows) if entries else found
 
     def _closure(
-        self, roots: Iterable[Place], entries: Mapping[Place, list[Place]], follows: Follows | None
-    ) -> dict[Place, Place | None]:
-        found: dict[Place, Place | None] = dict.fromkeys(roots)
+        self, roots: Iterable[SymbolPlace], entries: Mapping[SymbolPlace, list[SymbolPlace]], follows: Follows | None
+    ) -> dict[SymbolPlace, SymbolPlace | None]:
+        found: dict[SymbolPlace, SymbolPlace | None] = dict.fromkeys(roots)
         pending = list(found)
         while pending:
             place = pending.pop()
@@ -119,22 +119,22 @@ class Library:
                     pending.append(other)
         return found
 
-    def _entries(self, table: Place, classes: list[str]) -> list[Place]:
-        """What a table has for classes: under a key that is a part of the name of one, "ForCausalLM" for example."""
-        file = self.known(table[0])
+    def _entries(self, table: SymbolPlace, classes: list[str]) -> list[SymbolPlace]:
+        """A table's entries for classes: their key is a part of a class name, "ForCausalLM" for example."""
+        file = self.require_file(table[0])
         values = [getattr(node, "value", None) for node in file.symbols[table[1]].nodes]
         dicts = [value for value in values if isinstance(value, ast.Dict)]
-        own = [
+        entries = [
             value
             for node in dicts
             for key, value in zip(node.keys, node.values, strict=True)
             if isinstance(key, ast.Constant) and any(str(key.value) in name for name in classes)
         ]
-        return [place for value in own for place in self._names_in(file, value, with_annotations=False)]
+        return [place for value in entries for place in self._names_in(file, value, with_annotations=False)]
 
-    def _leads_to(self, place: Place) -> Iterator[Place]:
+    def _leads_to(self, place: SymbolPlace) -> Iterator[SymbolPlace]:
         path, name = place
-        file = self.known(path)
+        file = self.require_file(path)
         symbol = file.symbols.get(name)
         if symbol is None:
             return
@@ -143,54 +143,54 @@ class Library:
         if is_class:
             yield from ((path, one) for one in self._members(file, owner))
         for node in symbol.nodes:
-            for table in _asked_for_class(node):
+            for table in _tables_by_class(node):
                 self._by_class |= set(self._names_in(file, table, with_annotations=False))
             yield from self._names_in(file, node, with_annotations=False)
-            for attribute in _own_attributes(node) if member else ():
+            for attribute in _self_attributes(node) if member else ():
                 yield from self.members_of(path, owner, attribute)
 
     def _members(self, file: File, owner: str) -> Iterator[str]:
-        """What counts of a class that is used."""
-        everything = is_config(file.path)
+        """The members that a class leads to."""
+        takes_all = is_config(file.path)
         for name, symbol in file.symbols.items():
             of, _, member = name.partition(".")
             if of == owner and member:
                 is_method = any(isinstance(node, FunctionNode) for node in symbol.nodes)
-                is_own = member == "forward" or (member.startswith("__") and member.endswith("__"))
-                if everything or not is_method or is_own:
+                is_called = member == "forward" or (member.startswith("__") and member.endswith("__"))
+                if takes_all or not is_method or is_called:
                     yield name
 
-    def _names_in(self, file: File, node: ast.AST, *, with_annotations: bool) -> Iterator[Place]:
+    def _names_in(self, file: File, node: ast.AST, *, with_annotations: bool) -> Iterator[SymbolPlace]:
         local = local_names(node) if isinstance(node, FunctionNode) else ()
         for name in _expressions(node, with_annotations):
             meaning = file.names.resolve(name, local)
             if meaning is None and isinstance(name, ast.Name) and name.id not in local:
-                meaning = file.imports.get(name.id)  # one of several branches
+                meaning = file.imports.get(name.id)  # imported in a branch
             if meaning is not None:
-                yield from self._meant(file, meaning)
+                yield from self._places_of(file, meaning)
 
-    def _meant(self, file: File, meaning: str) -> Iterator[Place]:
-        found = self._inside(file, meaning[1:].split("."), 0) if meaning.startswith(".") else self.locate(meaning)
+    def _places_of(self, file: File, meaning: str) -> Iterator[SymbolPlace]:
+        found = self._locate_in(file, meaning[1:].split("."), 0) if meaning.startswith(".") else self.locate(meaning)
         if found is None or not found[1] or found[0].startswith(AUTO):
             return
-        path, (name, *rest) = found
+        path, (name, *attributes) = found
         yield path, name
-        if rest:
-            yield from self._through(path, name, rest[0])
+        if attributes:
+            yield from self._attribute_of(path, name, attributes[0])
 
-    def _through(self, path: str, name: str, attribute: str) -> Iterator[Place]:
-        """What `NAME.attribute` is, where NAME is a class, or made of one by the module."""
-        symbol = self.known(path).symbols[name]
+    def _attribute_of(self, path: str, name: str, attribute: str) -> Iterator[SymbolPlace]:
+        """What `NAME.attribute` is, if NAME is a class, or a module-level instance of one."""
+        symbol = self.require_file(path).symbols[name]
         for node in symbol.nodes:
             value = getattr(node, "value", None)
             if isinstance(node, ast.ClassDef):
                 yield from self.members_of(path, name, attribute)
             elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(value, ast.Call):
-                for place in self._names_in(self.known(path), value.func, with_annotations=False):
+                for place in self._names_in(self.require_file(path), value.func, with_annotations=False):
                     yield from self.members_of(*place, attribute)
 
-    def members_of(self, path: str, owner: str, attribute: str) -> list[Place]:
-        """Where a class, or the first of its bases that has it, defines an attribute."""
+    def members_of(self, path: str, owner: str, attribute: str) -> list[SymbolPlace]:
+        """The definition of an attribute in a class, or in the first of its bases that has it."""
         seen, pending = set(), [(path, owner)]
         while pending:
             place = pending.pop(0)
@@ -209,17 +209,17 @@ class Library:
 
     def helpers_of(
         self, path: str, text: str, kept: Iterable[str], follows: Follows | None = None
-    ) -> dict[Place, Place | None]:
+    ) -> dict[SymbolPlace, SymbolPlace | None]:
         """The symbols of other files that code of a modeling file leads to.
 
         Args:
-            path: the file's place in the package.
+            path: the file's path in the package.
             text: its source.
-            kept: its classes and functions that count.
+            kept: its classes and functions that are followed.
             follows: as `reached_from` takes it.
         """
         file, kept = read_file(path, text), set(kept)
-        roots: dict[Place, None] = {}
+        roots: dict[SymbolPlace, None] = {}
         for name, symbol in file.symbols.items():
             owner = name.partition(".")[0]
             if owner not in kept and any(isinstance(node, ast.ClassDef | FunctionNode) for node in symbol.nodes):
@@ -230,13 +230,13 @@ class Library:
                 for place in self._names_in(file, node, with_annotations=True):
                     if is_config(place[0]):  # `config: LlamaConfig` is how a configuration is named
                         roots[place] = None
-                for attribute in _own_attributes(node) if "." in name else ():
+                for attribute in _self_attributes(node) if "." in name else ():
                     roots.update(dict.fromkeys(self._inherited(file, owner, attribute)))
         found = self.reached_from((place for place in roots if place[0] != path), kept, follows)
         return {place: via for place, via in found.items() if place[0] != path}
 
-    def _inherited(self, file: File, owner: str, attribute: str) -> Iterator[Place]:
-        """Where an attribute of a class of the file comes from, if none of the file's classes defines it."""
+    def _inherited(self, file: File, owner: str, attribute: str) -> Iterator[SymbolPlace]:
+        """The definition of an attribute that a class of the file inherits from another file."""
         pending, seen = [owner], set()
         while pending:
             name = pending.pop(0)
@@ -254,10 +254,10 @@ class Library:
 
 @functools.lru_cache(maxsize=1024)
 def read_file(path: str, text: str) -> File:
-    """A file of the package as it stands; what two releases have alike is read once.
+    """A parsed file of the package; a file that is equal in two releases is parsed once.
 
     Raises:
-        SyntaxError: it is not a Python.
+        SyntaxError: it is not valid Python.
     """
     nodes = ast.parse(text).body
     package = ["transformers", *path.split("/")[:-1]]
@@ -270,7 +270,7 @@ def read_file(path: str, text: str) -> File:
         if isinstance(node, ast.ImportFrom):
             base = [*(base_of(node.level) if node.level else []), *filter(None, [node.module])]
             imports |= {alias.asname or alias.name: ".".join([*base, alias.name]) for alias in node.names}
-    return File(path, text, of_nodes(nodes, is_config=is_config(path)), Names(nodes, base_of), imports)
+    return File(path, text, symbols_of_statements(nodes, is_config=is_config(path)), Names(nodes, base_of), imports)
 
 
 def _module_scope(nodes: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -281,7 +281,7 @@ def _module_scope(nodes: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _expressions(node: ast.AST, with_annotations: bool) -> Iterator[ast.expr]:
-    """The names, and the names with attributes, that a piece of code reads."""
+    """The names and attributes that code reads."""
     pending = [node]
     while pending:
         current = pending.pop()
@@ -294,16 +294,16 @@ def _expressions(node: ast.AST, with_annotations: bool) -> Iterator[ast.expr]:
             pending += [child for child in children if isinstance(child, ast.AST)]
 
 
-def _asked_for_class(node: ast.AST) -> Iterator[ast.expr]:
-    """The tables that code looks the name of its class up in: `kind = self.__class__.__name__`, then `kind in TABLE`."""
+def _tables_by_class(node: ast.AST) -> Iterator[ast.expr]:
+    """The tables in which code looks up the name of its class: `kind = self.__class__.__name__`, then `kind in TABLE`."""
     assigned = (child for child in ast.walk(node) if isinstance(child, ast.Assign))
-    own = {ast.unparse(one.targets[0]) for one in assigned if ast.unparse(one.value) in CLASS_NAMES}
-    for child in ast.walk(node) if own else ():
+    names = {ast.unparse(one.targets[0]) for one in assigned if ast.unparse(one.value) in CLASS_NAMES}
+    for child in ast.walk(node) if names else ():
         if isinstance(child, ast.Compare) and isinstance(child.ops[0], ast.In | ast.NotIn):
-            yield from child.comparators[:1] if ast.unparse(child.left) in own else ()
+            yield from child.comparators[:1] if ast.unparse(child.left) in names else ()
 
 
-def _own_attributes(node: ast.AST) -> set[str]:
+def _self_attributes(node: ast.AST) -> set[str]:
     """The attributes of `self`, `cls` and `super()` that code reads."""
     found = set()
     for child in ast.walk(node):

@@ -1,4 +1,4 @@
-"""A release of transformers, wherever it is: installed, on the package index, in a wheel, in a folder. None is imported."""
+"""A release of transformers: installed, from the package index, in a wheel or in a folder. It is never imported."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PACKAGE = "transformers"
 
 
 @dataclass(frozen=True)
-class Place:
-    """A release and what an environment that runs it installs: a wheel, a folder on the path, or nothing (it is here)."""
+class LocatedRelease:
+    """A release and what an environment needs to run it: a wheel, a folder on the path, or nothing if it is installed here."""
 
     release: Release
     wheel: Path | None = None
@@ -31,13 +31,13 @@ class Place:
 
 
 @functools.lru_cache(maxsize=16)
-def find(where: str) -> Place:
-    """The release that a person names: "5.17.0", "transformers-5.17.0-py3-none-any.whl", a folder with the package.
+def find(where: str) -> LocatedRelease:
+    """The release of a version ("5.17.0"), a wheel ("transformers-5.17.0-py3-none-any.whl") or a folder with the package.
 
-    A version is the installed one, or is downloaded once into the cache.
+    A version that is not installed is downloaded into the cache once.
 
     Raises:
-        UpstreamNotFound: there is none, with the places that were looked at.
+        UpstreamNotFound: there is none; lists where it was searched.
     """
     path = Path(where)
     if path.is_dir():
@@ -47,59 +47,63 @@ def find(where: str) -> Place:
     if len(path.parts) > 1:
         raise UpstreamNotFound(f"There is no folder {where}. Give a version, a wheel or a folder to --to.")
     release = open_release(where)
-    return Place(release) if where == installed_version() else Place(release, wheel=cached_wheel(where).resolve())
+    return (
+        LocatedRelease(release)
+        if where == installed_version()
+        else LocatedRelease(release, wheel=cached_wheel(where).resolve())
+    )
 
 
-def _in_wheel(path: Path) -> Place:
+def _in_wheel(path: Path) -> LocatedRelease:
     if not path.is_file():
         raise UpstreamNotFound(f"There is no wheel {path}. Give a version, a wheel or a folder to --to.")
     try:
         root = zipfile.Path(path, f"{PACKAGE}/")
     except zipfile.BadZipFile as error:
-        raise UpstreamNotFound(f"{path} should be a wheel of transformers and is not a zip file: {error}.") from error
-    return Place(Release(root, _version(root, path)), wheel=path.resolve())
+        raise UpstreamNotFound(f"{path} should be a wheel of transformers but is not a zip file: {error}.") from error
+    return LocatedRelease(Release(root, _version(root, path)), wheel=path.resolve())
 
 
-def _in_folder(path: Path) -> Place:
+def _in_folder(path: Path) -> LocatedRelease:
     candidates = (path, path / PACKAGE, path / "src" / PACKAGE)
     root = next((one for one in candidates if (one / "models").is_dir() and (one / "__init__.py").is_file()), None)
     if root is None or root.name != PACKAGE:
         raise UpstreamNotFound(
-            f"{path} holds no transformers: looked for the package 'transformers', with models/, there and in "
+            f"{path} contains no transformers: searched for the package 'transformers', with models/, there and in "
             "transformers/ and src/transformers/."
         )
     root = root.resolve()
-    return Place(Release(root, _version(root, path)), folder=root.parent)
+    return LocatedRelease(Release(root, _version(root, path)), folder=root.parent)
 
 
 def _version(root: Path | zipfile.Path, path: Path) -> str:
     text = (root / "__init__.py").read_text(encoding="utf-8") if (root / "__init__.py").is_file() else ""
     found = re.search(r"^__version__ = [\"']([^\"']+)[\"']", text, re.MULTILINE)
     if found is None:
-        raise UpstreamNotFound(f"{path}: transformers/__init__.py does not state a __version__: it is not a release.")
+        raise UpstreamNotFound(f"{path}: transformers/__init__.py defines no __version__, so it is not a release.")
     return found[1]
 
 
 def installed() -> str:
-    """The version that is installed here.
+    """The installed version.
 
     Raises:
-        UpstreamNotFound: none is.
+        UpstreamNotFound: transformers is not installed.
     """
     return open_release().version
 
 
-def own_source(model: str, record: Mapping) -> Path:
-    """The file or folder that a model was made from, where it is of no release: its record has the command.
+def user_source(model: str, record: Mapping) -> Path:
+    """The file or folder that a model outside any release was generated from, by the command in its record.
 
     Raises:
-        UpstreamNotFound: it is not there.
+        UpstreamNotFound: it does not exist.
     """
-    words = shlex.split(record["command"])
-    given = Path(words[words.index("--source") + 1])
-    if not given.exists():
+    arguments = shlex.split(record["command"])
+    path = Path(arguments[arguments.index("--source") + 1])
+    if not path.exists():
         raise UpstreamNotFound(
-            f"{model} was made from {given}, which is not there. Run this where that path leads to it: it was given as "
-            f"`{record['command']}`."
+            f"{model} was generated from {path}, which does not exist. To fix: run this in the folder from which the path "
+            f"was given, in `{record['command']}`."
         )
-    return given
+    return path

@@ -1,4 +1,4 @@
-"""The symbols of a source file down to methods and fields, in a normal form: comments, docstrings and formatting do not count."""
+"""The symbols of a source file, down to methods and fields, compared without comments, docstrings and formatting."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Symbol:
     """A function, a method, a field, a module's constant, or the head of a class (its decorators, bases, and the rest).
 
     Attributes:
-        nodes: where it stands; a property and its setter are one symbol.
-        content: what decides whether it is the same.
-        annotation: of a field, apart from its value: a parameter of `__init__` that became a field may have gained one.
-        whole: of a class, all of it; its members are symbols of their own, so only its head counts.
+        nodes: its definitions; a property and its setter are one symbol.
+        content: the nodes that decide whether it is unchanged.
+        annotation: that of a field, apart from its value: a parameter of `__init__` that became a field may have gained one.
+        class_node: the class with its members, which are symbols themselves; only the head counts as content.
     """
 
     name: str
     nodes: tuple[ast.AST, ...]
     content: tuple[ast.AST, ...]
     annotation: ast.expr | None = None
-    whole: ast.ClassDef | None = None
+    class_node: ast.ClassDef | None = None
 
     @functools.cached_property
     def form(self) -> str:
@@ -47,24 +47,24 @@ class Symbol:
         differs = len(annotations) == 2 and normal_form(annotations[0]) != normal_form(annotations[1])
         return self.form == other.form and not differs
 
-    def text(self, source: str, *, whole: bool = False) -> str:
-        """As it stands in the source, decorators included; of a class its head, or the `whole` of it."""
+    def text(self, source: str, *, with_members: bool = False) -> str:
+        """Its source, decorators included; of a class only the head, unless `with_members`."""
         lines = source.splitlines()
-        nodes = (self.whole,) if whole and self.whole is not None else self.nodes
-        return "\n\n".join(filter(None, (_segment(source, lines, node) for node in nodes)))
+        nodes = (self.class_node,) if with_members and self.class_node is not None else self.nodes
+        return "\n\n".join(filter(None, (_source_of(source, lines, node) for node in nodes)))
 
 
 @functools.lru_cache(maxsize=1024)
 def symbols_of(text: str, *, is_config: bool = False) -> Mapping[str, Symbol]:
     """`name -> symbol` of a file: "scale", "Layer", "Layer.forward", "LayerConfig.hidden_size".
 
-    Of a configuration a default has one name, in the signature of `__init__` or as a field.
+    In a configuration, a default in the signature of `__init__` has the same name as one in a field.
     """
-    return of_nodes(ast.parse(text).body, is_config=is_config)
+    return symbols_of_statements(ast.parse(text).body, is_config=is_config)
 
 
-def of_nodes(nodes: list[ast.stmt], *, is_config: bool) -> dict[str, Symbol]:
-    """The same of statements that are parsed already."""
+def symbols_of_statements(nodes: list[ast.stmt], *, is_config: bool) -> dict[str, Symbol]:
+    """The same for the statements of a parsed file."""
     found: dict[str, Symbol] = {}
     others: list[ast.stmt] = []
     for node in nodes:
@@ -81,7 +81,7 @@ def of_nodes(nodes: list[ast.stmt], *, is_config: bool) -> dict[str, Symbol]:
 
 
 def _bound(name: str, node: ast.stmt, earlier: Symbol | None) -> Symbol:
-    """What a statement of the module binds: a function, a constant, or one of several in an `if` or `try`."""
+    """The symbol that a module-level statement binds: a function, a constant, or one of several in an `if` or `try`."""
     inside = [n for n in ast.walk(node) if isinstance(n, Definition) and n is not node and n.name == name]
     nodes = tuple(inside or [node])
     if isinstance(node, ast.AugAssign) and earlier is not None:
@@ -91,16 +91,16 @@ def _bound(name: str, node: ast.stmt, earlier: Symbol | None) -> Symbol:
 
 def _of_class(node: ast.ClassDef, is_config: bool) -> Iterator[Symbol]:
     members: dict[str, list[ast.stmt]] = {}
-    rest: list[ast.stmt] = []
+    others: list[ast.stmt] = []
     for statement in node.body:
         names = bound_names(statement)
         for name in names:
             members.setdefault(name, []).append(statement)
         if not names and not _is_docstring(statement) and not isinstance(statement, ast.Pass):
-            rest.append(statement)
-    head = ast.ClassDef(node.name, node.bases, node.keywords, rest or [ast.Pass()], node.decorator_list)
+            others.append(statement)
+    head = ast.ClassDef(node.name, node.bases, node.keywords, others or [ast.Pass()], node.decorator_list)
     head.lineno = node.lineno
-    yield Symbol(node.name, (head,), (head,), whole=node)
+    yield Symbol(node.name, (head,), (head,), class_node=node)
     init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     init = init if is_config else None
     for name, statements in members.items():
@@ -111,7 +111,7 @@ def _of_class(node: ast.ClassDef, is_config: bool) -> Iterator[Symbol]:
 
 
 def _member(name: str, statements: list[ast.stmt], init: ast.FunctionDef | None) -> Symbol:
-    """A method or a field; `init` is that of a configuration."""
+    """A method or a field; `init` is the `__init__` of a configuration class."""
     nodes = tuple(statements)
     if len(nodes) == 1 and isinstance(nodes[0], ast.Assign | ast.AnnAssign):
         content = () if nodes[0].value is None else (nodes[0].value,)
@@ -128,17 +128,17 @@ def _defaults(function: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr]]:
 
 
 def _without_defaults(init: ast.FunctionDef) -> ast.FunctionDef:
-    """An `__init__` whose defaults, and the names that have them, are symbols of their own."""
+    """A copy of `__init__` without the parameters that have defaults: these are symbols of their own."""
     init = copy.deepcopy(init)
-    own = {argument.arg for argument, _ in _defaults(init)}
-    init.args.args = [argument for argument in init.args.args if argument.arg not in own]
-    init.args.kwonlyargs = [argument for argument in init.args.kwonlyargs if argument.arg not in own]
+    with_default = {argument.arg for argument, _ in _defaults(init)}
+    init.args.args = [argument for argument in init.args.args if argument.arg not in with_default]
+    init.args.kwonlyargs = [argument for argument in init.args.kwonlyargs if argument.arg not in with_default]
     init.args.defaults, init.args.kw_defaults = [], [None] * len(init.args.kwonlyargs)
     return init
 
 
 def _is_imported(node: ast.stmt, name: str) -> bool:
-    """Whether one of the branches of an `if` or `try` imports the name."""
+    """Whether a branch of an `if` or `try` imports the name."""
     if not isinstance(node, ast.If | ast.Try | ast.With):
         return False
     imports = (n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom))
@@ -149,8 +149,10 @@ def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _segment(source: str, lines: list[str], node: ast.AST) -> str:
-    if isinstance(node, ast.ClassDef) and node.end_lineno is None:  # the head of a class, which was not parsed
+def _source_of(source: str, lines: list[str], node: ast.AST) -> str:
+    if (
+        isinstance(node, ast.ClassDef) and node.end_lineno is None
+    ):  # the head of a class, which has no position in the source
         return ast.unparse(node)
     if not isinstance(node, ast.stmt):
         return ast.get_source_segment(source, node) or ast.unparse(node)

@@ -1,27 +1,27 @@
-"""Which imported helpers training, or the making of a model, can run, and which only stand behind code that it does not run.
+"""Which imported helpers training, or building a model, can run, and which are only reached through code that it does not run.
 
-The closure of `reach.py` takes whatever code reads for what it runs. Much of that stands behind a few places of transformers
-alone: what decodes, what asks which packages there are, what checks the name of a kernel that the run chooses itself. What
-another way leads to as well counts, and so does what the modeling file reads itself.
+The closure of `reach.py` assumes that code runs whatever it names. Much of that is reached only through a few places of
+transformers: decoding, checks for installed packages, checks of the name of a kernel that the run chooses itself. A symbol
+that is also reached another way, or that the modeling file names itself, counts as run.
 """
 
 from __future__ import annotations
 
-from patchgen.upgrade.reach import Place
+from patchgen.upgrade.reach import SymbolPlace
 
-ASIDE = {
-    "cache_utils.py": "keeps what decoding needs",
+NOT_TRAINING = {
+    "cache_utils.py": "caches for decoding",
     "generation/": "decodes",
-    "integrations/eager_paged.py": "attends in the caches of decoding",
-    "integrations/flash_paged.py": "attends in the caches of decoding",
-    "integrations/sdpa_paged.py": "attends in the caches of decoding",
-    "integrations/hub_kernels.py": "loads kernels of the hub",
+    "integrations/eager_paged.py": "attention in the caches of decoding",
+    "integrations/flash_paged.py": "attention in the caches of decoding",
+    "integrations/sdpa_paged.py": "attention in the caches of decoding",
+    "integrations/hub_kernels.py": "loads kernels from the hub",
     "model_debugging_utils.py": "prints what modules compute",
-    "utils/import_utils.py": "says which packages there are",
+    "utils/import_utils.py": "checks for installed packages",
     "utils/logging.py": "prints",
 }
-"""Files and folders that compute nothing in training: what they do instead."""
-LEADING_ASIDE = {
+"""Files and folders that compute nothing in training -> what they do instead."""
+LEADS_OUTSIDE_TRAINING = {
     ("configuration_utils.py", "PreTrainedConfig.__repr__"): "prints a configuration",
     ("modeling_flash_attention_utils.py", "lazy_import_flash_attention"): "loads a kernel by its name",
     ("modeling_utils.py", "PreTrainedModel._check_and_adjust_attn_implementation"): "checks a name that the run chose",
@@ -30,9 +30,9 @@ LEADING_ASIDE = {
         "PreTrainedModel._check_and_adjust_experts_implementation",
     ): "checks a name that the run chose",
 }
-"""Symbols that count themselves, while what they lead to is run for something else than to compute: for what."""
+"""Symbols that count as run, although what they call computes nothing in training -> what it does instead."""
 
 
-def runs(place: Place, other: Place) -> bool:
-    """Whether training, where it runs `place`, may run `other`, which that leads to."""
-    return place not in LEADING_ASIDE and not other[0].startswith(tuple(ASIDE))
+def training_follows(place: SymbolPlace, other: SymbolPlace) -> bool:
+    """Whether training that runs `place` may run `other`, which `place` leads to."""
+    return place not in LEADS_OUTSIDE_TRAINING and not other[0].startswith(tuple(NOT_TRAINING))

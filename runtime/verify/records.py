@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchgen import __version__, provenance, upstream
-from patchgen.commands.examination import FAILED, PROVEN, TEXT, generated_digest, quiet
+from patchgen.commands.examination import FAILED, PROVEN, TEXT, generated_digest, set_worker_environment
 from patchgen.runtime.verify import source_closure, source_keys
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, page_of, records_folder
 from patchgen.templates import render
@@ -180,7 +180,7 @@ def present_digests(rows: Iterable[Mapping], release: upstream.Release, jobs: in
 def _digests(kinds: list[str], version: str, jobs: int) -> dict[str, str]:
     """Digests of the bytes that generation gives for each type."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(kinds)), mp_context=context, initializer=quiet) as pool:
+    with ProcessPoolExecutor(min(jobs, len(kinds)), mp_context=context, initializer=set_worker_environment) as pool:
         return dict(zip(kinds, pool.map(generated_digest, kinds, [version] * len(kinds), chunksize=4), strict=True))
 
 

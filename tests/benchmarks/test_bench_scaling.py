@@ -134,9 +134,9 @@ def test_runs_that_cannot_be_compared_are_no_success():
 
 def test_a_partial_checkpoint_does_not_count(tmp_path):
     (tmp_path / "checkpoints" / ".step-24.partial").mkdir(parents=True)
-    assert bench_recipe.whole_checkpoint(tmp_path) is None
+    assert bench_recipe.complete_checkpoint(tmp_path) is None
     (tmp_path / "checkpoints" / "step-12").mkdir()
-    assert bench_recipe.whole_checkpoint(tmp_path) == 12
+    assert bench_recipe.complete_checkpoint(tmp_path) == 12
 
 
 def test_a_run_that_ends_by_itself_was_not_killed(tmp_path):

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchgen import source, upstream
+from patchgen.upgrade.findings import ModelUpgrade, Site
 from patchgen.upgrade.reach import is_config
 from patchgen.upgrade.symbols import symbols_of
+
+MODEL = "qwen3_moe"
+FILE = f"models/{MODEL}/modeling_{MODEL}.py"
 
 
 @dataclass(frozen=True)
 class Drift:
-    """A change of one symbol of a file, and what must be said of it."""
+    """A change of one symbol of a file, and what must be reported of it."""
 
     file: str  # inside the package
     symbol: str
@@ -69,3 +73,22 @@ def changed(text: str, drift: Drift) -> str:
     assert segment.count(drift.old) == 1, f"{drift.id}: {drift.old!r} stands {segment.count(drift.old)} times in it"
     assert text.count(segment) == 1
     return text.replace(segment, segment.replace(drift.old, drift.new))
+
+
+def site_of(found: ModelUpgrade, drift: Drift) -> Site:
+    """The site that reports the drift."""
+    sites = [site for site in found.sites if (site.file, site.symbol) == (f"transformers/{drift.file}", drift.symbol)]
+    assert sites, f"{drift.id} is not reported: {[site.symbol for site in found.sites]}"
+    return sites[0]
+
+
+def check_reported(found: ModelUpgrade, drift: Drift) -> None:
+    """The drift is reported with its kind, passes, verdict and both sources."""
+    site = site_of(found, drift)
+    assert (site.kind, site.passes, site.verdict) == (drift.kind, drift.passes, drift.verdict), site.reason
+    if drift.kind in ("added", "gone"):
+        assert site.new_upstream.strip() in drift.new and site.old_upstream.strip() in drift.old
+    elif "@" in drift.old + drift.new:  # a decorator is reported with the whole head
+        assert site.old_upstream != site.new_upstream
+    else:
+        assert drift.old.strip() in site.old_upstream and drift.new.strip() in site.new_upstream

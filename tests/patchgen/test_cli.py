@@ -242,7 +242,7 @@ def test_two_runs_at_once_leave_one_whole_result(tmp_path: Path):
         (["generate"], UpstreamNotFound, "No model was named"),
         (["generate", "qwen3_mo"], UpstreamNotFound, "Nearest: .*, .*, "),
         (["generate", MODEL, "--source", "no_such.py"], UpstreamNotFound, "no file no_such.py"),
-        (["generate", MODEL, "--transformers", "newest"], UpstreamNotFound, "not a transformers version"),
+        (["generate", MODEL, "--transformers", "newest"], UpstreamNotFound, "not a version of transformers"),
         (["explain", "fused_los"], UpstreamNotFound, "fused_loss"),
         (["inspect", "qwen3_mo"], UpstreamNotFound, "qwen3_moe"),
         (["new", "qwen3_mo"], UpstreamNotFound, "qwen3_moe"),
@@ -254,7 +254,7 @@ def test_two_runs_at_once_leave_one_whole_result(tmp_path: Path):
         (["verify", MODEL, "--directory", "no_such_folder"], StaleFile, "holds no generated model"),
         (["generate", MODEL, "llama", "--source", "own.py"], ConfigError, "2 names were given"),
         (["generate", MODEL, "--source", "own.py", "--transformers", "5.17.0"], ConfigError, "contradict"),
-        (["upgrade", "nonsense"], UpstreamNotFound, "Not among the committed models: nonsense"),
+        (["upgrade", "nonsense"], UpstreamNotFound, "Not committed: nonsense"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments: list[str], error: type[Exception], message: str):

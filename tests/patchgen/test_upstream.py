@@ -115,7 +115,7 @@ def test_a_file_of_a_release_that_does_not_parse_is_named(wheel: Path):
 
 @pytest.mark.parametrize("version", ["latest", "5.23.0; rm", "../5.17.0", ""])
 def test_what_is_no_version_is_refused(version: str):
-    with pytest.raises(UpstreamNotFound, match="is not a transformers version"):
+    with pytest.raises(UpstreamNotFound, match="is not a version of transformers"):
         upstream.load("llama", version)
 
 

@@ -25,11 +25,11 @@ def test_an_encoder_decoder_is_proven_with_its_own_loss(rows):
 def test_a_record_holds_until_what_it_depends_on_moves(rows, tmp_path):
     path, release = tmp_path / head_sweep.FILE, upstream.open_release()
     head_sweep.write(path, {(row["model_type"], row["kind"]): row for row in rows})
-    assert head_sweep.stale(path, release, {"t5": HEADS}) == []
-    assert head_sweep.stale(path, release, {"t5": HEADS | {"base": "T5Model"}}) == ["t5"]
+    assert head_sweep.stale_types(path, release, {"t5": HEADS}) == []
+    assert head_sweep.stale_types(path, release, {"t5": HEADS | {"base": "T5Model"}}) == ["t5"]
     other = {**rows[0], "made_with": {**rows[0]["made_with"], "prover": "another"}}
     head_sweep.write(path, {("t5", row["kind"]): row for row in (other, rows[1])})
-    assert head_sweep.stale(path, release, {"t5": HEADS}) == ["t5"]
+    assert head_sweep.stale_types(path, release, {"t5": HEADS}) == ["t5"]
 
 
 def test_rows_that_hold_name_the_generator_that_gives_the_same_bytes(rows, tmp_path, monkeypatch):
@@ -62,5 +62,5 @@ def test_the_kinds_are_those_of_the_prover():
 
 
 def test_a_type_without_such_heads_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="--only vit: transformers .* has no head of these kinds"):
+    with pytest.raises(ConfigError, match="--only vit: transformers .* has no head of that type of these kinds"):
         invoke("sweep", "--family", "heads", "--only", "vit", "--output", str(tmp_path))

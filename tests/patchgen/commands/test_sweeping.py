@@ -20,7 +20,7 @@ def in_one_process(kind: str, output, family: str = "text") -> int:
 def test_a_type_that_does_not_exist_is_named_and_leaves_no_row(start, tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"--only qwen3_mo: transformers .* has no such type \(nearest: qwen3_moe.*--code FOLDER` proves",
+        match=r"--only qwen3_mo: transformers .* has no such type \(nearest: qwen3_moe.*patchgen verify --code FOLDER",
     ):
         start("qwen3_mo", tmp_path)
     assert not list(tmp_path.iterdir())
@@ -29,9 +29,10 @@ def test_a_type_that_does_not_exist_is_named_and_leaves_no_row(start, tmp_path):
 @pytest.mark.parametrize("start", [on_ranks, in_one_process])
 def test_a_type_of_the_other_kind_says_how_it_is_swept(start, tmp_path):
     with pytest.raises(
-        ConfigError, match="--only qwen3_vl: transformers .* has no causal head of that type, but another"
+        ConfigError,
+        match="--only qwen3_vl: transformers .* has no causal head of that type, but .*give --family media",
     ):
         start("qwen3_vl", tmp_path)
-    with pytest.raises(ConfigError, match="no head with media of that type, but another .leave out --family media"):
+    with pytest.raises(ConfigError, match="no head with media of that type, but .*omit --family media"):
         start("qwen3_moe", tmp_path, "vision")
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ from patchgen.mutation.configuration import NAME, Configuration
 from patchgen.mutation.draw import OPERATORS, draw
 from patchgen.mutation.edits import Source
 from patchgen.mutation.losses import LOSS_OPERATORS
-from patchgen.mutation.whole_file import ELSEWHERE
+from patchgen.mutation.whole_file import OTHER_MODULE
 
 SOURCE = """
 import torch
@@ -111,7 +111,7 @@ def test_every_mutant_of_a_model_parses_and_differs(model: str):
 
 def test_moved_code_brings_what_it_needs():
     moved = next(m for m in draw(SOURCE, seed=0) if m.operator == "class in another module")
-    assert f"from .{ELSEWHERE} import" in moved.text and "def scaled" in moved.modules[ELSEWHERE]
+    assert f"from .{OTHER_MODULE} import" in moved.text and "def scaled" in moved.modules[OTHER_MODULE]
 
 
 def test_a_default_of_the_configuration_is_changed_in_a_copy_of_it():

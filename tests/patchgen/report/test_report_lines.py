@@ -24,7 +24,7 @@ def generated(request):
 
 
 def test_every_line_of_both_files_is_in_one_row_in_order(generated):
-    rows = lines.follow(generated)
+    rows = lines.trace(generated)
     left, right = lines.lines_of(generated.upstream.text), lines.lines_of(generated.text)
     assert [row.left for row in rows if row.left] == list(range(1, len(left) + 1))
     assert [row.right for row in rows if row.right] == list(range(1, len(right) + 1))
@@ -35,14 +35,14 @@ def test_every_line_of_both_files_is_in_one_row_in_order(generated):
 
 def test_a_line_that_a_pass_marked_is_that_pass_s(generated):
     right = lines.lines_of(generated.text)
-    by = {row.right: row.by for row in lines.follow(generated) if row.right}
+    by = {row.right: row.by for row in lines.trace(generated) if row.right}
     marked = {i: found[1] for i, line in enumerate(right, 1) if (found := re.search(r"^\s*# patchgen: (\w+)", line))}
     assert len(marked) > 5
     assert {i: by[i] for i in marked} == marked
 
 
 def test_what_was_dropped_is_dropped_by_prune(generated):
-    removed = [row for row in lines.follow(generated) if row.left and not row.right]
+    removed = [row for row in lines.trace(generated) if row.left and not row.right]
     names = {name: (start, end) for start, end, name in symbols(generated.upstream.text)}
     for hit in next(step for step in generated.steps if step.name == "prune").outcome.hits:
         start, end = names[hit.site]
@@ -51,7 +51,7 @@ def test_what_was_dropped_is_dropped_by_prune(generated):
 
 def test_each_hit_of_a_pass_that_rewrites_has_a_place(generated):
     hues = {step.name: 1 for step in generated.steps}
-    code = side_by_side(lines.follow(generated), generated.upstream.text, generated.text, hues)
+    code = side_by_side(lines.trace(generated), generated.upstream.text, generated.text, hues)
     seen = {name for site in code.sites for name in site.passes}
     hit = {step.name for step in generated.steps if step.outcome.hits and step.changed_lines}
     assert seen == hit - {*PLUMBING}
@@ -73,8 +73,8 @@ def test_highlighting_of_odd_text(text):
 
 
 @given(TEXT, TEXT)
-def test_opcodes_cover_both_texts_and_equal_ones_are(before, after):
-    found = lines.opcodes(before, after)
+def test_diff_blocks_cover_both_texts_and_equal_ones_are_equal(before, after):
+    found = lines.diff_blocks(before, after)
     assert [line for _, left, _ in found for line in before[left]] == before
     assert [line for _, _, right in found for line in after[right]] == after
     assert all(before[left] == after[right] for kind, left, right in found if kind == "equal")

@@ -84,16 +84,16 @@ def test_the_index_tells_of_all_models_and_of_one_that_has_no_page(models, tmp_p
     page = (tmp_path / "pages" / "index.html").read_text()
     assert f'href="{MODEL}.html"' in page and 'href="gone.html"' not in page and "has no model &#39;gone&#39;" in page
     assert "../generated_models/llama/modeling_llama.diff" in page
-    with pytest.raises(UpstreamNotFound, match=r"Not among the committed models: gpt2"):
+    with pytest.raises(UpstreamNotFound, match=r"Not committed: gpt2"):
         run("report", "gpt2")
 
 
 def test_a_committed_file_that_differs_is_said_and_its_proof_is_outdated(models):
-    assert "not what generation gives now" not in model.page(MODEL)
+    assert "not what generation gives now (shown here)" not in model.page(MODEL)
     path = models / MODEL / f"modeling_{MODEL}.py"
     path.write_text(path.read_text() + "# mine\n")
     page = model.page(MODEL)
-    assert f"The committed modeling_{MODEL}.py is not what generation gives now" in page
+    assert f"The committed modeling_{MODEL}.py is not what generation gives now (shown here)" in page
     assert ">outdated<" in page
 
 
@@ -106,7 +106,7 @@ def test_a_model_from_a_file_is_compared_with_that_file(tmp_path, models):
     page = model.page("own")
     assert "&lt;/script&gt;&lt;img src=x&gt;" in page and "<img" not in page
     source.unlink()
-    with pytest.raises(UpstreamNotFound, match="There is no file"):
+    with pytest.raises(UpstreamNotFound, match="modeling_own.py, which does not exist"):
         model.page("own")
 
 

@@ -1,4 +1,4 @@
-"""`patchgen upgrade` and what goes with it, as commands: exit codes, JSON, refusals beside models that go on, the move itself."""
+"""`patchgen upgrade` and its kin as commands: exit codes, JSON, refusals of single models, the move itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patchgen.errors import PatchgenError, UpstreamNotFound
 from patchgen.upgrade import releases
 from patchgen.upgrade.applying import prove_against
 from patchgen.upgrade.findings import REVIEW, ModelUpgrade, Site, Upgrade
-from patchgen.upgrade.words import commit_message
+from patchgen.upgrade.messages import commit_message
 
 MODEL = "qwen3"
 FILE = f"models/{MODEL}/modeling_{MODEL}.py"
@@ -34,7 +34,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_an_upgrade_says_what_moved_and_exits_with_its_verdict(models: Path, tmp_path: Path):
+def test_an_upgrade_lists_the_changes_and_exits_with_its_verdict(models: Path, tmp_path: Path):
     release = str(planted(tmp_path / "release", [SLICED]))
     before = {path: path.read_bytes() for path in (models / MODEL).iterdir()}
     result = invoke("upgrade", "--to", release)
@@ -50,7 +50,7 @@ def test_an_upgrade_says_what_moved_and_exits_with_its_verdict(models: Path, tmp
     assert {path: path.read_bytes() for path in (models / MODEL).iterdir()} == before
 
 
-def test_one_refusal_leaves_the_others_to_be_generated_and_is_told_at_the_end(tmp_path: Path):
+def test_the_other_models_are_generated_and_the_refusal_is_reported_at_the_end(tmp_path: Path):
     with pytest.raises(PatchgenError, match=r"(?s)1 of 3 models.*nonsense:.*no model 'nonsense'"):
         invoke("generate", MODEL, "nonsense", "llama", "--output", str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {MODEL, "llama"}
@@ -91,13 +91,13 @@ def test_a_release_is_found_in_a_folder_and_in_a_wheel_and_nowhere_else(tmp_path
         archive.writestr("transformers/" + FILE, "x = 1\n")
     found = releases.find(str(wheel))
     assert (found.release.version, found.wheel, found.release.read(FILE)) == ("9.9.9", wheel, "x = 1\n")
-    wrong = {"none.whl": "There is no wheel", "none": "There is no folder", "": "holds no transformers"}
-    for name, words in wrong.items():
-        with pytest.raises(UpstreamNotFound, match=words):
+    wrong = {"none.whl": "There is no wheel", "none": "There is no folder", "": "contains no transformers"}
+    for name, message in wrong.items():
+        with pytest.raises(UpstreamNotFound, match=message):
             releases.find(str(tmp_path / name))
 
 
-def test_the_message_of_the_commit_names_what_moved_and_what_did_not():
+def test_the_commit_message_names_what_moved_and_what_did_not():
     file = f"transformers/{FILE}"
     site = Site("model", "changed", file, "Qwen3Model.forward", ("language_sp",), REVIEW, "a site of language_sp")
     helper = Site("helper", "changed", "transformers/masking_utils.py", "create_causal_mask", (), REVIEW, "the way")
@@ -126,6 +126,6 @@ def test_a_model_moves_with_its_proof_and_a_second_run_has_nothing_to_do(
     assert f"Generated from transformers {wheels.installed_version()}: {MODEL}" in result.output
     assert COMMENT.new in (models / MODEL / f"modeling_{MODEL}.py").read_text()
     assert json.loads((models / MODEL / "verify.json").read_text())["status"] == "proven"
-    assert "stands there already, proven" in invoke("upgrade", "--to", release, "--apply").output
-    holds, words = prove_against(MODEL, release, models, Path(sys.executable))
-    assert holds and words.startswith("proven")
+    assert "moved already, proven" in invoke("upgrade", "--to", release, "--apply").output
+    is_proven, outcome = prove_against(MODEL, release, models, Path(sys.executable))
+    assert is_proven and outcome.startswith("proven")

@@ -1,4 +1,4 @@
-"""Of imported helpers a review lists those that training runs, and counts the rest; all are told."""
+"""A review lists the imported helpers that training runs, and counts the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from patchgen import pipeline, provenance, upstream
 from patchgen.upgrade import compare_model
 from patchgen.upgrade.findings import REVIEW, ModelUpgrade, Site, Upgrade
-from patchgen.upgrade.words import commit_message, show_model
+from patchgen.upgrade.messages import commit_message, show_model
 
 MODEL = "llama"
 FORMAT = Drift(f"models/{MODEL}/modeling_{MODEL}.py", "LlamaMLP.forward", "return down_proj", "return (down_proj)")
@@ -29,7 +29,7 @@ RUN = (
         "applicable_attn_implementation = str(attn_implementation)",
     ),
 )
-NOT_RUN = (  # decoding, what stands behind the check of a name, types
+NOT_RUN = (  # decoding, code reached only from the check of a name, types
     Drift("integrations/eager_paged.py", "eager_paged_attention_forward", "key.transpose(2, 3)", "key.mT"),
     Drift(
         "generation/continuous_batching/cache.py",
@@ -50,9 +50,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> ModelUpgrade:
     return compare_model(MODEL, str(planted(tmp_path_factory.mktemp("release"), (FORMAT, *RUN, *NOT_RUN))), root)
 
 
-def test_every_helper_is_told_with_whether_training_runs_it(found: ModelUpgrade):
-    told = {(site.file.removeprefix("transformers/"), site.symbol): site.is_run for site in found.sites}
-    assert told == {(d.file, d.symbol): d in RUN for d in (*RUN, *NOT_RUN)}
+def test_every_helper_is_listed_with_whether_training_runs_it(found: ModelUpgrade):
+    is_run = {(site.file.removeprefix("transformers/"), site.symbol): site.is_run for site in found.sites}
+    assert is_run == {(d.file, d.symbol): d in RUN for d in (*RUN, *NOT_RUN)}
     assert {site.verdict for site in found.sites} == {REVIEW}
 
 
@@ -73,14 +73,16 @@ def test_the_message_of_the_commit_counts_what_training_runs(found: ModelUpgrade
     assert f"training runs, {len(RUN)} symbols changed" in message and "eager_paged" not in message
 
 
-def test_a_change_is_shown_once_where_several_sites_have_it(found: ModelUpgrade, capsys: pytest.CaptureFixture[str]):
+def test_a_change_of_several_sites_is_shown_once(found: ModelUpgrade):
     site = Site("model", "changed", "file.py", "A.forward", ("one",), REVIEW, "why", "old = 1\n", "new = 1\n")
     again = replace(site, kind="hits", passes=("two",), reason="two at A.forward: nothing -> something")
     other = replace(again, new_upstream="newer = 1\n")
     console = Console(file=io.StringIO(), width=200)
     show_model(replace(found, sites=(site, again, other)), console, verbose=False)
-    shown = console.file.getvalue() + capsys.readouterr().out
-    assert [shown.count(words) for words in ("+new = 1", "+newer = 1", "two at A.forward", "its code: above")] == [
+    shown = console.file.getvalue()
+    assert [
+        shown.count(words) for words in ("+new = 1", "+newer = 1", "two at A.forward", "its code: shown above")
+    ] == [
         1,
         1,
         2,

@@ -1,4 +1,4 @@
-"""Modeling files that are no part of transformers: all that keeps one from being generated is said at once."""
+"""Modeling files that are not part of transformers: everything that prevents generation is reported at once."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from patchgen.model_configs import ModelConfig, shown_file
 from patchgen.source import Module, bound_names
 from patchgen.upstream import Release, Upstream, open_release
 
-LAZY = "__getattr__"
 
-
-def tells_all(upstream: Upstream) -> bool:
-    """Whether every pass is asked before a refusal: of another's file one wants to know all that there is to do."""
+def collects_refusals(upstream: Upstream) -> bool:
+    """Whether every pass runs before the refusals are reported, so that a user sees all that has to change in the file."""
     return upstream.version is None
 
 
-def refused(upstream: Upstream, config: ModelConfig, refusals: Sequence[PassMismatch]) -> PassMismatch:
-    """The refusals of all passes as one, with the config that would leave each pass out."""
+def combined_refusal(upstream: Upstream, config: ModelConfig, refusals: Sequence[PassMismatch]) -> PassMismatch:
+    """The refusals of all passes as one error, with the config that would skip each of them."""
     if len(refusals) == 1:
         return refusals[0]
     names = dict.fromkeys(error.pass_name for error in refusals)
     expected = "".join(f'        "{name}": Expect(0, reason="..."),\n' for name in names)
-    told = "\n\n".join(map(str, refusals))
+    messages = "\n\n".join(map(str, refusals))
     return PassMismatch(
-        f"{len(names)} passes refuse {upstream.origin}: {', '.join(names)}.\n\n{told}\n\n"
-        f"What nothing of the above mends can be left as it is, pass by pass, in {config_place(upstream)}:\n\n"
+        f"{len(names)} passes refuse {upstream.origin}: {', '.join(names)}.\n\n{messages}\n\n"
+        f"Sites that no fix above covers can stay as upstream wrote them, pass by pass, in {config_path(upstream)}:\n\n"
         "    from patchgen.model_configs import Expect, ModelConfig\n\n"
         f'    CONFIG = ModelConfig(model="{config.model}", expect={{\n{expected}    }})',
         tuple(site for error in refusals for site in error.sites),
@@ -37,8 +35,8 @@ def refused(upstream: Upstream, config: ModelConfig, refusals: Sequence[PassMism
     )
 
 
-def config_place(upstream: Upstream) -> str:
-    """Where the config of a model stands, or would: beside a file on disk, else where those of models are."""
+def config_path(upstream: Upstream) -> str:
+    """The path of a model's config, which may not exist: beside a file on disk, else among the configs of models."""
     if upstream.given is None:
         return shown_file(upstream.model)
     given = Path(upstream.given)
@@ -47,49 +45,49 @@ def config_place(upstream: Upstream) -> str:
 
 
 def check_imports(module: Module, upstream: Upstream) -> None:
-    """Refuses a file on disk whose generated form would import what is not there.
+    """Refuses a file on disk whose generated form would import something that does not exist.
 
     Raises:
-        ConfigError: with every such import: modules beside the file that are missing, and names that the installed
-            transformers does not have.
+        ConfigError: lists every such import: missing modules beside the file, and names that the installed transformers
+            does not have.
     """
     if upstream.version is not None or upstream.module.startswith("transformers."):
         return
-    beside = f"{upstream.package}."
+    siblings = f"{upstream.package}."
     missing = []
     for statement in (node for block in module for node in block.statements if isinstance(node, ast.ImportFrom)):
         name = statement.module or ""
-        if name.startswith(beside) and f"{name.removeprefix(beside).split('.')[0]}.py" not in upstream.siblings:
-            file = f"{name.removeprefix(beside).split('.')[0]}.py"
+        file = f"{name.removeprefix(siblings).split('.')[0]}.py"
+        if name.startswith(siblings) and file not in upstream.siblings:
             missing.append(f"{file}, which it imports: put the file beside {upstream.origin}")
         elif name.split(".")[0] == "transformers" and not statement.level:
             missing += _not_in_transformers(name, [alias.name for alias in statement.names])
     if missing:
         listed = "".join(f"\n  {one}" for one in dict.fromkeys(missing))
-        raise ConfigError(f"{upstream.given or upstream.origin} needs what is not there:{listed}")
+        raise ConfigError(f"{upstream.given or upstream.origin} imports what does not exist:{listed}")
 
 
-def _not_in_transformers(name: str, wanted: Sequence[str]) -> Iterator[str]:
-    """The names that the installed transformers does not have, in words."""
+def _not_in_transformers(module: str, names: Sequence[str]) -> Iterator[str]:
+    """A message for each imported name that the installed transformers does not have."""
     try:
         release = open_release()
     except UpstreamNotFound:
         return
-    if name == "transformers":
-        return  # it makes its names when they are asked for
-    path = "/".join(name.split(".")[1:])
+    if module == "transformers":
+        return  # a lazy module: its text does not list its names
+    path = "/".join(module.split(".")[1:])
     text = next((t for t in (release.read(f"{path}.py"), release.read(f"{path}/__init__.py")) if t is not None), None)
     if text is None:
-        yield f"{name}: {release.origin} has no such module; take the lines that import it out of the file"
+        yield f"{module}: {release.origin} has no such module; remove its import from the file"
         return
     tree = ast.parse(text)
-    made = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    if LAZY in made or any(dotted(call.func) == "_LazyModule" for call in calls(tree)):
-        return  # as well
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if "__getattr__" in functions or any(dotted(call.func) == "_LazyModule" for call in calls(tree)):
+        return  # another lazy module
     known = {one for node in ast.walk(tree) if isinstance(node, ast.stmt) for one in bound_names(node)}
-    for one in wanted:
-        if "*" not in known and one not in known and not _is_module(release, f"{path}/{one}"):
-            yield f"{name}.{one}: {release.origin} has no such name; take it out of the file, or define it there"
+    for name in names:
+        if "*" not in known and name not in known and not _is_module(release, f"{path}/{name}"):
+            yield f"{module}.{name}: {release.origin} has no such name; remove it from the file, or define it there"
 
 
 def _is_module(release: Release, path: str) -> bool:

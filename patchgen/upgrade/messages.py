@@ -1,4 +1,4 @@
-"""What a reader sees of an upgrade: on the terminal, and the message of the commit."""
+"""The text of an upgrade: on the terminal, and as a commit message."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from collections.abc import Iterable, Iterator
 from rich.console import Console
 
 from patchgen.commands.console import print_diff
-from patchgen.upgrade.findings import PERSON, REVIEW, SAME, WORDS, ModelUpgrade, Site, Upgrade
+from patchgen.upgrade.findings import PERSON, REVIEW, SAME, VERDICT_NAMES, ModelUpgrade, Site, Upgrade
 
 STYLES = {SAME: "green", REVIEW: "yellow", PERSON: "red"}
 
 
 def show_model(found: ModelUpgrade, console: Console, *, verbose: bool) -> None:
-    """A model: its verdict, and each site with what changed. Of imported helpers their names alone, and of those that training
-    does not run their number, unless `verbose`."""
+    """Prints a model's verdict and each site with its change. Without `verbose`, imported helpers are only named, and those that
+    training does not run only counted."""
     console.print(
-        f"{found.model}: {found.old} -> {found.new}: {WORDS[found.verdict]}", style=STYLES[found.verdict], markup=False
+        f"{found.model}: {found.old} -> {found.new}: {VERDICT_NAMES[found.verdict]}",
+        style=STYLES[found.verdict],
+        markup=False,
     )
     helpers = [site for site in found.sites if site.place == "helper" and site.verdict < PERSON]
     shown: set[tuple[str, ...]] = set()
@@ -29,7 +31,7 @@ def show_model(found: ModelUpgrade, console: Console, *, verbose: bool) -> None:
         run = [site for site in helpers if site.is_run]
         files = len({site.file for site in run})
         console.print(
-            f"  helpers: {len(run)} symbols in {files} imported files (their sources: --verbose)", markup=False
+            f"  helpers: {len(run)} symbols in {files} imported files (--verbose shows their sources)", markup=False
         )
         listed = ", ".join(f"{site.symbol} ({site.kind})" for site in run)
         console.print(textwrap.indent(textwrap.fill(listed, 110), "    "), style="dim", markup=False, soft_wrap=True)
@@ -38,11 +40,11 @@ def show_model(found: ModelUpgrade, console: Console, *, verbose: bool) -> None:
                 f"  and {len(helpers) - len(run)} that training does not run (--verbose lists them)", markup=False
             )
     if not found.sites:
-        console.print("  no class, function or field that the model uses changed; comments and formatting may have")
+        console.print("  no class, function or field that the model uses changed, at most comments and formatting")
 
 
 def _show_site(site: Site, console: Console, shown: set[tuple[str, ...]]) -> None:
-    """A site; its change by reference where it was shown with another one, as that of a pass whose hits moved there."""
+    """Prints a site; a change that was shown with another site, as when hits of a pass changed there, is not repeated."""
     where = f"{site.file}:{site.new_line or site.old_line}" if site.new_line or site.old_line else site.file
     passes = f" [{', '.join(site.passes)}]" if site.passes else ""
     style = STYLES[site.verdict] if site.verdict == PERSON else "bold"
@@ -54,33 +56,33 @@ def _show_site(site: Site, console: Console, shown: set[tuple[str, ...]]) -> Non
     sides = (site.old_upstream, site.new_upstream, site.generated_now, site.generated_then, site.edit)
     change = (site.file, site.symbol, *sides)
     if any(sides) and change in shown:
-        console.print("    its code: above", style="dim", markup=False)
+        console.print("    its code: shown above", style="dim", markup=False)
         return
     shown.add(change)
-    labels = ("upstream's, old", "upstream's, new")
+    labels = ("old upstream", "new upstream")
     _show_change(site.old_upstream, site.new_upstream, labels, console)
     if site.edit:
-        console.print("    the edit, written for the old one:", markup=False)
+        console.print("    the edit, written for the old code:", markup=False)
         console.print(textwrap.indent(site.edit, "      "), style="cyan", markup=False, soft_wrap=True)
-    elif _without_blank(site.generated_then) != _without_blank(site.new_upstream) and site.generated_then:
+    elif _stripped_lines(site.generated_then) != _stripped_lines(site.new_upstream) and site.generated_then:
         _show_change(site.generated_now, site.generated_then, ("generated now", "generated then"), console)
 
 
-def _without_blank(text: str) -> list[str]:
+def _stripped_lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _show_change(old: str, new: str, labels: tuple[str, str], console: Console) -> None:
     lines = difflib.unified_diff(old.splitlines(), new.splitlines(), *labels, n=2, lineterm="")
-    print_diff(lines, indent="    ")
+    print_diff(lines, "    ", console)
 
 
 def summary(found: Upgrade) -> Iterator[str]:
-    """A line for each verdict that models have."""
-    for verdict, words in WORDS.items():
+    """A line per verdict with its models."""
+    for verdict, verdict_name in VERDICT_NAMES.items():
         names = [model.model for model in found.models if model.verdict == verdict]
         if names:
-            yield f"{len(names)} {words}: {', '.join(names)}"
+            yield f"{len(names)} {verdict_name}: {', '.join(names)}"
 
 
 # -------------------------------------------------------------------------------------------------- the commit
@@ -91,25 +93,25 @@ def commit_message(found: Upgrade, written: Iterable[str], reviewed: Iterable[st
 
     Args:
         written: the models that moved, each proven with the new release.
-        reviewed: the targets of hand edits that a person said to be right as they are.
-        held_back: model -> why it stays where it is.
+        reviewed: the targets of hand edits that a person confirmed.
+        held_back: model -> why it was not moved.
     """
     models = {model.model: model for model in found.models}
     written = list(written)
     names = ", ".join(written) if len(written) < 4 else f"{len(written)} models"
     parts = [f"Generated from transformers {found.new}: {names}"]
     proven = "Each is proven equal to the release's own class: loss, logits, every gradient."
-    parts.append(textwrap.fill(f"They were made from {found.old}. {proven}", 72))
+    parts.append(textwrap.fill(f"They were generated from {found.old}. {proven}", 72))
     same = [name for name in written if not models[name].sites]
     if same:
-        parts.append(textwrap.fill(f"Nothing but comments changed in {', '.join(same)}.", 72))
+        parts.append(textwrap.fill(f"Only comments changed in {', '.join(same)}.", 72))
     for name in written:
         if lines := list(_changes(models[name])):
             parts.append("\n".join([f"{name}:", *lines]))
-    if beside := _beside(models[name] for name in written):
-        parts.append(beside)
+    if helpers := _changed_helpers(models[name] for name in written):
+        parts.append(helpers)
     if reviewed := list(reviewed):
-        parts.append(textwrap.fill(f"Hand edits read against their new targets: {', '.join(reviewed)}.", 72))
+        parts.append(textwrap.fill(f"Hand edits compared with their new targets: {', '.join(reviewed)}.", 72))
     if held_back:
         reasons = (f"- {name}: {reason.splitlines()[0]}" for name, reason in held_back.items())
         parts.append("\n".join(["Not moved:", *(_item(reason) for reason in reasons)]))
@@ -121,16 +123,15 @@ def _changes(model: ModelUpgrade) -> Iterator[str]:
     for site in model.sites:
         if site.place == "helper":
             continue
-        under = f" ({', '.join(site.passes)})" if site.passes else ""
-        what = site.reason if site.kind in ("hits", "census") else f"{site.symbol} {site.kind}{under}"
-        yield _item(f"- {what}")
+        passes = f" ({', '.join(site.passes)})" if site.passes else ""
+        yield _item("- " + (site.reason if site.kind in ("hits", "census") else f"{site.symbol} {site.kind}{passes}"))
 
 
 def _item(text: str) -> str:
     return textwrap.fill(text, 72, subsequent_indent="  ", break_long_words=False)
 
 
-def _beside(models: Iterable[ModelUpgrade]) -> str:
+def _changed_helpers(models: Iterable[ModelUpgrade]) -> str:
     helpers = {
         (site.file, site.symbol) for model in models for site in model.sites if site.place == "helper" and site.is_run
     }
@@ -138,5 +139,5 @@ def _beside(models: Iterable[ModelUpgrade]) -> str:
         return ""
     files = sorted({file.removeprefix("transformers/") for file, _ in helpers})
     return textwrap.fill(
-        f"Of what they import and training runs, {len(helpers)} symbols changed, in {', '.join(files)}.", 72
+        f"Of the imported code that training runs, {len(helpers)} symbols changed, in {', '.join(files)}.", 72
     )

@@ -1,4 +1,4 @@
-"""Whether the passes of a project do what their examples say: `check` asks, as the package's own tests do of its passes."""
+"""Runs the examples of a project's passes for `check`, as the package's tests run those of its passes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from patchgen.passes.base import Example, Pass
 from patchgen.upstream import Upstream
 
 
-def broken() -> bool:
-    """Whether an example is not what its pass makes of it, or a pass changes its own outcome; prints the difference."""
-    found = [
-        (kind, example, wrong)
-        for kind in all_passes()
-        if kind not in PASSES
-        for example in kind.EXAMPLES
-        if (wrong := _difference(kind, example))
-    ]
-    for kind, example, wrong in found:
-        console.print(f"[red]fails[/] {kind.name}: the example '{example.title}' is not what it does", soft_wrap=True)
-        print_diff(wrong.splitlines()[2:])
-    return bool(found)
+def report_broken() -> bool:
+    """Prints each example that its pass does not reproduce or changes when it is run twice; whether there are any."""
+    examples = [(kind, example) for kind in all_passes() if kind not in PASSES for example in kind.EXAMPLES]
+    found = False
+    for kind, example in examples:
+        if difference := _difference(kind, example):
+            found = True
+            console.print(
+                f"[red]fails[/] {kind.name}: the result of its example '{example.title}' differs", soft_wrap=True
+            )
+            print_diff(difference.splitlines()[2:])
+    return found
 
 
 def _difference(kind: type[Pass], example: Example) -> str:
-    """What the pass makes of the example, against what it should, or against what it makes of that again."""
+    """The diff between the result and the example's, or between one run and two; empty if there is none."""
     try:
         first = _outcome(kind, example.before)
         if not example.shows(first):

@@ -1,4 +1,4 @@
-"""A repository of one's own: where its models, configs and passes are found, and what a file that says nonsense gets."""
+"""A user's repository: where its models, configs and passes are found, and the errors that a malformed project file gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from patchgen import model_configs, own, pipeline, provenance, upstream
+from patchgen import model_configs, pipeline, project_code, provenance, upstream
 from patchgen.cli import app
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.passes import PASSES, all_passes, pass_named
@@ -78,7 +78,9 @@ def test_a_project_is_found_from_the_folders_in_it(tmp_path, monkeypatch):
 
 
 def test_what_is_generated_goes_into_the_project_and_is_checked_there(place):
-    installed = {path: path.stat().st_mtime_ns for path in (Path(own.__file__).parent / "generated_models").rglob("*")}
+    installed = {
+        path: path.stat().st_mtime_ns for path in (Path(project_code.__file__).parent / "generated_models").rglob("*")
+    }
     assert "wrote generated/llama/modeling_llama.py" in run("generate", MODEL).replace("\n", "")
     assert {path: path.stat().st_mtime_ns for path in installed} == installed
     record = json.loads((place / "generated" / MODEL / "provenance.json").read_text())
@@ -153,7 +155,7 @@ def test_proofs_hold_where_torch_is_not_installed(place, monkeypatch):
     here = source_keys.versions()
     for torch, code in (("2.13.0", 0), ("", 0), ("2.12.0", 1)):
         monkeypatch.setattr(source_keys, "versions", lambda torch=torch: here | {"torch": torch})
-        assert ("Every recorded proof holds" in run("check", code=code)) == (code == 0)
+        assert ("Every recorded proof is current" in run("check", code=code)) == (code == 0)
 
 
 def test_check_holds_a_pass_to_its_examples(place):
@@ -177,14 +179,14 @@ def test_a_pass_runs_before_the_one_that_it_names(place):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('name = "trace_attention"', 'name = "fused_ops"', "there is a pass 'fused_ops' already"),
+        ('name = "trace_attention"', 'name = "fused_ops"', "a pass named 'fused_ops' exists already"),
         (
             '    name = "trace',
             '    before = "fused_los"\n    name = "trace',
-            "no such pass before it. Nearest: fused_loss",
+            "is no earlier pass. Nearest: fused_loss",
         ),
-        ('    purpose = "', '    aim = "', "does not say TraceAttention.purpose"),
-        ("(SitePass):", ":", "holds no class that is a Pass"),
+        ('    purpose = "', '    aim = "', "does not define TraceAttention.purpose"),
+        ("(SitePass):", ":", "defines no subclass of Pass"),
         ("from patchgen.source import", "from patchgen.sources import", "cannot be imported: ModuleNotFoundError"),
     ],
 )
@@ -199,7 +201,7 @@ def test_a_pass_whose_file_is_gone_is_named(place):
     with_pass(place)
     (place / "passes" / "trace_attention.py").unlink()
     with pytest.raises(
-        ConfigError, match=r"patchgen.toml: passes names passes/trace_attention.py, and there is no file"
+        ConfigError, match=r"patchgen.toml: `passes` names passes/trace_attention.py, but there is no file"
     ):
         run("generate", MODEL)
 
@@ -214,14 +216,14 @@ def test_the_way_out_of_a_miss_names_the_file_of_the_pass(place):
 
 def test_an_installed_package_is_never_written_into(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "patchgen"
-    monkeypatch.setattr(own, "__file__", str(package / "own.py"))
+    monkeypatch.setattr(project_code, "__file__", str(package / "project_code.py"))
     for folder in ("generated_models", "model_configs"):
-        with pytest.raises(ConfigError, match=r"would go into the installed package .*patchgen init"):
-            own.require_place(package / folder, "What is generated")
-    own.require_place(tmp_path / "mine", "What is generated")
+        with pytest.raises(ConfigError, match=r"would be written into the installed package .*patchgen init"):
+            project_code.refuse_installed_package(package / folder, "What is generated")
+    project_code.refuse_installed_package(tmp_path / "mine", "What is generated")
     package.parent.mkdir()
     (tmp_path / "site-packages" / "pyproject.toml").touch()  # a checkout: its own models are committed there
-    own.require_place(package / "generated_models", "What is generated")
+    project_code.refuse_installed_package(package / "generated_models", "What is generated")
 
 
 def test_the_hook_runs_check_on_what_it_compares():
