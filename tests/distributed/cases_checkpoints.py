@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from patchgen.runtime import attention, parallel
 from patchgen.runtime.checkpoint import Checkpointer, CheckpointError, export_pretrained, load_pretrained
-from patchgen.runtime.checkpoint.placement import part_of_rank
+from patchgen.runtime.checkpoint.placement import shard_like
 from patchgen.runtime.parallel import loss, sharding
 from patchgen.runtime.train.model import find_head_and_config
 from patchgen.runtime.verify.parallel_coverage import generated_class
@@ -50,15 +50,14 @@ def round_trip(head: str, file: str, source: str, target: str, ep: int) -> tuple
 
 
 def misplaced_parts(name: str, **layout: int) -> list[str]:
-    """The parameters of which this rank holds another part than `part_of_rank` cuts out of the full tensor."""
+    """The parameters of which this rank holds another part than `shard_like` cuts out of the full tensor."""
     model = cases_models.build(name, generated=True, attention_name="eager")
     full = {path: parameter.detach().clone() for path, parameter in model.named_parameters()}
     sharding.shard_model(model, cases_sequence.state_of(**layout))
     return [
         path
         for path, parameter in model.named_parameters()
-        if isinstance(parameter, DTensor)
-        and not torch.equal(part_of_rank(full[path], parameter), parameter.to_local())
+        if isinstance(parameter, DTensor) and not torch.equal(shard_like(full[path], parameter), parameter.to_local())
     ]
 
 

@@ -22,7 +22,7 @@ HEADS = {
 def rules(monkeypatch):
     """Rules of models that other tests have loaded do not count."""
     monkeypatch.setattr(batch_fields, "_INFERRED", set())
-    for name in batch_fields.RULES.keys() - batch_fields.BUILT_IN:
+    for name in batch_fields.RULES.keys() - batch_fields._TABLE:
         monkeypatch.delitem(batch_fields.RULES, name)
     yield
     for name in batch_fields._INFERRED:
