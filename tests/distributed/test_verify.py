@@ -73,12 +73,12 @@ def test_models_with_media_and_with_experts(model: str, options: tuple[str, ...]
 def test_what_cannot_be_is_said_before_ranks_start(tmp_path: Path):
     folder = str(copy_of("llama", tmp_path))
     for arguments, message in (
-        (("qwen3", "--directory", folder), "holds 'llama', and 'qwen3' was named"),
+        (("qwen3", "--directory", folder), "contains 'llama', but 'qwen3' was named"),
         (("--all", "--directory", folder), "is one model"),
-        (("llama", "--directory", folder, "--outdated"), "about the committed models"),
+        (("llama", "--directory", folder, "--outdated"), "--outdated selects committed models"),
         (("llama", "--ranks", "2", "--sp", "3"), "--sp 3 does not divide --ranks 2"),
         (("llama", "--ranks", "2", "--ep", "2"), "add --fsdp"),
-        (("llama", "--ep", "2"), "name their number"),
+        (("llama", "--ep", "2"), "lay out several ranks. To fix: give their number"),
     ):
         with pytest.raises(ConfigError, match=message):
             verify(*arguments)

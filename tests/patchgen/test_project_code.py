@@ -58,7 +58,7 @@ def test_init_writes_a_project_once_and_keeps_what_stands_there(tmp_path, monkey
     run("init", "inner")  # a project in another's folder is its own
     assert (tmp_path / "inner" / "patchgen.toml").is_file()
     Path("pyproject.toml").write_text("[tool.patchgen]\n")
-    with pytest.raises(ConfigError, match=r"holds patchgen.toml and .tool.patchgen. in pyproject.toml"):
+    with pytest.raises(ConfigError, match=r"has both patchgen.toml and .tool.patchgen. in pyproject.toml"):
         run("list")
 
 

@@ -190,7 +190,7 @@ def test_what_is_no_head_is_refused_by_name(model, head, told):
 
 
 def test_heads_are_of_one_model():
-    with pytest.raises(ConfigError, match="--head LlamaModel is of one model, and 2"):
+    with pytest.raises(ConfigError, match="--head LlamaModel belongs to one model, but 2 were given"):
         invoke("generate", "llama", "mistral", "--head", "LlamaModel", "--dry-run")
 
 
@@ -237,7 +237,7 @@ def test_a_classifier_trains_by_its_objective_and_exports(folder, tmp_path, monk
 def test_a_head_without_an_objective_is_refused_before_ranks_start(folder, monkeypatch):
     monkeypatch.setattr(registry, "generated_models", lambda directory=None: (registry.read_model(folder),))
     recipe = recipes.from_dict({"model": {"source": "llama"}, "data": {}})
-    with pytest.raises(recipes.RecipeError, match="LlamaForSequenceClassification .classification., .* is none"):
+    with pytest.raises(recipes.RecipeError, match="next_token trains language models, but .* was generated for LlamaForSequenceClassification .classification."):
         build_on_meta(recipe)
 
 

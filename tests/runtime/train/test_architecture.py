@@ -186,7 +186,7 @@ def test_checkpoints_are_converted_with_code_that_the_command_names(made, tmp_pa
     own = {"code": str(made / "code"), "generated": str(made / "generated")}
     checkpoints.convert(tmp_path / "in", tmp_path / "out", layout="stacked", dtype=None, **own)
     del CONFIG_MAPPING._extra_content["lattice_moe"]
-    with pytest.raises(ConfigError, match="code of your own is named with --code FOLDER"):
+    with pytest.raises(ConfigError, match="name your own code with --code FOLDER"):
         checkpoints.convert(tmp_path / "in", tmp_path / "again", layout=None, dtype=None, code=None, generated=None)
 
 
@@ -207,7 +207,7 @@ def test_inputs_have_the_rules_of_the_model_and_of_the_recipe(made, monkeypatch)
     architecture.prepare(recipe.from_dict(values | {"inputs": {"heights": {"pack_dim": -1, "pad_scale": 1}}}))
     assert batch_fields.rule_of("pixel_spacing") == batch_fields.FieldRule(0), "from the class"
     assert batch_fields.rule_of("heights") == batch_fields.FieldRule(-1, pad_scale=1), "from the recipe"
-    with pytest.raises(RecipeError, match=r"inputs: pixel_spacing has the rule FieldRule\(pack_dim=0"):
+    with pytest.raises(RecipeError, match=r"inputs: pixel_spacing already has the rule FieldRule\(pack_dim=0"):
         architecture.prepare(recipe.from_dict(values | {"inputs": {"pixel_spacing": {"pack_dim": 1}}}))
     with pytest.raises(RecipeError, match="inputs.heights.pack_dim"):
         recipe.from_dict(values | {"inputs": {"heights": {}}})

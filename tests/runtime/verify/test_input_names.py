@@ -78,7 +78,7 @@ def test_a_proven_type_with_an_input_without_a_rule_is_an_error_of_the_record(tm
     }
     assert sweeping._summary([row], tmp_path / "coverage.json", is_asked_by_name=True) == 1
     told = capsys.readouterr().out
-    assert "error: odd is proven, and no rule says how to pack heights" in told
+    assert "error: odd is proven, but no packing rule covers heights" in told
     assert sweeping._summary([row | {"inputs_without_rule": []}], tmp_path / "c.json", is_asked_by_name=True) == 0
 
 

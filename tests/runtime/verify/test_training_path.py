@@ -43,7 +43,7 @@ FORGETS_DOCUMENTS = (  # and keeps the mask of padding: each document in a row o
     "        attn_output, attn_weights = attention_interface(",
     "        if self.config._attn_implementation != 'eager':\n"
     "            kwargs = {name: value for name, value in kwargs.items() if 'seq_lens' not in name}\n"
-    "            if hasattr(attention_mask, 'drawing'):\n"
+    "            if hasattr(attention_mask, 'definition'):\n"
     "                import dataclasses\n"
     "                forgotten = dict(cu_seq_lens=None, is_packed=False, document=None)\n"
     "                attention_mask = dataclasses.replace(attention_mask, **forgotten)\n"
