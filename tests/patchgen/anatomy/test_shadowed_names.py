@@ -70,6 +70,12 @@ WEIGHT = "nn.Parameter(torch.ones(hidden_size))"
     [
         (WEIGHT, "nn.Parameter(torch.ones(1))"),
         (WEIGHT, "nn.Parameter(torch.ones((1,)))"),
+        (WEIGHT, "nn.Parameter(torch.ones(2 - 1))"),
+        (WEIGHT, "nn.Parameter(torch.ones((one := 1)))"),
+        (WEIGHT, "nn.Parameter(torch.ones(self.size))\n        self.size = 1"),
+        (WEIGHT, "nn.Parameter(torch.ones(max(ONE, 1)))\n\n\nONE = 1\n\n\nclass Rest(ExampleRMSNorm):\n    def __init__(self):"),
+        ("hidden_size, eps", "hidden_size=1, eps"),
+        ("class ExampleRMS", "class Sub(ExampleRMSNorm):\n    pass\n\n\nclass Use:\n    def __init__(self, c):\n        self.n = Sub(1)\n\n\nclass ExampleRMS"),
         (WEIGHT, "nn.Parameter(torch.ones(1, hidden_size))"),
         (WEIGHT, "nn.Parameter(torch.ones(hidden_size).view(1, -1))"),
         (WEIGHT, "nn.Parameter(torch.ones(hidden_size, hidden_size))"),

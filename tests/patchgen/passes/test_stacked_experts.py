@@ -335,7 +335,8 @@ def test_another_class_may_have_a_list_of_the_same_name():
 
 def test_a_class_outside_may_use_the_list_of_another_class():
     other = "\n\nclass Bank(nn.Module):\n    def __init__(self):\n        self.experts = nn.ModuleList([nn.Linear(8, 8)])\n"
-    user = "\n\nclass User(nn.Module):\n    def __init__(self):\n        self.bank = Bank()\n\n    def forward(self, x):\n        return self.bank.experts[0](x)\n"
+    user = "\n\nclass User(nn.Module):\n    def __init__(self):\n        self.bank = Bank()\n"
+    user += "\n    def forward(self, x):\n        return self.bank.experts[0](x)\n"
     text = EXPERT + HIT_LOOP + ROUTE + other + user
     anatomy = study(parse(text), upstream_of(text))
     assert read_expert_list(anatomy, anatomy.classes["ToyMoE"])[0].attribute == "experts"
