@@ -82,8 +82,12 @@ def _scope(anatomy: Anatomy, name: ast.Name) -> tuple[str, FunctionNode | None]:
     return next(((owner, m) for owner, m in methods if any(node is name for node in walk(m))), ("", None))
 
 
-def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST) -> bool:
-    """Whether a size may be a number that the source says, or several sizes, rather than one that a caller or config chooses."""
+def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
+    """Whether a size may be a number that the source says, or several sizes, rather than one that a caller or config chooses.
+
+    Args:
+        seen: what it is computed for: `size = size * 2` says no more about itself.
+    """
     for origin in origins(anatomy, owner, size):
         match origin:
             case ast.Constant(None):
@@ -96,8 +100,10 @@ def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST) -> bool:
                 pass
             case _:
                 parts = []
-        is_number = isinstance(origin, (ast.Constant, *SEQUENCES))
-        if is_number or (parts and all(is_fixed(anatomy, owner, part) for part in parts)):
+        known = seen | {origin}
+        if isinstance(origin, (ast.Constant, *SEQUENCES)):
+            return True
+        if parts and origin not in seen and all(is_fixed(anatomy, owner, part, known) for part in parts):
             return True
     return False
 
@@ -117,9 +123,10 @@ def _is_one(anatomy: Anatomy, owner: str, shape: ast.AST) -> bool:
     return _is_number(anatomy, owner, shape)
 
 
-def _is_number(anatomy: Anatomy, owner: str, value: ast.AST) -> bool:
+def _is_number(anatomy: Anatomy, owner: str, value: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
     def all_numbers(*parts: ast.AST) -> bool:
-        return all(_is_number(anatomy, owner, one) for part in parts for one in origins(anatomy, owner, part))
+        found = (one for part in parts for one in origins(anatomy, owner, part))
+        return all(one in seen or _is_number(anatomy, owner, one, seen | {value}) for one in found if one is not value)
 
     match value:
         case ast.Constant(number):

@@ -74,6 +74,7 @@ WEIGHT = "nn.Parameter(torch.ones(hidden_size))"
         (WEIGHT, "nn.Parameter(torch.ones((one := 1)))"),
         (WEIGHT, "nn.Parameter(torch.ones(self.size))\n        self.size = 1"),
         ("hidden_size, eps", "hidden_size=1, eps"),
+        ("super().__init__()", "super().__init__()\n        hidden_size = 2 * hidden_size\n        hidden_size = 1"),
         ("class ExampleRMS", "class Sub(ExampleRMSNorm):\n    pass\n\n\nclass Use:\n    def __init__(self, c):\n        self.n = Sub(1)\n\n\nclass ExampleRMS"),
         (WEIGHT, "nn.Parameter(torch.ones(1, hidden_size))"),
         (WEIGHT, "nn.Parameter(torch.ones(hidden_size).view(1, -1))"),

@@ -44,6 +44,8 @@ WIDTH = 8
 
 class Row(nn.Module):
     def __init__(self, size):
+        size = size * 2
+        size = 2 + size
         self.norm = nn.LayerNorm(size)
 
     def forward(self, x):
