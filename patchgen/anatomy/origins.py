@@ -20,8 +20,11 @@ from patchgen.anatomy.known import NUMBERS, is_of_config
 SEQUENCES = (ast.Tuple, ast.List)
 
 
-def origins(anatomy: Anatomy, owner: str, value: ast.AST, seen: frozenset = frozenset()) -> Iterator[ast.AST]:
-    """The expressions that code of a class may stand for, where names and attributes are replaced by what they hold.
+def origins(
+    anatomy: Anatomy, owner: str, value: ast.AST, seen: frozenset = frozenset()
+) -> Iterator[tuple[str, ast.AST]]:
+    """The expressions that code of a class may stand for, where names and attributes are replaced by what they hold;
+    each with the class whose code it is.
 
     A name or attribute of which the file says nothing, for example an attribute of a config, is its own origin.
     """
@@ -41,7 +44,7 @@ def origins(anatomy: Anatomy, owner: str, value: ast.AST, seen: frozenset = froz
             inner = _named(anatomy, value)
     place = (owner, ast.unparse(value))
     if not inner or place in seen:
-        yield value
+        yield owner, value
         return
     for of, part in inner:
         yield from origins(anatomy, of, part, seen | {place})
@@ -88,7 +91,7 @@ def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[ast.AS
     Args:
         seen: what it is computed for: `size = size * 2` says no more about itself.
     """
-    for origin in origins(anatomy, owner, size):
+    for of, origin in origins(anatomy, owner, size):
         match origin:
             case ast.Constant(None):
                 continue
@@ -103,7 +106,7 @@ def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[ast.AS
         known = seen | {origin}
         if isinstance(origin, (ast.Constant, *SEQUENCES)):
             return True
-        if parts and origin not in seen and all(is_fixed(anatomy, owner, part, known) for part in parts):
+        if parts and origin not in seen and all(is_fixed(anatomy, of, part, known) for part in parts):
             return True
     return False
 
@@ -111,7 +114,7 @@ def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[ast.AS
 def is_one_size(anatomy: Anatomy, owner: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr]) -> bool:
     """Whether a norm with these arguments, the sizes first, is known to be over one dimension, the last."""
     size = [*args, *(value for name, value in named.items() if name == "normalized_shape")]
-    return bool(size) and all(_is_one(anatomy, owner, one) for one in origins(anatomy, owner, size[0]))
+    return bool(size) and all(_is_one(anatomy, *one) for one in origins(anatomy, owner, size[0]))
 
 
 def _is_one(anatomy: Anatomy, owner: str, shape: ast.AST) -> bool:
@@ -126,7 +129,9 @@ def _is_one(anatomy: Anatomy, owner: str, shape: ast.AST) -> bool:
 def _is_number(anatomy: Anatomy, owner: str, value: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
     def all_numbers(*parts: ast.AST) -> bool:
         found = (one for part in parts for one in origins(anatomy, owner, part))
-        return all(one in seen or _is_number(anatomy, owner, one, seen | {value}) for one in found if one is not value)
+        return all(
+            one in seen or _is_number(anatomy, of, one, seen | {value}) for of, one in found if one is not value
+        )
 
     match value:
         case ast.Constant(number):

@@ -75,7 +75,8 @@ class Head(nn.Module):
         self.width = (width,)
         self.rows = nn.RMSNorm(width if config.wide else WIDTH, eps=1e-6)
         self.row = nn.LayerNorm(normalized_shape=self.width)
-        self.handed_row = Row(config.width)
+        self.part = config.width
+        self.handed_row = Row(self.part * 2)
         self.drop = nn.Dropout(0.1)
         self.conv = nn.Conv1d(8, 8, 3)
         self.act = ACT2FN[config.act]
