@@ -148,6 +148,22 @@ def test_a_convolution_beside_a_served_scan_is_missed():
         applied(MixerSP(), mixer("self.conv(x)"))
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    for a, b in zip((dt * A).unbind(2), B.unbind(2)):\n        x = a * x + b\n",
+        "    i = 0\n    while i < x.shape[2]:\n        x, i = A[i] * x + B[:, i], i + 1\n",
+        "    x = (C @ B.mT * torch.exp(A)) @ x\n",
+    ],
+    ids=["over slices", "while", "quadratic"],
+)
+def test_a_scan_of_a_form_that_is_not_read_refuses_slices(body: str):
+    text = (
+        mixer("scan(x, dt, self.A, self.B, self.C)") + f"\n\ndef scan(x, dt, A, B, C, D=None):\n{body}    return x\n"
+    )
+    assert 'ops.refuse_slices("Mixer")' in applied(MixerSP(), text).module.text
+
+
 def test_a_mixer_without_any_known_operation_refuses_slices():
     text = mixer("self.conv(x)", "self.recurrence").replace("all_at_once(x, self.conv.weight, self.A, self.D)", "None")
     (hit,) = (outcome := applied(MixerSP(), text)).hits
@@ -316,10 +332,14 @@ SUMMED = (
 )
 
 
-@pytest.mark.parametrize("edits", [SCAN, ALIAS, SUMMED], ids=["another product", "another name", "a sum along tokens"])
+@pytest.mark.parametrize("edits", [ALIAS, SUMMED], ids=["another name", "a sum along tokens"])
 def test_a_scan_that_nobody_wraps_is_refused_beside_a_convolution_that_is(edits):
     with pytest.raises(PassMismatch, match="operations along the sequence in calls of their own names alone"):
         pipeline.generate(edited(load("nemotron_h"), *edits))
+
+
+def test_a_scan_by_another_product_refuses_slices():
+    assert "ops.refuse_slices(" in pipeline.generate(edited(load("nemotron_h"), *SCAN)).text
 
 
 AGREED = ":= ops.tokens_of_any_rank("
@@ -382,7 +402,7 @@ def test_a_delta_rule_is_served_if_it_takes_tokens_first(body: str, kind: str):
     assert sequence_operations(anatomy_of(renamed)) == {"rule": kind}
     for counted in ("for i in key:", "for i in [range][0](9):"):  # by the names of its parameters it would be one
         by_name = RULE.format(body).replace("for i in range(key.shape[1] // chunk_size):", counted)
-        assert sequence_operations(anatomy_of(by_name)) == {}
+        assert sequence_operations(anatomy_of(by_name)) == {"rule": "unread_scan"}
     written = applied(MixerSP(), RULE.format(body)).module.text
     assert ("ops.delta_rule(rule, " in written) == (kind == "delta_rule")
     assert ('ops.refuse_slices("Mixer")' in written) == (kind != "delta_rule")
