@@ -25,6 +25,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.experts import counts_of, require_rowwise, single_call, term_text
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.interpreter import Interpreter, Term
+from patchgen.anatomy.known import is_of_config
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LIST, is_gated_mlp
 from patchgen.anatomy.tokenwise import stored_names
@@ -88,10 +89,30 @@ def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, lis
     others = [one.name for one in others if info in anatomy.lineage(one.name)]
     if others:
         raise Missed(f"no subclass of {info.name} that uses self.{attribute}", ", ".join(others))
+    if (read := next(_reads_through_others(anatomy, info, attribute), None)) is not None:
+        raise Missed(f"no use of the list of experts but as self.{attribute} in {info.name}", read)
     loops = [_read_loop(anatomy, info, experts, method) for method in users]
     if len(dtypes := {str(loop.inside) for loop in loops}) > 1:
         raise Missed("one dtype in which the outputs of experts are added up", ", ".join(dtypes))
     return experts, loops
+
+
+def _reads_through_others(anatomy: Anatomy, info: ClassInfo, attribute: str) -> Iterator[ast.Attribute]:
+    """`x.<attribute>` of anything but `self` and configs, unless x is known to be a module of another class."""
+    code = [(one.name, one.node) for one in anatomy.classes.values()] + [("", f) for f in anatomy.functions.values()]
+    for owner, part in code:
+        for node in walk(part):
+            match node:
+                case ast.Attribute(of, name) if (
+                    name == attribute and not own_attribute(node) and not is_of_config(node)
+                ):
+                    held = anatomy.held(owner, own_attribute(of) or "")
+                    built = [
+                        anatomy.classes.get((anatomy.names.resolve(getattr(one, "func", None)) or "")[1:])
+                        for one in held
+                    ]
+                    if not built or any(one is None or info in anatomy.lineage(one.name) for one in built):
+                        yield node
 
 
 def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:

@@ -135,7 +135,16 @@ class Flow:
                 return self._branches(body, orelse)
             case ast.For() | ast.While():
                 return self._loop(node)
-            case ast.With(_, body) | ast.Try(body):
+            case ast.With(_, body):
+                return self._statements(body)
+            case ast.Try(body, handlers, orelse, finalbody):
+                ways = [self._branches(body, handler.body) for handler in handlers] or [self._statements(body)]
+                return _joined(ways) | self._statements([*orelse, *finalbody])
+            case ast.Match(subject, cases):
+                self.value(subject)
+                return _joined([self._branches(case.body, []) for case in cases])
+            case ast.FunctionDef(body=body):  # run where it stands, on whatever it is given
+                self.values |= dict.fromkeys(parameter_names(node), frozenset({DATA}))
                 return self._statements(body)
         return NONE
 
@@ -180,7 +189,7 @@ class Attention(Flow):
     """softmax(q k) v: matrices of computed values are multiplied, and the softmax of the product with a third one."""
 
     SCORES, WEIGHTS = "scores", "weights"
-    found = False
+    found = multiplies = False
 
     def operation(self, name: str, operands: Sequence[Marks]) -> Marks | None:
         if name in PRODUCTS:
@@ -195,6 +204,7 @@ class Attention(Flow):
         marks, computed = _joined(operands), [one for one in operands if DATA in one]
         if len(computed) < 2:  # by a learned matrix: a linear map
             return marks
+        self.multiplies = True
         self.found |= any(self.WEIGHTS in one for one in computed)
         return marks - {self.WEIGHTS} | {self.SCORES}
 
@@ -204,11 +214,15 @@ class Attention(Flow):
         built = self.built(name)
         if built is None:
             return super().module(name, call, operands)
+        inner, taken = Attention(self.anatomy, built[0], self._running), parameter_names(built[1])
+        marks = inner.run(built[1], dict(zip(taken, operands, strict=False)))
+        if not inner.multiplies:  # a softmax, a dropout, a bias
+            return marks | {DATA}
         inner = Attention(self.anatomy, built[0], self._running)
         computed = [
             one & {DATA} for one in operands
         ]  # scores are those of one class: hidden states of a layer are none
-        marks = inner.run(built[1], dict(zip(parameter_names(built[1]), computed, strict=False)))
+        marks = inner.run(built[1], dict(zip(taken, computed, strict=False)))
         return (NONE if inner.found else marks & {self.SCORES}) | {DATA}
 
 

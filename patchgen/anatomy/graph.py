@@ -142,7 +142,7 @@ class Anatomy:
         if not isinstance(base, ast.Name) or base.id not in names:
             return ()
         found: list[ast.expr | ast.stmt] = []
-        for info, given in self._given(owner, base.id):
+        for info, given in self.given(owner, base.id):
             if isinstance(given, ast.Name) and stored(info.methods["__init__"]).count(given.id) == 1:
                 given = plain_assignments(walk(info.methods["__init__"])).get(given.id, given)
             if isinstance(value, ast.Attribute) and isinstance(given, ast.Call):
@@ -151,7 +151,7 @@ class Anatomy:
                 found.append(given)
         return tuple(found)
 
-    def _given(self, owner: str, parameter: str) -> Iterator[tuple[ClassInfo, ast.expr | None]]:
+    def given(self, owner: str, parameter: str) -> Iterator[tuple[ClassInfo, ast.expr | None]]:
         """What each class that builds `owner` for an attribute hands to a parameter of its `__init__`."""
         init = self.method(owner, "__init__")
         names = parameter_names(init[1]) if init else []
@@ -286,7 +286,7 @@ class Anatomy:
 
     def _handed_config(self, owner: str) -> str | None:
         """The configuration class of the one kind of model that builds the class with its own config; None: not told."""
-        built = [(info, given and ast.unparse(given)) for info, given in self._given(owner, "config")]
+        built = [(info, given and ast.unparse(given)) for info, given in self.given(owner, "config")]
         found = {self.config_of(info.name) if given in ("config", "self.config") else None for info, given in built}
         return found.pop() if len(found) == 1 else None
 

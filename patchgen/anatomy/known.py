@@ -103,13 +103,8 @@ def is_of_config(value: ast.AST) -> bool:
 
 
 def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
-    """Whether an operation with these arguments, the tensor first, treats each row by itself, whichever axis the rows are."""
+    """Whether an operation with these arguments, the tensor first, treats each row by itself, whichever axis the rows are;
+    `layer_norm` where its sizes are those of one dimension."""
     if name == "where":
         return len(args) + len(named) == 3  # of a condition alone: the places where it holds
-    return name in POINTWISE and not (name == "layer_norm" and has_sizes(args[1:2], named))
-
-
-def has_sizes(args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
-    """Whether a norm is over several dimensions."""
-    shapes = [*args, named.get("normalized_shape")]
-    return any(isinstance(shape, ast.Tuple | ast.List) and len(shape.elts) != 1 for shape in shapes)
+    return name in POINTWISE

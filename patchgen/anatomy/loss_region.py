@@ -227,7 +227,7 @@ def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> Iterator[ast.
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("not self.training", f"{labels} is None"):
             yield from _returns_in_training(node.orelse, labels)
         elif not isinstance(node, FunctionNode | ast.ClassDef):
-            for name in ("body", "orelse", "finalbody", "handlers"):
+            for name in ("body", "orelse", "finalbody", "handlers", "cases"):
                 yield from _returns_in_training(getattr(node, name, []), labels)
 
 

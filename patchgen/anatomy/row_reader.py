@@ -22,6 +22,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
+from patchgen.anatomy.origins import is_one_size
 from patchgen.anatomy.roles import LIST
 
 CONVOLVED = {"torch.nn.Conv1d": "r..", "torch.nn.Conv2d": "r...", "torch.nn.Conv3d": "r...."}
@@ -345,7 +346,9 @@ class RowReader:
         others = [*args[1:], *named.values()]
         if isinstance(found, Size) and self._are_sizes(others):
             return Size("~")
-        if known.is_pointwise(name, args, named) and not (name == "layer_norm" and axes.last_axis(found) == "r"):
+        sizes = (args[1:2], named) if name == "layer_norm" and axes.last_axis(found) != "r" else ([], {})
+        is_known = name != "layer_norm" or is_one_size(self._anatomy, self._owner, *sizes)
+        if is_known and known.is_pointwise(name, args, named):
             return joined([self.value(arg) for arg in (*args, *named.values())], call)
         if name == "cat":
             return axes.concatenated(found, axes.along(name, args, named), call)
@@ -399,8 +402,9 @@ class RowReader:
                 for part in value.args:
                     self._call_value(part, call)
                 return same
-            sizes = known.has_sizes(value.args[:1], {k.arg: k.value for k in value.keywords})
-            is_row = name in known.ROW_MODULES and not self._fixed and not sizes and axes.last_axis(same) == "."
+            is_row = name in known.ROW_MODULES and not self._fixed and axes.last_axis(same) == "."
+            sizes = (value.args[:1], {k.arg: k.value for k in value.keywords})
+            is_row = is_row and (name == "Linear" or is_one_size(self._anatomy, self._owner, *sizes))
             if resolved in ACTIVATION_GETTERS or (library == "torch.nn" and (name in known.ACTIVATIONS or is_row)):
                 return same
             if resolved in self._known:

@@ -12,7 +12,6 @@ from patchgen.anatomy.classes import (
     base_name,
     calls,
     dotted,
-    is_in_place,
     loaded,
     parameter_names,
     stored,
@@ -30,6 +29,22 @@ KERNEL_DECORATOR = (
     "use_kernel_func_from_hub_with_fallback"  # transformers': a kernel takes its place where one is installed
 )
 COUNTED = "builtins.range"
+ELEMENTWISE = {
+    "exp",
+    "log",
+    "mul",
+    "add",
+    "sub",
+    "div",
+    "to",
+    "float",
+    "type_as",
+    "softplus",
+    "sigmoid",
+    "silu",
+    "relu",
+}
+SIGNATURES = ({"A", "B", "C"}, {"beta", "chunk_size"})  # of upstream's scans and delta rules
 
 
 def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
@@ -48,7 +63,7 @@ def _kind(anatomy: Anatomy, function: FunctionNode) -> str:
     if [ast.unparse(statement) for statement in body] == ["return None"]:
         has_kernel = any(anatomy.names.is_upstream(one, KERNEL_DECORATOR) for one in function.decorator_list)
         return FUSED if has_kernel else ""
-    if any(is_in_place(call.func) and base_name(call.func) in parameters for call in code):
+    if any(_copies_into(call.func, parameters) for call in code):
         return ""  # the state of an earlier call, which it updates for a token
     if any(convolutions(anatomy, function)):
         return CONVOLUTION if _is_depthwise(anatomy, function) else UNKNOWN
@@ -60,7 +75,23 @@ def _kind(anatomy: Anatomy, function: FunctionNode) -> str:
         return _scan_kind(function)  # of step sizes and decays
     if len(parameters) > 4 and in_chunks and steps:
         return DELTA_RULE if _takes_tokens_first(function) else UNKNOWN
-    return ""
+    # What has the parameters of a scan or a delta rule and computes it in no form that is read: refuses slices.
+    looks = any(names <= set(parameters) for names in SIGNATURES)
+    return UNKNOWN if looks and any(_may_join_tokens(anatomy, node) for node in walk(function)) else ""
+
+
+def _may_join_tokens(anatomy: Anatomy, node: ast.AST) -> bool:
+    """Whether a part of a function is more than arithmetic of its operands' elements."""
+    match node:
+        case ast.For() | ast.While() | ast.comprehension() | ast.BinOp(op=ast.MatMult()):
+            return True
+        case ast.Call():
+            return anatomy.names.operation(node) not in ELEMENTWISE
+    return False
+
+
+def _copies_into(function: ast.expr, parameters: Collection[str]) -> bool:
+    return isinstance(function, ast.Attribute) and function.attr == "copy_" and base_name(function) in parameters
 
 
 def _is_depthwise(anatomy: Anatomy, function: FunctionNode) -> bool:

@@ -288,7 +288,14 @@ def _group(anatomy: Anatomy, info: ClassInfo) -> str:
                 return f"self.{name}"
             case ast.BinOp(one, ast.Pow(), ast.Constant(2)) if is_side(one):
                 return f"self.{name}"
-    return next((f"self.{name}**2" for name, value in held.items() if is_side(value)), "1")
+    if group := next((f"self.{name}**2" for name, value in held.items() if is_side(value)), None):
+        return group
+    for name, value in held.items():
+        read = {node.attr for node in walk(value) if isinstance(node, ast.Attribute)}
+        read |= {node.value for node in walk(value) if isinstance(node, ast.Constant)}
+        if name in LENGTHS_OF_SIDES and read & {*LENGTHS_OF_SIDES}:
+            raise LeftAlone(f"self.{name} has the side of merged rows in a form that is not read")
+    return "1"
 
 
 def _gathers(

@@ -20,6 +20,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.known import TABLES, is_number
 from patchgen.anatomy.names import local_names
+from patchgen.anatomy.origins import is_fixed
 from patchgen.anatomy.roles import LINEAR, PARAMETER
 from patchgen.anatomy.tokenwise import mixing_member
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
@@ -217,12 +218,10 @@ def _is_vector(anatomy: Anatomy, name: str, attribute: str) -> bool:
     match held:
         case [ast.Call(_, [ast.Call(made, given), *_])] if anatomy.is_a(held[0], PARAMETER):
             sizes = given if anatomy.names.resolve(made) in FILLED else []
-    handed = [given for size in sizes for given in anatomy.handed(name, size)]
     init = anatomy.method(name, "__init__")
     local = stored(init[1]) if init is not None else []
     is_local = any(isinstance(size, ast.Name) and size.id in local for size in sizes)
-    is_fixed = any(isinstance(value, ast.Constant | ast.Tuple | ast.List) for value in (*sizes, *handed))
-    return len(sizes) == 1 and not is_local and not is_fixed
+    return len(sizes) == 1 and not is_local and not is_fixed(anatomy, name, sizes[0])
 
 
 def _is_like_mlp(anatomy: Anatomy, info: ClassInfo) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import (
@@ -15,6 +16,9 @@ from patchgen.anatomy.classes import (
     parameter_names,
     stored,
 )
+from patchgen.anatomy.known import MAKERS
+from patchgen.anatomy.names import local_names
+from patchgen.anatomy.tokenwise import stored_names
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block
@@ -73,7 +77,7 @@ class UnevenBranches(SitePass):
         forward = editor.function("forward")  # the block's: other functions may have the same test
         branch, *others = _branches_of_tokens(forward, info)
         agreed = _agreed_on(forward, branch) if not others else None
-        if agreed is not None and (states := _states(forward, branch, agreed, info)):
+        if agreed is not None and (states := _states(forward, branch, agreed, anatomy)):
             editor.instead(branch.test, f"({agreed} := ops.tokens_of_any_rank({agreed}, {states})) is not None")
             editor.mark(branch)
             return Rewritten(editor.result, "taken where any rank has such tokens")
@@ -106,29 +110,52 @@ def _agreed_on(forward: FunctionNode, branch: ast.If) -> str | None:
     return None
 
 
-def _states(forward: FunctionNode, branch: ast.If, name: str, info: ClassInfo) -> str | None:
+def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) -> str | None:
     """The parameter whose rows a branch divides among its modules, `x[m]` and `x[~m]`, and whose rows the other branch hands
-    whole to those of `~m`: then a branch without tokens of `m` computes what the other one does. None if it does more."""
-    masks, rest, states = _masks(branch.body, name), [], set()
-    assigned = {id(node.value): node for node in branch.body if isinstance(node, ast.Assign)}
-    for call in _own_calls(branch.body):
-        statement, part = assigned.get(id(call)), _part(call.args[0] if call.args else None, masks)
-        if statement is None or part is None or len(call.args) != 1 or call.keywords:
-            return None
-        places = [one for to in statement.targets for one in (to.elts if isinstance(to, ast.Tuple) else [to])]
-        parts = [_part(to, masks) for to in places]
-        if not all(to is not None and to[1] == part[1] for to in parts):
-            return None
-        states.add(part[0])
-        rest += [ast.unparse(call.func)] * part[1]
-    others, whole = _own_calls(branch.orelse), "".join(states)
-    if len(states) != 1 or any(ast.unparse(call) != f"{ast.unparse(call.func)}({whole})" for call in others):
-        return None
-    if sorted(rest) != sorted(ast.unparse(call.func) for call in others):
-        return None
+    whole to those of `~m`: then a branch without tokens of `m` computes what the other one does. None if either does more."""
+    masks, local = _masks(branch.body, name), local_names(forward)
+    made, filled, rest, states = set(), set(), [], set()
+    for statement in branch.body:
+        match statement:
+            case ast.Assign([ast.Name(to)]) if to in masks and stored_names(statement, local) == {to}:
+                continue
+            case ast.Assign([ast.Name(to)], ast.Call(maker)) if (
+                to not in filled
+                and (anatomy.names.resolve(maker) or "").removesuffix("_like") in MAKERS
+                and stored_names(statement, local) == {to}
+                and not _own_calls([statement])
+            ):
+                made.add(to)
+            case ast.Assign([target], ast.Call(function, [given], [])) if own_attribute(function):
+                part, parts = _part(given, masks), [_part(to, masks) for to in _elements(target)]
+                if part is None or not all(to is not None and to[1] == part[1] for to in parts):
+                    return None
+                states.add(part[0])
+                names = [to[0] for to in parts if to is not None]
+                filled |= {*names}
+                rest += [(names, own_attribute(function))] * part[1]
+            case _:
+                return None
+    (whole,) = states if len(states) == 1 else ("",)
+    others = []
+    for statement in branch.orelse:
+        match statement:
+            case ast.Assign([target], ast.Call(function, [ast.Name(given)], [])) if given == whole:
+                others.append(([ast.unparse(to) for to in _elements(target)], own_attribute(function)))
+            case ast.Assign([ast.Name(to)], ast.Call(ast.Attribute(ast.Name(of), "reshape" | "view")) as value) if (
+                of == to and stored_names(statement, local) == {to} and not _own_calls([ast.Expr(value)])
+            ):
+                continue
+            case _:
+                return None
+    elsewhere = Counter(loaded(forward)) - Counter(loaded(branch.test, *branch.body))
     above = ast.Module([*forward.body[: forward.body.index(branch)], *branch.body], [])
     is_handed = whole in parameter_names(forward) and whole not in stored(above)
-    return whole if is_handed else None
+    return whole if is_handed and rest == others and made == filled and not masks & {*elsewhere} else None
+
+
+def _elements(target: ast.expr) -> list[ast.expr]:
+    return target.elts if isinstance(target, ast.Tuple) else [target]
 
 
 def _masks(body: list[ast.stmt], name: str) -> set[str]:

@@ -89,6 +89,8 @@ class TextEncoder(SampleEncoder):
             return self._completion(where, fields["prompt"], fields["completion"])
         text = required_field(where, fields, "text", str)
         ids = (encoded or {}).get(text)
+        if ids is None and self.literals.mark(text) == text:  # by any tokenizer: no token's characters are asked for
+            ids = self.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
         if ids is None:
             ids = self.literals.encode(where, self.literals.mark(text), add_special_tokens=True)[0].tolist()
         if not text or not ids:  # an empty text may still have a begin-of-sequence token

@@ -54,7 +54,7 @@ def pair_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple
             if not tokenizer.decode(learned, skip_special_tokens=True).strip():
                 yield (
                     f"{half.place}: the answer is empty: the tokens with a loss are {tokenizer.decode(learned)!r}.",
-                    "Leave such pairs out, or check the columns that data.sources[].fields names.",
+                    "Leave such pairs out, or check the columns that data.sources[].columns names.",
                 )
     cut = [one for one in samples if one.half and one.is_cut_in_run]
     if len(cut) > MAX_CUT_SHARE * len(samples):

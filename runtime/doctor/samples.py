@@ -38,7 +38,7 @@ class Sample:
         where: the file and line that it was read from.
         is_cut: whether it was truncated here.
         modalities: which of image, video and audio it contains.
-        half: the half of a pair that it is (`formats.HALVES`); else empty.
+        half: the half of a pair that it is (`formats.PAIR_COLUMNS`); else empty.
         label: of the document; None: it has none.
         is_cut_in_run: whether a run truncates it as well.
     """

@@ -172,7 +172,11 @@ def ranks_of(pid: int) -> list[int]:
         ({"nodes": "two"}, [], "--nnodes takes a number or min:max"),
         ({}, ["train.ep=2"], "Did you mean parallel.ep?"),
         ({}, ["model.attention=flash"], "model.attention = 'flash' is none of"),
-        ({}, ["model.source=nowhere/at-all"], "is neither a folder with a config.json, nor a reachable model on the Hub"),
+        (
+            {},
+            ["model.source=nowhere/at-all"],
+            "is neither a folder with a config.json, nor a reachable model on the Hub",
+        ),
         ({}, ["model.overrides.hiden_size=8"], "has no such field. Near: hidden_size"),
         ({}, ["kernels.fused_moe=fast"], "has no implementation 'fast'. Available: eager"),
         ({}, ["data.sources.0.path=nowhere.jsonl"], "nowhere.jsonl"),

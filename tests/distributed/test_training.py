@@ -74,7 +74,9 @@ def test_the_watch_knows_the_module_of_the_backward():
         model[0].weight.register_hook(lambda _: seen.append(watch.describe()))
         out.sum().backward()
     assert len(seen) == 1
-    assert seen[0].startswith("rank 0: module 0 (backward), operation its forward or backward (last exchange started: ")
+    assert seen[0].startswith(
+        "rank 0: module 0 (backward), operation its forward or backward (last exchange started: "
+    )
 
 
 def test_a_stall_ends_the_process():

@@ -142,7 +142,12 @@ POOLS = "class Pools(nn.Module):\n    def forward(self, x):\n        return (x @
         (PROJECTIONS + forward("w = x @ x", "return (x @ x) * w.softmax(-1).sum()"), None),
         ("def __init__(self):\n    self.pools = Pools()\n" + forward("return self.pools(x) @ x"), None),  # it attends
         (GIVES.format("Scores") + forward("return self.part(x).softmax(-1) @ x"), WRITTEN),
-        (GIVES.format("Gates") + forward("return self.part(x @ x) @ x"), None),  # of hidden states, not of scores
+        (GIVES.format("Gates") + forward("return self.part(x @ x) @ x"), WRITTEN),  # a softmax of the file's own
+        (
+            forward("try:", "    w = fast(x)", "except ImportError:", "    w = (x @ x).softmax(-1)", "return w @ x"),
+            WRITTEN,
+        ),
+        (forward("def weigh(q):", "    return (q @ x).softmax(-1) @ x", "return weigh(x)"), WRITTEN),
         (forward("return x"), None),
         ("other = scaled_dot_product_attention()", None),
     ],

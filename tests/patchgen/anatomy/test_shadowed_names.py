@@ -70,6 +70,12 @@ WEIGHT = "nn.Parameter(torch.ones(hidden_size))"
     [
         (WEIGHT, "nn.Parameter(torch.ones(1))"),
         (WEIGHT, "nn.Parameter(torch.ones((1,)))"),
+        (WEIGHT, "nn.Parameter(torch.ones(2 - 1))"),
+        (WEIGHT, "nn.Parameter(torch.ones((one := 1)))"),
+        (WEIGHT, "nn.Parameter(torch.ones(self.size))\n        self.size = 1"),
+        ("hidden_size, eps", "hidden_size=1, eps"),
+        ("super().__init__()", "super().__init__()\n        hidden_size = 2 * hidden_size\n        hidden_size = 1"),
+        ("class ExampleRMS", "class Sub(ExampleRMSNorm):\n    pass\n\n\nclass Use:\n    def __init__(self, c):\n        self.n = Sub(1)\n\n\nclass ExampleRMS"),
         (WEIGHT, "nn.Parameter(torch.ones(1, hidden_size))"),
         (WEIGHT, "nn.Parameter(torch.ones(hidden_size).view(1, -1))"),
         (WEIGHT, "nn.Parameter(torch.ones(hidden_size, hidden_size))"),
@@ -85,6 +91,11 @@ WEIGHT = "nn.Parameter(torch.ones(hidden_size))"
 def test_a_norm_with_another_weight_is_left_with_a_note(edit: tuple[str, str]):
     assert edit[0] in NORM
     outcome = applied(FusedOps(), NORM.replace(*edit))
+    assert not outcome.hits and "left as it is" in outcome.notes[0]
+
+
+def test_a_norm_whose_size_a_constant_of_the_module_says_is_left_with_a_note():
+    outcome = applied(FusedOps(), NORM.replace(WEIGHT, "nn.Parameter(torch.ones(max(ONE, 1)))") + "\n\nONE = 1\n")
     assert not outcome.hits and "left as it is" in outcome.notes[0]
 
 

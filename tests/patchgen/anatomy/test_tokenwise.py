@@ -39,11 +39,44 @@ class Mixer(nn.Module):
     def forward(self, x):
         return x.cumsum(1)
 
+SHAPE = (4, 8)
+WIDTH = 8
+
+class Row(nn.Module):
+    def __init__(self, size):
+        size = size * 2
+        size = 2 + size
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, x):
+        return self.norm(x)
+
+class Plane(nn.Module):
+    def __init__(self, size=8):
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, x):
+        return self.norm(x)
+
 class Head(nn.Module):
     def __init__(self, config, outside):
         self.proj = nn.Linear(8, 8)
         self.norm = nn.LayerNorm(8)
         self.plane = nn.LayerNorm((4, 8))
+        sizes = (4, 8)
+        self.shape = (4, 8)
+        self.plane_by_name = nn.LayerNorm(sizes)
+        self.plane_by_attribute = nn.LayerNorm(self.shape)
+        self.joined_plane = nn.LayerNorm([4] + [8])
+        self.module_plane = nn.LayerNorm(SHAPE)
+        self.handed_plane = Plane((4, 8))
+        self.unpacked_plane = nn.LayerNorm(outside.shape)
+        width = config.width * 2
+        self.width = (width,)
+        self.rows = nn.RMSNorm(width if config.wide else WIDTH, eps=1e-6)
+        self.row = nn.LayerNorm(normalized_shape=self.width)
+        self.part = config.width
+        self.handed_row = Row(self.part * 2)
         self.drop = nn.Dropout(0.1)
         self.conv = nn.Conv1d(8, 8, 3)
         self.act = ACT2FN[config.act]
@@ -105,6 +138,7 @@ ALONE = (
     "y = self.proj(self.norm(x)) + self.act(x) + self.other_act(x) + self.silu(x) + self.function(x)",
     "y = self.own_function(x) + self.gate(x) + self.twice(x) + doubled(x) + self.of_config(x)",
     "y = self.nothing(x)",
+    "y = self.rows(x) + self.row(x) + self.handed_row(x) + F.layer_norm(x, self.width) + F.layer_norm(x, [8]) + F.layer_norm(x, self.learned.shape[-1:])",
     "y = apply_chunking_to_forward(self.twice, 1, x)",
     "y = endless(x)",
     "x.mul_(2)\nx.clamp_(min=0)",
@@ -146,6 +180,9 @@ MIXED = (
     "y = x.mean(-1)", "y = x.mean(-1).softmax(-1)", "y = x.sum(-1, False)", "y = x[..., 0].softmax(-1)", "y = x[:, :, 0]", "y = x.var(-1, True)",
     "y = F.linear(input=x, weight=x)", "y = x.matmul(x)", "y = torch.where(x)", "y = F.softmax(x, *where)", "y = F.softmax(x, **where)",
     "y = F.layer_norm(x, x.shape[1:])", "y = F.layer_norm(x, (4, 8))", "y = F.layer_norm(x, normalized_shape=(4, 8))", "y = self.plane(x)",
+    "y = F.layer_norm(x, self.shape)", "s = (4, 8)\ny = F.layer_norm(x, s)", "y = F.layer_norm(x, [4] + [8])", "y = F.layer_norm(x, (4,) * 2)",
+    "y = self.plane_by_name(x)", "y = self.plane_by_attribute(x)", "y = self.joined_plane(x)", "y = self.module_plane(x)", "y = self.handed_plane(x)",
+    "y = self.unpacked_plane(x)",
     "x.cumsum_(0)", "y = x.__len__()", "y = torch.cat((x, x), dim=1)", "y = torch.cat((x, other), dim=-1)", "y = x + x.unsqueeze(-1)", "y = z = x\nz.sum(0)",
 )  # fmt: skip
 

@@ -33,6 +33,7 @@ def test_a_return_without_labels_or_training_is_passed_over(branch: str):
     "branch",
     [
         "if input_ids is None:\n    return hidden_states",
+        "match input_ids:\n    case None:\n        return hidden_states",
         "if labels is not None:\n    return hidden_states",
         "if labels is None:\n    input_ids = input_ids * 2\nelse:\n    return hidden_states",
         "if not self.training:\n    hidden_states = hidden_states * 2\nelif input_ids is None:\n    return hidden_states",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 from generation_cases import anatomy_of, applied, edited, load
 
@@ -148,6 +146,22 @@ def test_a_scan_of_another_form_refuses_slices(scan: str):
 def test_a_convolution_beside_a_served_scan_is_missed():
     with pytest.raises(PassMismatch, match="a causal convolution of this file"):
         applied(MixerSP(), mixer("self.conv(x)"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    for a, b in zip((dt * A).unbind(2), B.unbind(2)):\n        x = a * x + b\n",
+        "    i = 0\n    while i < x.shape[2]:\n        x, i = A[i] * x + B[:, i], i + 1\n",
+        "    x = (C @ B.mT * torch.exp(A)) @ x\n",
+    ],
+    ids=["over slices", "while", "quadratic"],
+)
+def test_a_scan_of_a_form_that_is_not_read_refuses_slices(body: str):
+    text = (
+        mixer("scan(x, dt, self.A, self.B, self.C)") + f"\n\ndef scan(x, dt, A, B, C, D=None):\n{body}    return x\n"
+    )
+    assert 'ops.refuse_slices("Mixer")' in applied(MixerSP(), text).module.text
 
 
 def test_a_mixer_without_any_known_operation_refuses_slices():
@@ -318,10 +332,14 @@ SUMMED = (
 )
 
 
-@pytest.mark.parametrize("edits", [SCAN, ALIAS, SUMMED], ids=["another product", "another name", "a sum along tokens"])
+@pytest.mark.parametrize("edits", [ALIAS, SUMMED], ids=["another name", "a sum along tokens"])
 def test_a_scan_that_nobody_wraps_is_refused_beside_a_convolution_that_is(edits):
     with pytest.raises(PassMismatch, match="operations along the sequence in calls of their own names alone"):
         pipeline.generate(edited(load("nemotron_h"), *edits))
+
+
+def test_a_scan_by_another_product_refuses_slices():
+    assert "ops.refuse_slices(" in pipeline.generate(edited(load("nemotron_h"), *SCAN)).text
 
 
 AGREED = ":= ops.tokens_of_any_rank("
@@ -384,91 +402,10 @@ def test_a_delta_rule_is_served_if_it_takes_tokens_first(body: str, kind: str):
     assert sequence_operations(anatomy_of(renamed)) == {"rule": kind}
     for counted in ("for i in key:", "for i in [range][0](9):"):  # by the names of its parameters it would be one
         by_name = RULE.format(body).replace("for i in range(key.shape[1] // chunk_size):", counted)
-        assert sequence_operations(anatomy_of(by_name)) == {}
+        assert sequence_operations(anatomy_of(by_name)) == {"rule": "unread_scan"}
     written = applied(MixerSP(), RULE.format(body)).module.text
     assert ("ops.delta_rule(rule, " in written) == (kind == "delta_rule")
     assert ('ops.refuse_slices("Mixer")' in written) == (kind != "delta_rule")
-
-
-POSITIONS = LanguageSP.EXAMPLES[0].before
-COUNTED = "torch.arange(inputs_embeds.shape[1]).unsqueeze(0)"
-
-
-@pytest.mark.parametrize(
-    ("default", "is_counted"),
-    [
-        (COUNTED, True),
-        (
-            "torch.arange(0, inputs_embeds.shape[1], device=self.device)[None].view(1, 1, -1)".replace("[None]", ""),
-            True,
-        ),
-        (f"({COUNTED} + (past.get_seq_length() if past is not None else 0)).expand(3, -1)", True),
-        (COUNTED.replace("shape[1]", "shape[1]) + (2"), False),
-        (COUNTED.replace("arange(", "arange(1, "), False),
-        ("attention_mask.cumsum(-1) - 1", False),
-    ],
-)
-def test_positions_that_upstream_counts_otherwise_are_not_replaced_on_a_slice(default: str, is_counted: bool):
-    text = POSITIONS.replace(COUNTED, default).replace("inputs_embeds=None)", "inputs_embeds=None, past=None)")
-    written = applied(LanguageSP(), text).module.text
-    assert "position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)" in written
-    assert ('ops.require_whole_sequence("position_ids")' not in written) == is_counted
-
-
-BRANCH = f"        if position_ids is None:\n            position_ids = {COUNTED}\n"
-
-
-@pytest.mark.parametrize(
-    "stores",
-    [
-        "if position_ids is None:\n    position_ids = torch.arange(0, 2 * S, step=2)",
-        "if position_ids is None:\n    position_ids = torch.arange(1, end=S + 1)",
-        "if position_ids is None:\n    position_ids = torch.arange(S).repeat(2)",
-        "if position_ids is None:\n    position_ids = torch.arange(S)\n    position_ids *= 2",
-        "if position_ids is None:\n    position_ids = torch.arange(S)\n    position_ids += 2",
-        "if position_ids is None:\n    position_ids = torch.arange(S)\n    position_ids.mul_(2)",
-        "if position_ids is None:\n    position_ids = torch.arange(S)\nposition_ids[:, 1:] = 0",
-        "if position_ids is None:\n    position_ids = torch.arange(S)\nelse:\n    position_ids = position_ids * 2",
-        "if position_ids is None:\n    if attention_mask is None:\n        position_ids = torch.arange(S)\n"
-        "    else:\n        position_ids = attention_mask.cumsum(-1)",
-        "position_ids = 2 * torch.arange(S) if position_ids is None else position_ids",
-        "position_ids = position_ids or 2 * torch.arange(S)",
-        "if position_ids is not None:\n    pass\nelse:\n    position_ids = 2 * torch.arange(S)",
-        "if None is position_ids:\n    position_ids = 2 * torch.arange(S)",
-        "if position_ids == None:\n    position_ids = 2 * torch.arange(S)",
-        "if not isinstance(position_ids, torch.Tensor):\n    position_ids = 2 * torch.arange(S)",
-        "places = position_ids\nif places is None:\n    places = 2 * torch.arange(S)",
-        "places = position_ids\nother: Tensor = places\nif other is None:\n    other = 2 * torch.arange(S)",
-        "places = 2 * torch.arange(S) if position_ids is None else position_ids",
-        "places = position_ids or 2 * torch.arange(S)",
-    ],
-)
-def test_positions_stored_in_a_form_that_is_not_known_are_not_replaced_on_a_slice(stores: str):
-    written = applied(LanguageSP(), POSITIONS.replace(BRANCH, textwrap.indent(stores, " " * 8) + "\n")).module.text
-    assert stores.splitlines()[-1].strip() in written
-    assert 'if position_ids is None:\n            ops.require_whole_sequence("position_ids")' in written
-
-
-def test_positions_may_have_another_name():
-    stores = "        places = position_ids\n        if places is None:\n            places = torch.arange(S)\n"
-    written = applied(LanguageSP(), POSITIONS.replace(BRANCH, stores)).module.text
-    assert "ops.sequence_position_ids" in written and "require_whole_sequence" not in written
-
-
-def test_rows_of_positions_are_known():
-    """Those of transformers' multimodal rotary embeddings: text positions above those of the media."""
-    rows = """position_ids = torch.arange(S).view(1, 1, -1).expand(4, B, -1)
-        elif position_ids.ndim == 2:
-            position_ids = position_ids[None, ...].expand(4, position_ids.shape[0], -1)
-        if position_ids.ndim == 3 and position_ids.shape[0] == 4:
-            text_position_ids = position_ids[0]
-            position_ids = position_ids[1:]
-        if cache.seen is not None:
-            position_ids = torch.cat([cache.seen, position_ids], dim=-1)"""
-    assert (
-        "require_whole_sequence"
-        not in applied(LanguageSP(), POSITIONS.replace(f"position_ids = {COUNTED}", rows)).module.text
-    )
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,14 @@ REFUSED = {
         "class ToyModel(",
         "class OtherMoE(ToyMoE):\n    def first(self, x):\n        return self.experts[0](x)\n\n\nclass ToyModel(",
     ),
+    "a class outside that uses the list": (
+        "        self.moe = ToyMoE(config)\n",
+        "        self.moe = ToyMoE(config)\n\n    def forward(self, x):\n        return self.moe.experts[0](x)\n",
+    ),
+    "a function that uses the list": (
+        "class ToyModel(",
+        "def first(moe, x):\n    return moe.experts[0](x)\n\n\nclass ToyModel(",
+    ),
     "an expert that does more": ("product = self.w2(product)", "product = self.w2(product) + x"),
 }
 
@@ -321,6 +329,15 @@ def test_a_list_under_two_names_is_a_miss():
 def test_another_class_may_have_a_list_of_the_same_name():
     other = "\n\nclass Bank(nn.Module):\n    def forward(self, x):\n        return self.experts[0](x)\n"
     text = EXPERT + HIT_LOOP + ROUTE + other
+    anatomy = study(parse(text), upstream_of(text))
+    assert read_expert_list(anatomy, anatomy.classes["ToyMoE"])[0].attribute == "experts"
+
+
+def test_a_class_outside_may_use_the_list_of_another_class():
+    other = "\n\nclass Bank(nn.Module):\n    def __init__(self):\n        self.experts = nn.ModuleList([nn.Linear(8, 8)])\n"
+    user = "\n\nclass User(nn.Module):\n    def __init__(self):\n        self.bank = Bank()\n"
+    user += "\n    def forward(self, x):\n        return self.bank.experts[0](x)\n"
+    text = EXPERT + HIT_LOOP + ROUTE + other + user
     anatomy = study(parse(text), upstream_of(text))
     assert read_expert_list(anatomy, anatomy.classes["ToyMoE"])[0].attribute == "experts"
 

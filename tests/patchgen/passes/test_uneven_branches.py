@@ -25,6 +25,7 @@ class ExampleMoeBlock(nn.Module):
             out = self.text_moe(hidden_states)
         return out
 """
+LAST = "out[~is_vision] = self.text_moe(hidden_states[~is_vision])"
 TEST = "if is_vision is not None and is_vision.any():"
 
 
@@ -53,6 +54,22 @@ def test_the_test_of_another_method_stays():
         ("out = self.text_moe(hidden_states)", "out = hidden_states"),
         (TEST, f"states = hidden_states * 2\n        {TEST}"),
         (TEST, f"hidden_states = hidden_states * 2\n        {TEST}"),
+        # what else either branch does
+        (LAST, f"{LAST}\n            out = out * 2"),
+        (LAST, f"{LAST}\n            out += 1"),
+        (LAST, f"{LAST}\n            out.mul_(2)"),
+        (LAST, f"{LAST}\n            out[~is_vision] += hidden_states.mean()"),
+        (LAST, f"{LAST}\n            return out * 2"),
+        (LAST, f"{LAST}\n            out = torch.zeros_like(out)"),
+        ("out = torch.zeros_like(hidden_states)", "out = hidden_states"),
+        ("out = torch.zeros_like(hidden_states)", "out = torch.zeros_like(hidden_states.mul_(2))"),
+        (
+            "out = torch.zeros_like(hidden_states)",
+            "out = torch.zeros_like(hidden_states)\n            other = torch.ones_like(out)",
+        ),
+        ("        return out", "            out = out * 2\n        return out"),
+        ("out = self.text_moe(hidden_states)", "other = self.text_moe(hidden_states)"),
+        ("        return out", "        return out if columns is None else out * 2"),
     ],
 )
 def test_a_branch_of_another_form_is_refused_on_several_ranks(old, new):

@@ -1,0 +1,163 @@
+"""What a size comes from: through attributes, parameters of `__init__`, local names and names of the module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    loaded,
+    own_attribute,
+    parameter_names,
+    plain_assignments,
+    stored,
+    walk,
+)
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.known import NUMBERS, is_of_config
+
+SEQUENCES = (ast.Tuple, ast.List)
+
+
+def origins(
+    anatomy: Anatomy, owner: str, value: ast.AST, seen: frozenset = frozenset()
+) -> Iterator[tuple[str, ast.AST]]:
+    """The expressions that code of a class may stand for, where names and attributes are replaced by what they hold;
+    each with the class whose code it is.
+
+    A name or attribute of which the file says nothing, for example an attribute of a config, is its own origin.
+    """
+    inner: list[tuple[str, ast.AST]] = []
+    match value:
+        case ast.NamedExpr():
+            inner = [(owner, value.value)]
+        case ast.IfExp():
+            inner = [(owner, value.body), (owner, value.orelse)]
+        case ast.BoolOp():
+            inner = [(owner, part) for part in value.values]
+        case ast.Attribute() if attribute := own_attribute(value):
+            inner = [(owner, held) for held in anatomy.held(owner, attribute)]
+        case ast.Attribute():
+            inner = [(owner, handed) for handed in anatomy.handed(owner, value)]
+        case ast.Name():
+            inner = _named(anatomy, value)
+    place = (owner, ast.unparse(value))
+    if not inner or place in seen:
+        yield owner, value
+        return
+    for of, part in inner:
+        yield from origins(anatomy, of, part, seen | {place})
+
+
+def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
+    """What a name holds, each with the class whose code says so; nothing if that is not known."""
+    owner, function = _scope(anatomy, name)
+    values: list[tuple[str, ast.AST]] = []
+    if function is not None and name.id in stored(function):
+        assigned = [
+            n for n in walk(function) if isinstance(n, ast.Assign) and plain_assignments([n]).keys() == {name.id}
+        ]
+        if len(assigned) != stored(function).count(name.id):
+            return []
+        values = [(owner, node.value) for node in assigned]
+    if function is not None and name.id in parameter_names(function):
+        if function.name != "__init__":
+            return []
+        alike = [one for one in anatomy.classes if (anatomy.method(one, "__init__") or (None, None))[1] is function]
+        builds = [pair for one in alike for pair in anatomy.given(one, name.id)]
+        args = function.args
+        plain = [*args.posonlyargs, *args.args]
+        defaults = dict(zip([arg.arg for arg in plain[::-1]], args.defaults[::-1], strict=False))
+        defaults |= {arg.arg: value for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True) if value}
+        values += [(info.name, given) for info, given in builds if given is not None]
+        if name.id in defaults and (not builds or any(given is None for _, given in builds)):
+            values.append((owner, defaults[name.id]))
+        return values
+    if not values and (anatomy.names.resolve(name) or "") == f".{name.id}" and name.id in anatomy.tables:
+        return [("", anatomy.tables[name.id])]
+    return values
+
+
+def _scope(anatomy: Anatomy, name: ast.Name) -> tuple[str, FunctionNode | None]:
+    """The class and the method in which code stands."""
+    methods = ((info.name, method) for info in anatomy.classes.values() for method in info.methods.values())
+    return next(((owner, m) for owner, m in methods if any(node is name for node in walk(m))), ("", None))
+
+
+def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
+    """Whether a size may be a number that the source says, or several sizes, rather than one that a caller or config chooses.
+
+    Args:
+        seen: what it is computed for: `size = size * 2` says no more about itself.
+    """
+    for of, origin in origins(anatomy, owner, size):
+        match origin:
+            case ast.Constant(None):
+                continue
+            case ast.BinOp(left, _, right):
+                parts = [left, right]
+            case ast.UnaryOp(_, operand):
+                parts = [operand]
+            case ast.Call(_, [_, *_] as parts):
+                pass
+            case _:
+                parts = []
+        known = seen | {origin}
+        if isinstance(origin, (ast.Constant, *SEQUENCES)):
+            return True
+        if parts and origin not in seen and all(is_fixed(anatomy, of, part, known) for part in parts):
+            return True
+    return False
+
+
+def is_one_size(anatomy: Anatomy, owner: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr]) -> bool:
+    """Whether a norm with these arguments, the sizes first, is known to be over one dimension, the last."""
+    size = [*args, *(value for name, value in named.items() if name == "normalized_shape")]
+    return bool(size) and all(_is_one(anatomy, *one) for one in origins(anatomy, owner, size[0]))
+
+
+def _is_one(anatomy: Anatomy, owner: str, shape: ast.AST) -> bool:
+    match shape:
+        case ast.Tuple([one]) | ast.List([one]):
+            return not isinstance(one, ast.Starred)
+        case ast.Subscript(ast.Attribute(_, "shape"), ast.Slice(ast.UnaryOp(ast.USub(), ast.Constant(1)), None, None)):
+            return True
+    return _is_number(anatomy, owner, shape)
+
+
+def _is_number(anatomy: Anatomy, owner: str, value: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
+    def all_numbers(*parts: ast.AST) -> bool:
+        found = (one for part in parts for one in origins(anatomy, owner, part))
+        return all(
+            one in seen or _is_number(anatomy, of, one, seen | {value}) for of, one in found if one is not value
+        )
+
+    match value:
+        case ast.Constant(number):
+            return number is None or isinstance(number, int | float)  # None: `size or config.size`
+        case ast.BinOp(left, _, right):
+            return all_numbers(left, right)
+        case ast.UnaryOp(_, operand):
+            return all_numbers(operand)
+        case ast.Call(ast.Attribute(_, "size"), [_], []):
+            return True
+        case ast.Call(function):
+            return anatomy.names.resolve(function) in NUMBERS
+        case ast.Subscript(_, index):
+            return not isinstance(index, ast.Slice | ast.Tuple)
+        case ast.Attribute(ast.Name(), name) if not own_attribute(value):
+            return name != "shape"
+        case ast.Name():
+            return _is_number_of_caller(anatomy, value)
+    return is_of_config(value)
+
+
+def _is_number_of_caller(anatomy: Anatomy, name: ast.Name) -> bool:
+    """Whether it is a parameter of `__init__`, not annotated as several numbers, of which the file says no more."""
+    function = _scope(anatomy, name)[1]
+    if function is None or function.name != "__init__" or name.id not in parameter_names(function):
+        return False
+    arguments = (node for node in walk(function.args) if isinstance(node, ast.arg) and node.arg == name.id)
+    annotation = next((arg.annotation for arg in arguments), None)
+    return annotation is None or {*loaded(annotation)} <= {"int", "Optional"}
