@@ -215,15 +215,10 @@ class Attention(Flow):
         if built is None:
             return super().module(name, call, operands)
         inner, taken = Attention(self.anatomy, built[0], self._running), parameter_names(built[1])
-        marks = inner.run(built[1], dict(zip(taken, operands, strict=False)))
-        if not inner.multiplies:  # a softmax, a dropout, a bias
-            return marks | {DATA}
-        inner = Attention(self.anatomy, built[0], self._running)
-        computed = [
-            one & {DATA} for one in operands
-        ]  # scores are those of one class: hidden states of a layer are none
+        computed = [one & {DATA} for one in operands]  # scores belong to one class: hidden states of a layer are none
         marks = inner.run(built[1], dict(zip(taken, computed, strict=False)))
-        return (NONE if inner.found else marks & {self.SCORES}) | {DATA}
+        weights = NONE if inner.multiplies else _joined(operands) & {self.WEIGHTS}  # through a dropout
+        return (NONE if inner.found else marks & {self.SCORES}) | weights | {DATA}
 
 
 class Rotary(Flow):

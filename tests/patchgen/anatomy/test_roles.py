@@ -119,6 +119,7 @@ SCORES = "def scores(self, q, k):\n    return torch.einsum('', q, k)\n"
 GIVES = "def __init__(self):\n    self.part = {}()\n"
 GATES = "class Gates(nn.Module):\n    def forward(self, x):\n        return x.softmax(-1)\n"
 GATES += "class Scores(nn.Module):\n    def forward(self, x):\n        return x @ x.mT\n"
+GATES += "class Drops(nn.Module):\n    def forward(self, x):\n        return F.dropout(x, 0.1)\n"
 POOLS = "class Pools(nn.Module):\n    def forward(self, x):\n        return (x @ x.mT).softmax(-1) @ x\n"
 
 
@@ -142,7 +143,8 @@ POOLS = "class Pools(nn.Module):\n    def forward(self, x):\n        return (x @
         (PROJECTIONS + forward("w = x @ x", "return (x @ x) * w.softmax(-1).sum()"), None),
         ("def __init__(self):\n    self.pools = Pools()\n" + forward("return self.pools(x) @ x"), None),  # it attends
         (GIVES.format("Scores") + forward("return self.part(x).softmax(-1) @ x"), WRITTEN),
-        (GIVES.format("Gates") + forward("return self.part(x @ x) @ x"), WRITTEN),  # a softmax of the file's own
+        (GIVES.format("Gates") + forward("return self.part(x @ x) @ x"), None),  # of hidden states, not of scores
+        (GIVES.format("Drops") + forward("return self.part((x @ x).softmax(-1)) @ x"), WRITTEN),
         (
             forward("try:", "    w = fast(x)", "except ImportError:", "    w = (x @ x).softmax(-1)", "return w @ x"),
             WRITTEN,
