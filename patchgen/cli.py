@@ -232,7 +232,7 @@ def verify(
         raise ConfigError("--sp, --ep and --fsdp lay out several ranks. To fix: give their number, as in --ranks 4.")
     layout = commands.proof.Layout(ranks, sp=sp, ep=ep, fsdp=fsdp) if ranks > 1 else None
     options = {"every": every, "directory": directory, "head": head, "outdated": outdated}
-    options |= {"code": code, "generated": generated}
+    options |= {"code": code, "generated_folder": generated}
     raise typer.Exit(commands.proof.verify(models or [], layout, **options))
 
 

@@ -28,7 +28,7 @@ def verify(
     head: str | None,
     outdated: bool,
     code: str | None,
-    generated: str | None,
+    generated_folder: str | None,
 ) -> int:
     """Proves models in one process, or on ranks against upstream's class on one; 0 if all are proven.
 
@@ -36,24 +36,30 @@ def verify(
     With a directory, only its file is proven, and nothing is written elsewhere. A model that was generated from a user's
     file is compared with that file, which `code` or the project names.
     """
-    from patchgen.runtime import registry
-    from patchgen.runtime.compatibility import ReleaseMismatch
-    from patchgen.runtime.verify.small_config import SmallConfigError
-
-    subjects = _subjects(models, every=every, directory=directory, code=code, generated=generated)
+    subjects = _subjects(models, every=every, directory=directory, code=code, generated_folder=generated_folder)
     if outdated:
-        name = layout.name if layout else IN_ONE_PROCESS
-        subjects = [one for one in subjects if not records.proof_holds(one.name, name)]
-    try:
-        proven = list(_prove_on_ranks(subjects, layout, head) if layout else _prove(subjects, head))
-    except registry.UnknownModelError as error:
-        raise UpstreamNotFound(str(error)) from error
-    except (registry.NoUpstreamError, ReleaseMismatch, SmallConfigError) as error:
-        raise ConfigError(f"It cannot be proven: {error}") from error
+        layout_name = layout.name if layout else IN_ONE_PROCESS
+        subjects = [subject for subject in subjects if not records.proof_holds(subject.name, layout_name)]
+    proven = list(_prove_on_ranks(subjects, layout, head) if layout else _prove(subjects, head))
     if every:
         models_page.write()
         support_matrix.write()
     return 0 if all(proven) else 1
+
+
+@contextlib.contextmanager
+def _refusals_of(subject: GeneratedModel) -> Iterator[None]:
+    """Raises the reasons why a model cannot be proven as errors of the command, with its name."""
+    from patchgen.runtime import registry
+    from patchgen.runtime.compatibility import ReleaseMismatch
+    from patchgen.runtime.verify.small_config import SmallConfigError
+
+    try:
+        yield
+    except registry.UnknownModelError as error:
+        raise UpstreamNotFound(str(error)) from error
+    except (registry.NoUpstreamError, ReleaseMismatch, SmallConfigError) as error:
+        raise ConfigError(f"{subject.name} cannot be proven: {error}") from error
 
 
 def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
@@ -61,11 +67,12 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     from patchgen.runtime.verify import report
     from patchgen.runtime.verify.verify_model import verify_model
 
-    key = records.present_key()
+    sources = records.present_key()
     for subject in subjects:
-        proof = verify_model(subject, head=head)
+        with _refusals_of(subject):
+            proof = verify_model(subject, head=head)
         report.print_proof(proof)
-        report.write_proof(proof, subject.directory, records.made_with(key["prover"], key))
+        report.write_proof(proof, subject.directory, records.made_with(sources["prover"], sources))
         yield proof.is_proven
 
 
@@ -74,37 +81,38 @@ def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | 
     from patchgen.runtime.verify import media_ranks, rank_report
     from patchgen.runtime.verify.ranks import RankPool
 
-    key = records.present_key()
+    sources = records.present_key()
     with contextlib.closing(RankPool(layout.ranks)) as pool:
         for subject in subjects:
-            subject.upstream()  # a missing source fails here, not on every rank
-            results = media_ranks.verify_on_ranks(
-                subject, pool, sp=layout.sp, ep=layout.ep, fsdp=layout.fsdp, head=head
-            )
+            with _refusals_of(subject):
+                subject.upstream()  # a missing source fails here, not on every rank
+                results = media_ranks.verify_on_ranks(
+                    subject, pool, sp=layout.sp, ep=layout.ep, fsdp=layout.fsdp, head=head
+                )
             rank_report.print_results(subject.name, layout.name, results)
-            made_with = records.made_with(key["rank_prover"], key)
+            made_with = records.made_with(sources["rank_prover"], sources)
             rank_report.write_results(subject.file, layout.name, results, made_with)
-            yield bool(results) and not any(one.reason for one in results)
+            yield bool(results) and not any(result.reason for result in results)
 
 
 def _subjects(
-    models: list[str], *, every: bool, directory: Path | None, code: str | None, generated: str | None
+    models: list[str], *, every: bool, directory: Path | None, code: str | None, generated_folder: str | None
 ) -> list[GeneratedModel]:
-    """The models to prove: the one in the directory, the named ones, or the one of the code."""
+    """The models to prove: the one in the directory, the named ones, or the one generated from `--code`."""
     if directory is not None:
         return [_in_directory(models, directory, code, every=every)]
-    architecture = checkpoints.register(code, generated)
+    architecture = checkpoints.register(code, generated_folder)
     if (
         architecture is not None
         and not every
         and set(models) <= {architecture.generated.name, *architecture.generated.model_types}
     ):
         return [architecture.generated]
-    root = Path(generated) if generated is not None else provenance.generated_root()
-    found = [_generated_model(name, root) for name in named(models, every=every)]
+    root = Path(generated_folder) if generated_folder is not None else provenance.generated_root()
+    subjects = [_generated_model(name, root) for name in named(models, every=every)]
     return [
-        architecture.generated if architecture is not None and one.name == architecture.generated.name else one
-        for one in found
+        architecture.generated if architecture is not None and subject.name == architecture.generated.name else subject
+        for subject in subjects
     ]
 
 
@@ -123,25 +131,35 @@ def _generated_model(name: str, root: Path) -> GeneratedModel:
 def _in_directory(models: list[str], directory: Path, code: str | None, *, every: bool) -> GeneratedModel:
     record = provenance.read(directory)  # a wrong folder fails before torch is loaded
     if every or len(models) > 1:
-        raise ConfigError(f"--directory {directory} is one model, but several were named. To fix: name one, or none.")
+        requested = "--all" if every else f"{len(models)} models"
+        raise ConfigError(
+            f"--directory {directory} is one model, and cannot be combined with {requested}. To fix: name one, or none."
+        )
     if models and models[0] not in (record["model"], *record["model_types"]):
-        raise ConfigError(f"--directory {directory} contains '{record['model']}', but '{models[0]}' was named.")
+        raise ConfigError(
+            f"--directory {directory} contains '{record['model']}', but '{models[0]}' was named. To fix: omit the name, or give "
+            f"the folder of '{models[0]}'."
+        )
 
     from patchgen.runtime import project, registry
 
-    found = registry.read_model(directory.resolve())
+    model = registry.read_model(directory.resolve())
     code = code or project.model_settings().get("code")
     architecture = (
-        checkpoints.register(code, str(directory.parent)) if found.is_from_user_file and code is not None else None
+        checkpoints.register(code, str(directory.parent)) if model.is_from_user_file and code is not None else None
     )
-    return found if architecture is None else replace(found, source=found.made_from(architecture.folder))
+    return model if architecture is None else replace(model, source=model.made_from(architecture.folder))
 
 
-def mesh(world: int, *, dp_replicate: int, sp: int, ep: int) -> None:
-    """Prints the rank map of a layout; sizes that do not divide the world are an error that names them."""
+def mesh(world_size: int, *, dp_replicate: int, sp: int, ep: int) -> None:
+    """Prints the rank map of a layout.
+
+    Raises:
+        ConfigError: the sizes do not divide `world_size`.
+    """
     from patchgen.runtime.parallel.config import mesh_text
 
     try:
-        print(mesh_text(world, dp_replicate=dp_replicate, sp=sp, ep=ep))
+        print(mesh_text(world_size, dp_replicate=dp_replicate, sp=sp, ep=ep))
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -132,7 +132,7 @@ def export_run(
     folder = find_checkpoint(Path(run), step)
     manifest, _ = check_folder(folder)
     assert manifest is not None, "`find_checkpoint` returns complete ones"
-    others = [other for other in SavedSteps(folder.parent).complete() if other != manifest.step]
+    others = [other for other in SavedSteps(folder.parent).complete_steps() if other != manifest.step]
     advice = f"--step takes another: {', '.join(map(str, others))}." if others else ""
     require_checksums(folder, manifest, sorted(manifest.checksums), advice)
     stored = stored_shards(folder)
@@ -179,7 +179,7 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
     broken: dict[str, str] = {}
     for parent in (run, run / "checkpoints"):
         checkpointer = SavedSteps(parent)
-        known += checkpointer.complete()
+        known += checkpointer.complete_steps()
         broken |= checkpointer.broken()
         found = checkpointer.latest() if step is None else step if step in known else None
         if found is not None:

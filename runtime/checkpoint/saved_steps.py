@@ -16,7 +16,7 @@ class SavedSteps:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
 
-    def complete(self) -> list[int]:
+    def complete_steps(self) -> list[int]:
         """The steps of the complete checkpoints, in the order in which they were saved."""
         found = [(known.serial, known.step) for _, known, problem in self.checkpoints() if known and not problem]
         return [step for _, step in sorted(found)]
@@ -34,7 +34,7 @@ class SavedSteps:
         if broken:
             listed = "\n".join(f"  {name}: {problem}" for name, problem in sorted(broken.items()))
             warnings.warn(f"{self.directory} holds incomplete checkpoints:\n{listed}", stacklevel=2)
-        complete = self.complete()
+        complete = self.complete_steps()
         return complete[-1] if complete else None
 
     def checkpoints(self) -> Iterator[tuple[Path, Manifest | None, str]]:
@@ -55,11 +55,11 @@ class SavedSteps:
     def newest_first(self) -> list[int]:
         """The steps of the complete checkpoints; warns about the others."""
         self.latest()  # warns
-        return self.complete()[::-1]
+        return self.complete_steps()[::-1]
 
     def advice_on_others(self, step: int) -> str:
         """Which other steps could be loaded, for an error about `step`."""
-        others = [folder_name(other) for other in self.complete() if other != step]
+        others = [folder_name(other) for other in self.complete_steps() if other != step]
         return f"Complete ones: {', '.join(others)}." if others else "No other checkpoint there is complete."
 
 

@@ -238,7 +238,7 @@ class Checkpointer(SavedSteps):
             final.rename(self.directory / f".{final.name}.replaced")
         partial.rename(final)
         sync_folder(self.directory)
-        for old in self.complete()[: -self.keep]:
+        for old in self.complete_steps()[: -self.keep]:
             # Renamed first, so that it does not look like a damaged checkpoint while it is deleted.
             doomed = self.directory / f".{folder_name(old)}.old"
             (self.directory / folder_name(old)).rename(doomed)

@@ -90,4 +90,4 @@ class BatchPlan:
         self._pool.clear()
         self._begin(state["epoch"], list(state["counts"]))
         for source, k in state["waiting"]:
-            self._add_to_pool(source, k, int(self._order.samples(source, np.array([k]))[0]))
+            self._add_to_pool(source, k, int(self._order.indices(source, np.array([k]))[0]))

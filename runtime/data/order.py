@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 BLOCK = 4096
+"""Samples per source that are sorted at a time."""
 
 
 class MixedOrder:
@@ -49,28 +50,29 @@ class MixedOrder:
             ]
             times = np.concatenate([(k + 0.5) / weight for k, weight in zip(ks, self.weights, strict=True)])
             sources = np.repeat(np.arange(len(ks)), [len(k) for k in ks])
-            numbers = np.concatenate([self.samples(source, k) for source, k in enumerate(ks)])
-            # Only the first BLOCK candidates are certain: the next sample of a source could precede the others.
+            indices = np.concatenate([self.indices(source, k) for source, k in enumerate(ks)])
+            # Later entries are uncertain: the next block of a source may hold an earlier time.
             first = np.argsort(times, kind="stable")[:BLOCK]
             taken = np.bincount(sources[first], minlength=len(ks)).tolist()
             counts = [count + more for count, more in zip(counts, taken, strict=True)]
             yield from zip(
-                sources[first].tolist(), np.concatenate(ks)[first].tolist(), numbers[first].tolist(), strict=True
+                sources[first].tolist(), np.concatenate(ks)[first].tolist(), indices[first].tolist(), strict=True
             )
 
-    def samples(self, source: int, k: np.ndarray) -> np.ndarray:
+    def indices(self, source: int, k: np.ndarray) -> np.ndarray:
         """The indices in the source of its k-th samples, for ascending `k` `(n,)`."""
         size = self.sizes[source]
         if self.seed is None:
             return k % size
-        laps = [
+        shuffled = [
             permutation(size, self.seed, self.epoch, source, lap)[k[k // size == lap] % size]
             for lap in np.unique(k // size).tolist()
         ]
-        return np.concatenate(laps) if laps else k
+        return np.concatenate(shuffled) if shuffled else k
 
 
 @lru_cache(maxsize=8)
 def permutation(size: int, seed: int, epoch: int, source: int, lap: int) -> np.ndarray:
+    """The shuffled indices of a source in one `lap`: its n-th pass over its samples within the epoch."""
     dtype = np.uint32 if size < 2**32 else np.uint64
     return np.random.default_rng([seed, epoch, source, lap]).permutation(np.arange(size, dtype=dtype))

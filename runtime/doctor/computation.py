@@ -44,7 +44,7 @@ class Packing(Check):
         share, number = worst
         if share > tolerance:
             return failed(
-                f"Document {number + 1} of {len(documents)} in one row ({documents[number].where}) has other logits than alone: "
+                f"Document {number + 1} of {len(documents)} in one row ({documents[number].record}) has other logits than alone: "
                 f"they differ by {share:.1e}, relative; {tolerance:.0e} is rounding. It sees the others.",
                 "Its attention, or another layer that mixes tokens, does not stop where documents end: leave model.attention out; "
                 "if the modeling file attends by itself, it must take cu_seq_lens_q, or model.separate_documents: true keeps "

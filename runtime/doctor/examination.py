@@ -9,7 +9,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
@@ -86,7 +86,8 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """The report as plain values."""
         checks = [
-            {"check": one.check, "seconds": round(one.seconds, 2), **asdict(one.finding)} for one in self.entries
+            {"check": entry.check, "seconds": round(entry.seconds, 2), **entry.finding.as_json()}
+            for entry in self.entries
         ]
         return {"recipe": self.recipe, "failed": list(self.failed), "checks": checks}
 
@@ -98,9 +99,9 @@ class Report:
         """The text below the table: samples and figures, and how many checks passed."""
         lines = []
         for entry in self.entries:
-            if entry.finding.shown:
-                lines += ["", f"{entry.check}:", textwrap.indent(entry.finding.shown, "  ")]
-        counts = {status: sum(one.finding.status == status for one in self.entries) for status in SIGNS}
+            if entry.finding.details:
+                lines += ["", f"{entry.check}:", textwrap.indent(entry.finding.details, "  ")]
+        counts = {status: sum(entry.finding.status == status for entry in self.entries) for status in SIGNS}
         lines += ["", ", ".join(f"{count} {status}" for status, count in counts.items()) + "."]
         return "\n".join(lines)
 
@@ -108,7 +109,7 @@ class Report:
 def format_entry(entry: Entry) -> str:
     """A row of the table, with advice if the check failed."""
     width, finding = max(len(check.name) for check in CHECKS), entry.finding
-    text = f"not checked: {finding.found}" if finding.status == NOT_CHECKED else finding.found
+    text = f"not checked: {finding.summary}" if finding.status == NOT_CHECKED else finding.summary
     lines = [*_wrapped(f"{entry.check:<{width}}  {SIGNS[finding.status]:<6}  ", text)]
     if finding.advice:
         lines += _wrapped(" " * (width + 2) + "to fix  ", finding.advice)

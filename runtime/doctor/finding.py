@@ -19,23 +19,27 @@ class Finding:
 
     Attributes:
         status: PASSED, FAILED or NOT_CHECKED.
-        found: the result with its figures, or why nothing was checked.
+        summary: the result with its numbers, or why nothing was checked.
         advice: how to fix a failure.
-        shown: further lines: samples with their labels, losses of alternatives.
+        details: further lines: samples with their labels, losses of alternatives.
     """
 
     status: str
-    found: str
+    summary: str
     advice: str = ""
-    shown: str = ""
+    details: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """The fields of `--json`."""
+        return {"status": self.status, "found": self.summary, "advice": self.advice, "shown": self.details}
 
 
-def passed(found: str, shown: str = "") -> Finding:
-    return Finding(PASSED, found, shown=shown)
+def passed(summary: str, details: str = "") -> Finding:
+    return Finding(PASSED, summary, details=details)
 
 
-def failed(found: str, advice: str, shown: str = "") -> Finding:
-    return Finding(FAILED, found, advice, shown)
+def failed(summary: str, advice: str, details: str = "") -> Finding:
+    return Finding(FAILED, summary, advice, details)
 
 
 def not_checked(why: str) -> Finding:
@@ -57,16 +61,16 @@ class Check(ABC):
     """One check of a recipe with its checkpoint and data.
 
     Attributes:
-        name: in the table and for `--skip`.
+        name: shown in the table, and accepted by `--skip`.
     """
 
     name: str
 
     @abstractmethod
     def run(self, patient: Patient) -> Finding:
-        """The finding.
+        """Runs the check.
 
         Raises:
-            MissingPart: a part of the patient is unavailable; another check reports why.
+            MissingPart: a part is missing, or the check cannot run here; the finding becomes "not checked".
             RecipeError, DataError, CheckpointError: the check has failed with this message.
         """

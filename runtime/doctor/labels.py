@@ -52,7 +52,7 @@ class Data(Check):
                 "know the characters of these texts.",
                 "Check the encoding and script of the texts, or take a model whose tokenizer has their alphabet.",
             )
-        return passed(f"{len(samples)} samples with {len(ids)} tokens, starting at {samples[0].where}.")
+        return passed(f"{len(samples)} samples with {len(ids)} tokens, starting at {samples[0].record}.")
 
 
 class Labels(Check):
@@ -67,7 +67,7 @@ class Labels(Check):
         for sample in samples if patient.recipe.data.kind != "token_classes" else ():
             problem = shift_problem(sample)
             if problem is not None:
-                return failed(f"{sample.place}: {problem}", LABEL_ADVICE, shown)
+                return failed(f"{sample.name}: {problem}", LABEL_ADVICE, shown)
         for problem, advice in (
             *_masks(patient, samples),
             *pair_problems(samples, patient),
@@ -99,7 +99,7 @@ def _masks(patient: Patient, samples: Sequence[Sample]) -> Iterator[tuple[str, s
         problem = _mask_problem(sample, turn, patient.tokenizer)
         if problem:
             yield (
-                f"{sample.place}: {problem}",
+                f"{sample.name}: {problem}",
                 "Put the loss on all tokens after the header of the turn, including its end token: fix the transform, or the "
                 "{% generation %} marks of the chat template.",
             )
@@ -172,7 +172,7 @@ def show(sample: Sample, tokenizer: Any) -> str:
     text = "".join([*parts, _text(sample.ids[shown_to:], tokenizer)])
     shortened = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
     label = "" if sample.label is None else f", label {sample.label:g}"
-    return f"{sample.place}{label}: {shortened}"
+    return f"{sample.name}{label}: {shortened}"
 
 
 def _text(ids: Sequence[int], tokenizer: Any) -> str:

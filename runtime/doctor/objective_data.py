@@ -45,7 +45,7 @@ def pair_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple
         if not _are_alike(*prompts):
             texts = [repr(tokenizer.decode(ids)[-SHOWN_CHARACTERS:]) for ids in prompts]
             yield (
-                f"{pair[0].where}: chosen and rejected do not answer the same prompt: one ends with {texts[0]}, the other with "
+                f"{pair[0].record}: chosen and rejected do not answer the same prompt: one ends with {texts[0]}, the other with "
                 f"{texts[1]}.",
                 "Pair answers to one prompt: all messages before the answer must be equal, the system message included.",
             )
@@ -53,13 +53,13 @@ def pair_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple
             learned = [token for token, label in zip(half.ids, half.labels, strict=True) if label != IGNORED]
             if not tokenizer.decode(learned, skip_special_tokens=True).strip():
                 yield (
-                    f"{half.place}: the answer is empty: the tokens with a loss are {tokenizer.decode(learned)!r}.",
+                    f"{half.name}: the answer is empty: the tokens with a loss are {tokenizer.decode(learned)!r}.",
                     "Leave such pairs out, or check the columns that data.sources[].columns names.",
                 )
     cut = [one for one in samples if one.half and one.is_cut_in_run]
     if len(cut) > MAX_CUT_SHARE * len(samples):
         yield (
-            f"A run truncates {len(cut)} of the first {len(samples)} answers ({cut[0].place}) to data.max_length = "
+            f"A run truncates {len(cut)} of the first {len(samples)} answers ({cut[0].name}) to data.max_length = "
             f"{patient.recipe.data.longest} tokens, and would compare their beginnings.",
             "Raise data.max_length (and data.tokens_per_batch with it), or leave such pairs out: data.on_long: skip.",
         )
@@ -87,7 +87,7 @@ def class_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tupl
             objective.require_valid(batch)
         except DataError as error:
             yield (
-                f"{sample.where}: {error}",
+                f"{sample.record}: {error}",
                 "Number classes from 0 and set objective.options.num_labels to how many there are; 1 is for numbers.",
             )
 

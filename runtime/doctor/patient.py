@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class MissingPart(Exception):
-    """A check needs a part that could not be built."""
+    """A part is missing, or a check cannot run here: its finding is "not checked", for this reason."""
 
 
 class NotEnoughMemory(MissingPart):
@@ -129,8 +129,8 @@ class Patient:
     @cached_part("the data")
     def samples(self) -> list[Sample]:
         """The first documents of each source, at least one; of pairs both halves, the chosen one first."""
-        separate = self.recipe.data.separate_modalities or ()
-        return first_samples(self.recipe.data, self.parts, separate if self.proof_has_run else ANY_TWO)
+        incompatible = self.recipe.data.separate_modalities or () if self.proof_has_run else ANY_TWO
+        return first_samples(self.recipe.data, self.parts, incompatible)
 
     @property
     def documents(self) -> list[Sample]:

@@ -30,7 +30,7 @@ def changes(recipe: Recipe) -> str:
         RecipeError: a fixed key differs.
     """
     checkpointer = SavedSteps(recipe.directory / "checkpoints")
-    steps = checkpointer.complete()
+    steps = checkpointer.complete_steps()
     if not steps:
         return ""
     folder = checkpointer.folder_of(steps[-1])

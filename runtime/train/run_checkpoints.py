@@ -16,12 +16,12 @@ from patchgen.runtime.parallel.collectives import broadcast_object
 from patchgen.runtime.train import continuing, setup
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
 
-FAILED_SAVE_SECONDS = 10.0
-"""How long a failing run waits for an unfinished save, whose ranks may be waiting for a dead one."""
+PENDING_SAVE_TIMEOUT = 10.0
+"""Seconds that a run which ends with an error waits for a pending save: its other ranks may never finish it."""
 
 
 class RunCheckpoints:
-    """Loads and saves the checkpoints of a run; every method is collective.
+    """Loads and saves the checkpoints of a run; `resume`, `save` and `wait_for_pending` are collective.
 
     Attributes:
         saved_step: the step of the newest save; 0: there is none.
@@ -38,26 +38,26 @@ class RunCheckpoints:
         Raises:
             RecipeError: on all ranks, if this recipe cannot continue the checkpoint.
         """
-        found: tuple[int | None, str, str] = (None, "", "")
+        decision = False, "", ""
         if dist.get_rank() == 0:  # decides for all ranks
             try:
-                found = self.checkpointer.latest(), continuing.changes(self.recipe), ""
+                decision = self.checkpointer.latest() is not None, continuing.changes(self.recipe), ""
             except RecipeError as error:
-                found = None, "", str(error)
-        latest, changed, refusal = broadcast_object(found)
+                decision = False, "", str(error)
+        has_checkpoint, changes_text, refusal = broadcast_object(decision)
         if refusal:
             raise RecipeError(refusal)
-        if latest is None:
+        if not has_checkpoint:
             return self.loader.state_dict()
-        if changed and dist.get_rank() == 0:
-            print(changed, flush=True)
+        if changes_text and dist.get_rank() == 0:
+            print(changes_text, flush=True)
         groups = self.optimizer.param_groups
         from_recipe = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         saved = self.checkpointer.load(model=self.model, optimizer=self.optimizer)
         for group, options in zip(groups, from_recipe, strict=True):
             group.update(options)  # the current recipe overrides the saved options
-        this_rank = saved["rank"]["loader"] if saved["rank"] is not None else None
-        position = self.loader.position_of(this_rank, lambda: [rank["loader"] for rank in saved["ranks"]])
+        own_position = saved["rank"]["loader"] if saved["rank"] is not None else None
+        position = self.loader.position_of(own_position, lambda: [rank["loader"] for rank in saved["ranks"]])
         self.saved_step = saved["step"]
         self.loader.load_state_dict(position)
         return position
@@ -65,7 +65,7 @@ class RunCheckpoints:
     def save(self, step: int, position: dict[str, Any], *, asynchronous: bool) -> None:
         """Saves a checkpoint; `position` is the loader's after the steps taken so far."""
         with watch.paused():
-            self.settle()
+            self.wait_for_pending()
             try:
                 self.checkpointer.save(
                     step,
@@ -80,8 +80,8 @@ class RunCheckpoints:
                 return
         self.saved_step = step
 
-    def settle(self) -> None:
-        """Waits for an unfinished save; a failed one ends the run, or not, as the recipe says."""
+    def wait_for_pending(self) -> None:
+        """Waits for a pending save; whether a failed one ends the run is `checkpoint.on_failed`."""
         try:
             self.checkpointer.wait()
         except CheckpointError as error:
@@ -91,16 +91,16 @@ class RunCheckpoints:
         """Reports a failed save; all ranks have the same error.
 
         Raises:
-            CheckpointError: `checkpoint.on_failed` is to stop.
+            CheckpointError: if `checkpoint.on_failed` is stop.
         """
         if self.recipe.checkpoint.on_failed == "stop":
             raise error
-        self.saved_step = max(self.checkpointer.complete()[-1:], default=0)
+        self.saved_step = max(self.checkpointer.complete_steps()[-1:], default=0)
         if dist.get_rank() == 0:
-            print(f"{error}\nThe run continues without it (checkpoint.on_failed: continue).", flush=True)
+            print(f"{error}\nThe run continues without this checkpoint (checkpoint.on_failed: continue).", flush=True)
 
-    def print_failed_save(self, kind: type | None, error: BaseException | None, _trace: object) -> None:
-        """An exit callback: if an error ends the run, prints the failure of a save in the background."""
-        failed = self.checkpointer.failure(FAILED_SAVE_SECONDS) if kind is not None else None
+    def print_failed_save(self, exc_type: type | None, error: BaseException | None, _trace: object) -> None:
+        """An exit callback of `ExitStack`: if an error ends the run, prints the failure of a save in the background."""
+        failed = self.checkpointer.failure(PENDING_SAVE_TIMEOUT) if exc_type is not None else None
         if failed is not None and failed is not error and dist.get_rank() == 0:
             print(failed, file=sys.stderr, flush=True)

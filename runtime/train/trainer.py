@@ -163,7 +163,7 @@ class Trainer:
             ):
                 self.evaluate()
             watched.close()  # the rest is writing, which has no time limit
-            self.saved.settle()
+            self.saved.wait_for_pending()
             if self.saved.saved_step != self.step:
                 self.saved.save(self.step, position, asynchronous=False)
             return self.finish(upcoming.reason)

@@ -236,8 +236,8 @@ def one_rank_cannot_write(name: str, directory: str, rank_that_fails: int) -> st
         text = ""
     finally:
         train_state.write_file = write
-    assert checkpointer.complete() == [1]
+    assert checkpointer.complete_steps() == [1]
     checkpointer.save(3, model=model)
     checkpointer.wait()
-    assert checkpointer.complete() == [1, 3]
+    assert checkpointer.complete_steps() == [1, 3]
     return text

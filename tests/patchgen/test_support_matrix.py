@@ -49,7 +49,14 @@ def test_to_verify_one_model_writes_no_page_about_others(ranks, tmp_path, monkey
     before = {path.name: path.read_bytes() for path in docs.iterdir() if path.is_file()}
 
     def verify(models: list[str], *, every: bool) -> set[str]:
-        what = {"every": every, "directory": None, "head": None, "outdated": True, "code": None, "generated": None}
+        what = {
+            "every": every,
+            "directory": None,
+            "head": None,
+            "outdated": True,
+            "code": None,
+            "generated_folder": None,
+        }
         assert proof.verify(models, proof.Layout(2, sp=2) if ranks else None, **what) == 0
         pages = (path for path in docs.iterdir() if path.is_file())
         return {path.name for path in pages if path.read_bytes() != before.get(path.name)}

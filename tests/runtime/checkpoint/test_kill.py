@@ -59,7 +59,7 @@ def require_unharmed(directory, world: int, kills: int, untouched, seed: int) ->
     while len([moment for moment in moments if moment != "too late"]) < kills:
         attempt = directory / str(part)
         moments.append(kill_at_random(attempt, world, seconds, numbers))
-        whole = SavedSteps(attempt / "checkpoints").complete()
+        whole = SavedSteps(attempt / "checkpoints").complete_steps()
         if moments[-1] == "too late" or (whole and whole[-1] >= killed_run.STEPS - 2):
             require_equal(attempt, world, expected)
             part += 1

@@ -87,7 +87,7 @@ def test_the_last_ones_are_kept(tmp_path):
     for number in (1, 2, 3, 4):
         checkpointer.save(number, model=model, optimizer=optimizer)
     checkpointer.wait()
-    assert checkpointer.complete() == [3, 4]
+    assert checkpointer.complete_steps() == [3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
@@ -98,7 +98,7 @@ def test_a_run_that_went_back_keeps_what_it_saves(tmp_path):
     for number in (2, 50, 3):
         checkpointer.save(number, model=model, optimizer=optimizer)
     checkpointer.wait()
-    assert checkpointer.complete() == [50, 3] and checkpointer.latest() == 3
+    assert checkpointer.complete_steps() == [50, 3] and checkpointer.latest() == 3
     checkpointer.save(50, model=model, optimizer=optimizer, extra_state={"shared": {"again": True}})
     checkpointer.wait()
     assert checkpointer.latest() == 50
@@ -334,10 +334,10 @@ except CheckpointError as error:
 else:
     raise SystemExit("a full disk was not noticed")
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-assert checkpointer.complete() == [1]
+assert checkpointer.complete_steps() == [1]
 assert checkpointer.load(model=model, optimizer=optimizer)["step"] == 1
 checkpointer.save(3, model=model, optimizer=optimizer, asynchronous=False)
-assert checkpointer.complete() == [1, 3]
+assert checkpointer.complete_steps() == [1, 3]
 """
 
 

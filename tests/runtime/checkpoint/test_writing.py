@@ -190,7 +190,7 @@ def test_a_full_disk(small_disk, original, checkpoint):
     leave(36 << 10)
     with pytest.raises(CheckpointError, match="Step 2 could not be saved .* GB free there"):
         checkpointer.save(2, model=original, asynchronous=False)
-    assert checkpointer.complete() == [1]
+    assert checkpointer.complete_steps() == [1]
 
 
 def test_an_export_stops_at_a_limit_too(checkpoint, tmp_path):

@@ -332,5 +332,7 @@ def finding(report: Report, fault: str) -> Finding:
 def is_found(found: Finding, fault: str) -> bool:
     """Whether a check failed with the words that name the fault, and says what to do."""
     return (
-        found.status == FAILED and bool(re.search(FAULTS[fault].words, found.found, re.DOTALL)) and bool(found.advice)
+        found.status == FAILED
+        and bool(re.search(FAULTS[fault].words, found.summary, re.DOTALL))
+        and bool(found.advice)
     )

@@ -38,7 +38,7 @@ def test_a_sound_model_passes_every_check(toy):
     assert "[[In Dresden.<|im_end|>]]" in report.text()
     assert report.as_json()["failed"] == []
     assert 0 < first_loss.read_measured(from_dict(toy.values)) < 1  # a run of any layout is held to it
-    assert "on 2 ranks (sp 1, ep 2)" in report["layout"].found.lower()
+    assert "on 2 ranks (sp 1, ep 2)" in report["layout"].summary.lower()
 
 
 @pytest.mark.parametrize("fault", planted.FAULTS)
@@ -50,9 +50,9 @@ def test_a_planted_fault_is_found_by_what_it_is(toy, fault, tmp_path):
 
 def test_a_cast_in_the_modeling_file_is_seen_against_plain_transformers(toy, tmp_path):
     report = examine(planted.planted(toy, "bf16 router", tmp_path / "planted"), skip=(*SLOW, "alternatives"))
-    assert "model.layers.0.mlp.gate is the first" in report["plain transformers"].found
-    assert "a rounding error of bfloat16" in report["plain transformers"].found
-    assert "model.layers.0.mlp.gate is the first" in report["export"].found
+    assert "model.layers.0.mlp.gate is the first" in report["plain transformers"].summary
+    assert "a rounding error of bfloat16" in report["plain transformers"].summary
+    assert "model.layers.0.mlp.gate is the first" in report["export"].summary
 
 
 def test_random_weights_are_judged_by_ln_v_alone(toy):
@@ -60,7 +60,7 @@ def test_random_weights_are_judged_by_ln_v_alone(toy):
     values["model"]["weights"] = "random"
     report = examine(from_dict(values), skip=SLOW)
     assert report.exit_status == 0, report.text()
-    assert "with random weights" in report["first loss"].found
+    assert "with random weights" in report["first loss"].summary
     assert report["alternatives"].status == report["plain transformers"].status == NOT_CHECKED
     assert report["export"].status == PASSED
 
@@ -87,7 +87,7 @@ def shown(sample, patient):
 
 
 @pytest.mark.parametrize(
-    ("others", "own", "separate", "fits"),
+    ("others", "own", "incompatible", "fits"),
     [
         (["image", ""], "video", [("image", "video")], False),
         (["image", ""], "video", [("audio", "video")], True),
@@ -97,9 +97,9 @@ def shown(sample, patient):
         ([], "image video", ANY_TWO, True),
     ],
 )
-def test_a_row_contains_no_modalities_that_the_model_mixes_up(others, own, separate, fits):
+def test_a_row_contains_no_modalities_that_the_model_mixes_up(others, own, incompatible, fits):
     sample, *in_row = (Sample("here", {}, modalities=frozenset(names.split())) for names in (own, *others))
-    assert fits_in_row_with(sample, in_row, separate) is fits
+    assert fits_in_row_with(sample, in_row, incompatible) is fits
 
 
 def test_a_rank_that_fails_ends_those_that_wait_for_it():
@@ -145,7 +145,7 @@ def test_a_chat_template_is_judged_by_what_its_data_are(toy, kind, template, sta
     found = ChatTemplate().run(patient)
     patient.close()
     assert found.status == status, found
-    assert words in found.found
+    assert words in found.summary
 
 
 def test_what_a_failed_part_leaves_unchecked_is_named(toy, tmp_path):
@@ -159,7 +159,7 @@ def test_a_model_that_does_not_fit_is_reported_with_both_sizes(toy, monkeypatch)
     report = examine(from_dict(toy.values), skip=SLOW)
     assert report.exit_status == 0, report.text()
     assert report["weights"].status == report["kernels"].status == NOT_CHECKED
-    found = report["weights"].found
+    found = report["weights"].summary
     assert "layer and the parameters outside the layers take 0.09 MiB, and 0.00 MiB are available" in found
     assert report["kernels"] == not_checked("it needs the model: see 'weights'.")
     assert report["labels"].status == PASSED
@@ -227,7 +227,7 @@ def test_a_processor_whose_mark_in_the_text_is_another_token_than_its_places_is_
     skip = [check.name for check in CHECKS if check.name not in ("recipe", "tokenizer", "labels")]
     report = examine(recipe, skip=skip)
     assert report.exit_status == 0, report.text()
-    assert "<image_soft_token> (x 4)" in report["labels"].shown and "\n\n" in report["labels"].shown
+    assert "<image_soft_token> (x 4)" in report["labels"].details and "\n\n" in report["labels"].details
 
 
 def test_runs_of_tokens_with_a_loss():

@@ -52,9 +52,9 @@ def test_the_verdicts_are_those_of_the_full_model_within_the_limit(toy, peak_byt
     }, parts.text()
     for name in ("first loss", "alternatives"):
         assert parts[name] == whole[name]
-    assert "one after another" in parts["weights"].found
-    assert "it was not written" in parts["export"].found
-    assert "loaded one layer after another" in parts["plain transformers"].found
+    assert "one after another" in parts["weights"].summary
+    assert "it was not written" in parts["export"].summary
+    assert "loaded one layer after another" in parts["plain transformers"].summary
 
 
 @pytest.mark.parametrize("fault", planted.PROMISED)
@@ -66,7 +66,7 @@ def test_a_planted_fault_is_found_layer_by_layer(toy, fault, tmp_path):
 def test_a_file_that_computes_otherwise_is_seen_against_upstreams_layers(toy, tmp_path):
     recipe = planted.planted(toy, "bf16 router", tmp_path / "planted")
     report = examine(recipe, skip=(*SLOW, "alternatives"), memory=LIMIT)
-    assert "model.layers.0.mlp.gate is the first" in report["plain transformers"].found
+    assert "model.layers.0.mlp.gate is the first" in report["plain transformers"].summary
 
 
 def test_what_the_gradients_say_is_that_of_the_whole_model(toy):
@@ -98,7 +98,7 @@ def test_a_layer_that_is_not_loaded_reads_as_nan(toy):
 def test_one_layer_must_fit(toy):
     report = examine(from_dict(toy.values), skip=SLOW, memory=90_000)
     assert report["weights"].status == report["kernels"].status == NOT_CHECKED
-    assert "take 0.09 MiB, and --memory allows 0.09 MiB" in report["weights"].found
+    assert "take 0.09 MiB, and --memory allows 0.09 MiB" in report["weights"].summary
 
 
 def test_weights_that_cannot_be_read_are_reported_with_their_key(toy, tmp_path):
@@ -109,7 +109,7 @@ def test_weights_that_cannot_be_read_are_reported_with_their_key(toy, tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
     report = examine(recipe, skip=SLOW, memory=LIMIT)
     assert report["weights"].status == FAILED
-    assert "model.layers.1.self_attn.k_proj.weight" in report["weights"].found
+    assert "model.layers.1.self_attn.k_proj.weight" in report["weights"].summary
 
 
 def test_a_conversion_that_does_not_come_back_is_seen_without_an_export(toy, monkeypatch):
@@ -126,4 +126,4 @@ def test_a_conversion_that_does_not_come_back_is_seen_without_an_export(toy, mon
 
     monkeypatch.setattr(incremental_load, "outputs_and_files", turned)
     report = examine(from_dict(toy.values), skip=(*SLOW, "alternatives"), memory=LIMIT)
-    assert "experts.0.gate_proj.weight has other values in the export." in report["export"].found
+    assert "experts.0.gate_proj.weight has other values in the export." in report["export"].summary

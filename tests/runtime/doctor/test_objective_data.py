@@ -52,15 +52,15 @@ def examined(toy: Toy, place: Path, rows: list[dict[str, Any]], objective: str, 
 def test_sound_pairs_pass_and_both_halves_are_shown(toy, tmp_path):
     report = examined(toy, tmp_path, pairs(), "dpo")
     assert report.exit_status == 0, report.text()
-    assert "8 pairs, each with one prompt" in report["labels"].found
-    assert "chosen: <|im_start|>user\nThe Elbe?" in report["labels"].shown
+    assert "8 pairs, each with one prompt" in report["labels"].summary
+    assert "chosen: <|im_start|>user\nThe Elbe?" in report["labels"].details
     assert (
-        "[[In Dresden.<|im_end|>]]" in report["labels"].shown
-        and f"[[In {WRONG}.<|im_end|>]]" in report["labels"].shown
+        "[[In Dresden.<|im_end|>]]" in report["labels"].details
+        and f"[[In {WRONG}.<|im_end|>]]" in report["labels"].details
     )
-    assert "in 8 of 8 pairs" in report["objective"].found
+    assert "in 8 of 8 pairs" in report["objective"].summary
     assert report["first loss"].status == report["packing"].status == PASSED
-    assert "0.0" in report["first loss"].found  # of the chosen halves, which the toy knows by heart
+    assert "0.0" in report["first loss"].summary  # of the chosen halves, which the toy knows by heart
 
 
 def test_a_reward_model_is_asked_nothing_that_its_head_does_not_say(toy, tmp_path):
@@ -69,7 +69,7 @@ def test_a_reward_model_is_asked_nothing_that_its_head_does_not_say(toy, tmp_pat
     assert report["labels"].status == report["weights"].status == PASSED
     for name in ("first loss", "packing", "objective"):
         assert report[name].status == NOT_CHECKED
-        assert "objective.name = reward puts another on the model" in report[name].found
+        assert "objective.name = reward puts another on the model" in report[name].summary
 
 
 LONG = "In Dresden, " + "behind the hill and " * 6 + "the river."
@@ -104,7 +104,7 @@ LONG = "In Dresden, " + "behind the hill and " * 6 + "the river."
 def test_a_fault_planted_in_pairs_is_found(toy, tmp_path, spoil: Callable, data, check, words):
     report = examined(toy, tmp_path, [spoil(row) for row in pairs()], "dpo", data=data)
     assert report[check].status == FAILED, report.text()
-    assert re.search(words, report[check].found), report[check].found
+    assert re.search(words, report[check].summary), report[check].summary
     assert report[check].advice
 
 
@@ -114,8 +114,8 @@ CLASSES = [{"text": f"The {river} is a river.", "label": number % 2} for number,
 def test_sound_classes_pass_and_are_counted(toy, tmp_path):
     report = examined(toy, tmp_path, CLASSES, "classification", options={"num_labels": 2})
     assert report.exit_status == 0, report.text()
-    assert "8 samples have the labels 0 (4 x), 1 (4 x)." in report["labels"].found
-    assert "rows.jsonl:2, label 1: The Elbe is a river." in report["labels"].shown
+    assert "8 samples have the labels 0 (4 x), 1 (4 x)." in report["labels"].summary
+    assert "rows.jsonl:2, label 1: The Elbe is a river." in report["labels"].details
 
 
 @pytest.mark.parametrize("label", [2, -1, 0.5])
@@ -123,7 +123,7 @@ def test_a_class_that_does_not_exist_is_found(toy, tmp_path, label):
     rows = [*CLASSES[:3], {"text": "The Rhine is a river.", "label": label}]
     report = examined(toy, tmp_path, rows, "classification", options={"num_labels": 2})
     assert report["labels"].status == FAILED, report.text()
-    assert f"rows.jsonl:4: A document has the label {label:g}" in report["labels"].found
+    assert f"rows.jsonl:4: A document has the label {label:g}" in report["labels"].summary
 
 
 def chats() -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def test_a_teacher_with_the_same_tokens_passes(toy, tmp_path):
     folder = teacher(toy, tmp_path)
     report = examined(toy, tmp_path, chats(), "distillation", teacher={"source": str(folder)})
     assert report.exit_status == 0, report.text()
-    assert "the same tokens" in report["objective"].found
+    assert "the same tokens" in report["objective"].summary
 
 
 def test_a_teacher_whose_tokens_mean_something_else_is_found(toy, tmp_path):
@@ -152,7 +152,7 @@ def test_a_teacher_whose_tokens_mean_something_else_is_found(toy, tmp_path):
     file.write_text(json.dumps(values))
     report = examined(toy, tmp_path, chats(), "distillation", teacher={"source": str(folder)})
     assert report["objective"].status == FAILED, report.text()
-    assert "2 of the student's 259 tokens have another id in it" in report["objective"].found
+    assert "2 of the student's 259 tokens have another id in it" in report["objective"].summary
 
 
 def test_a_teacher_of_another_size_is_found(toy, tmp_path):
@@ -161,4 +161,4 @@ def test_a_teacher_of_another_size_is_found(toy, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
     report = examined(toy, tmp_path, chats(), "distillation", teacher={"source": str(folder)})
     assert report["objective"].status == FAILED, report.text()
-    assert "its vocab_size is 300 and that of the model 259" in report["objective"].found
+    assert "its vocab_size is 300 and that of the model 259" in report["objective"].summary

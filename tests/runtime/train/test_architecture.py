@@ -221,16 +221,18 @@ def test_inputs_have_the_rules_of_the_model_and_of_the_recipe(made, monkeypatch)
 
 def test_verify_finds_the_model_of_the_project_or_of_the_command(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    nothing = {"every": False, "directory": None, "code": None, "generated": None}
+    nothing = {"every": False, "directory": None, "code": None, "generated_folder": None}
     with pytest.raises(UpstreamNotFound, match="No model was named"):
         proof._subjects([], **nothing)
-    own = {"code": str(made / "code"), "generated": str(made / "generated")}
+    own = {"code": str(made / "code"), "generated_folder": str(made / "generated")}
     directory = made / "generated" / "lattice_moe"
     (found,) = proof._subjects([], **nothing | own)
     assert found.source == made / "code" / "modeling_lattice_moe.py"
     assert proof._subjects([], **nothing | {"directory": directory})[0].source is None
     assert proof._subjects([], **nothing | {"directory": directory, "code": own["code"]}) == [found]
-    Path("pyproject.toml").write_text(f'[tool.patchgen]\ncode = "{own["code"]}"\ngenerated = "{own["generated"]}"\n')
+    Path("pyproject.toml").write_text(
+        f'[tool.patchgen]\ncode = "{own["code"]}"\ngenerated = "{own["generated_folder"]}"\n'
+    )
     assert proof._subjects([], **nothing) == proof._subjects(["lattice_moe"], **nothing) == [found]
     assert proof._subjects([], **nothing | {"directory": directory}) == [found]
     assert [one.name for one in proof._subjects(["llama"], **nothing)] == ["llama"]
