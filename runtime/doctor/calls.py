@@ -87,10 +87,10 @@ def gradient_summaries(
     model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]
 ) -> dict[str, GradientSummary]:
     """A summary of each gradient of a row, by parameter; gradients are freed as soon as they are summarised."""
-    found: dict[str, GradientSummary] = {}
+    summaries: dict[str, GradientSummary] = {}
     model.zero_grad(set_to_none=True)
     handles = [
-        p.register_post_accumulate_grad_hook(functools.partial(_summarise, name, found))
+        p.register_post_accumulate_grad_hook(functools.partial(_summarise, name, summaries))
         for name, p in model.named_parameters()
         if p.requires_grad
     ]
@@ -101,11 +101,11 @@ def gradient_summaries(
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return summaries
 
 
 @torch.no_grad()
-def _summarise(name: str, found: dict[str, GradientSummary], parameter: nn.Parameter) -> None:
+def _summarise(name: str, summaries: dict[str, GradientSummary], parameter: nn.Parameter) -> None:
     gradient, gains = parameter.grad, ()
     assert gradient is not None, "the hook runs after accumulation"
     if parameter.ndim > 1 and parameter.shape[-1] == parameter.shape[-2]:
@@ -113,7 +113,7 @@ def _summarise(name: str, found: dict[str, GradientSummary], parameter: nn.Param
         gains = tuple(
             -float((step.float() * (one.mT - one).float()).sum()) for one, step in zip(weights, steps, strict=True)
         )
-    found[name] = GradientSummary(float(gradient.float().norm()), not bool(gradient.any()), gains)
+    summaries[name] = GradientSummary(float(gradient.float().norm()), not bool(gradient.any()), gains)
     parameter.grad = None
 
 

@@ -38,8 +38,8 @@ class Packing(Check):
         tolerance, start, worst = patient.expected_trace.logits_tolerance, 0, (0.0, 0)
         for number, document in enumerate(documents):
             alone = calls.logits(patient.model, patient.rows([document]), patient.kernels)
-            found = calls.difference(packed[start : start + len(alone)], alone)
-            worst = max(worst, (found, number))
+            share = calls.difference(packed[start : start + len(alone)], alone)
+            worst = max(worst, (share, number))
             start += len(alone)
         share, number = worst
         if share > tolerance:
@@ -86,7 +86,7 @@ class Kernels(Check):
                     "The branch with the seam was not taken: generate the modeling file again (`patchgen generate`), and check "
                     "experts_implementation in the config.",
                 )
-        return self._against_eager(patient, {seam: sum(found.values()) for seam, found in counts.items()})
+        return self._against_eager(patient, {seam: by_module.total() for seam, by_module in counts.items()})
 
     @staticmethod
     def _against_eager(patient: Patient, counts: dict[str, int]) -> Finding:
@@ -98,11 +98,11 @@ class Kernels(Check):
             eager = calls.loss(model, patient.row, {})
         share = abs(patient.loss - eager) / max(abs(eager), 1e-12)
         actual = traces.record_with(model, patient.probe, traces.watched(model), chosen)
-        found = patient.expected_trace.first_divergence(actual)
-        if found is not None:
+        divergence = patient.expected_trace.first_divergence(actual)
+        if divergence is not None:
             return failed(
-                f"{summary}: {found.path} is the first whose output differs from eager code by more than rounding: "
-                f"{found.share:.1e}, relative.",
+                f"{summary}: {divergence.path} is the first whose output differs from eager code by more than rounding: "
+                f"{divergence.share:.1e}, relative.",
                 "Name eager or another implementation for that seam (kernels) or another model.attention, and report the shapes.",
             )
         if not share <= tolerance:
@@ -140,40 +140,40 @@ class Router(Check):
 
 def router_outputs(patient: Patient, experts: list[str]) -> Iterator[tuple[str, Tensor]]:
     """The non-constant outputs of the modules next to the experts of each layer, and the experts' inputs, with paths."""
-    model, found = patient.model, []
+    model, outputs = patient.model, []
     blocks = {path.rpartition(".")[0]: path for path in experts}
     handles = []
     for block, experts_path in blocks.items():
         for name, module in model.get_submodule(block).named_children():
             path = f"{block}.{name}"
             if path != experts_path:
-                handles.append(module.register_forward_hook(_output_hook(path, found)))
-        hook = _input_hook(experts_path, found)
+                handles.append(module.register_forward_hook(_output_hook(path, outputs)))
+        hook = _input_hook(experts_path, outputs)
         handles.append(model.get_submodule(experts_path).register_forward_pre_hook(hook, with_kwargs=True))
     try:
         calls.loss(model, patient.row, patient.kernels)
     finally:
         for handle in handles:
             handle.remove()
-    return iter(found)
+    return iter(outputs)
 
 
-def _output_hook(path: str, found: list[tuple[str, Tensor]]) -> Any:
+def _output_hook(path: str, outputs: list[tuple[str, Tensor]]) -> Any:
     def record(module: nn.Module, args: tuple, output: Any) -> None:
-        _record(path, output if isinstance(output, tuple | list) else [output], found)
+        _record(path, output if isinstance(output, tuple | list) else [output], outputs)
 
     return record
 
 
-def _input_hook(path: str, found: list[tuple[str, Tensor]]) -> Any:
+def _input_hook(path: str, outputs: list[tuple[str, Tensor]]) -> Any:
     def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        _record(f"the routing of {path}", [*args[1:], *kwargs.values()], found)
+        _record(f"the routing of {path}", [*args[1:], *kwargs.values()], outputs)
 
     return record
 
 
-def _record(path: str, values: Any, found: list[tuple[str, Tensor]]) -> None:
+def _record(path: str, values: Any, outputs: list[tuple[str, Tensor]]) -> None:
     for value in values:
         is_fp32 = isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() > 0
         if is_fp32 and bool((value != value.flatten()[0]).any()):
-            found.append((path, value.detach()))
+            outputs.append((path, value.detach()))

@@ -61,16 +61,16 @@ def observed(on_call: Callable[[str, tuple, dict[str, Any]], None]) -> Iterator[
 
 def expert_calls(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> list[ExpertCall]:
     """The calls of experts kernels in a forward of the row; empty if experts are eager."""
-    found: list[ExpertCall] = []
+    recorded: list[ExpertCall] = []
 
     def on_call(seam: str, args: tuple, kwargs: dict[str, Any]) -> None:
         if seam == "fused_moe":
             flags = {name: kwargs.get(name, default) for name, default in FLAGS.items()}
-            found.append(ExpertCall(args[3], **flags))
+            recorded.append(ExpertCall(args[3], **flags))
 
     with observed(on_call):
         calls.loss(model, row, chosen)
-    return found
+    return recorded
 
 
 def count_kernel_calls(

@@ -63,30 +63,30 @@ class Labels(Check):
 
     def run(self, patient: Patient) -> Finding:
         samples = patient.samples
-        shown = "\n".join(show(one, patient.tokenizer) for one in samples[:NUM_SHOWN])
+        details = "\n".join(show(sample, patient.tokenizer) for sample in samples[:NUM_SHOWN])
         for sample in samples if patient.recipe.data.kind != "token_classes" else ():
             problem = shift_problem(sample)
             if problem is not None:
-                return failed(f"{sample.name}: {problem}", LABEL_ADVICE, shown)
+                return failed(f"{sample.name}: {problem}", LABEL_ADVICE, details)
         for problem, advice in (
             *_masks(patient, samples),
             *pair_problems(samples, patient),
             *class_problems(samples, patient),
         ):
-            return failed(problem, advice, shown)
-        return passed(_label_summary(samples), shown)
+            return failed(problem, advice, details)
+        return passed(_label_summary(samples), details)
 
 
 def _label_summary(samples: Sequence[Sample]) -> str:
     """Which labels the samples have."""
-    counts = Counter(one.label for one in samples if one.label is not None)
+    counts = Counter(sample.label for sample in samples if sample.label is not None)
     if counts:
         summary = ", ".join(f"{label:g} ({count} x)" for label, count in sorted(counts.items())[:MAX_LABELS])
         more = f" and {len(counts) - MAX_LABELS} more" if len(counts) > MAX_LABELS else ""
         return f"{len(samples)} samples have the labels {summary}{more}."
-    total = sum(len(one.ids) for one in samples)
-    learned = sum(label != IGNORED for one in samples for label in one.labels)
-    pairs = sum(one.half == "chosen" for one in samples)
+    total = sum(len(sample.ids) for sample in samples)
+    learned = sum(label != IGNORED for sample in samples for label in sample.labels)
+    pairs = sum(sample.half == "chosen" for sample in samples)
     what = f"{pairs} pairs, each with one prompt," if pairs else f"{len(samples)} samples"
     return f"{learned} of {total} tokens in {what} have a loss."
 
@@ -177,12 +177,12 @@ def show(sample: Sample, tokenizer: Any) -> str:
 
 def _text(ids: Sequence[int], tokenizer: Any) -> str:
     """Tokens as text, repeated placeholders as one with their number."""
-    found, plain, special = [], [], special_ids(tokenizer)
+    parts, plain, special = [], [], special_ids(tokenizer)
     for token, group in itertools.groupby(ids):
         count = len(list(group))
         if count >= MIN_REPEATED and token in special:
-            found += [tokenizer.decode(plain), f"{tokenizer.decode([token])} (x {count})"]
+            parts += [tokenizer.decode(plain), f"{tokenizer.decode([token])} (x {count})"]
             plain = []
         else:
             plain += [token] * count
-    return "".join([*found, tokenizer.decode(plain)])
+    return "".join([*parts, tokenizer.decode(plain)])

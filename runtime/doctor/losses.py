@@ -102,16 +102,16 @@ class Alternatives(Check):
         best: tuple[float, Alternative] | None = None
         for alternative in alternatives(patient):
             with patient.changed(alternative.changes):
-                found = calls.loss(patient.model, patient.row, patient.kernels)
-            tried.append(f"{found:.3f} with {alternative.what}")
-            if found < min(loss - alternative.gain * max(1.0, loss), known) and (
-                best is None or found < best[0] - SAME
+                changed_loss = calls.loss(patient.model, patient.row, patient.kernels)
+            tried.append(f"{changed_loss:.3f} with {alternative.what}")
+            if changed_loss < min(loss - alternative.gain * max(1.0, loss), known) and (
+                best is None or changed_loss < best[0] - SAME
             ):
-                best = found, alternative
-        shown = "\n".join(tried)
+                best = changed_loss, alternative
+        details = "\n".join(tried)
         if best is not None:
-            return failed(f"The loss is {loss:.3f}, and {best[0]:.3f} with {best[1].what}.", best[1].advice, shown)
-        return passed(f"The loss is {loss:.3f}, and not much lower with any of {len(tried)} changes.", shown)
+            return failed(f"The loss is {loss:.3f}, and {best[0]:.3f} with {best[1].what}.", best[1].advice, details)
+        return passed(f"The loss is {loss:.3f}, and not much lower with any of {len(tried)} changes.", details)
 
 
 def alternatives(patient: Patient) -> Iterator[Alternative]:
@@ -160,8 +160,8 @@ def _tied(model: PreTrainedModel) -> Iterator[Alternative]:
 
 def _rotary(model: PreTrainedModel) -> Iterator[Alternative]:
     """Other bases for the rotary modules of the language model that compute their frequencies from the config."""
-    found = ((m, _base(m)) for m in model.get_decoder().modules() if "inv_freq" in m._buffers)
-    known = [(module, base) for module, base in found if base is not None]
+    bases = ((m, _base(m)) for m in model.get_decoder().modules() if "inv_freq" in m._buffers)
+    known = [(module, base) for module, base in bases if base is not None]
     if not known:
         return
     now = known[0][1]
@@ -211,11 +211,11 @@ def _exchanged(patient: Patient) -> Iterator[Alternative]:
             for other_name, other in linears[place + 1 :]:
                 if one.weight.shape == other.weight.shape and one.bias is None and other.bias is None:
                     pairs.setdefault((type(module).__name__, name, other_name), []).append((one, other))
-    for (owner, name, other_name), found in pairs.items():
+    for (owner, name, other_name), linears in pairs.items():
         yield Alternative(
             f"{name} and {other_name} of {owner} exchanged",
             advice,
-            [change for one, other in found for change in _exchange(one.weight, other.weight)],
+            [change for one, other in linears for change in _exchange(one.weight, other.weight)],
         )
 
 

@@ -33,15 +33,15 @@ EXCHANGED_MARGIN = 1.0
 
 def pairs_of(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
     """Chosen and rejected halves."""
-    chosen = [one for one in samples if one.half == "chosen"]
-    return list(zip(chosen, (one for one in samples if one.half == "rejected"), strict=True))
+    chosen = [sample for sample in samples if sample.half == "chosen"]
+    return list(zip(chosen, (sample for sample in samples if sample.half == "rejected"), strict=True))
 
 
 def pair_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple[str, str]]:
     """Problems of pairs with advice: different prompts, empty or truncated answers."""
     pairs, tokenizer = pairs_of(samples), patient.tokenizer
     for pair in pairs:
-        prompts = [_prompt(one) for one in pair]
+        prompts = [_prompt(sample) for sample in pair]
         if not _are_alike(*prompts):
             texts = [repr(tokenizer.decode(ids)[-SHOWN_CHARACTERS:]) for ids in prompts]
             yield (
@@ -56,7 +56,7 @@ def pair_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple
                     f"{half.name}: the answer is empty: the tokens with a loss are {tokenizer.decode(learned)!r}.",
                     "Leave such pairs out, or check the columns that data.sources[].columns names.",
                 )
-    cut = [one for one in samples if one.half and one.is_cut_in_run]
+    cut = [sample for sample in samples if sample.half and sample.is_cut_in_run]
     if len(cut) > MAX_CUT_SHARE * len(samples):
         yield (
             f"A run truncates {len(cut)} of the first {len(samples)} answers ({cut[0].name}) to data.max_length = "
@@ -81,7 +81,7 @@ def _are_alike(one: Sequence[int], other: Sequence[int]) -> bool:
 def class_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple[str, str]]:
     """Labels without a class, with the message of a run."""
     objective = choose.objective_of(patient.recipe.objective)
-    for sample in (one for one in samples if one.label is not None):
+    for sample in (sample for sample in samples if sample.label is not None):
         batch = make_batch([(0, {**sample.fields, "label": sample.label})], pad_to=None, pad_token_id=0)
         try:
             objective.require_valid(batch)

@@ -148,12 +148,12 @@ class Patient:
     @property
     def row(self) -> dict[str, Any]:
         """All samples in one packed row, `(1, S)`, on the host; of pairs the chosen halves."""
-        return self.rows([one for one in self.documents if one.half != "rejected"])
+        return self.rows([sample for sample in self.documents if sample.half != "rejected"])
 
     def rows(self, samples: list[Sample]) -> dict[str, Any]:
         """Samples in one packed row."""
         pad = self.tokenizer.pad_token_id
-        return collate([one.fields for one in samples], pad_to=None, pad_token_id=0 if pad is None else pad)
+        return collate([sample.fields for sample in samples], pad_to=None, pad_token_id=0 if pad is None else pad)
 
     @cached_part("the shape of the model")
     def blueprint(self) -> PreTrainedModel:
@@ -228,7 +228,7 @@ class Patient:
     @property
     def probe(self) -> dict[str, Any]:
         """One sample, with media if any has them, as the trainer passes it to the model."""
-        richest = max(self.documents, key=lambda one: len(one.fields))
+        richest = max(self.documents, key=lambda sample: len(sample.fields))
         return calls.model_inputs(self.rows([richest]), self.device)
 
     @cached_part("the outputs of the model's layers")

@@ -51,11 +51,13 @@ class Export(Check):
         patient.release()
         # The export contains its config, unless that is of a composite model around this one.
         config = None if type(patient.config) is type(patient.blueprint.config) else patient.blueprint.config
-        found, missing = _trace_of(upstream, folder, patient, inputs, paths, config)
+        plain_trace, missing = _trace_of(upstream, folder, patient, inputs, paths, config)
         shutil.rmtree(folder)
         if missing:
             return failed(f"upstream's class does not find {missing} in the export.", ADVICE)
-        return _compared(patient, expected_trace, found, f"The export, loaded by upstream's {upstream.__name__},")
+        return _compared(
+            patient, expected_trace, plain_trace, f"The export, loaded by upstream's {upstream.__name__},"
+        )
 
 
 class PlainTransformers(Check):
@@ -70,15 +72,17 @@ class PlainTransformers(Check):
         inputs, paths = plain_inputs(patient), list(expected_trace.expected.outputs)
         patient.release()
         if not patient.fits_in_memory(patient.blueprint):
-            found = _trace_in_layers(upstream, patient, inputs, paths)
+            plain_trace = _trace_in_layers(upstream, patient, inputs, paths)
             summary = f"Upstream's {upstream.__name__}, with the checkpoint's weights loaded one layer after another,"
-            return _compared(patient, expected_trace, found, summary)
+            return _compared(patient, expected_trace, plain_trace, summary)
         folder = models.weights_folder(patient.recipe.model)
         assert folder is not None, "patient.checkpoint is not None"
-        found, missing = _trace_of(upstream, folder, patient, inputs, paths, patient.blueprint.config)
+        plain_trace, missing = _trace_of(upstream, folder, patient, inputs, paths, patient.blueprint.config)
         if missing:
             return not_checked(f"upstream's {upstream.__name__} does not find {missing} in {folder}.")
-        return _compared(patient, expected_trace, found, f"The checkpoint, loaded by upstream's {upstream.__name__},")
+        return _compared(
+            patient, expected_trace, plain_trace, f"The checkpoint, loaded by upstream's {upstream.__name__},"
+        )
 
 
 def _export_in_parts(patient: Patient) -> Finding:
@@ -159,15 +163,16 @@ def _trace_of(
 
 
 def _compared(patient: Patient, ours: traces.ExpectedTrace, plain: traces.Trace, subject: str) -> Finding:
-    found = ours.first_divergence(plain)
+    divergence = ours.first_divergence(plain)
     share = calls.difference(plain.logits, ours.expected.logits)
-    if found is None:
+    if divergence is None:
         how = f"within {share:.0e}, relative" if share else "bit for bit"
         return passed(f"{subject} computes the same logits {how}.")
-    is_bfloat16 = found.share < BFLOAT16_ROUNDING and patient.dtype == torch.float32
+    is_bfloat16 = divergence.share < BFLOAT16_ROUNDING and patient.dtype == torch.float32
     note = " (a rounding error of bfloat16: one side casts to it)" if is_bfloat16 else ""
     return failed(
-        f"{subject} computes something else: {found.path} is the first that differs, by {found.share:.1e}, relative{note}; the "
-        f"logits differ by {share:.1e}.",
+        f"{subject} computes something else: {divergence.path} is the first that "
+        f"differs, by {divergence.share:.1e}, relative{note}; "
+        f"the logits differ by {share:.1e}.",
         ADVICE,
     )

@@ -72,7 +72,7 @@ def _placeholder_problems(patient: Patient) -> Iterable[str]:
         expected = getattr(patient.config, f"{kind}_token_id", None)
         written = _placeholder_ids(processor, tokenizer, kind)
         if expected is not None and written and expected not in written:
-            names = ", ".join(f"{tokenizer.convert_ids_to_tokens(one)!r} = {one}" for one in sorted(written))
+            names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} = {token}" for token in sorted(written))
             yield f"The processor marks {kind}s with {names}; config.{kind}_token_id = {expected}."
 
 
@@ -81,7 +81,7 @@ def _placeholder_ids(processor: Any, tokenizer: Any, kind: str) -> set[int]:
     token = getattr(processor, f"{kind}_token", None)
     ids = [getattr(owner, f"{kind}_token_id", None) for owner in (processor, tokenizer)]
     ids.append(tokenizer.convert_tokens_to_ids(token) if token is not None else None)
-    return {one for one in ids if one is not None}
+    return {token for token in ids if token is not None}
 
 
 class Padding(Check):
@@ -100,7 +100,7 @@ class Padding(Check):
                 "Name a token that no text contains (pad_token in tokenizer_config.json): a reserved one, or a new one with an "
                 "embedding.",
             )
-        ids = [one for sample in patient.samples for one in sample.ids]
+        ids = [token for sample in patient.samples for token in sample.ids]
         for path, module in patient.blueprint.named_modules():
             row = module.padding_idx if isinstance(module, nn.Embedding) else None
             if row is not None and row in ids and row not in {pad, tokenizer.eos_token_id}:

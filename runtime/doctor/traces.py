@@ -46,12 +46,12 @@ def watched(model: nn.Module) -> list[str]:
     """The paths of the layers and of their modules, two levels deep."""
     layers = {id(layer) for layer in sharding.find_layers(model, None)}
     roots = [path for path, module in model.named_modules() if id(module) in layers]
-    found = []
+    paths = []
     for root in roots:
         for path, _ in model.get_submodule(root).named_modules(prefix=root):
             if path.count(".") - root.count(".") <= DEPTH:
-                found.append(path)
-    return found
+                paths.append(path)
+    return paths
 
 
 def record(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:

@@ -88,15 +88,15 @@ def kinds_of(
     groups = _layer_groups(head, config.to_json_string(use_diff=False))
     known = {kind.layers for kind in small_kinds}
     any_features = tuple(name for name in attention.FEATURES if any(name in kind.features for kind in small_kinds))
-    found = [
+    kinds = [
         replace(kind, head_size=group.head_size, count=group.count)
         for kind in small_kinds
         if (group := groups.get(kind.layers)) is not None
     ]
     not_run = [(layers, group) for layers, group in groups.items() if layers not in known and group.attends]
-    found += [Kind(layers, group.config, any_features, group.head_size, group.count) for layers, group in not_run]
-    found = [replace(kind, features=(*kind.features, *dtype_features(dtype))) for kind in found]
-    return tuple(sorted(found, key=lambda kind: (kind.config, kind.layers, kind.features)))
+    kinds += [Kind(layers, group.config, any_features, group.head_size, group.count) for layers, group in not_run]
+    kinds = [replace(kind, features=(*kind.features, *dtype_features(dtype))) for kind in kinds]
+    return tuple(sorted(kinds, key=lambda kind: (kind.config, kind.layers, kind.features)))
 
 
 @dataclass

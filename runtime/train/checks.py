@@ -95,10 +95,10 @@ def _attention_heads(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     the forward ends there, and the ranks check the remaining layers.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    found: dict[str, tuple[int, int]] = {}
+    head_counts: dict[str, tuple[int, int]] = {}
 
     def count(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: object, **options: object):
-        found[paths[id(module)]] = query.shape[1], key.shape[1]
+        head_counts[paths[id(module)]] = query.shape[1], key.shape[1]
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     ALL_ATTENTION_FUNCTIONS.register(COUNT_HEADS, count)
@@ -110,4 +110,4 @@ def _attention_heads(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
     with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, AttributeError):
         model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    return found
+    return head_counts

@@ -152,10 +152,10 @@ def _cache_file(recipe: Recipe) -> Path:
 def _cache_key(recipe: Recipe) -> list[Any]:
     """What a first loss depends on. Layout, kernels and row packing are left out: preflight may fill them in, and the key of
     the recipe must not change."""
-    found, values = models.find_weights(recipe.model), to_dict(recipe)
+    weights, values = models.find_weights(recipe.model), to_dict(recipe)
     model: Mapping[str, Any] = values["model"]
-    files = sorted(found.glob("*.safetensors")) if isinstance(found, Path) else []
+    files = sorted(weights.glob("*.safetensors")) if isinstance(weights, Path) else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    location = str(found.resolve()) if isinstance(found, Path) else str(found)
+    location = str(weights.resolve()) if isinstance(weights, Path) else str(weights)
     model_keys = {name: model[name] for name in ("overrides", "code")}
     return [model_keys, location, stamps, values["data"]["kind"], values["data"]["sources"]]

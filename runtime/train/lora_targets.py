@@ -71,7 +71,7 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
     modules = dict(model.named_modules())
     experts, others = _find_parameters(model, config)
     language_model = _language_model(model)
-    found: dict[str, str | None] = {}
+    targets: dict[str, str | None] = {}
     skipped: dict[str, str] = {}
     missing: list[str] = []
     for target in [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules:
@@ -80,11 +80,11 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
             missing.append(target)
         selected = {name: tower for name, tower in matched.items() if tower is None or _names_tower(target, tower)}
         skipped |= {name: tower for name, tower in matched.items() if tower and selected and name not in selected}
-        found |= {_adaptable(modules, name): tower for name, tower in (selected or matched).items()}
+        targets |= {_adaptable(modules, name): tower for name, tower in (selected or matched).items()}
     if missing:
         raise RecipeError(_unmatched_modules(model, config, missing))
-    skipped = {name: tower for name, tower in skipped.items() if _adaptable(modules, name) not in found}
-    return Targets(tuple(found), Counter(filter(None, found.values())), Counter(skipped.values()), experts, others)
+    skipped = {name: tower for name, tower in skipped.items() if _adaptable(modules, name) not in targets}
+    return Targets(tuple(targets), Counter(filter(None, targets.values())), Counter(skipped.values()), experts, others)
 
 
 def num_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[int, int]:
@@ -108,12 +108,12 @@ def _find_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[tuple[
     owners = {path.rpartition(".")[0] for path in plan}
     experts, others = [], []
     for target in config.target_parameters:
-        found = [
+        names = [
             name for name, _ in model.named_parameters() if _ends_with(name, target) and _is_included(name, config)
         ]
-        if not found:
+        if not names:
             raise RecipeError(_unmatched_parameter(model, config, target))
-        for name in found:
+        for name in names:
             if name.rpartition(".")[0] not in owners:
                 others.append(name)
             elif name in plan and model.get_parameter(name).ndim == 3:

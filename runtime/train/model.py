@@ -174,12 +174,12 @@ def find_weights(model: ModelConfig) -> Path | str | None:
 
 def weights_folder(model: ModelConfig) -> Path | None:
     """The folder to load weights from, downloaded if they are on the Hub; None: random weights."""
-    found = find_weights(model)
-    if not isinstance(found, str):
-        return found
+    weights = find_weights(model)
+    if not isinstance(weights, str):
+        return weights
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(found, allow_patterns=["*.safetensors", "*.json"]))
+    return Path(snapshot_download(weights, allow_patterns=["*.safetensors", "*.json"]))
 
 
 def build_on_meta(recipe: Recipe) -> PreTrainedModel:

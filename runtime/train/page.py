@@ -84,8 +84,8 @@ def figures(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
     steps = [entry for entry in entries if "loss" in entry]
     if not steps:
         return []
-    found = [("steps", str(steps[-1]["step"])), ("first loss", f"{steps[0]['loss']:.4f}")]
-    found.append(("last loss", f"{steps[-1]['loss']:.4f}"))
+    headline = [("steps", str(steps[-1]["step"])), ("first loss", f"{steps[0]['loss']:.4f}")]
+    headline.append(("last loss", f"{steps[-1]['loss']:.4f}"))
     for key, name, form in (
         ("tokens_per_second_per_device", "tokens/s per device (median)", "{:,.0f}"),
         ("tflops", "TFLOP/s per device (median)", "{:.3g}"),
@@ -95,10 +95,10 @@ def figures(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
         values = [value for _, value in series(entries, key)]
         if values:
             value = max(values) if key == "peak_memory_gib" else statistics.median(values)
-            found.append((name, form.format(value)))
-    found.append(("tokens", f"{sum(entry['tokens'] for entry in steps):,}"))
+            headline.append((name, form.format(value)))
+    headline.append(("tokens", f"{sum(entry['tokens'] for entry in steps):,}"))
     skipped = sum(entry["skipped"] for entry in steps)
-    return [*found, ("skipped steps", str(skipped))] if skipped else found
+    return [*headline, ("skipped steps", str(skipped))] if skipped else headline
 
 
 def series(entries: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:

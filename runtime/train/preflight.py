@@ -90,26 +90,26 @@ def require_trainable(recipe: Recipe) -> Recipe:
         raise RecipeError(
             f"train.batches_per_step = {recipe.train.batches_per_step}, parallel.sp = {recipe.parallel.sp}: {local}"
         )
-    found = examine(recipe)
-    if found.refusal:
-        raise RecipeError(f"model.source = '{recipe.model.source}': {found.refusal}")
-    separate = found.separates_documents or recipe.model.separate_documents or False
+    decision = examine(recipe)
+    if decision.refusal:
+        raise RecipeError(f"model.source = '{recipe.model.source}': {decision.refusal}")
+    separate = decision.separates_documents or recipe.model.separate_documents or False
     if separate and recipe.parallel.sp > 1:
         raise RecipeError(
             f"parallel.sp = {recipe.parallel.sp}: '{recipe.model.source}' takes no document bounds, so each packed document is "
             "computed in its own row, and a slice of a packed row cannot be split into documents. Set parallel.sp: 1."
         )
     layout = recipe.parallel
-    if (layout.sp > 1 or layout.ep > 1) and (refusal := _refusal_on_ranks(recipe, found.attention)):
+    if (layout.sp > 1 or layout.ep > 1) and (refusal := _refusal_on_ranks(recipe, decision.attention)):
         key = f"parallel.sp = {layout.sp}" if layout.sp > 1 else f"parallel.ep = {layout.ep}"
         raise RecipeError(f"{key}: '{recipe.model.source}': {refusal}")
-    if found.separates_documents and recipe.model.separate_documents is False:
+    if decision.separates_documents and recipe.model.separate_documents is False:
         raise RecipeError(
             f"model.separate_documents = false: in packed rows '{recipe.model.source}' would see other documents. Remove "
             "the key."
         )
-    recipe = modalities.with_separate_pairs(recipe, found.separate_pairs)
-    return replace(recipe, model=replace(recipe.model, attention=found.attention, separate_documents=separate))
+    recipe = modalities.with_separate_pairs(recipe, decision.separate_pairs)
+    return replace(recipe, model=replace(recipe.model, attention=decision.attention, separate_documents=separate))
 
 
 def _refusal_on_ranks(recipe: Recipe, name: Names) -> str:
@@ -136,19 +136,21 @@ def examine(recipe: Recipe) -> Preflight:
     path = _cache() / f"{_key(head, config, recipe.model.attention, named, media, dtype)}.json"
     if path.is_file():
         return Preflight(**json.loads(path.read_text(encoding="utf-8")))
-    found, asked = _decide(head, config, recipe.model.attention, named, media=media)
-    if not found.refusal:  # chosen again for the real head size, which the small form does not have
-        found = replace(found, attention=attention_choice.choose(recipe.model.attention, head, config, asked, dtype))
-    if media and not found.refusal:
-        found = with_modalities(found, head, config)
+    decision, asked = _decide(head, config, recipe.model.attention, named, media=media)
+    if not decision.refusal:  # chosen again for the real head size, which the small form does not have
+        decision = replace(
+            decision, attention=attention_choice.choose(recipe.model.attention, head, config, asked, dtype)
+        )
+    if media and not decision.refusal:
+        decision = with_modalities(decision, head, config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(found)), encoding="utf-8")
+        temporary.write_text(json.dumps(asdict(decision)), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         warnings.warn(f"The verdict cannot be cached and is computed at each start (seconds): {error}", stacklevel=2)
-    return found
+    return decision
 
 
 def _head(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
@@ -182,11 +184,11 @@ def _decide(
     generated = architecture.generated_model_of(head)
     upstream_class = _upstream_class(generated, head)
     if upstream_class is not None:
-        found, training = _type_verdict(generated, head)
-        if found.status != verdict.PROVEN:
-            return Preflight(found.status, found.reason, ""), ()
+        type_verdict, training = _type_verdict(generated, head)
+        if type_verdict.status != verdict.PROVEN:
+            return Preflight(type_verdict.status, type_verdict.reason, ""), ()
         if training is not None and not named_attention and not any(named_seams.values()) and _is_default(config):
-            return Preflight(found.status, "", "", training["separates_documents"]), report.read_kinds(training)
+            return Preflight(type_verdict.status, "", "", training["separates_documents"]), report.read_kinds(training)
     small = _small(upstream_class or head, config)
     path = prove_training_path(
         upstream_class,
@@ -201,17 +203,17 @@ def _decide(
     return Preflight(status, verdict.one_line(path.reason), path.attention, path.separates_documents), path.asked
 
 
-def with_modalities(found: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:
+def with_modalities(decision: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:
     """The same decision, with the pairs of modalities that must not share a row."""
     reference = _upstream_class(architecture.generated_model_of(head), head) or head
     pairs = modalities.separate_pairs(
         reference,
         head,
         _small(reference, config),
-        attention_name=found.attention,
-        separates_documents=found.separates_documents,
+        attention_name=decision.attention,
+        separates_documents=decision.separates_documents,
     )
-    return replace(found, separate_pairs=pairs)
+    return replace(decision, separate_pairs=pairs)
 
 
 def _upstream_class(generated: registry.GeneratedModel, head: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
@@ -229,9 +231,9 @@ def _type_verdict(
     recorded = report.read_training(generated.directory, generated.file, head.__name__)
     if recorded is not None and _has_current_attention(recorded, head.config_class):
         return verdict.Verdict(verdict.PROVEN), recorded
-    found, proof = judge(generated, head=head.__name__, implementations=IMPLEMENTATIONS)
+    type_verdict, proof = judge(generated, head=head.__name__, implementations=IMPLEMENTATIONS)
     path = proof.training if proof is not None else None
-    return found, report.training_record(path) if path is not None else None
+    return type_verdict, report.training_record(path) if path is not None else None
 
 
 def _has_current_attention(recorded: Mapping[str, Any], config_class: type[PreTrainedConfig]) -> bool:

@@ -173,13 +173,13 @@ def from_dict(values: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
 
 def parse_overrides(assignments: list[str]) -> dict[str, str]:
     """Dotted key -> text, from the `key=value` arguments of `--set`."""
-    found = {}
+    overrides = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals or not key:
             raise RecipeError(f"--set takes key=value, for example parallel.ep=2, not '{assignment}'.")
-        found[key.strip()] = value
-    return found
+        overrides[key.strip()] = value
+    return overrides
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:

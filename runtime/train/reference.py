@@ -56,14 +56,14 @@ def descriptions(kind: type) -> dict[str, str]:
     """Field -> its entry under Attributes in the class's docstring."""
     documented = inspect.getdoc(kind) or ""
     entries = re.split(r"\n {4}(?=\w+: )", "\n" + documented.partition("Attributes:")[2].strip("\n"))
-    found = {}
+    meanings = {}
     for entry in entries:
         name, _, meaning = entry.strip().partition(": ")
-        found[name] = " ".join(meaning.split())
+        meanings[name] = " ".join(meaning.split())
     for field in dataclasses.fields(kind):
-        if not found.get(field.name):
+        if not meanings.get(field.name):
             raise ValueError(f"{kind.__name__}.{field.name} has no description.")
-    return {field.name: found[field.name] for field in dataclasses.fields(kind)}
+    return {field.name: meanings[field.name] for field in dataclasses.fields(kind)}
 
 
 def type_text(kind: Any) -> str:

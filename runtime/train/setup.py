@@ -131,7 +131,7 @@ def require_same_recipe(recipe: Recipe) -> None:
     """
     local = flatten(to_dict(recipe))
     digests = gather_objects(digest(local))
-    other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+    other = next((rank for rank, other_digest in enumerate(digests) if other_digest != digests[0]), None)
     if other is None:
         return
     first, second = broadcast_object(local), broadcast_object(local, other)

@@ -341,14 +341,14 @@ class Trainer:
 
     def existing_export(self) -> Path | None:
         """The complete export of this step by an earlier start, if rank 0 finds one (collective)."""
-        found = None
+        export = None
         if dist.get_rank() == 0:
             previous = run_log.read_summary(self.recipe.directory)
             folder = lora.ADAPTER if self.recipe.lora is not None and not self.recipe.lora.merge else setup.EXPORT
             if previous and previous["steps"] == self.step and Path(previous["export"] or "").name == folder:
-                found = previous["export"] if setup.is_complete(Path(previous["export"])) else None
-        found = broadcast_object(found)
-        return Path(found) if found is not None else None
+                export = previous["export"] if setup.is_complete(Path(previous["export"])) else None
+        export = broadcast_object(export)
+        return Path(export) if export is not None else None
 
     # -------------------------------------------------------------------------------------------- records
 

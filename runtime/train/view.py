@@ -139,7 +139,7 @@ def headline(start: RunStart) -> str:
 
 def cells(record: StepRecord, steps: int, left: str) -> list[tuple[str, str]]:
     """The figures of a step as (name, text)."""
-    found = [
+    figures = [
         ("step", f"{record.step:>5}/{steps}"),
         ("loss", f"{record.loss:.4f}"),
         ("norm", f"{record.grad_norm:.3f}" + (" SKIPPED" if record.skipped else "")),
@@ -148,13 +148,13 @@ def cells(record: StepRecord, steps: int, left: str) -> list[tuple[str, str]]:
         ("TFLOP/s", f"{record.tflops:.3g}"),
     ]
     if record.mfu is not None:
-        found.append(("MFU", f"{record.mfu:.1%}"))
+        figures.append(("MFU", f"{record.mfu:.1%}"))
     if record.peak_memory_gib is not None:
-        found.append(("peak", f"{record.peak_memory_gib:.1f} GiB"))
+        figures.append(("peak", f"{record.peak_memory_gib:.1f} GiB"))
     if record.expert_load is not None:
-        found.append(("busiest expert", f"{record.expert_load:.1f}x"))
-    found.append(("left", left))
-    return found
+        figures.append(("busiest expert", f"{record.expert_load:.1f}x"))
+    figures.append(("left", left))
+    return figures
 
 
 def source_losses(sources: dict[str, SourceFigures]) -> str:
