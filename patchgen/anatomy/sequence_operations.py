@@ -18,6 +18,7 @@ from patchgen.anatomy.classes import (
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.known import POINTWISE
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import TOKENS, Role, convolutions, takes_media_alone
 
@@ -29,21 +30,6 @@ KERNEL_DECORATOR = (
     "use_kernel_func_from_hub_with_fallback"  # transformers': a kernel takes its place where one is installed
 )
 COUNTED = "builtins.range"
-ELEMENTWISE = {
-    "exp",
-    "log",
-    "mul",
-    "add",
-    "sub",
-    "div",
-    "to",
-    "float",
-    "type_as",
-    "softplus",
-    "sigmoid",
-    "silu",
-    "relu",
-}
 SIGNATURES = ({"A", "B", "C"}, {"beta", "chunk_size"})  # of upstream's scans and delta rules
 
 
@@ -86,7 +72,7 @@ def _may_join_tokens(anatomy: Anatomy, node: ast.AST) -> bool:
         case ast.For() | ast.While() | ast.comprehension() | ast.BinOp(op=ast.MatMult()):
             return True
         case ast.Call():
-            return anatomy.names.operation(node) not in ELEMENTWISE
+            return anatomy.names.operation(node) not in POINTWISE
     return False
 
 

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, loaded, stored
-from patchgen.anatomy.flow import Attention
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import (
     HAND_WRITTEN,
     attention_of_torch,
     convolutions,
     depthwise_convolutions,
-    reads_interface,
 )
 from patchgen.anatomy.sequence_operations import (
     CONVOLUTION,
@@ -137,10 +135,9 @@ def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
         for code in (method, *map(anatomy.functions.get, _functions_below(anatomy, method)), *tables):
             for node in attention_of_torch(anatomy, code) if isinstance(code, FunctionNode | ast.Assign) else ():
                 return f"line {node.lineno} calls {ast.unparse(node)} itself: {NOT_CHOSEN}"
-    flow, forward = Attention(anatomy, info.name), anatomy.method(info.name, "forward")
-    if forward is not None and not any(reads_interface(anatomy, one.node) for one in anatomy.lineage(info.name)):
-        flow.run(forward[1])
-    return f"{HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel" if flow.found else ""
+    forward = anatomy.method(info.name, "forward")
+    is_written = forward is not None and forward[0].roles.get(Role.ATTENTION) == HAND_WRITTEN
+    return f"{HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel" if is_written else ""
 
 
 def _sequence_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | None:
