@@ -44,8 +44,13 @@ class Step:
 
     @property
     def changed_lines(self) -> int:
-        left, right = self.before.text, self.outcome.module.text
-        return 0 if left == right else emit.changed_lines(emit.text_diff(left, right))
+        """Lines that the pass added and removed; most passes change one place, so the equal ends are left out first."""
+        left, right = self.before.text.splitlines(), self.outcome.module.text.splitlines()
+        for _ in range(2):
+            pairs = enumerate(zip(left, right, strict=False))
+            same = next((number for number, (one, other) in pairs if one != other), min(len(left), len(right)))
+            left, right = left[same:][::-1], right[same:][::-1]
+        return emit.changed_lines("\n".join(difflib.unified_diff(left, right, lineterm="")))
 
 
 @dataclass(frozen=True)

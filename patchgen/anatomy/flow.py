@@ -214,11 +214,17 @@ class Attention(Flow):
         built = self.built(name)
         if built is None:
             return super().module(name, call, operands)
-        inner, taken = Attention(self.anatomy, built[0], self._running), parameter_names(built[1])
-        computed = [one & {DATA} for one in operands]  # scores belong to one class: hidden states of a layer are none
-        marks = inner.run(built[1], dict(zip(taken, computed, strict=False)))
-        weights = NONE if inner.multiplies else _joined(operands) & {self.WEIGHTS}  # through a dropout
-        return (NONE if inner.found else marks & {self.SCORES}) | weights | {DATA}
+        computed = tuple(
+            one & {DATA} for one in operands
+        )  # scores belong to one class: hidden states of a layer are none
+        key = (built[0], computed)
+        if key not in self.anatomy.attends:
+            inner = Attention(self.anatomy, built[0], self._running)
+            marks = inner.run(built[1], dict(zip(parameter_names(built[1]), computed, strict=False)))
+            self.anatomy.attends[key] = (NONE if inner.found else marks & {self.SCORES}), inner.multiplies
+        marks, multiplies = self.anatomy.attends[key]
+        weights = NONE if multiplies else _joined(operands) & {self.WEIGHTS}  # through a dropout
+        return marks | weights | {DATA}
 
 
 class Rotary(Flow):

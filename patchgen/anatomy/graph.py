@@ -41,6 +41,7 @@ class Anatomy:
     functions: dict[str, FunctionNode] = field(default_factory=dict)
     tables: dict[str, ast.expr] = field(default_factory=dict)  # what the module assigns to names: classes by a key, ..
     names: Names = field(default_factory=lambda: Names([]))
+    attends: dict[tuple, tuple[frozenset[str], bool]] = field(default_factory=dict)  # what `flow.Attention` has read
 
     def still_in(self, module: Module) -> list[ClassInfo]:
         """The classes that no pass has dropped, in upstream order."""
