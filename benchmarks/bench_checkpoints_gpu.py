@@ -116,26 +116,29 @@ def checksums(model, optimizer) -> dict[str, int]:
     return found
 
 
+def sharded_model(sizes: dict, setting, state) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    import bench_parallel
+
+    from patchgen.runtime.parallel import checkpointing, sharding
+
+    model = bench_parallel.build(sizes, setting)
+    checkpointing.apply(model, "full")
+    options = sharding.ShardingOptions(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sharding.shard_model(model, state, options=options)
+    sharding.materialise(model, setting.device)
+    bench_parallel.fill(model)
+    return model, torch.optim.AdamW(sharding.optimizer_groups(model), lr=1e-5, fused=setting.device == "cuda")
+
+
 def saves(directory: Path, sizes: dict, setting, arguments: argparse.Namespace) -> dict[str, object]:
     import bench_parallel
 
     from patchgen.runtime.checkpoint import Checkpointer
-    from patchgen.runtime.parallel import ParallelConfig, checkpointing, loss, sharding
+    from patchgen.runtime.parallel import ParallelConfig, loss
     from patchgen.runtime.parallel.state import ParallelState
 
     state = ParallelState.create(ParallelConfig.for_world(dist.get_world_size(), ep=arguments.ep), setting.device)
-    on_gpu = setting.device == "cuda"
-
-    def make():
-        model = bench_parallel.build(sizes, setting)
-        checkpointing.apply(model, "full")
-        options = sharding.ShardingOptions(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        sharding.shard_model(model, state, options=options)
-        sharding.materialise(model, setting.device)
-        bench_parallel.fill(model)
-        return model, torch.optim.AdamW(sharding.optimizer_groups(model), lr=1e-5, fused=on_gpu)
-
-    model, optimizer = make()
+    model, optimizer = sharded_model(sizes, setting, state)
     inputs = bench_parallel.make_batch(arguments.tokens, state, sizes, arguments.tokens, 0, setting.device)
     items = loss.count_items([inputs], setting.device)
 
@@ -167,7 +170,7 @@ def saves(directory: Path, sizes: dict, setting, arguments: argparse.Namespace) 
     seconds = time.perf_counter() - started
     size = sum(file.stat().st_size for file in (directory / "run" / "step-00000002").iterdir()) / 1e9
     del model, optimizer
-    model, optimizer = make()
+    model, optimizer = sharded_model(sizes, setting, state)
     loaded = checkpointer.load(model=model, optimizer=optimizer)
     assert loaded["shared"] == {"step": 2}
     now = checksums(model, optimizer)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import gc
 import os
 import time
@@ -229,53 +230,57 @@ def write(rows: list[dict], world: int) -> None:
 # ------------------------------------------------------------------------------------------- agreement
 
 
-def agreement(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
-    """Errors of loss and gradients in bf16, many ranks and one, against fp32 with upstream's code on one."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    tokens, documents = arguments.agreement_tokens, arguments.agreement_tokens // 4
-    solo = ParallelState.create(ParallelConfig.for_world(world), setting.device)
-    torch.manual_seed(0)
+def random_weights(sizes: dict) -> dict[str, Tensor]:
+    """Weights of the full model, the same on every rank."""
     from transformers import Qwen3MoeConfig
 
+    torch.manual_seed(0)
     full_model = Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**sizes), attn_implementation="patchgen_eager")
     with torch.no_grad():
         for parameter in full_model.parameters():
             parameter.normal_(0, 0.05) if parameter.ndim > 1 else parameter.fill_(1.0)
-    weights = {key: value.clone() for key, value in full_model.state_dict().items()}
-    del solo
+    return {key: value.clone() for key, value in full_model.state_dict().items()}
 
-    def global_batch(num_rows: int) -> dict:
-        generator = torch.Generator().manual_seed(5)
-        ids = torch.randint(0, sizes["vocab_size"], (num_rows, tokens), generator=generator)
-        return {
-            "input_ids": ids,
-            "labels": ids,
-            "position_ids": (torch.arange(tokens) % documents).expand(num_rows, -1),
-        }
 
-    def to_device(inputs: dict) -> dict:
-        return {key: value.to(setting.device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+def global_batch(sizes: dict, tokens: int) -> dict[str, Tensor]:
+    """A row for each rank, of four documents each: `[world, tokens]`."""
+    world, generator = dist.get_world_size(), torch.Generator().manual_seed(5)
+    ids = torch.randint(0, sizes["vocab_size"], (world, tokens), generator=generator)
+    positions = (torch.arange(tokens) % (tokens // 4)).expand(world, -1)
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
-    def one_rank(dtype: torch.dtype, attention_name: str, choices: dict) -> tuple[float, dict]:
-        model: nn.Module = Qwen3MoeForCausalLM._from_config(
-            Qwen3MoeConfig(**sizes), attn_implementation=attention_name
-        )
-        model.train()
-        model.load_state_dict(weights)
-        model.to(device=setting.device, dtype=dtype)  # pyright: ignore[reportCallIssue]  # transformers' decorator
-        inputs = to_device(batch.slice_batch(global_batch(world), sp=1, sp_rank=0))
-        items = (inputs["shift_labels"] != batch.IGNORED).sum()
-        with seams.using(**choices):
-            value = model(**inputs, num_items_in_batch=items, use_cache=False).loss
-            value.backward()
-        return float(value.detach()), {
-            name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None
-        }
 
-    upstream = dict.fromkeys(setting.seams, "eager")
-    reference = one_rank(torch.float32, "patchgen_eager", upstream) if rank == 0 else None
-    lone = one_rank(torch.bfloat16, setting.attention, setting.seams) if rank == 0 else None
+def to_device(inputs: dict, device: str) -> dict:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+
+
+def on_one_rank(
+    setting: Setting, sizes: dict, weights: dict, rows: dict, dtype: torch.dtype, attention_name: str, choices: dict
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and fp32 gradients of the whole batch, computed by this rank alone."""
+    from transformers import Qwen3MoeConfig
+
+    model: nn.Module = Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**sizes), attn_implementation=attention_name)
+    model.train()
+    model.load_state_dict(weights)
+    model.to(device=setting.device, dtype=dtype)  # pyright: ignore[reportCallIssue]  # transformers' decorator
+    inputs = to_device(batch.slice_batch(rows, sp=1, sp_rank=0), setting.device)
+    items = (inputs["shift_labels"] != batch.IGNORED).sum()
+    with seams.using(**choices):
+        value = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+        value.backward()
+    return float(value.detach()), {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def agreement(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
+    """Errors of loss and gradients in bf16, many ranks and one, against fp32 with upstream's code on one."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    weights, all_rows = random_weights(sizes), global_batch(sizes, arguments.agreement_tokens)
+    reference = lone = None
     if rank == 0:
+        alone = functools.partial(on_one_rank, setting, sizes, weights, all_rows)
+        reference = alone(torch.float32, "patchgen_eager", dict.fromkeys(setting.seams, "eager"))
+        lone = alone(torch.bfloat16, setting.attention, setting.seams)
         print("layout: loss error, largest gradient error / that of one rank in bf16 (bar 1.5)", flush=True)
     for name in arguments.layouts:
         if not fits(LAYOUTS[name], world):
@@ -287,8 +292,8 @@ def agreement(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> N
         sharding.materialise(model, setting.device)
         sharding.load_full_tensors(model, {key: value.to(setting.device) for key, value in weights.items()})
         rows = torch.arange(world).chunk(state.config.num_batches)[state.batch_index]
-        mine = {key: value[rows] for key, value in global_batch(world).items()}
-        inputs = to_device(batch.slice_batch(mine, sp=state.sp, sp_rank=state.sp_rank))
+        own_rows = {key: value[rows] for key, value in all_rows.items()}
+        inputs = to_device(batch.slice_batch(own_rows, sp=state.sp, sp_rank=state.sp_rank), setting.device)
         items = loss.count_items([inputs], setting.device)
         with parallel.using(state), loss.step(items), seams.using(**setting.seams):
             share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
@@ -296,10 +301,10 @@ def agreement(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> N
         total = share.detach().clone()
         dist.all_reduce(total)
         grads = {key: parameter.grad for key, parameter in model.named_parameters()}
-        found = {key: grad.full_tensor() for key, grad in grads.items() if isinstance(grad, DTensor)}
+        gradients = {key: grad.full_tensor() for key, grad in grads.items() if isinstance(grad, DTensor)}
         if reference is not None and lone is not None:
-            errors = {key: distance(found[key], reference[1][key]) for key in found}
-            bars = {key: distance(lone[1][key], reference[1][key]) for key in found}
+            errors = {key: distance(gradients[key], reference[1][key]) for key in gradients}
+            bars = {key: distance(lone[1][key], reference[1][key]) for key in gradients}
             worst = max(errors, key=lambda key: errors[key] / max(bars[key], 1e-3))
             print(
                 f"{name}: loss {abs(float(total) - reference[0]) / reference[0]:.1e} (one rank "

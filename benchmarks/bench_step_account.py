@@ -112,7 +112,7 @@ def account(step: Callable[[int], object], steps: int) -> list[str]:
     return lines + [f"      {time / 1e6 / steps:8.3f} ms {name[:110]}" for name, time in by_name.most_common(45)]
 
 
-def main() -> None:
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
@@ -122,62 +122,70 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-5, help="0: routing stays what random weights make it")
     parser.add_argument("--steps", type=int, default=8, help="timed; three of them are accounted for")
     parser.add_argument("--kernels", nargs="+", default=["rms_norm=auto", "rotary=compiled"], metavar="SEAM=NAME")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def account_for_layout(layout: str, setting: Setting, arguments: argparse.Namespace) -> None:
+    """Builds the model for one layout and prints, for each number of tokens, where its steps spend their time."""
+    options = dict(LAYOUTS[layout])
+    exchange, replays = options.pop("expert_exchange", "all_to_all"), options.pop("cuda_graph", False)
+    state = ParallelState.create(
+        ParallelConfig.for_world(dist.get_world_size(), **options), "cuda", expert_exchange=exchange
+    )
+    model = bench_train.ours(setting, state, "none")
+    for tokens in arguments.tokens:
+        bench_train.fill(model, "cuda")
+        optimizer = bench_train.optimizer_of(layout, model, setting)
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.lr
+        step: Any = train_steps.replayed_step(model, setting.device, state) if replays else train_steps.our_step
+        batches = [bench_train.inputs_of(tokens, state, setting, i, on_host=replays)[0] for i in range(2)]
+        items = [loss.count_items([inputs], "cuda") for inputs in batches]
+        items = [int(count) for count in items] if replays else items
+
+        def take(index: int) -> tuple:
+            return step(model, optimizer, batches[index % 2], state, items[index % 2])  # noqa: B023
+
+        losses_and_norms = [tuple(float(number) for number in take(index)) for index in range(5)]
+        bench_train.synchronise(setting)
+        seconds = []
+        for _ in range(3):
+            started = time.perf_counter()
+            for index in range(arguments.steps):
+                take(index)
+            bench_train.synchronise(setting)
+            seconds.append((time.perf_counter() - started) / arguments.steps)
+        lines = account(take, 3)
+        peak_gib = torch.cuda.max_memory_allocated() / 2**30
+        for rank in range(dist.get_world_size()):
+            dist.barrier()
+            if rank == dist.get_rank():
+                print(
+                    f"\n{layout}, {tokens} tokens, rank {rank}, {setting.attention}; {peak_gib:.1f} GiB of torch's own"
+                )
+                print("  s/step " + " ".join(f"{time_of_run:.4f}" for time_of_run in seconds))
+                print("  losses and norms " + " ".join(f"{a:.5f}/{b:.4f}" for a, b in losses_and_norms))
+                print("\n".join(lines), flush=True)
+        optimizer, step = None, train_steps.our_step  # lets go of a captured graph
+
+
+def main() -> None:
+    arguments = read_arguments()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=300))
     attention.register()
-    name, sizes = (
-        attention.choose(),
-        MODEL | {"num_hidden_layers": arguments.layers, "max_window_layers": arguments.layers},
-    )
+    name = attention.choose()
+    sizes = MODEL | {"num_hidden_layers": arguments.layers, "max_window_layers": arguments.layers}
     with torch.device("meta"):
         cost = flops.model_cost(registry.build_model(bench_train.config_of(sizes)))
     peak = flops.peak_tflops(torch.device("cuda"))
     setting = Setting("cuda", sizes, name, name, arguments.steps, 5, cost, peak, None)
-    choices = {"fused_moe": "auto", "causal_lm_loss": "auto"} | dict(one.split("=", 1) for one in arguments.kernels)
+    choices = {"fused_moe": "auto", "causal_lm_loss": "auto"} | dict(
+        choice.split("=", 1) for choice in arguments.kernels
+    )
     with seams.using(**choices):
         for layout in arguments.layouts:
-            options = dict(LAYOUTS[layout])
-            exchange, replays = options.pop("expert_exchange", "all_to_all"), options.pop("cuda_graph", False)
-            state = ParallelState.create(
-                ParallelConfig.for_world(dist.get_world_size(), **options), "cuda", expert_exchange=exchange
-            )
-            model = bench_train.ours(setting, state, "none")
-            for tokens in arguments.tokens:
-                bench_train.fill(model, "cuda")
-                optimizer = bench_train.optimizer_of(layout, model, setting)
-                for group in optimizer.param_groups:
-                    group["lr"] = arguments.lr
-                step: Any = (
-                    train_steps.replayed_step(model, setting.device, state) if replays else train_steps.our_step
-                )
-                batches = [bench_train.inputs_of(tokens, state, setting, i, on_host=replays)[0] for i in range(2)]
-                items = [loss.count_items([inputs], "cuda") for inputs in batches]
-                items = [int(one) for one in items] if replays else items
-
-                def take(index: int) -> tuple:
-                    return step(model, optimizer, batches[index % 2], state, items[index % 2])  # noqa: B023
-
-                found = [tuple(float(one) for one in take(index)) for index in range(5)]
-                bench_train.synchronise(setting)
-                seconds = []
-                for _ in range(3):
-                    started = time.perf_counter()
-                    for index in range(arguments.steps):
-                        take(index)
-                    bench_train.synchronise(setting)
-                    seconds.append((time.perf_counter() - started) / arguments.steps)
-                lines = account(take, 3)
-                peak_gib = torch.cuda.max_memory_allocated() / 2**30
-                for rank in range(dist.get_world_size()):
-                    dist.barrier()
-                    if rank == dist.get_rank():
-                        print(f"\n{layout}, {tokens} tokens, rank {rank}, {name}; {peak_gib:.1f} GiB of torch's own")
-                        print("  s/step " + " ".join(f"{one:.4f}" for one in seconds))
-                        print("  losses and norms " + " ".join(f"{a:.5f}/{b:.4f}" for a, b in found))
-                        print("\n".join(lines), flush=True)
-                optimizer, step = None, train_steps.our_step  # lets go of a captured graph
-            model = None
+            account_for_layout(layout, setting, arguments)
             gc.unfreeze()
             gc.collect()
             torch.cuda.empty_cache()

@@ -352,7 +352,7 @@ def write(rows: list[dict], world: int) -> None:
     result_rows.append(RESULTS, COLUMNS, rows, **stamp)
 
 
-def main() -> None:
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the CPU")
@@ -382,8 +382,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.our_checkpoint_above is None:
         arguments.our_checkpoint_above = arguments.checkpoint_above
-    started = time.perf_counter()
+    return arguments
 
+
+def main() -> None:
+    arguments, started = read_arguments(), time.perf_counter()
     device = arguments.device
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -68,13 +68,8 @@ def generate(
         start = time.perf_counter()
         try:
             loaded = upstream.load(name, version, source, config)
-            exists = functools.partial(_is_generated, root, loaded.version)
             roots = Committed(name).record.get("asked", ()) if every else heads
-            generated, *parts = pipeline.generate_whole(loaded, exists, heads=roots)
-            provenance.refuse_drifted_edits(root / name, generated, reviewed)
-            changed = [] if dry_run else provenance.write(generated, root / name, force=force, reviewed=reviewed)
-            for part in parts if not dry_run else ():
-                changed += provenance.write(part, root / part.model)
+            generated, changed = _generate(loaded, root, roots, dry_run=dry_run, force=force, reviewed=reviewed)
         except PatchgenError as error:
             if not several:
                 raise
@@ -94,6 +89,27 @@ def generate(
         raise PatchgenError(
             f"{len(refused)} of {len(names)} models were not generated and stay as they are:\n{messages}"
         )
+
+
+def _generate(
+    loaded: upstream.Upstream,
+    root: Path,
+    heads: Sequence[str],
+    *,
+    dry_run: bool,
+    force: bool,
+    reviewed: Sequence[str],
+) -> tuple[Generated, list[Path]]:
+    """One model and the models that it builds, written below `root`: the first, and the files that changed."""
+    exists = functools.partial(_is_generated, root, loaded.version)
+    generated, *parts = pipeline.generate_whole(loaded, exists, heads=heads)
+    provenance.refuse_drifted_edits(root / generated.model, generated, reviewed)
+    if dry_run:
+        return generated, []
+    changed = provenance.write(generated, root / generated.model, force=force, reviewed=reviewed)
+    for part in parts:
+        changed += provenance.write(part, root / part.model)
+    return generated, changed
 
 
 def _is_generated(root: Path, version: str | None, name: str) -> bool:

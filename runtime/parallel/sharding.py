@@ -95,6 +95,26 @@ def shard_model(
     if state.ep > 1:
         check_plan(model, paths, state.ep)
     layers = find_layers(model, layer_classes)
+    experts = divide_experts(model, paths, state) if state.ep > 1 else []
+    if state.peers is not None:
+        expert_peers.install_token_prefetch(model, experts)
+    fp32_units = kept_in_fp32(model, options.param_dtype)
+    _make_units(model, state, layers, experts, fp32_units, options)
+    _set_communication(model, state, experts, fp32_units, options)
+    set_prefetch(layers, [*experts, *fp32_units], options.prefetch)
+    setattr(model, HOST_MEMORY, options.cpu_offload)
+    return model
+
+
+def _make_units(
+    model: nn.Module,
+    state: ParallelState,
+    layers: Sequence[nn.Module],
+    experts: Sequence[nn.Module],
+    fp32_units: Sequence[nn.Module],
+    options: ShardingOptions,
+) -> None:
+    """The modules that FSDP2 gathers and shards one at a time, innermost first."""
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
     unit = functools.partial(
         fully_shard,
@@ -106,9 +126,6 @@ def shard_model(
     # Units inside a layer do not cast their inputs: the layer did, and upstream's code decides what it widens, routing
     # weights for example.
     without_input_cast = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
-    experts = divide_experts(model, paths, state) if state.ep > 1 else []
-    if state.peers is not None:
-        expert_peers.install_token_prefetch(model, experts)
     for module in shared_by_experts(experts):
         unit(module, reshard_after_forward=False, mp_policy=without_input_cast)
         checkpointing.hide_hooks(module)
@@ -116,7 +133,6 @@ def shard_model(
     for module in experts:
         unit(module, mesh=state.expert_fsdp_mesh, mp_policy=without_input_cast, shard_placement_fn=placement)
         checkpointing.hide_hooks(module)
-    fp32_units = kept_in_fp32(model, options.param_dtype)
     fp32_policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
     for module in fp32_units:
         unit(module, mp_policy=fp32_policy)
@@ -128,10 +144,6 @@ def shard_model(
     # The root has embeddings, final norm and head. Its forward spans the model, so resharding after it saves nothing, and a
     # fused loss may read the head's weight at any time.
     unit(model, reshard_after_forward=False)
-    _set_communication(model, state, experts, fp32_units, options)
-    set_prefetch(layers, [*experts, *fp32_units], options.prefetch)
-    setattr(model, HOST_MEMORY, options.cpu_offload)
-    return model
 
 
 def _set_communication(
