@@ -41,7 +41,7 @@ class ExampleModel(ExamplePreTrainedModel):
 
     def forward(self, input_ids, pixel_values=None, image_grid_thw=None, pixel_values_videos=None, video_grid_thw=None,
                 mm_encoder_outputs=None, **kwargs):
-        inputs_embeds = self.embed_tokens(input_ids)
+        inputs_embeds = self.get_input_embeddings()(input_ids)
         mm_encoder_outputs = mm_encoder_outputs or {{}}
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(pixel_values, image_grid_thw, return_dict=True, **kwargs)
