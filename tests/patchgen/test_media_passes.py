@@ -172,6 +172,37 @@ class ExampleVisionAttention(nn.Module):
         applied(MaxSeqlen(), text)
 
 
+ASKS = """
+{above}
+
+class ExampleTower(nn.Module):
+    def forward(self, x, cu_seqlens):
+        for layer in self.layers:
+            x = layer(x, {call})
+        return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("above", "call", "is_site"),
+    [
+        ("from transformers.vision_utils import get_max_seqlen as longest", "longest(cu_seqlens, self.config)", True),
+        ("from transformers import vision_utils", "vision_utils.get_max_seqlen(cu_seqlens, self.config)", True),
+        ("def get_max_seqlen(x):\n    return x.shape[0]", "get_max_seqlen(x)", False),
+        ("", "torch.max(cu_seqlens[1:] - cu_seqlens[:-1])", True),
+        ("", "self.max(cu_seqlens)", False),
+    ],
+)
+def test_the_longest_sequence_is_known_by_what_is_called(above: str, call: str, is_site: bool) -> None:
+    """In a loop over layers it is a miss; a function or method of the file that is called alike is no site."""
+    text = ASKS.format(above=above, call=call)
+    if is_site:
+        with pytest.raises(PassMismatch, match="max_seqlen"):
+            applied(MaxSeqlen(), text)
+    else:
+        assert not applied(MaxSeqlen(), text).upstream
+
+
 def test_upstreams_own_computation_is_reported() -> None:
     for name in ("attention_kwargs", "max_seqlen"):
         outcome = outcome_of("qwen2_5_vl", name)
