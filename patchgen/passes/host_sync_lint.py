@@ -15,7 +15,7 @@ from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.source import Module
 
 SYNCING_METHODS = ("item", "tolist", "nonzero", "cpu", "numpy")
-SYNCING_FUNCTIONS = ("torch.nonzero", "torch.argwhere")
+SYNCING_FUNCTIONS = ("torch.nonzero",)
 SYNCING_TESTS = {"any", "all"}
 
 
