@@ -12,10 +12,8 @@ from patchgen.anatomy.classes import (
     base_name,
     calls,
     own_attribute,
-    parameter_names,
     reads_name,
     stored,
-    targets,
     walk,
 )
 from patchgen.source import bound_names
@@ -158,20 +156,6 @@ def local_names(function: ast.AST) -> frozenset[str]:
         elif isinstance(node, ast.ClassDef | FunctionNode | ast.Import | ast.ImportFrom) and node is not function:
             found |= set(bound_names(node))
     return frozenset(found)
-
-
-def embeddings_above(function: FunctionNode, before: Sequence[ast.stmt]) -> str | None:
-    """The name that holds the embeddings `[B, S, H]` below these statements of a model's forward."""
-    for name in ("inputs_embeds", "hidden_states", "input_embeds"):
-        is_handed = name in parameter_names(function)
-        if any(_assigns(node, name) and (is_handed or not isinstance(node, ast.If)) for node in before):
-            return name
-    return None
-
-
-def _assigns(statement: ast.stmt, name: str) -> bool:
-    made = (node for node in walk(statement) if isinstance(node, ast.Assign | ast.AnnAssign))
-    return any(isinstance(target, ast.Name) and target.id == name for node in made for target in targets(node))
 
 
 def uses_name(node: ast.AST, name: str) -> bool:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from patchgen.anatomy.classes import (
     FunctionNode,
-    called_names,
     calls,
     inlined,
     loaded,
@@ -195,7 +194,8 @@ def handed_on(forward: FunctionNode) -> ast.Call | None:
 
 def unserved_loss(forward: FunctionNode, owner: str, anatomy: Anatomy) -> ast.AST | None:
     """What a head's loss is that is not transformers' and has no form that is known; None where nothing tells."""
-    if "loss_function" in called_names(forward):
+    operations = anatomy.names.operations
+    if any(own_attribute(call.func) == "loss_function" for call in calls(forward)):  # transformers'
         return None
     for call in calls(forward):
         given = [*call.args, *(one.value for one in call.keywords)]
@@ -206,15 +206,14 @@ def unserved_loss(forward: FunctionNode, owner: str, anatomy: Anatomy) -> ast.AS
             for build in anatomy.builds(owner)
             if attribute == build.attribute
         ]
-        if any(called_names(one[1]) & COMPUTES for one in held if one):
+        if any(operations(one[1]) & COMPUTES for one in held if one):
             return call
-    if not called_names(forward) & COMPUTES:
+    if not operations(forward) & COMPUTES:
         return handed_on(forward)
     results = {ast.unparse(one.value) for call in calls(forward) for one in call.keywords if one.arg == "loss"}
     assigned = [n for n in walk(forward) if isinstance(n, ast.Assign)]
     made = [n.value for n in assigned if results & set(stored(n)) and not isinstance(n.value, ast.Constant)]
-    functions = {
-        name: one for name, one in plain_assignments(assigned).items() if set() < called_names(one) <= COMPUTES
-    }
-    computing = (call for call in calls(forward) if called_names(call) & COMPUTES)
+    values = plain_assignments(assigned).items()
+    functions = {n: v for n, v in values if isinstance(v, ast.Call) and anatomy.names.operation(v) in COMPUTES}
+    computing = (call for call in calls(forward) if operations(call) & COMPUTES)
     return inlined(made[-1] if made else next(computing), functions)

@@ -35,6 +35,12 @@ def router_losses(anatomy: Anatomy) -> dict[str, FunctionNode]:
     return {n: anatomy.functions[n] for n, given in named.items() if given[:1] == [LOGITS] and given[-1] == MASK}
 
 
+def called_losses(code: ast.AST, anatomy: Anatomy) -> set[str]:
+    """The load-balancing losses of the file that code calls."""
+    meanings = {anatomy.names.resolve(call.func) for call in calls(code)}
+    return {name for name in router_losses(anatomy) if f".{name}" in meanings}
+
+
 def require_known(function: FunctionNode, anatomy: Anatomy) -> None:
     """Raises Missed where a function is none of upstream's forms: nothing tells that what it computes are shares."""
     form = normal_form(function).text

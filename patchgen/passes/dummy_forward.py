@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, ClassInfo
 from patchgen.anatomy.classes import stored
+from patchgen.anatomy.embeddings import Embeddings
 from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
-from patchgen.anatomy.names import embeddings_above
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
@@ -29,7 +29,7 @@ class DummyForward(SitePass):
                 return self.audio_tower(input_features)
 
             def forward(self, input_ids, input_features=None):
-                inputs_embeds = self.embed_tokens(input_ids)
+                inputs_embeds = self.get_input_embeddings()(input_ids)
       +         # patchgen: dummy_forward
       +         inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)
                 if input_features is not None:
@@ -60,10 +60,11 @@ class DummyForward(SitePass):
         found = [call for call in feature_calls(forward.body) if call.media in optional]
         joint = _joint(found, forward.body, site.block, anatomy)
         for call in found:
-            embeddings = embeddings_above(forward, forward.body[: call.position])
-            if embeddings is None:
+            made = Embeddings(anatomy, site.block).above(forward, forward.body[: call.position])
+            if not made:
                 above.append(call.media)
                 continue
+            embeddings = made[-1]  # which the features go into
             code = f"{embeddings} = ops.absent_tower({embeddings}, {call.media}, self.{call.method})"
             if joint is not None and call in joint:
                 image, video = joint

@@ -11,7 +11,6 @@ from patchgen.anatomy.bodies import form_of, normal_form
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
-    called_names,
     calls,
     own_attribute,
     parameter_names,
@@ -263,7 +262,7 @@ def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
     if forward is None or not is_norm or own or len(parameter_names(forward)) != 1:
         return False
     products = [n for n in ast.walk(forward) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]
-    return any("sigmoid" in called_names(product) for product in products)
+    return "sigmoid" in anatomy.names.operations(*products)
 
 
 def _elsewhere(anatomy: Anatomy, module: Module) -> list[str]:

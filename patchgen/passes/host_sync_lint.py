@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import FunctionNode, arguments, calls, dotted, parameter_names, walk
+from patchgen.anatomy.classes import FunctionNode, arguments, parameter_names, walk
 from patchgen.anatomy.imported import library_function
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.training_path import Test, parts, training_functions
@@ -15,7 +15,8 @@ from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.source import Module
 
 SYNCING_METHODS = ("item", "tolist", "nonzero", "cpu", "numpy")
-SYNCING_TESTS = ("any", "all")
+SYNCING_FUNCTIONS = ("torch.nonzero",)
+SYNCING_TESTS = {"any", "all"}
 
 
 class HostSyncLint(Pass):
@@ -58,14 +59,21 @@ def _syncs(anatomy: Anatomy, function: FunctionNode, excuse: str) -> Iterator[tu
     Below a seam's early return stands the eager path, not counted.
     """
     for part, why in parts(function, excuse):
-        if isinstance(part, Test) and any(
-            dotted(call.func).rpartition(".")[2] in SYNCING_TESTS and isinstance(call.func, ast.Attribute)
-            for call in calls(part)
-        ):
-            yield f"if {ast.unparse(part.body)}", why
         for node in walk(part):
+            yield from (
+                (f"if {ast.unparse(t)}", why) for t in _tests(node) if SYNCING_TESTS & anatomy.names.operations(t)
+            )
             if isinstance(node, ast.Call) and _waits(anatomy, function, node):
                 yield ast.unparse(node), why
+
+
+def _tests(node: ast.AST) -> Iterator[ast.expr]:
+    """The conditions of an `if`, `while`, `assert`, a conditional expression or a comprehension."""
+    match node:
+        case Test(test) | ast.IfExp(test) | ast.Assert(test):
+            yield test
+        case ast.comprehension(ifs=conditions):
+            yield from conditions
 
 
 def _waits(anatomy: Anatomy, function: FunctionNode, call: ast.Call) -> bool:
@@ -73,8 +81,11 @@ def _waits(anatomy: Anatomy, function: FunctionNode, call: ast.Call) -> bool:
 
     Those take `kwargs`, off which they pop what was computed beforehand; without it they read grids on the host.
     """
-    if isinstance(call.func, ast.Attribute):
+    meaning = anatomy.names.resolve(call.func, local_names(function))
+    if meaning is None and isinstance(call.func, ast.Attribute):
         return call.func.attr in SYNCING_METHODS and not call.args
-    helper = library_function(anatomy, anatomy.names.resolve(call.func, local_names(function)))
+    if meaning in SYNCING_FUNCTIONS:
+        return True
+    helper = library_function(anatomy, meaning)
     names = parameter_names(helper) if helper is not None else []
     return "kwargs" in names and "kwargs" not in arguments(call, names)

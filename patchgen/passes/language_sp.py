@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import (
-    ClassInfo,
-    calls,
-    inlined,
-    own_attribute,
-    parameter_names,
-    plain_assignments,
-    walk,
-)
-from patchgen.anatomy.names import embeddings_above, local_names, uses_name
+from patchgen.anatomy.classes import ClassInfo, calls, own_attribute, parameter_names
+from patchgen.anatomy.embeddings import Counts, Embeddings
+from patchgen.anatomy.names import uses_name
 from patchgen.anatomy.positions import POSITIONS, counts_default
 from patchgen.anatomy.roles import TOKENS, media_models
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
@@ -99,7 +91,8 @@ class LanguageSP(SitePass):
         forward = editor.function("forward")
         takes = parameter_names(forward)
         anchor = next((i for i, node in enumerate(forward.body) if uses_name(node, POSITIONS)), None)
-        embeddings = None if anchor is None else embeddings_above(forward, forward.body[:anchor])
+        made = Embeddings(anatomy, info.name).above(forward, forward.body[:anchor])
+        embeddings = made[0] if made else None
         if embeddings is None and {*TOKENS} <= {*takes}:  # read above them: ids or embeddings, as given
             embeddings = "inputs_embeds if input_ids is None else input_ids"
         if POSITIONS not in takes or anchor is None or embeddings is None:
@@ -124,15 +117,9 @@ def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
 
 
 def _knows_positions(anatomy: Anatomy, info: ClassInfo) -> bool:
-    """Whether the forward computes rotary embeddings, or looks up in a table what it counts or what the table is built for."""
-    tables = {name: v for name, v in info.attributes.items() if anatomy.is_a(v, "torch.nn.Embedding")}
-    known = _rotary_attributes(anatomy, info)
-    known |= {name for name, value in tables.items() if "position" in ast.unparse(value)}  # max_position_embeddings
-    forward = info.methods["forward"]
-    assigned, local = plain_assignments(walk(forward)), local_names(forward)
-    for call in calls(forward):
-        given = [inlined(argument, assigned) for argument in call.args if own_attribute(call.func) in tables]
-        counted = any(anatomy.names.resolve(one.func, local) == "torch.arange" for one in calls(*given))
-        if counted or own_attribute(call.func) in known:
-            return True
-    return False
+    """Whether the forward computes rotary embeddings, or looks up in a table what it counts."""
+    forward, counts = info.methods["forward"], Counts(anatomy, info.name)
+    counts.run(forward)
+    return counts.found or bool(
+        {own_attribute(call.func) for call in calls(forward)} & _rotary_attributes(anatomy, info)
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, loaded, parameter_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import Editor
 from patchgen.source import Block
@@ -34,18 +34,17 @@ class MaxSeqlen(SitePass):
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
         if "forward" not in info.methods:
             return ""
-        asks = called_names(info.methods["forward"]) & set(HELPERS)
-        computes = "computes the longest sequence from its bounds" if _longest(info) else ""
+        computes = "computes the longest sequence from its bounds" if _longest(info, anatomy) else ""
+        asks = _helpers(info.methods["forward"], anatomy)
         return computes or ("asks for the longest packed sequence" if asks else "")
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         info = anatomy.classes[site.block]
         forward = info.methods["forward"]
-        if not _longest(info):
-            inside = [node for loop in ast.walk(forward) if isinstance(loop, ast.For) for node in calls(loop)]
-            if any(dotted(call.func).rpartition(".")[2] in HELPERS for call in inside):
+        if not (longest := _longest(info, anatomy)):
+            if _helpers(ast.Module([node for node in ast.walk(forward) if isinstance(node, ast.For)], []), anatomy):
                 raise Missed("the longest sequence above the layers", forward)
-            names = sorted(called_names(forward) & set(HELPERS))
+            names = _helpers(forward, anatomy)
             return Upstream(f"{' and '.join(names)} outside of loops, with the value that is handed in")
         kwargs = f", {forward.args.kwarg.arg}" if forward.args.kwarg else ""
         editor, found = Editor(block, self.mark), 0
@@ -58,18 +57,22 @@ class MaxSeqlen(SitePass):
                             editor.mark(node)
                             editor.instead(value, f"ops.max_seqlen({name}{kwargs})")
                             found += 1
-        if found != len(_longest(info)):
-            raise Missed("max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()", _longest(info)[0])
+        if found != len(longest):
+            raise Missed("max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()", longest[0])
         return Rewritten(editor.result, "once per forward")
 
 
-def _longest(info: ClassInfo) -> list[str]:
+def _helpers(code: FunctionNode | ast.Module, anatomy: Anatomy) -> list[str]:
+    """The functions of transformers that code asks for the longest sequence."""
+    return [name for name in sorted(HELPERS) if any(anatomy.names.is_upstream(call, name) for call in calls(code))]
+
+
+def _longest(info: ClassInfo, anatomy: Anatomy) -> list[str]:
     """The expressions of a forward that take the maximum of differences of the bounds that it is handed."""
     forward = info.methods["forward"]
     bounds = set(BOUNDS) & set(parameter_names(forward))
     return [
         ast.unparse(call)
         for call in calls(forward)
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "max"
-        if any(isinstance(node, ast.Name) and node.id in bounds for node in ast.walk(call.func.value))
+        if anatomy.names.operation(call) in ("max", "amax") and bounds.intersection(loaded(call))
     ]

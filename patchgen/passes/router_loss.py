@@ -6,8 +6,15 @@ import ast
 from collections.abc import Collection, Sequence
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import FunctionNode, called_names, calls, parameter_names
-from patchgen.anatomy.router_losses import known_forms, other_uses, require_given, require_known, router_losses
+from patchgen.anatomy.classes import FunctionNode, calls, parameter_names
+from patchgen.anatomy.router_losses import (
+    called_losses,
+    known_forms,
+    other_uses,
+    require_given,
+    require_known,
+    router_losses,
+)
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, wrap_calls
 from patchgen.source import Block, Module
@@ -59,7 +66,7 @@ class RouterLoss(SitePass):
             site_of(info, "it calls a load-balancing loss", method)
             for info in anatomy.still_in(module)
             for method, node in info.methods.items()
-            if called_names(node) & set(losses)
+            if called_losses(node, anatomy) & set(losses)
         ]
         return [*(Site(name, name, node.lineno, why) for name, node in losses.items()), *callers]
 
@@ -72,12 +79,12 @@ class RouterLoss(SitePass):
         functions = {name for name in router_losses(anatomy) if module.has(name)}
         signs = []
         for info in anatomy.still_in(module):
-            if "forward" in info.methods and not called_names(info.node) & functions:
+            if "forward" in info.methods and not called_losses(info.node, anatomy) & functions:
                 nodes = (node for node in ast.walk(info.methods["forward"]) if isinstance(node, ast.Attribute))
                 lines = [node.lineno for node in nodes if node.attr == "router_aux_loss_coef"]
                 signs += [f"{info.name} reads router_aux_loss_coef (line {line})" for line in lines]
         for name, function in anatomy.functions.items():
-            called = called_names(function)
+            called = anatomy.names.operations(function)
             balances = {"softmax", "topk"} <= called and called & COUNTS and called & {"sum", "mean"}
             if balances and module.has(name) and name not in functions:
                 signs.append(f"{name} counts the choices of a softmax (line {function.lineno})")

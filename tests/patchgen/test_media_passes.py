@@ -41,7 +41,7 @@ class ExampleModel(ExamplePreTrainedModel):
 
     def forward(self, input_ids, pixel_values=None, image_grid_thw=None, pixel_values_videos=None, video_grid_thw=None,
                 mm_encoder_outputs=None, **kwargs):
-        inputs_embeds = self.embed_tokens(input_ids)
+        inputs_embeds = self.get_input_embeddings()(input_ids)
         mm_encoder_outputs = mm_encoder_outputs or {{}}
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(pixel_values, image_grid_thw, return_dict=True, **kwargs)
@@ -170,6 +170,37 @@ class ExampleVisionAttention(nn.Module):
 """
     with pytest.raises(PassMismatch, match="max_seqlen"):
         applied(MaxSeqlen(), text)
+
+
+ASKS = """
+{above}
+
+class ExampleTower(nn.Module):
+    def forward(self, x, cu_seqlens):
+        for layer in self.layers:
+            x = layer(x, {call})
+        return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("above", "call", "is_site"),
+    [
+        ("from transformers.vision_utils import get_max_seqlen as longest", "longest(cu_seqlens, self.config)", True),
+        ("from transformers import vision_utils", "vision_utils.get_max_seqlen(cu_seqlens, self.config)", True),
+        ("def get_max_seqlen(x):\n    return x.shape[0]", "get_max_seqlen(x)", False),
+        ("", "torch.max(cu_seqlens[1:] - cu_seqlens[:-1])", True),
+        ("", "self.max(cu_seqlens)", False),
+    ],
+)
+def test_the_longest_sequence_is_known_by_what_is_called(above: str, call: str, is_site: bool) -> None:
+    """In a loop over layers it is a miss; a function or method of the file that is called alike is no site."""
+    text = ASKS.format(above=above, call=call)
+    if is_site:
+        with pytest.raises(PassMismatch, match="max_seqlen"):
+            applied(MaxSeqlen(), text)
+    else:
+        assert not applied(MaxSeqlen(), text).upstream
 
 
 def test_upstreams_own_computation_is_reported() -> None:

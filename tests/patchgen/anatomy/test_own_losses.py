@@ -134,3 +134,28 @@ class Head(nn.Module):
 """)
     found = unserved_loss(anatomy.classes["Head"].methods["forward"], "Head", anatomy)
     assert found is not None and ast.unparse(found) == "self.compute(rows, labels=labels)"
+
+
+WRITES = """
+{above}
+
+class Head(nn.Module):
+    def forward(self, x, labels):
+        loss = {call}
+        return Out(loss=loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("above", "call", "is_named"),
+    [
+        ("from torch.nn import CrossEntropyLoss as Entropy", "Entropy()(x, labels)", True),
+        ("from torch.nn.functional import nll_loss as nll", "nll(x, labels)", True),
+        ("def cross_entropy(x, labels):\n    return x.sum()", "cross_entropy(x, labels)", False),
+        ("from .losses import NLLLoss", "NLLLoss()(x, labels)", False),
+    ],
+)
+def test_a_loss_of_torchs_is_known_by_what_its_name_stands_for(above: str, call: str, is_named: bool):
+    anatomy = anatomy_of(WRITES.format(above=above, call=call))
+    found = unserved_loss(anatomy.classes["Head"].methods["forward"], "Head", anatomy)
+    assert (found is not None and ast.unparse(found)) == (call if is_named else False)

@@ -271,13 +271,19 @@ def test_a_decoder_takes_tokens_through_layers():
 
 
 def test_a_head_takes_labels_and_generates_or_computes_a_loss():
-    loss = forward("return self.loss_function(x, labels)", parameters="x, labels")
+    loss = forward("return self.loss_function(self.lm_head(x), labels)", parameters="x, labels")
     head = "def __init__(self, config):\n    self.lm_head = nn.Linear(8, config.vocab_size)\n"
     assert roles(loss, "PreTrainedModel, GenerationMixin")[Role.HEAD] == "generates and takes labels"
     assert roles(head + loss, MODEL)[Role.HEAD] == "projects to the vocabulary and computes a loss"
     for code in (loss, head + loss.replace("loss_function", "other"), head + loss.replace("labels", "targets")):
         assert Role.HEAD not in roles(code, MODEL)
-    for old, new in (("vocab_size", "size"), ("nn.Linear", "nn.Embedding")):
+    renamed = head.replace("self.lm_head", "rows = config.vocab_size\n    self.lm_head").replace(
+        "8, config.vocab_size", "8, rows"
+    )
+    assert Role.HEAD in roles(renamed + loss, MODEL)
+    assert Role.HEAD not in roles(head + loss.replace("self.lm_head(x)", "x"), MODEL)
+    size = ("8, config.vocab_size", "config.vocab_width, config.num_labels")
+    for old, new in (("vocab_size", "size"), ("nn.Linear", "nn.Embedding"), size):
         assert Role.HEAD not in roles(head.replace(old, new) + loss, MODEL)
 
 

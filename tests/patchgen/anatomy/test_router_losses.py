@@ -6,11 +6,13 @@ import ast
 
 import pytest
 import torch
-from generation_cases import load
+from generation_cases import anatomy_of, applied, load
 
 from patchgen.anatomy.bodies import normal_form
 from patchgen.anatomy.classes import FunctionNode
-from patchgen.anatomy.router_losses import known_forms
+from patchgen.anatomy.router_losses import called_losses, known_forms
+from patchgen.errors import PassMismatch
+from patchgen.passes.router_loss import RouterLoss
 from patchgen.templates import render
 
 
@@ -36,3 +38,37 @@ def test_what_upstream_has_is_known(model):
     nodes = ast.parse(load(model).text).body
     (function,) = (n for n in nodes if isinstance(n, FunctionNode) and n.name == "load_balancing_loss_func")
     assert normal_form(function).text in known_forms()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "above", "is_called"),
+    [
+        ("self", "", True),
+        ("self, balance", "", False),
+        ("self", "def balance_all(balance):\n    return balance()", True),
+    ],
+)
+def test_a_caller_is_one_for_which_the_name_stands_for_the_loss(parameters: str, above: str, is_called: bool):
+    known = next(iter(known_forms().values()))
+    name = known.removeprefix("def ").partition("(")[0]
+    head = f"class Head(nn.Module):\n    def forward({parameters}):\n        return balance(self.logits)\n"
+    anatomy = anatomy_of(f"{above}\n\n{known.replace(name, 'balance')}\n\n{head}")
+    found = called_losses(anatomy.classes["Head"].methods["forward"], anatomy)
+    assert found == ({"balance"} if is_called else set())
+    assert not any(called_losses(node, anatomy) for name, node in anatomy.functions.items() if name == "balance_all")
+
+
+COUNTING = """
+{above}
+
+def balance(rows):
+    weights = soften(rows, dim=-1)
+    return F.one_hot(weights.topk(2)[1], 8).float().mean()
+"""
+
+
+def test_a_sign_of_another_balancing_loss_is_a_softmax_of_torchs():
+    with pytest.raises(PassMismatch, match="balance counts the choices of a softmax"):
+        applied(RouterLoss(), COUNTING.format(above="from torch import softmax as soften"))
+    other = COUNTING.replace("soften", "softmax").format(above="def softmax(rows, dim):\n    return rows")
+    assert not applied(RouterLoss(), other).hits

@@ -40,3 +40,26 @@ def test_a_branch_on_a_tensor_waits():
         "return", "if grids.any():\n            return"
     )
     assert "ExampleTower.forward: `if grids.any()`" in applied(HostSyncLint(), text).notes
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("grids * 2 if grids.any() else grids", "if grids.any()"),
+        ("[one for one in self.all_of(grids) if one.all()]", "if one.all()"),
+        ("1 if torch.any(grids) else 2", "if torch.any(grids)"),
+        ("1 if any(self.flags) else 2", ""),  # of a list
+        ("torch.nonzero(grids)", "torch.nonzero(grids)"),
+        ("vision.get_vision_position_ids(grids, 2)", "vision.get_vision_position_ids(grids, 2)"),
+        ("vision.get_vision_position_ids(grids, 2, kwargs=kwargs)", ""),
+        ("vision.cpu()", ""),  # a function of a module
+    ],
+)
+def test_a_host_that_waits_within_an_expression_is_seen(code: str, found: str):
+    text = TOWER.format("\nfrom transformers import vision_utils as vision", "", code)
+    assert applied(HostSyncLint(), text).notes == ((f"ExampleTower.forward: `{found}`",) if found else ())
+
+
+def test_an_assertion_on_a_tensor_waits():
+    text = TOWER.format("", "", "grids").replace("return", "assert (grids > 0).all()\n        return")
+    assert applied(HostSyncLint(), text).notes == ("ExampleTower.forward: `if (grids > 0).all()`",)

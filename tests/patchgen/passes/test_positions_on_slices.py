@@ -88,3 +88,41 @@ def test_rows_of_positions_are_known():
         "require_whole_sequence"
         not in applied(LanguageSP(), POSITIONS.replace(f"position_ids = {COUNTED}", rows)).module.text
     )
+
+
+COUNTING = """
+class Places(nn.Embedding):
+    def forward(self, x, offset=0):
+        return super().forward({looked_up})
+
+class ExampleModel(PreTrainedModel):
+    def __init__(self, config):
+        self.words = nn.Embedding(config.vocab_size, 8)
+        self.where = {table}
+        self.layers = nn.ModuleList([ExampleLayer(config)])
+
+    def forward(self, input_ids=None, inputs_embeds=None):
+        x = self.words(input_ids) + self.where({given})
+        for layer in self.layers:
+            x = layer(x)
+        return x
+"""
+OWN, TORCHS = "Places(config.size, 8)", "nn.Embedding(config.size, 8)"
+
+
+@pytest.mark.parametrize(
+    ("table", "looked_up", "given", "is_counted"),
+    [
+        (OWN, "torch.arange(x.shape[1]) + offset", "input_ids", True),
+        (OWN, "(x != 1).cumsum(1)", "x=input_ids", True),
+        (OWN, "x", "torch.arange(8)", True),
+        (OWN, "x", "input_ids", False),
+        (TORCHS, "x", "torch.arange(8).expand(2, -1)", True),
+        ("nn.Embedding(config.max_position_embeddings, 8)", "x", "(input_ids == 3).long()", False),
+    ],
+)
+def test_a_table_of_positions_is_one_in_which_what_is_counted_is_looked_up(
+    table: str, looked_up: str, given: str, is_counted: bool
+):
+    hits = applied(LanguageSP(), COUNTING.format(table=table, looked_up=looked_up, given=given)).hits
+    assert [hit.site for hit in hits] == ["ExampleModel.forward"] * is_counted
