@@ -240,12 +240,14 @@ def _changed_state(anatomy: Anatomy, owner: str, method: FunctionNode) -> Iterat
         return
     buffers = known.buffers(anatomy, owner)
     for node in walk(method):
-        for target in targets(node) if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) else ():
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            continue
+        is_cast = isinstance(node.value, ast.Call) and getattr(node.value.func, "attr", "") in CASTS
+        for target in targets(node):
             changed = target
             while isinstance(changed, ast.Subscript):
                 changed = changed.value
             attribute, is_part = own_attribute(changed), isinstance(node, ast.AugAssign) or changed is not target
-            is_cast = isinstance(node.value, ast.Call) and getattr(node.value.func, "attr", "") in CASTS
             if attribute and (is_part or (buffers.get(attribute, False) and not is_cast)):
                 yield ast.unparse(node)
 

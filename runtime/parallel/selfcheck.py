@@ -60,7 +60,7 @@ def require_sliceable(
     if was_training:
         model.train()
         suspicion = "(in training mode) Some layer mixes tokens without attention"
-        with _buffers_restored(model):
+        with _state_restored(model, state.data_mesh.device_type):
             worst = max(worst, _require_equal_logits(model, state, {"input_ids": ids}, suspicion))
     if isinstance(model, FSDPModule):
         # The root stays gathered after a forward without backward; an optimizer created next must see the shards.
@@ -69,11 +69,12 @@ def require_sliceable(
 
 
 @contextlib.contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Gives the buffers their values back after the block: a forward in training mode may count in them."""
+def _state_restored(model: nn.Module, device: str) -> Iterator[None]:
+    """Restores buffers and random states after the block: a forward in training mode may count, or drop at random."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        yield
+        with torch.random.fork_rng([torch.cuda.current_device()] if device == "cuda" else []):
+            yield
     finally:
         for name, buffer in model.named_buffers():
             if name in before:
