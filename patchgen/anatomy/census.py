@@ -284,7 +284,8 @@ class _Code(ast.NodeVisitor):
                 if isinstance(bind, ast.Assign | ast.For | ast.comprehension):
                     made = bind.value if isinstance(bind, ast.Assign) else bind.iter
                     if any(node.id in stored(part) for part in ast.iter_child_nodes(bind) if part is not made):
-                        yield from (made, *getattr(made, "args", ()), *getattr(made, "elts", ()))
+                        parts = getattr(made, "args", ()) if isinstance(made, ast.Call) else getattr(made, "elts", ())
+                        yield from (made, *parts)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         meaning, attribute = self._resolved(node), own_attribute(node)

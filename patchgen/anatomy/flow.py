@@ -11,6 +11,7 @@ import ast
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
@@ -239,8 +240,7 @@ class Rotary(Flow):
         registered = [c for info in lineage for c in calls(info.node) if own_attribute(c.func) == "register_buffer"]
         built = {name: call for info in lineage for name, call in info.built.items()}
         made = {name: call for name, call in built.items() if anatomy.is_a(call, "torch.nn.Buffer")}
-        named = (call.args[0] for call in registered if call.args)
-        self._buffers = {*made, *(str(name.value) for name in named if isinstance(name, ast.Constant))}
+        self._buffers = known.buffers(anatomy, owner).keys()
         self._has_buffers = bool(made or registered)
         read = {*loaded(*made.values(), *registered)} - {"self", "config"}
         nodes = (node for info in lineage for node in walk(info.node))

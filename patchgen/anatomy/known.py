@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from patchgen.anatomy.classes import dotted, stored, walk
+from patchgen.anatomy.classes import calls, dotted, own_attribute, stored, walk
 from patchgen.anatomy.graph import Anatomy
 
 CASTS = frozenset({"float", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone", "detach"})
@@ -108,3 +108,18 @@ def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.ex
     if name == "where":
         return len(args) + len(named) == 3  # of a condition alone: the places where it holds
     return name in POINTWISE
+
+
+def buffers(anatomy: Anatomy, owner: str) -> dict[str, bool]:
+    """The attributes of a class and its ancestors that `nn.Buffer` or `register_buffer` makes, and whether checkpoints
+    keep them."""
+    found: dict[str, bool] = {}
+    for info in anatomy.lineage(owner):
+        made = [(name, call) for name, call in info.built.items() if anatomy.is_a(call, "torch.nn.Buffer")]
+        for call in calls(info.node):
+            if own_attribute(call.func) == "register_buffer" and call.args and isinstance(call.args[0], ast.Constant):
+                made.append((str(call.args[0].value), call))
+        for name, call in made:
+            is_transient = any(one.arg == "persistent" and ast.unparse(one.value) == "False" for one in call.keywords)
+            found.setdefault(name, not is_transient)
+    return found

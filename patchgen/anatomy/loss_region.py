@@ -128,7 +128,13 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
     if late := call.bound & set(loaded(below)):
         raise Missed(f"no use of {', '.join(sorted(late))} below the loss", code(body[end]))
     made = (*parts, inside, outside, logits, loss, labels, code(projected), module, source)
-    return LossRegion(start, end, *made, call.function, call.form, rest, terms.local, call.further)
+    form = call.form or _library_form(owner, anatomy) * (not _reads(body[:end], labels))
+    return LossRegion(start, end, *made, call.function, form, rest, terms.local, call.further)
+
+
+def _library_form(owner: str, anatomy: Anatomy) -> str:
+    """The form of the transformers loss that a class chooses by `loss_type`; "" where labels are shifted."""
+    return ALIGNED if "'ForMaskedLM'" in map(ast.unparse, anatomy.held(owner, "loss_type")) else ""
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,7 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
     infos = [anatomy.classes[name] for name in sorted(anatomy.reached_from([head]))]
     for info, method in [(one, method) for one in infos for method in one.methods.values()]:
         derived = set(parameter_names(method)[1:])
+        yield from _changed_state(anatomy, info.name, method)
         for node in walk(method):
             match node:
                 case ast.Assign() if derived & _values_in(node.value):
@@ -230,6 +231,25 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
                     parts = value.elts if isinstance(value, ast.Tuple) else [value]
                     own = (p for p in parts if not isinstance(p, ast.Constant) and not derived & _values_in(p))
                     yield from (f"{info.name}.backward: {ast.unparse(part)}" for part in own)
+
+
+def _changed_state(anatomy: Anatomy, owner: str, method: FunctionNode) -> Iterator[str]:
+    """The statements of a forward that give an attribute of `self` a value for the next call: `self.load += ...`,
+    `self.load[i] = ...`, and a new value of a buffer that checkpoints keep (others hold positions, say)."""
+    if method.name != "forward":
+        return
+    buffers = known.buffers(anatomy, owner)
+    for node in walk(method):
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            continue
+        is_cast = isinstance(node.value, ast.Call) and getattr(node.value.func, "attr", "") in CASTS
+        for target in targets(node):
+            changed = target
+            while isinstance(changed, ast.Subscript):
+                changed = changed.value
+            attribute, is_part = own_attribute(changed), isinstance(node, ast.AugAssign) or changed is not target
+            if attribute and (is_part or (buffers.get(attribute, False) and not is_cast)):
+                yield ast.unparse(node)
 
 
 def _values_in(node: ast.AST) -> set[str]:

@@ -6,6 +6,8 @@ A layer that mixes tokens by other means than the attention, convolutions, recur
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -24,16 +26,18 @@ HALF_PRECISION_TOLERANCE = 5e-2
 
 @torch.no_grad()
 def require_sliceable(
-    model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int = 8, packed: bool = True
+    model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int = 11, packed: bool = True
 ) -> float:
     """Compares logits `(1, S, V)` of random tokens, computed in slices, with those of the full sequence.
 
     Args:
         model: a causal language model, after `shard_model` and with its weights. Every rank must call this.
         vocab_size: upper bound of the random token ids.
-        tokens_per_rank: the length of a slice.
+        tokens_per_rank: the length of a slice. A prime: what repeats every few tokens differs on slices of that length.
         packed: also compare a packed batch whose documents end where slices end: there position ids do not restart within
             a slice, so logits are right only if every attention gets the document lengths.
+
+    A model in training mode is compared in that mode as well, unless its logits are random there (dropout).
 
     Returns:
         The largest relative difference over all ranks; 0 without sequence parallelism.
@@ -53,11 +57,28 @@ def require_sliceable(
         batch = {"input_ids": ids, "position_ids": positions}
         suspicion = "(a packed batch) Some layer does not pass cu_seq_lens_q to its attention"
         worst = max(worst, _require_equal_logits(model, state, batch, suspicion))
-    model.train(was_training)
+    if was_training:
+        model.train()
+        suspicion = "(in training mode) Some layer mixes tokens without attention"
+        with _state_restored(model, state.data_mesh.device_type):
+            worst = max(worst, _require_equal_logits(model, state, {"input_ids": ids}, suspicion))
     if isinstance(model, FSDPModule):
         # The root stays gathered after a forward without backward; an optimizer created next must see the shards.
         model.reshard()
     return worst
+
+
+@contextlib.contextmanager
+def _state_restored(model: nn.Module, device: str) -> Iterator[None]:
+    """Restores buffers and random states after the block: a forward in training mode may count, or drop at random."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.random.fork_rng([torch.cuda.current_device()] if device == "cuda" else []):
+            yield
+    finally:
+        for name, buffer in model.named_buffers():
+            if name in before:
+                buffer.copy_(before[name])
 
 
 def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[str, Tensor], suspicion: str) -> float:
@@ -74,6 +95,10 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
     # All ranks of a group compute the full sequence; experts stay sharded.
     config = replace(state.config, dp_shard=state.config.num_shards, sp=1)
     full = logits(1, 0, replace(state, config=config))
+    if model.training:
+        again = (logits(1, 0, replace(state, config=config)) != full).any().float()
+        if all_reduce(again, op=dist.ReduceOp.MAX, operation="compare two forwards in training mode"):
+            return 0.0
     sliced = logits(state.sp, state.sp_rank, state)
     expected = full.chunk(state.sp, dim=1)[state.sp_rank]
     difference = (sliced - expected).float().abs().max() / full.float().abs().max().clamp(min=1e-12)

@@ -85,10 +85,15 @@ def shard_model(
         options: see `ShardingOptions`.
 
     Raises:
-        ValueError: a path or class that matches nothing, experts that do not divide by `ep`, or a loss that is not a sum
-            of shares on several ranks.
+        ValueError: a path or class that matches nothing, experts that do not divide by `ep`, a parameter without a
+            dimension, or a loss that is not a sum of shares on several ranks.
     """
     options = options or ShardingOptions()
+    if scalars := [name for name, parameter in model.named_parameters() if parameter.ndim == 0]:
+        raise ValueError(
+            f"Parameters without a dimension cannot be sharded: {', '.join(scalars)}. To fix: give them the shape (1,) in the "
+            "modeling file."
+        )
     if state.config.world > 1 and (reason := why_not_additive(model)):
         raise ValueError(reason)
     paths = expert_paths(model) if expert_parameters is None else tuple(expert_parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 
@@ -159,6 +160,48 @@ def sliceable_models_pass_and_others_are_refused() -> float:
         assert "MambaForCausalLM computes other logits on slices of a sequence (sp=2)" in str(error), error
         return worst
     raise AssertionError("a state-space scan over slices was accepted")
+
+
+def what_slices_would_hide_is_refused() -> None:
+    """Tokens that are mixed in training alone, and factors that repeat every few tokens; random logits are not compared,
+    and buffers keep their values."""
+    model, state = _model("llama", sp=2)
+    norm, check = (
+        model.model.norm,
+        functools.partial(require_sliceable, model, state, vocab_size=cases_models.VOCABULARY),
+    )
+    norm.seen = torch.nn.Buffer(torch.zeros(()))
+
+    def counts(module, _, out):
+        module.seen += 1
+
+    def rolls(module, _, out):
+        return out + out.roll(1, 1) if module.training else out
+
+    def drops(module, _, out):
+        return out * torch.rand(()) if module.training else out
+
+    def repeats(module, _, out):
+        return out * (1 + torch.arange(out.shape[1]) % 4)[:, None]
+
+    for hook, message in (
+        (counts, ""),
+        (drops, ""),
+        (rolls, "in training mode"),
+        (repeats, "other logits on slices"),
+    ):
+        handle = norm.register_forward_hook(hook)
+        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+            check(packed=False)
+        handle.remove()
+    assert norm.seen == 2  # of the forwards in eval mode
+
+
+def a_parameter_without_a_dimension_is_named() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.scale = torch.nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match=r"cannot be sharded: scale\. To fix"):
+        sharding.shard_model(model, cases_sequence.state_of())
 
 
 def what_upstream_keeps_in_fp32_is_computed_in_fp32() -> None:

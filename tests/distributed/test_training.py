@@ -53,6 +53,11 @@ def test_the_report_refuses_a_seam_that_nothing_uses(two_ranks):
 
 def test_a_model_that_cannot_run_on_slices_is_refused(two_ranks):
     assert max(two_ranks.run(cases.sliceable_models_pass_and_others_are_refused)) < 1e-5
+    two_ranks.run(cases.what_slices_would_hide_is_refused)
+
+
+def test_a_parameter_that_cannot_be_sharded_is_named(one_rank):
+    one_rank.run(cases.a_parameter_without_a_dimension_is_named)
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])

@@ -25,6 +25,8 @@ PROJECTED = "        attn_output = self.proj(attn_output)\n"
 IN_LOOP = "            if layer_num in self.deepstack_visual_indexes:\n"
 MERGED = "        x = self.linear_fc2(self.act_fn(self.linear_fc1(x)))\n        return x\n"
 CHUNKS = "        padded_embed = nn.functional.gelu(self.conv2(padded_embed)).transpose(1, 2)\n"
+BUILT = "        self.vocab_size = config.vocab_size\n        self.lm_head"
+BUFFER = (BUILT, "        self.seen = nn.Buffer(torch.zeros(()))\n" + BUILT)
 MEAN = "hidden_states = hidden_states - hidden_states.mean(0, keepdim=True)\n"
 INTERFACE = "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
 ROUTED = "        final_hidden_states = self.experts("
@@ -59,6 +61,9 @@ LEFT = (
     ("llama", "a hook that scales gradients", ((HEAD, "        hidden_states.register_hook(lambda g: g / g.norm())\n" + HEAD),), "hidden_states.register_hook(lambda g: g / g.norm()) is added to the loss"),
     ("llama", "a loss that a backward adds", (("class LlamaMLP(", AUXILIARY + "class LlamaMLP("), (HEAD, "        hidden_states = AddLoss.apply(hidden_states, hidden_states.mean())\n" + HEAD)), "AddLoss.backward: torch.ones((), dtype=grad.dtype) is added to the loss"),
     ("llama", "a running mean", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), "self.seen.copy_(hidden_states.mean()) is added to the loss"),
+    ("llama", "a running sum", ((HEAD, "        self.seen += hidden_states.mean()\n" + HEAD),), "self.seen += hidden_states.mean() is added to the loss"),
+    ("llama", "a part of a running sum", ((HEAD, "        self.seen[0] = hidden_states.mean()\n" + HEAD),), "self.seen[0] = hidden_states.mean() is added to the loss"),
+    ("llama", "a new value of a saved buffer", ((HEAD, "        self.seen = self.seen + hidden_states.mean()\n" + HEAD), BUFFER), "self.seen = self.seen + hidden_states.mean() is added to the loss"),
     ("llama", "torch's attention by a local name", ((INTERFACE, "        attend = nn.functional.scaled_dot_product_attention\n        value_states = attend(query_states, key_states, value_states)\n" + INTERFACE),), "calls nn.functional.scaled_dot_product_attention itself"),
     ("llama", "torch's attention from a table", (("def repeat_kv(", 'ATTEND = {"sdpa": torch.nn.functional.scaled_dot_product_attention}\n\n\ndef repeat_kv('), (INTERFACE, '        value_states = ATTEND["sdpa"](query_states, key_states, value_states)\n' + INTERFACE)), "calls torch.nn.functional.scaled_dot_product_attention itself"),
     ("qwen3_moe", "a penalty of stacks", PENALTY, "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part: not expert-parallel"),
@@ -113,6 +118,24 @@ def test_what_is_not_known_is_left_alone_with_a_note(model: str, title: str, edi
     generated = pipeline.generate(edited(upstream(model), *edits), default_config(model))
     notes = [one for step in generated.steps for one in step.outcome.notes]
     assert any(note in one for one in notes), notes
+
+
+def test_buffers_of_positions_and_casts_are_no_state():
+    grown = "        self.seen = self.extended(self.seen)\n" + HEAD
+    moved = "        self.seen = self.seen.to(hidden_states.device)\n" + HEAD
+    transient = (BUFFER[0], BUFFER[1].replace("(()))", "(())), persistent=False)").replace(")), p", "), p"))
+    for edits in (((HEAD, grown), transient), ((HEAD, moved), BUFFER)):
+        assert (
+            "local_loss_terms"
+            not in pipeline.generate(edited(upstream("llama"), *edits), default_config("llama")).text
+        )
+
+
+@pytest.mark.parametrize(("kind", "form"), [("ForMaskedLM", '"aligned"'), ("ForCausalLM", None)])
+def test_the_library_loss_that_a_head_names_decides_which_labels_it_takes(kind: str, form: str | None):
+    edit = (BUILT, f'        self.loss_type = "{kind}"\n{BUILT}')
+    text = pipeline.generate(edited(upstream("llama"), edit), default_config("llama")).text
+    assert (f"loss_form = {form}" in text) if form else ("loss_form" not in text)
 
 
 QUERIES = "        query_states = query_states.transpose(0, 1).unsqueeze(0)\n"

@@ -96,6 +96,11 @@ def test_a_function_with_a_backward_of_its_own_is_not_taken_for_its_forward():
     assert census_of("bloom")["GeLUFunction"] == "not read: a backward of its own"
 
 
+def test_a_lambda_that_is_called_by_a_name_is_read():
+    double = (NORMED, f"double = lambda x: 2 * x\n        {NORMED[:-1]}) + double(hidden_states)")
+    assert census_of("llama", double)["LlamaModel"] == "passes: language_sp"
+
+
 def test_it_is_one_line_and_printed():
     line = summary(census_of("llama"))
     assert line.startswith("5 of 11 classes and functions on the way to the loss in passes; ")
