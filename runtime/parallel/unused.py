@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -202,15 +203,20 @@ def _zero_on_all_ranks(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
 
 def mark_stand_in(value: Tensor) -> None:
     """Marks the parameters that a stand-in for a missing input was computed from."""
+    for node in graph_nodes(value):
+        if (variable := getattr(node, "variable", None)) is not None:
+            setattr(variable, _STAND_IN, True)
+
+
+def graph_nodes(value: Tensor) -> Iterator[Node]:
+    """The nodes of the graph that computed `value`, each once."""
     pending, seen = [value.grad_fn], set()
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            setattr(variable, _STAND_IN, True)
-        pending += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+            yield node
 
 
 def _raise_order_mismatch(order: UnitOrder) -> NoReturn:
