@@ -46,8 +46,8 @@ def warn_of_several_workers() -> None:
     backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
     if backends.get("cpu") != "gloo" or dist.group.WORLD is None:
         return
-    workers = dist.group.WORLD._get_backend(torch.device("cpu")).options._threads
-    if workers > 1:
+    options: Any = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    if (workers := options._threads) > 1:
         warnings.warn(
             f"The default process group uses gloo with {workers} worker threads. In torch's gloo they write one string at once, "
             "which can end a rank in malloc or corrupt its memory. To fix: call patchgen.runtime.parallel.gloo_groups."
