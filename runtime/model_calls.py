@@ -121,15 +121,21 @@ def bounds_of_call() -> Tensor | None:
     Raises:
         RuntimeError: another kind of checkpoint recomputes in the backward after packed rows: their documents are unknown.
     """
-    if not _RUNNING.calls and torch._C._current_graph_task_id() == -1:
-        _SAW_PACKED_ROWS.clear()  # a model whose calls are not recorded: its rows are not packed
-    if not _RUNNING.calls and _SAW_PACKED_ROWS.is_set():
+    if not _RUNNING.calls and _lost_documents():
         raise RuntimeError(
             "A layer is computed again in the backward, outside the call of its model, so the documents of its packed rows are "
             "unknown. To fix: checkpoint by model.gradient_checkpointing_enable() or by patchgen's own "
             "activation_checkpointing, not by wrapping layers (torch's checkpoint_wrapper, FSDP plugins)."
         )
     return next((call.cu_seq_lens for call in _RUNNING.calls if call.cu_seq_lens is not None), None)
+
+
+@torch.compiler.assume_constant_result  # asked when a layer is traced, which a recomputation outside a call does again
+def _lost_documents() -> bool:
+    """Whether a layer runs in the backward, outside any call, after packed rows."""
+    if torch._C._current_graph_task_id() == -1:
+        _SAW_PACKED_ROWS.clear()  # a model whose calls are not recorded: its rows are not packed
+    return _SAW_PACKED_ROWS.is_set()
 
 
 def documents_apart() -> DocumentRows | None:

@@ -178,11 +178,6 @@ def is_ours(function: Callable) -> bool:
     return function is _offload_activations or getattr(context_fn, "func", None) is contexts
 
 
-def recomputes(function: Callable) -> bool:
-    """Whether this checkpoint function recomputes activations."""
-    return function is not _offload_activations
-
-
 def hide_hooks(module: nn.Module) -> None:
     """Hides the hooks of a module inside a layer, such as FSDP2's on experts, from selective checkpointing.
 

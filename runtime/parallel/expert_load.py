@@ -7,13 +7,13 @@ load.read()              # {"model.layers.0.mlp.experts": tensor([1031, 977, ...
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from patchgen.runtime.parallel import checkpointing, sharding
 from patchgen.runtime.parallel.collectives import all_reduce
@@ -28,6 +28,8 @@ class _Experts(Protocol):
 class ExpertLoad:
     """Counts the slots `[T, K]` that the routers of a generated model send to each expert, as integers.
 
+    Experts that are called without indices (llama4's: each expert has an equal part of the rows) have no load.
+
     Args:
         model: its `get_parallel_plan()` names the experts; create the counter before or after `shard_model`.
         modules: paths of the experts modules, for models without a plan.
@@ -37,20 +39,32 @@ class ExpertLoad:
         paths = modules or sorted({path.rpartition(".")[0] for path in sharding.expert_paths(model)})
         if not paths:
             raise ValueError(f"{type(model).__name__} reports no experts, so there is no load to count.")
-        self._counts: dict[str, Tensor] = {}
+        self._experts = {path: model.get_submodule(path) for path in paths}
+        # One entry per module, in the same order on every rank, also on a rank that has not run some of them.
+        self._counts: dict[str, Tensor | None] = dict.fromkeys(paths)
         self._handles = [
-            model.get_submodule(path).register_forward_pre_hook(self._counter(path), with_kwargs=True)
-            for path in paths
+            module.register_forward_pre_hook(self._counter(path), with_kwargs=True)
+            for path, module in self._experts.items()
         ]
 
     def read(self) -> dict[str, Tensor]:
         """The counts `(E,)` per experts module over all ranks, since the last read. Waits for the device."""
         totals = {}
         for path, counts in self._counts.items():
-            total = all_reduce(counts, operation="sum the expert load") if dist.is_initialized() else counts
+            total = self._none_counted(path) if counts is None else counts
+            if dist.is_initialized():
+                total = all_reduce(total, operation="sum the expert load")
             totals[path] = total.to("cpu", copy=True)
-            counts.zero_()
+            if counts is not None:
+                counts.zero_()
         return {path: total for path, total in totals.items() if total.any()}
+
+    def _none_counted(self, path: str) -> Tensor:
+        """Zeros on the device where the other ranks computed: parameters may be in host memory."""
+        module = self._experts[path]
+        parameter = next(module.parameters())
+        device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
+        return torch.zeros(cast(_Experts, module).num_experts, dtype=torch.long, device=device)
 
     def close(self) -> None:
         """Stops counting."""
@@ -59,14 +73,31 @@ class ExpertLoad:
 
     def _counter(self, path: str) -> Callable:
         def count(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            # Generated experts take (hidden states, indices, weights), in this order.
-            index = inspect.signature(module.forward).bind(*args, **kwargs).args[1]
-            if torch.is_grad_enabled() and not index.is_meta and not checkpointing.is_replay():
-                ones, experts = torch.ones_like(index.reshape(-1)), cast(_Experts, module)
-                counts = ones.new_zeros(experts.num_experts + 1).scatter_add_(0, index.reshape(-1), ones)
-                if path not in self._counts:  # never replaced: each replay of a captured step adds to it
-                    self._counts[path] = counts[:-1].clone()
-                else:
-                    self._counts[path].add_(counts[:-1])
+            index = _routing_index(path, (*args, *kwargs.values()))
+            if index is None or not torch.is_grad_enabled() or index.is_meta or checkpointing.is_replay():
+                return
+            index = index.reshape(-1).long()
+            ones, experts = torch.ones_like(index), cast(_Experts, module)
+            counts = ones.new_zeros(experts.num_experts + 1).scatter_add_(0, index, ones)[:-1]
+            if (total := self._counts[path]) is None:  # never replaced: each replay of a captured step adds to it
+                self._counts[path] = counts.clone()
+            else:
+                total.add_(counts)
 
         return count
+
+
+def _routing_index(path: str, values: Iterable[object]) -> Tensor | None:
+    """The indices `[T, K]` among the arguments of experts, whatever signature a wrapper gives their forward: hidden states
+    and weights are floating point.
+
+    Raises:
+        ValueError: several arguments have integers.
+    """
+    found = [v for v in values if isinstance(v, Tensor) and not (v.is_floating_point() or v.dtype == torch.bool)]
+    if len(found) > 1:
+        raise ValueError(
+            f"The experts {path} were called with {len(found)} integer tensors, of shapes {[tuple(v.shape) for v in found]}; "
+            "expected one, the experts of each token, to count their load. To fix: do not count it (log.expert_load: false)."
+        )
+    return found[0] if found else None

@@ -15,8 +15,10 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import warnings
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -37,6 +39,21 @@ def use_one_worker() -> None:
         original(group, store, rank, size, _options(group_class, timeout) if options is None else options)
 
     group_class.__init__ = init
+
+
+def warn_of_several_workers() -> None:
+    """Warns if the default group uses gloo with several workers, because it was created before `use_one_worker`."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    if backends.get("cpu") != "gloo" or dist.group.WORLD is None:
+        return
+    options: Any = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    if (workers := options._threads) > 1:
+        warnings.warn(
+            f"The default process group uses gloo with {workers} worker threads. In torch's gloo they write one string at once, "
+            "which can end a rank in malloc or corrupt its memory. To fix: call patchgen.runtime.parallel.gloo_groups."
+            "use_one_worker() before torch.distributed.init_process_group().",
+            stacklevel=3,
+        )
 
 
 def _options(group_class: Any, timeout: datetime.timedelta) -> Any:

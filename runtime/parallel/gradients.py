@@ -161,10 +161,11 @@ def accept(model: nn.Module, total: Tensor, *, on_nonfinite: str) -> bool:
 
 def first_nonfinite(model: nn.Module) -> str | None:
     """The first parameter, in model order, with a non-finite gradient on any rank."""
-    names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
-    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    names, parameters = zip(*model.named_parameters(), strict=True)  # all of them: ranks may have different gradients
     first, device = len(names), None
-    for index, gradient in enumerate(gradients):
+    for index, parameter in enumerate(parameters):
+        if (gradient := parameter.grad) is None:
+            continue
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         device = device or (gradient.device_mesh.device_type if isinstance(gradient, DTensor) else local.device)
         if not bool(torch.isfinite(local).all()):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -160,6 +161,7 @@ class Call:
                 )
 
 
+@torch.compiler.assume_constant_result  # a compiler cannot call a function whose closure it has read
 def separates_documents(function: Callable[..., Any], package: str) -> bool:
     """Whether a kernel of `package` replaces upstream's torch implementation, which ignores document boundaries."""
     # transformers decides when it decorates the function: an installed package may lack the kernel.

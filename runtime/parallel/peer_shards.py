@@ -201,8 +201,8 @@ class PeerShards:
         """Sums gradients `[D, ...]` over the ranks: each parameter gets this rank's part of the sum.
 
         Args:
-            gradients: of one large parameter, or of all small ones of a unit. Separate calls let a layer's experts be reduced
-                while the layer still computes, and need receive buffers for the largest parameter only.
+            gradients: of one large parameter, sent in pieces, or of all small ones of a unit. Separate calls let a layer's experts
+                be reduced while the layer still computes. How many pieces depends on the parameter only: the same on every rank.
         """
         # Small ones end a unit's backward: the memory of its large ones is free before the next unit computes gradients.
         max_pending = 0 if gradients[0][0].is_small else _MAX_PENDING_REDUCTIONS - 1

@@ -173,6 +173,7 @@ class PeerGroup(ZeroFillingGroup):
         self._complete.clear()
         with torch.no_grad():
             for slots in to_reduce:
+                self._note_sum(slots[0])
                 if pairs := [pair for pair in gradients if pair[0] in slots]:
                     self.shards.reduce(self, pairs)
                 else:
@@ -192,7 +193,12 @@ class PeerGroup(ZeroFillingGroup):
         if self.reshard_after_backward and _num_storage_users(param) == self._storage_users[index]:
             param.free_unsharded_param()  # before the sum is allocated
         self._reduced_early.add(param)
+        self._note_sum(slot)
         self.shards.reduce(self, [(slot, gradient)])
+
+    def _note_sum(self, slot: ShardSlot) -> None:
+        name = f"small gradients of {self._module_fqn or 'the root'}" if slot.is_small else slot.param._param_fqn
+        self.peer_sums.note(self.tag_of([slot]), "sum", name or "a parameter")
 
     def _take_gradients(self) -> list[tuple[ShardSlot, Tensor]]:
         found = []

@@ -76,7 +76,8 @@ class ParallelState:
                 "ParallelState.create needs torch.distributed: launch with torchrun and call "
                 "torch.distributed.init_process_group() first."
             )
-        gloo_groups.use_one_worker()  # for the groups created below; who creates the first group must call it earlier
+        gloo_groups.use_one_worker()  # for the groups created below
+        gloo_groups.warn_of_several_workers()
         if expert_capacity is not None and expert_capacity < 1:
             raise ValueError(f"expert_capacity must be at least one row, or None; found {expert_capacity}.")
         if head_groups < 1:

@@ -14,9 +14,9 @@ The pass runs at the place of the real one, so that towers run in the same order
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from patchgen.runtime import minimal_media
-from patchgen.runtime.parallel import checkpointing, collectives, unused
-from patchgen.runtime.parallel.checkpointing import CHECKPOINT_ATTRIBUTE
+from patchgen.runtime.parallel import collectives, unused
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.tensor_cache import longest
 
@@ -61,55 +60,55 @@ def absent_tower(
         _require_everywhere(inputs, features, inputs_embeds, state)
     if inputs is not None or minimal is None:
         return inputs_embeds
-    with _preserved_statistics(features.__self__):
+    statistics = _Statistics(features.__self__)
+    with statistics.copied():
         values = minimal_media.feature_tensors(features(**minimal))
     zero = torch.stack([value.float().mean() for value in values]).sum() * 0.0
     unused.mark_stand_in(zero)
+    statistics.copy_in_backward(zero)
     return inputs_embeds + zero.to(inputs_embeds.dtype)
 
 
-@contextlib.contextmanager
-def _preserved_statistics(model: nn.Module) -> Iterator[None]:
-    """Within the block batch norms update copies of their statistics, because minimal inputs are not data of the run.
+class _Statistics:
+    """The statistics of a model's batch norms, which minimal inputs must not change: they are not data of the run."""
 
-    The same holds when layers checkpointed by transformers are recomputed in the backward; a module that calls
-    `torch.utils.checkpoint` itself still updates its statistics there.
-    """
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    layers = {module: getattr(module, CHECKPOINT_ATTRIBUTE, None) for module in model.modules()} if norms else {}
-    layers = {layer: function for layer, function in layers.items() if function and checkpointing.recomputes(function)}
-    for layer, function in layers.items():
-        setattr(layer, CHECKPOINT_ATTRIBUTE, partial(_checkpoint_on_copies, norms, function))
-    try:
-        with _copied_statistics(norms):
+    def __init__(self, model: nn.Module) -> None:
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        self._original = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
+        self._users, self._lock = 0, threading.Lock()  # nodes of a backward run in a thread per device
+
+    @contextlib.contextmanager
+    def copied(self) -> Iterator[None]:
+        """Within the block batch norms update copies."""
+        self._begin()
+        try:
             yield
-    finally:
-        for layer, function in layers.items():
-            setattr(layer, CHECKPOINT_ATTRIBUTE, function)
+        finally:
+            self._end()
 
+    def copy_in_backward(self, value: Tensor) -> None:
+        """Lets batch norms update copies wherever the backward of `value` computes its forward again: a recomputation runs
+        within the backward of a node that it serves, whoever asked for it."""
+        if not self._original:
+            return
+        for node in unused.graph_nodes(value):
+            if not hasattr(node, "variable"):
+                node.register_prehook(self._begin)
+                node.register_hook(self._end)
 
-def _checkpoint_on_copies(
-    norms: Sequence[_BatchNorm], function: Callable, layer: Callable, *args: Any, **kwargs: Any
-) -> Any:
-    """`function(layer, ...)`, each run of the layer on copies of the statistics."""
+    def _begin(self, *_gradients: object) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                for norm, buffers in self._original:
+                    norm._buffers.update({name: value.clone() for name, value in buffers.items()})
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _copied_statistics(norms):
-            return layer(*args, **kwargs)
-
-    return function(run, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _copied_statistics(norms: Sequence[_BatchNorm]) -> Iterator[None]:
-    original = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
-    for norm, buffers in original:
-        norm._buffers.update({name: value.clone() for name, value in buffers.items()})
-    try:
-        yield
-    finally:
-        for norm, buffers in original:
-            norm._buffers.update(buffers)
+    def _end(self, *_gradients: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for norm, buffers in self._original:
+                    norm._buffers.update(buffers)
 
 
 def _require_everywhere(inputs: object, features: Callable[..., Any], like: Tensor, state: ParallelState) -> None:

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -35,14 +36,27 @@ from patchgen.runtime.parallel.collectives import all_reduce, gather_objects
 LEFT_OUT = "_patchgen_left_out"  # on a parameter: whether its gradient in this step is zeros instead of none
 _STAND_IN = "_patchgen_stand_in"  # on a parameter, sharded or not: used by a tower without a real input
 _UNUSED, _ZEROS, _USED = range(3)
-_ORDER = "_patchgen_order_of_units"  # on a sharded model
+_ORDERS = "_patchgen_orders_of_units"  # on a sharded model: of gathers and sums of units, and of sums in peer memory
 _NAMES_KEPT = 10_000  # units of a step whose names are kept
+_BRANCHES = (
+    "A branch of the model depends on the data or the random numbers of one rank (layers dropped at random, a module for some "
+    "tokens only). To fix: let every rank run every module, or train on one rank."
+)
+_MISSING_GRADIENTS = (
+    "A rank computes no gradient for a large parameter that others sum while their backward still runs. To fix: let every rank "
+    "compute it, or sum by collectives (parallel.shard_exchange: collectives)."
+)
 
 
 class UnitOrder:
-    """The units that a rank gathered and reduced in this step, in order."""
+    """What a rank gathered and reduced in this step, in order.
 
-    def __init__(self) -> None:
+    Args:
+        cause: why the order may differ between ranks, and what to do.
+    """
+
+    def __init__(self, cause: str = _BRANCHES) -> None:
+        self.cause = cause
         self.digest = 0
         self.names: deque[str] = deque(maxlen=_NAMES_KEPT)
 
@@ -50,11 +64,17 @@ class UnitOrder:
         self.digest = hash((self.digest, number, len(what))) % 2**62  # of integers only: the same on every rank
         self.names.append(f"{what} {name}")
 
+    def clear(self) -> None:
+        self.digest = 0
+        self.names.clear()
+
 
 class ZeroFillingGroup(FSDPParamGroup):
     """The parameter group of one unit, all of which takes part in its reduction."""
 
     order: UnitOrder
+    peer_sums: UnitOrder
+    """Apart from `order`: ranks that lack a large gradient sum it when the unit's backward ends, the others earlier."""
     number: int
     """The index among all units."""
     _runs = 0  # forwards whose backward has not ended
@@ -141,13 +161,13 @@ def install(model: nn.Module) -> None:
         if isinstance(module, FSDPModule)
         for group in undivided.param_groups(module)
     ]
-    order = UnitOrder()
+    order, peer_sums = UnitOrder(), UnitOrder(_MISSING_GRADIENTS)
     for number, group in enumerate(groups):
         if type(group) is FSDPParamGroup and group.mesh_info.mesh.size() > 1:
             group.__class__ = ZeroFillingGroup
         if isinstance(group, ZeroFillingGroup):
-            group.order, group.number = order, number
-    setattr(model, _ORDER, order)
+            group.order, group.peer_sums, group.number = order, peer_sums, number
+    setattr(model, _ORDERS, (order, peer_sums))
 
 
 def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
@@ -167,16 +187,19 @@ def drop_unused_gradients(model: nn.Module) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    order = getattr(model, _ORDER, None) or UnitOrder()
+    orders: Sequence[UnitOrder] = getattr(model, _ORDERS, ())
     # On the host if the process group supports it: then nothing waits for a device.
     device = "cpu" if "cpu" in dist.get_backend_config() else "cuda"
-    local = torch.tensor([order.digest, -order.digest, *map(_use, trained)], device=device)
+    digests = [sign * order.digest for order in orders for sign in (1, -1)]
+    local = torch.tensor([*digests, *map(_use, trained)], device=device)
     operation = "agree on which parameters were used"
-    most, least, *uses = all_reduce(local, op=dist.ReduceOp.MAX, operation=operation).tolist()
-    if most != -least:
-        _raise_order_mismatch(order)
-    order.digest = 0
-    order.names.clear()
+    agreed = all_reduce(local, op=dist.ReduceOp.MAX, operation=operation).tolist()
+    for place, order in enumerate(orders):
+        if agreed[2 * place] != -agreed[2 * place + 1]:
+            _raise_order_mismatch(order)
+    for order in orders:
+        order.clear()
+    uses = agreed[len(digests) :]
     unused = [parameter for parameter, use in zip(trained, uses, strict=True) if use == _UNUSED]
     zeros = [parameter for parameter, use in zip(trained, uses, strict=True) if use == _ZEROS]
     for parameter in unused + _zero_on_all_ranks(zeros):
@@ -202,15 +225,20 @@ def _zero_on_all_ranks(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
 
 def mark_stand_in(value: Tensor) -> None:
     """Marks the parameters that a stand-in for a missing input was computed from."""
+    for node in graph_nodes(value):
+        if (variable := getattr(node, "variable", None)) is not None:
+            setattr(variable, _STAND_IN, True)
+
+
+def graph_nodes(value: Tensor) -> Iterator[Node]:
+    """The nodes of the graph that computed `value`, each once."""
     pending, seen = [value.grad_fn], set()
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            setattr(variable, _STAND_IN, True)
-        pending += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+            yield node
 
 
 def _raise_order_mismatch(order: UnitOrder) -> NoReturn:
@@ -222,7 +250,5 @@ def _raise_order_mismatch(order: UnitOrder) -> NoReturn:
     units = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(differing))
     raise RuntimeError(
         f"The ranks ran different modules in this step, so they exchanged data of different modules. The first difference, "
-        f"number {index + 1} of the step: {units}. A branch of the model depends on the data or the random numbers of one "
-        "rank (layers dropped at random, a module for some tokens only). To fix: let every rank run every module, or train "
-        "on one rank."
+        f"number {index + 1} of the step: {units}. {order.cause}"
     )

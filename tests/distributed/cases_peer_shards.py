@@ -198,6 +198,20 @@ def ranks_that_sum_different_gradients_get_nan() -> list[bool]:
     return [bool(gradient.isnan().all()) for gradient in own]
 
 
+def a_rank_without_a_gradient_of_the_head() -> str:
+    """Rank 0 sums the head before all layers; rank 1 has no gradient for it, and sums it after them."""
+    with sizes(150):
+        model = sharded("peer_memory", tied=False)
+        if dist.get_rank() == 1:
+            model.head.forward = lambda x: x @ model.head.weight.detach().T
+        model(batch(0)).backward()
+        try:
+            gradients.accept(model, gradients.clip(model, 1.0), on_nonfinite="skip")
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
 def a_rank_without_a_large_gradient_adds_zeros(small: int, piece: int) -> None:
     """On rank 1 a layer computes with a constant: the sum is what rank 0 has, and that of the others is as without."""
     with sizes(small, piece):

@@ -122,6 +122,31 @@ def load_is_counted_over_ranks(checkpoint: str) -> None:
     slots = cases_models.ROWS * cases_models.LENGTH * 2
     assert all(int(count.sum()) == slots for count in counts.values()), counts
     assert load.read() == {}
+    load.close()
+
+
+def load_of_experts_that_some_ranks_run() -> dict[str, list[int]]:
+    """Two experts in another order on each rank, one of them on rank 0 only, behind forwards that name no argument."""
+
+    class Experts(torch.nn.Module):
+        num_experts = 4
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x, *args, **kwargs):
+            return x * self.weight
+
+    model = torch.nn.ModuleDict({name: Experts() for name in ("first", "second", "unrouted")})
+    load = ExpertLoad(model, list(model))
+    x, weights = torch.ones(3, 2), torch.ones(3, 1)
+    index = torch.tensor([[0], [3], [3]], dtype=torch.int32)
+    model["unrouted"](x)
+    if dist.get_rank() == 0:
+        model["second"](x, weights=weights, indices=index)
+    model["first"](x, index, weights)
+    return {path: counts.tolist() for path, counts in load.read().items()}
 
 
 def stalled_exchange_is_reported() -> str:

@@ -67,6 +67,12 @@ def test_a_rank_without_a_gradient_adds_zeros(piece, small, two_ranks):
     two_ranks.run(cases.a_rank_without_a_large_gradient_adds_zeros, small, piece)
 
 
+def test_a_head_without_a_gradient_on_one_rank_is_named(two_ranks):
+    for message in two_ranks.run(cases.a_rank_without_a_gradient_of_the_head):
+        assert "number 1 of the step: rank 0: sum head.weight; rank 1: sum layers.1.down.weight" in message
+        assert "shard_exchange: collectives" in message
+
+
 def test_a_model_is_freed(two_ranks):
     assert all(all(found) for found in two_ranks.run(cases.a_model_is_freed))
 

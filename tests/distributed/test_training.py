@@ -65,6 +65,11 @@ def test_expert_load_counts_every_slot(checkpoint, two_ranks):
     two_ranks.run(cases.load_is_counted_over_ranks, checkpoint)
 
 
+def test_expert_load_of_modules_that_some_ranks_run(two_ranks):
+    expected = {"first": [2, 0, 0, 4], "second": [1, 0, 0, 2]}
+    assert two_ranks.run(cases.load_of_experts_that_some_ranks_run) == [expected, expected]
+
+
 def test_a_stall_names_rank_module_and_operation(two_ranks):
     message, other = two_ranks.run(cases.stalled_exchange_is_reported)
     assert "rank 0: module 0, operation exchange q, k and v of TestAttention" in message

@@ -65,11 +65,30 @@ def test_transformers_checkpoints_keep_documents_apart(reentrant):
     assert not torch.equal(kept[0], _gradients()[0])  # of rows that are one document
 
 
-def test_a_checkpoint_that_hides_the_call_is_refused():
-    """torch's own wrapper runs a layer again outside the model's call: documents would be mixed there."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_checkpoint_that_hides_the_call_is_refused(compiled):
+    """torch's own wrapper runs a layer again outside the model's call: documents would be mixed there. Also by a layer that was
+    compiled for rows that are one document."""
 
     def wrap(model):
+        if compiled:
+            _compile(model)
+            model(inputs_embeds=ROWS_BSH)
         model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))
 
     with pytest.raises(RuntimeError, match="so the documents of its packed rows are unknown"):
         _gradients(wrap, **LENGTHS)
+
+
+def _compile(model, **options):
+    torch._dynamo.reset()
+    model.layers[0].compile(backend="aot_eager", **options)  # the other one stays as it is: quicker
+
+
+def test_layers_that_mix_tokens_compile_in_one_graph():
+    """Gradients of rows that are one document, to rounding; compiled layers keep documents apart, too."""
+    for options, lengths in (({"fullgraph": True}, {}), ({}, LENGTHS)):
+        expected = _gradients(**lengths)
+        found = _gradients(lambda model, options=options: _compile(model, **options), **lengths)
+        for one, two in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, two)

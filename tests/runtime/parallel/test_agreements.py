@@ -26,7 +26,7 @@ def test_the_order_of_units_is_that_of_one_step(monkeypatch: pytest.MonkeyPatch)
     compared = []
     monkeypatch.setattr(unused, "all_reduce", lambda mine, **_: compared.append(int(mine[0])) or mine)
     model, order = nn.Linear(2, 2), unused.UnitOrder()
-    setattr(model, unused._ORDER, order)
+    setattr(model, unused._ORDERS, (order,))
     for _ in range(2):
         order.note(3, "gather", "layers.3")
         unused.drop_unused_gradients(model)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from patchgen.runtime import launch
-from patchgen.runtime.parallel import gloo_groups
+from patchgen.runtime.parallel import ParallelConfig, gloo_groups
+from patchgen.runtime.parallel.state import ParallelState
 
 
 def _options(group: dist.ProcessGroup):
@@ -25,6 +28,22 @@ def test_the_groups_of_a_run_have_one_worker(monkeypatch):
         total = torch.ones(3)
         dist.all_reduce(total, group=own)
         assert total.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_default_group_with_several_workers_is_reported(workers, monkeypatch):
+    gloo_groups.use_one_worker()
+    if workers == 2:  # torch's own
+        monkeypatch.setattr(dist.ProcessGroupGloo, "__init__", dist.ProcessGroupGloo.__init__.__wrapped__)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ParallelState.create(ParallelConfig.for_world(1), "cpu")
+    finally:
+        dist.destroy_process_group()
+    messages = [str(one.message) for one in caught if "gloo" in str(one.message)]
+    assert [f"gloo with {workers} worker threads" in one for one in messages] == [True] * (workers - 1)
 
 
 def test_groups_are_made_from_options_and_timeouts_as_torch_makes_them(monkeypatch):
