@@ -17,7 +17,7 @@ from rich.table import Table
 from patchgen import emit, pipeline, project_code, provenance, upstream
 from patchgen.anatomy.census import summary
 from patchgen.commands import project_examples, sweeping
-from patchgen.commands.console import console, print_diff, shown
+from patchgen.commands.console import console, print_diff, shown, writing
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 from patchgen.runtime.registry import installed_directory
@@ -72,9 +72,10 @@ def generate(
             roots = Committed(name).record.get("asked", ()) if every else heads
             generated, *parts = pipeline.generate_whole(loaded, exists, heads=roots)
             provenance.refuse_drifted_edits(root / name, generated, reviewed)
-            changed = [] if dry_run else provenance.write(generated, root / name, force=force, reviewed=reviewed)
-            for part in parts if not dry_run else ():
-                changed += provenance.write(part, root / part.model)
+            with writing(root):
+                changed = [] if dry_run else provenance.write(generated, root / name, force=force, reviewed=reviewed)
+                for part in parts if not dry_run else ():
+                    changed += provenance.write(part, root / part.model)
         except PatchgenError as error:
             if not several:
                 raise
