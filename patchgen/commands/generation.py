@@ -25,7 +25,7 @@ from patchgen.runtime.verify import records
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, named
 
 CURRENT, STALE, UNCHECKED = "current", "stale", "unchecked"
-PLUMBING = ("prune", "absolute_imports")
+PASSES_NOT_LISTED = ("prune", "absolute_imports")
 
 
 def generate(
@@ -254,7 +254,7 @@ def list_models() -> None:
     """A line per committed model."""
     table = Table("model", "upstream", "passes with hits", "lines", "proof", "proven with")
     for model in map(Committed, committed()):
-        hits = [p["name"] for p in model.record["passes"] if p["hits"] and p["name"] not in PLUMBING]
+        hits = [p["name"] for p in model.record["passes"] if p["hits"] and p["name"] not in PASSES_NOT_LISTED]
         version, lines = str(model.record["upstream"]["version"]), str(model.changed_lines)
         status = "stale proof" if IN_ONE_PROCESS in model.proofs else "not proven"
         proof = model.present_proofs.get(IN_ONE_PROCESS, {"status": status})

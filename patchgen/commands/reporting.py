@@ -49,9 +49,9 @@ def report_upgrade(models: list[str], to: str | None, output: Path | None) -> No
     folder = output or FOLDER
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    found = comparing.compare(names, to or releases.installed())
-    files = {folder / f"upgrade_{one.model}.html": upgrade.page(one) for one in found.models}
-    files[folder / "upgrade.html"] = upgrade.index(found)
+    comparison = comparing.compare(names, to or releases.installed())
+    files = {folder / f"upgrade_{one.model}.html": upgrade.page(one) for one in comparison.models}
+    files[folder / "upgrade.html"] = upgrade.index(comparison)
     with writing(folder):
         provenance.write_whole(files)
     for path in files:

@@ -80,11 +80,11 @@ def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) 
         with cache_lock(root / f"{key}.lock"):
             if not folder.exists():
                 _build(folder, source, encoder, skip_bad=skip_bad)
-    found = {name: folder / f"{name}.npy" for name in ("targets", "splits", "labels")}
+    optional_files = {name: folder / f"{name}.npy" for name in ("targets", "splits", "labels")}
     return TokenCache(
         tokens=_array(folder / "tokens.npy"),
         bounds=_array(folder / "bounds.npy"),
-        **{name: _array(file) if file.exists() else None for name, file in found.items()},
+        **{name: _array(file) if file.exists() else None for name, file in optional_files.items()},
         contents=(folder / "contents.txt").read_text(),
         places_file=folder / "places.txt",
         counters=Counters.from_dict(json.loads((folder / "counters.json").read_text())),
