@@ -42,7 +42,7 @@ def prepare(model: nn.Module, arguments: object = None) -> None:
         for module in parent.children():
             if not hasattr(module, _PREPARED) and _is_hand_written(module, parent):
                 setattr(module, _PREPARED, True)
-                module.forward = partial(_on_slices, module.forward, tuple(_parameters(module)))
+                module.forward = partial(_run_on_full_sequence, module.forward, tuple(_parameters(module)))
 
 
 def _is_hand_written(module: nn.Module, parent: nn.Module) -> bool:
@@ -76,7 +76,7 @@ def _uses_attention_table(attention: type) -> bool:
     )
 
 
-def _on_slices(forward: Callable, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+def _run_on_full_sequence(forward: Callable, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
     """Calls an attention's forward: on the full sequence if its mask covers a slice and all its tensors can be gathered."""
     arguments = dict(zip(names, args, strict=False)) | kwargs
     mask = arguments.get(MASK)
@@ -85,7 +85,7 @@ def _on_slices(forward: Callable, names: tuple[str, ...], *args: Any, **kwargs: 
         return forward(*args, **kwargs)  # on a slice, the mask itself raises an error
     state = mask.definition.state
     gathered = {
-        name: _gathered(arguments[name], dim, state)
+        name: _gather(arguments[name], dim, state)
         for name, dim in SEQUENCE_DIMS.items()
         if arguments.get(name) is not None
     }
@@ -96,8 +96,8 @@ def _on_slices(forward: Callable, names: tuple[str, ...], *args: Any, **kwargs: 
     return (local, *others) if isinstance(output, tuple) else local
 
 
-def _gathered(slices: Any, dim: int, state: ParallelState) -> Any:
+def _gather(slices: Any, dim: int, state: ParallelState) -> Any:
     if isinstance(slices, tuple):
-        return tuple(_gathered(one, dim, state) for one in slices)
+        return tuple(_gather(part, dim, state) for part in slices)
     rows = gather_rows(slices.transpose(0, dim), state.sp_group, operation="gather a sequence for its attention")
     return rows.transpose(0, dim)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
+
+from patchgen.errors import PatchgenError
 
 console = Console(highlight=False)
 STYLES = {"+": "green", "-": "red", "@": "cyan"}
@@ -15,6 +18,17 @@ def print_diff(lines: Iterable[str], indent: str = "", to: Console = console) ->
     """Prints the lines of a unified diff in colour."""
     for line in lines:
         to.print(indent + line, style=STYLES.get(line[:1]), markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Reports an output that cannot be written by its path, as a user's mistake."""
+    try:
+        yield
+    except OSError as error:
+        raise PatchgenError(
+            f"{path} cannot be written: {error}. To fix: name another place for the output."
+        ) from error
 
 
 def shown(path: Path) -> str:

@@ -24,8 +24,8 @@ MAX_REASON = 240
 """Characters of a reason in a row."""
 CAUSAL_MAP = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 # Kernels that need no compiler: every seam is compared in `patchgen verify`, a sweep compares these.
-IMPLEMENTATIONS = ("torch", "chunked")
-PLUMBING = ("prune", "absolute_imports", "checkpoint_mapping")
+COMPARED_IMPLEMENTATIONS = ("torch", "chunked")
+PASSES_NOT_COUNTED = ("prune", "absolute_imports", "checkpoint_mapping")
 
 
 def set_worker_environment() -> None:
@@ -46,13 +46,13 @@ def generate(model_type: str, version: str, heads: Sequence[str] = ()) -> tuple[
     except PatchgenError as error:
         reason = short_reason(error)
         return [], reason, digest(f"refused: {reason}")
-    return models, "", digest("".join(one.text for one in models))
+    return models, "", digest("".join(model.text for model in models))
 
 
 def write(models: list[Generated], folder: Path) -> Path:
     """Writes a model and its parts into a folder each; returns the model's."""
-    for one in models:
-        provenance.write(one, folder / one.model, force=True)
+    for model in models:
+        provenance.write(model, folder / model.model, force=True)
     return folder / models[0].model
 
 
@@ -72,12 +72,12 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
     from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS
 
     start = time.perf_counter()
-    models, refusal, generated = generate(model_type, version)
+    models, refusal, models_digest = generate(model_type, version)
     if not models:
-        return row(model_type, FAILED, refusal, generated=generated, seconds=time.perf_counter() - start)
+        return row(model_type, FAILED, refusal, generated=models_digest, seconds=time.perf_counter() - start)
     facts = _facts(model_type, models)
-    if generated == known:
-        return {"model_type": model_type, **facts, "generated": generated}
+    if models_digest == known:
+        return {"model_type": model_type, **facts, "generated": models_digest}
     generation = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -85,7 +85,7 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
         except UPSTREAM_REFUSALS as error:  # the head that takes media is not found
             outcome = {"status": GENERATED, "reason": short_reason(error)}
     seconds = time.perf_counter() - start
-    return row(model_type, **facts, **outcome, generated=generated, seconds=seconds, generation_seconds=generation)
+    return row(model_type, **facts, **outcome, generated=models_digest, seconds=seconds, generation_seconds=generation)
 
 
 def _facts(model_type: str, models: list[Generated]) -> dict:
@@ -94,11 +94,11 @@ def _facts(model_type: str, models: list[Generated]) -> dict:
     hits = {step.name: len(step.outcome.hits) for step in generated.steps if step.outcome.hits}
     config = Path(model_configs.__file__).parent / f"{name}.py"
     return {
-        "hits": {name: count for name, count in hits.items() if name not in PLUMBING},
+        "hits": {name: count for name, count in hits.items() if name not in PASSES_NOT_COUNTED},
         "notes": sum(len(step.outcome.notes) for step in generated.steps),
         "config_lines": len(config.read_text().splitlines()) if config.is_file() else 0,
         "changed_lines": emit.changed_lines(generated.diff),
-        "moe": any(step.name == "fused_experts" and step.outcome.hits for one in models for step in one.steps),
+        "moe": any(step.name == "fused_experts" and step.outcome.hits for model in models for step in model.steps),
     }
 
 
@@ -108,12 +108,12 @@ def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
     from patchgen.runtime.verify.verify_model import judge
 
     head = head_with_media(directory) if takes_media else upstream.open_release().auto_map(CAUSAL_MAP).get(model_type)
-    found, proof = judge(directory, implementations=IMPLEMENTATIONS, head=head)
+    type_verdict, proof = judge(directory, implementations=COMPARED_IMPLEMENTATIONS, head=head)
     if proof is None:
-        return {"status": found.status, "reason": found.reason}
+        return {"status": type_verdict.status, "reason": type_verdict.reason}
     return {
-        "status": found.status,
-        "reason": found.reason,
+        "status": type_verdict.status,
+        "reason": type_verdict.reason,
         "loss_difference": max((case.loss.relative for case in proof.cases), default=0.0),
         "gradient_difference": max((case.gradient.relative for case in proof.cases), default=0.0),
         "inputs": _inputs(proof),

@@ -17,7 +17,7 @@ from rich.table import Table
 from patchgen import emit, pipeline, project_code, provenance, upstream
 from patchgen.anatomy.census import summary
 from patchgen.commands import project_examples, sweeping
-from patchgen.commands.console import console, print_diff, shown
+from patchgen.commands.console import console, print_diff, shown, writing
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 from patchgen.runtime.registry import installed_directory
@@ -25,7 +25,7 @@ from patchgen.runtime.verify import records
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, named
 
 CURRENT, STALE, UNCHECKED = "current", "stale", "unchecked"
-PLUMBING = ("prune", "absolute_imports")
+PASSES_NOT_LISTED = ("prune", "absolute_imports")
 
 
 def generate(
@@ -106,9 +106,10 @@ def _generate(
     provenance.refuse_drifted_edits(root / generated.model, generated, reviewed)
     if dry_run:
         return generated, []
-    changed = provenance.write(generated, root / generated.model, force=force, reviewed=reviewed)
-    for part in parts:
-        changed += provenance.write(part, root / part.model)
+    with writing(root):
+        changed = provenance.write(generated, root / generated.model, force=force, reviewed=reviewed)
+        for part in parts:
+            changed += provenance.write(part, root / part.model)
     return generated, changed
 
 
@@ -269,7 +270,7 @@ def list_models() -> None:
     """A line per committed model."""
     table = Table("model", "upstream", "passes with hits", "lines", "proof", "proven with")
     for model in map(Committed, committed()):
-        hits = [p["name"] for p in model.record["passes"] if p["hits"] and p["name"] not in PLUMBING]
+        hits = [p["name"] for p in model.record["passes"] if p["hits"] and p["name"] not in PASSES_NOT_LISTED]
         version, lines = str(model.record["upstream"]["version"]), str(model.changed_lines)
         status = "stale proof" if IN_ONE_PROCESS in model.proofs else "not proven"
         proof = model.present_proofs.get(IN_ONE_PROCESS, {"status": status})

@@ -16,7 +16,7 @@ from rich.progress import track
 from patchgen import provenance, upstream
 from patchgen.commands import examination
 from patchgen.commands.console import console
-from patchgen.commands.examination import CAUSAL_MAP, FAILED, GENERATED, IMPLEMENTATIONS, PROVEN
+from patchgen.commands.examination import CAUSAL_MAP, COMPARED_IMPLEMENTATIONS, FAILED, GENERATED, PROVEN
 from patchgen.errors import ConfigError
 from patchgen.runtime.verify import records, source_keys
 from patchgen.runtime.verify.committed_models import page_of, records_folder
@@ -102,7 +102,7 @@ def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[dic
             with tempfile.TemporaryDirectory() as folder:
                 directory = examination.write(models, Path(folder))
                 try:
-                    outcome, _ = judge(directory, head=head, implementations=IMPLEMENTATIONS)
+                    outcome, _ = judge(directory, head=head, implementations=COMPARED_IMPLEMENTATIONS)
                     status, reason = outcome.status, outcome.reason
                 except Exception as error:  # upstream's code runs here and may raise anything
                     status, reason = GENERATED, examination.short_reason(error)

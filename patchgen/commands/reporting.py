@@ -8,7 +8,7 @@ from rich.progress import track
 
 from patchgen import provenance
 from patchgen import upgrade as comparing
-from patchgen.commands.console import console, shown
+from patchgen.commands.console import console, shown, writing
 from patchgen.commands.generation import refuse_unknown
 from patchgen.errors import PatchgenError, UpstreamNotFound
 from patchgen.report import index, model, upgrade
@@ -26,13 +26,15 @@ def report(models: list[str], output: Path | None) -> None:
     """
     names = _named_or_all(models)
     folder = output or FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     pages = _pages(names, raises=bool(models))
     files = {folder / f"{name}.html": text for name, (text, _) in pages.items() if text}
     if not models:
         rows = [index.row(name, folder, refusal) for name, (_, refusal) in pages.items()]
         files[folder / "index.html"] = index.page(rows)
-    provenance.write_whole(files)
+    with writing(folder):
+        provenance.write_whole(files)
     for path in files:
         console.print(f"  wrote {shown(path)}")
 
@@ -45,11 +47,13 @@ def report_upgrade(models: list[str], to: str | None, output: Path | None) -> No
     """
     names = _named_or_all(models)
     folder = output or FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    found = comparing.compare(names, to or releases.installed())
-    files = {folder / f"upgrade_{one.model}.html": upgrade.page(one) for one in found.models}
-    files[folder / "upgrade.html"] = upgrade.index(found)
-    provenance.write_whole(files)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    comparison = comparing.compare(names, to or releases.installed())
+    files = {folder / f"upgrade_{one.model}.html": upgrade.page(one) for one in comparison.models}
+    files[folder / "upgrade.html"] = upgrade.index(comparison)
+    with writing(folder):
+        provenance.write_whole(files)
     for path in files:
         console.print(f"  wrote {shown(path)}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from patchgen import project_code, provenance
-from patchgen.commands.console import console, shown
+from patchgen.commands.console import console, shown, writing
 from patchgen.errors import ConfigError
 from patchgen.runtime import project
 from patchgen.templates import render
@@ -27,13 +27,15 @@ def init(folder: Path) -> None:
     files = {folder / project.FILE: render("patchgen_toml.jinja")}
     # git keeps no empty folders, and a missing folder of models is an error
     files |= {folder / name / ".gitkeep": "" for name in FOLDERS if not (folder / name).exists()}
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        for file in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
     gitattributes = folder / ".gitattributes"
     before = gitattributes.read_text(encoding="utf-8") if gitattributes.is_file() else ""
     if attributes not in before:
         files[gitattributes] = before + ("\n" if before and not before.endswith("\n") else "") + attributes
-    provenance.write_whole(files)
+    with writing(folder):
+        provenance.write_whole(files)
     for file in files:
         console.print(f"  wrote {shown(file)}")
     console.print("  next: patchgen generate MODEL")

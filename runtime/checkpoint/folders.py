@@ -32,5 +32,5 @@ def describe(path: Path) -> str:
             f"{path} holds weights in another format, {', '.join(others[:5])}: load them with transformers, and write "
             "them with save_pretrained, which writes safetensors."
         )
-    found = sorted(file.name for file in path.iterdir())
-    return f"{path} holds {', '.join(found[:5]) if found else 'nothing'}{', ...' if found[5:] else ''}."
+    file_names = sorted(file.name for file in path.iterdir())
+    return f"{path} holds {', '.join(file_names[:5]) if file_names else 'nothing'}{', ...' if file_names[5:] else ''}."

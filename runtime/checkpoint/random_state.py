@@ -11,9 +11,9 @@ import torch
 
 def capture() -> dict:
     """The states of Python's, NumPy's and torch's generators, as plain values and tensors."""
-    found = np.random.get_state()
-    assert isinstance(found, tuple), "only `legacy=False` returns a dict"
-    kind, keys, *others = found
+    numpy_state = np.random.get_state()
+    assert isinstance(numpy_state, tuple), "only `legacy=False` returns a dict"
+    kind, keys, *others = numpy_state
     numpy = (kind, torch.from_numpy(keys.astype("int64")), *map(float, others))
     state = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": numpy}
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -69,8 +69,8 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
         names = sorted(set(weight_map.values()))
     else:
         weight_map = None
-        found = sorted(path.name for path in directory.glob("*.safetensors"))
-        names = [SINGLE] if SINGLE in found else found
+        file_names = sorted(path.name for path in directory.glob("*.safetensors"))
+        names = [SINGLE] if SINGLE in file_names else file_names
         parts = [name for name in names if name != SINGLE and WEIGHTS.fullmatch(name)]
         if parts:
             raise CheckpointError(

@@ -16,6 +16,7 @@ process that is killed leaves nothing that another would read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -76,19 +77,37 @@ def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) 
     key = digest(key_parts)
     folder = root / key
     if not folder.exists():
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f"{key}.lock"):
+        with cache_lock(root / f"{key}.lock"):
             if not folder.exists():
                 _build(folder, source, encoder, skip_bad=skip_bad)
-    found = {name: folder / f"{name}.npy" for name in ("targets", "splits", "labels")}
+    optional_files = {name: folder / f"{name}.npy" for name in ("targets", "splits", "labels")}
     return TokenCache(
         tokens=_array(folder / "tokens.npy"),
         bounds=_array(folder / "bounds.npy"),
-        **{name: _array(file) if file.exists() else None for name, file in found.items()},
+        **{name: _array(file) if file.exists() else None for name, file in optional_files.items()},
         contents=(folder / "contents.txt").read_text(),
         places_file=folder / "places.txt",
         counters=Counters.from_dict(json.loads((folder / "counters.json").read_text())),
     )
+
+
+@contextlib.contextmanager
+def cache_lock(file: Path) -> Iterator[None]:
+    """Locks a file in the cache folder, which is created if needed.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    lock = FileLock(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise DataError(
+            f"The cache folder {file.parent} cannot be written: {error}. To fix: name another data.cache_dir."
+        ) from error
+    with lock:
+        yield
 
 
 def _array(file: Path) -> np.ndarray:

@@ -94,6 +94,10 @@ class SourceConfig:
             )
 
 
+KINDS_WITH = {"learn": ("chat", "multimodal"), "video_fps": ("multimodal",), "max_frames": ("multimodal",)}
+"""Fields of DataConfig that only some kinds read."""
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where samples come from and how they become batches.
@@ -164,6 +168,11 @@ class DataConfig:
             raise ValueError(
                 f"data.media has options of a processor, which data.kind = {self.kind} does not use. To fix: remove it."
             )
+        for name, kinds in KINDS_WITH.items():
+            if getattr(self, name) != getattr(DataConfig, name) and self.kind not in kinds:
+                raise ValueError(
+                    f"data.{name} is for kind {' or '.join(kinds)}; data.kind = {self.kind} would ignore it. To fix: remove it."
+                )
         if not self.sources:
             raise ValueError("data.sources is empty: name at least one source, for example builtin:stdlib.")
         weighted = [source.path for source in self.sources if source.weight is not None]
@@ -174,8 +183,9 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} must be at least 1, not {value}.")
-        if self.num_workers < 0:
-            raise ValueError(f"data.num_workers must be 0 or more, not {self.num_workers}.")
+        for name in ("num_workers", "seed"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"data.{name} must be 0 or more, not {value}.")
         if self.longest * self.halves > self.tokens_per_batch or not self.longest:
             of_pairs = (
                 "both halves of a pair share a batch" if self.halves > 1 else "a sample is never split over batches"

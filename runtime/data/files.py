@@ -27,15 +27,15 @@ def find_files(path: str, format: str) -> list[Path]:
         return [place]
     suffixes = tuple(suffix for suffix, name in SUFFIXES.items() if name == format)
     if place.is_dir():
-        found = [file for file in place.rglob("*") if file.is_file() and file.suffix in suffixes]
+        files = [file for file in place.rglob("*") if file.is_file() and file.suffix in suffixes]
         expected = f"files ending in {', '.join(suffixes)}"
     else:
         anchor = Path(place.anchor or ".")
-        found = [file for file in anchor.glob(str(place.relative_to(place.anchor))) if file.is_file()]
+        files = [file for file in anchor.glob(str(place.relative_to(place.anchor))) if file.is_file()]
         expected = "a file, a folder or a glob"
-    if not found:
+    if not files:
         raise DataError(f"No data at {path}: expected {expected} (read as {format}), found none.")
-    return sorted(found)
+    return sorted(files)
 
 
 class Files:

@@ -23,7 +23,7 @@ class Record:
         try:
             if isinstance(self.value, Path):
                 return {"text": self.value.read_text(encoding="utf-8")}
-            fields = self.value if isinstance(self.value, dict) else json.loads(self.value)
+            fields = self.value if isinstance(self.value, dict) else json.loads(self.value.rstrip())
             # JSON may contain lone surrogates ("\\ud83d"), on which tokenizers fail; media are checked later.
             json.dumps(fields, ensure_ascii=False, skipkeys=True, default=_no_text).encode()
         except UnicodeEncodeError as error:
@@ -32,7 +32,7 @@ class Record:
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise BadSample(self.where, f"not readable: {error}") from error
         if not isinstance(fields, dict):
-            raise BadSample(self.where, f"expected a JSON object with fields, found {type(fields).__name__}")
+            raise BadSample(self.where, f"expected a line with one JSON object, found {type(fields).__name__}")
         return fields
 
 

@@ -40,12 +40,17 @@ def detect_format(path: str) -> str:
         found = {SUFFIXES[file.suffix] for file in place.rglob("*") if file.suffix in SUFFIXES}
         if len(found) == 1:
             return found.pop()
+        if not found:
+            raise DataError(f"{path} has no data files ({', '.join(SUFFIXES)}). To fix: name another folder.")
         raise DataError(
-            f"{path} holds {' and '.join(sorted(found)) or 'no known data'} files. To fix: set the source's format to one of "
+            f"{path} holds {' and '.join(sorted(found))} files. To fix: set the source's format to one of "
             f"{', '.join(READERS)}, datasets."
         )
     if place.suffix in SUFFIXES:
         return SUFFIXES[place.suffix]
     if place.exists():
-        raise DataError(f"{path} has no known suffix ({', '.join(SUFFIXES)}). To fix: set the source's format.")
+        raise DataError(
+            f"{path} has no known suffix ({', '.join(SUFFIXES)}). To fix: set the source's format; decompress or convert "
+            "files of other formats."
+        )
     return "datasets"

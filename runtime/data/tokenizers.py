@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
+from patchgen.runtime.data.cache import cache_lock
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.sources import open_source
@@ -39,8 +38,7 @@ def train_tokenizer(config: DataConfig, *, vocab_size: int, special_tokens: tupl
     key_parts += [mapper.fingerprint() for mapper in mappers_of(config)]
     path = config.cache_root / f"tokenizer-{digest(key_parts)}.json"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
+        with cache_lock(path.with_suffix(".lock")):
             if not path.exists():
                 _train(path, _texts(config, sources), vocab_size, [PADDING, END, *special_tokens])
     template = {} if config.kind == "text" else {"chat_template": CHAT_TEMPLATE}

@@ -24,10 +24,10 @@ class Role(enum.Enum):
     VALUE_HEADS = "(value heads, ...)"
     SEQUENCE = "(B, channels, S)"
     CHANNELS = "(channels, ...)"
-    STATES = "(B, states, S)"
+    STATE_SEQUENCE = "(B, states, S)"
     LENGTHS = "(documents + 1,)"
     DOCUMENTS = "(B, S), the document of each token"
-    STATE = "a decoding cache"
+    DECODING_CACHE = "a decoding cache"
 
 
 TOKENS = (Role.KEY_TOKENS, Role.VALUE_TOKENS)
@@ -47,7 +47,7 @@ RULE_ROLES: Mapping[str, Role] = LENGTHS | {
     "A_log": Role.VALUE_HEADS,
     "dt_bias": Role.VALUE_HEADS,
     "D": Role.VALUE_HEADS,
-    "initial_state": Role.STATE,
+    "initial_state": Role.DECODING_CACHE,
 }
 # The same of short convolutions, and of the package `causal_conv1d`.
 CONVOLUTION_ROLES: Mapping[str, Role] = LENGTHS | {
@@ -56,11 +56,11 @@ CONVOLUTION_ROLES: Mapping[str, Role] = LENGTHS | {
     "weight": Role.CHANNELS,
     "bias": Role.CHANNELS,
     "seq_idx": Role.DOCUMENTS,
-    "initial_state": Role.STATE,
-    "initial_states": Role.STATE,
-    "conv_state": Role.STATE,
-    "conv_states": Role.STATE,
-    "final_states_out": Role.STATE,
+    "initial_state": Role.DECODING_CACHE,
+    "initial_states": Role.DECODING_CACHE,
+    "conv_state": Role.DECODING_CACHE,
+    "conv_states": Role.DECODING_CACHE,
+    "final_states_out": Role.DECODING_CACHE,
 }
 # The same of state-space scans by heads, with B and C of groups of heads (Mamba-2), and by channels (Mamba).
 HEAD_SCAN_ROLES: Mapping[str, Role] = LENGTHS | {
@@ -68,11 +68,11 @@ HEAD_SCAN_ROLES: Mapping[str, Role] = LENGTHS | {
     **dict.fromkeys(("B", "C"), Role.KEY_TOKENS),
     **dict.fromkeys(("A", "D", "dt_bias"), Role.VALUE_HEADS),
     "seq_idx": Role.DOCUMENTS,
-    "initial_states": Role.STATE,
+    "initial_states": Role.DECODING_CACHE,
 }
 CHANNEL_SCAN_ROLES: Mapping[str, Role] = LENGTHS | {
     **dict.fromkeys(("hidden_states", "u", "dt", "delta", "z"), Role.SEQUENCE),
-    **dict.fromkeys(("B", "C"), Role.STATES),
+    **dict.fromkeys(("B", "C"), Role.STATE_SEQUENCE),
     **dict.fromkeys(("A", "D", "delta_bias", "dt_bias"), Role.CHANNELS),
 }
 

@@ -57,26 +57,30 @@ def selective_scan(scan: Callable[..., Tensor], *args: Any, state: ParallelState
 
 def fused_scan(kernel: Callable[..., Any], *args: Any, state: ParallelState | None, **kwargs: Any) -> Any:
     """`ops.fused_scan`: the result of upstream's kernel, or None if the sequence is divided or packed."""
-    lengths = [_call_bounds(), *(kwargs.pop(name, None) for name in LENGTHS)]
-    is_one_sequence = (state is None or state.sp == 1) and all(bounds is None for bounds in lengths)
+    possible_bounds = [_call_bounds(), *(kwargs.pop(name, None) for name in LENGTHS)]
+    is_one_sequence = (state is None or state.sp == 1) and all(bounds is None for bounds in possible_bounds)
     return kernel(*args, **kwargs) if is_one_sequence else None
 
 
 def _over_channels(call: Call, state: ParallelState | None, *, takes_seq_idx: bool = False) -> Tensor:
     """A call on `(B, C, s)`, computed by each rank on the full sequence for some channels."""
     state = state if state is not None and state.sp > 1 else None
-    call, bounds = _take_lengths(call)
+    call, bounds = _take_bounds(call)
     if state is None and bounds is None:
         return call.run()
     call.require_roles()
     B, channels, s = next(iter(call.tensors_with(Role.SEQUENCE).values())).shape
     call.require_shapes({Role.SEQUENCE: (B, channels, s), Role.CHANNELS: (channels,)})
-    for name, value in call.tensors_with(Role.STATES).items():
+    for name, value in call.tensors_with(Role.STATE_SEQUENCE).items():
         if value.ndim != 3 or (value.shape[0], value.shape[2]) != (B, s):
             raise ValueError(
                 f"'{name}' of {call.name} has the shape {tuple(value.shape)}: expected ({B}, states, {s})."
             )
-    if call.tensors_with(Role.STATE) or call.values.get("return_final_states") or call.values.get("return_last_state"):
+    if (
+        call.tensors_with(Role.DECODING_CACHE)
+        or call.values.get("return_final_states")
+        or call.values.get("return_last_state")
+    ):
         raise ValueError(
             f"The cache of {call.name} cannot be used while the sequence is divided or packed: set use_cache=False."
         )
@@ -86,12 +90,14 @@ def _over_channels(call: Call, state: ParallelState | None, *, takes_seq_idx: bo
             "batch.slice_batch computes it."
         )
     call = call.without(Role.DOCUMENTS)
-    tensors = {name: value.transpose(1, 2) for name, value in call.tensors_with(Role.SEQUENCE, Role.STATES).items()}
+    tensors = {
+        name: value.transpose(1, 2) for name, value in call.tensors_with(Role.SEQUENCE, Role.STATE_SEQUENCE).items()
+    }
     if state is not None:
         size = state.sp
         if channels % size:
             raise ValueError(f"{call.name} over {channels} channels cannot be divided over sp={size} ranks.")
-        replicated = call.tensors_with(Role.STATES)  # each rank gets all of it
+        replicated = call.tensors_with(Role.STATE_SEQUENCE)  # each rank gets all of it
         parts = [
             tensor.unsqueeze(2).expand(-1, -1, size, -1) if name in replicated else tensor.unsqueeze(-1)
             for name, tensor in tensors.items()
@@ -128,8 +134,8 @@ def delta_rule(rule: Callable[..., Any], *args: Any, state: ParallelState | None
         ValueError: a recurrent state is passed or requested while the sequence is divided (it is a decoding cache); a
             tensor with an unknown role, or with another shape than its role.
     """
-    lengths = "cu_seqlens" if separates_documents(rule, "fla") else ""
-    return _over_heads(Call.of(rule, RULE_ROLES, args, kwargs), state, lengths)
+    documents_argument = "cu_seqlens" if separates_documents(rule, "fla") else None
+    return _over_heads(Call.of(rule, RULE_ROLES, args, kwargs), state, documents_argument)
 
 
 def state_space_scan(scan: Callable[..., Any], *args: Any, state: ParallelState | None, **kwargs: Any) -> Any:
@@ -138,24 +144,25 @@ def state_space_scan(scan: Callable[..., Any], *args: Any, state: ParallelState 
     Raises:
         ValueError: see `delta_rule`.
     """
-    lengths = "seq_idx" if separates_documents(scan, "mamba_ssm") else ""
-    return _over_heads(Call.of(scan, HEAD_SCAN_ROLES, args, kwargs), state, lengths)
+    documents_argument = "seq_idx" if separates_documents(scan, "mamba_ssm") else None
+    return _over_heads(Call.of(scan, HEAD_SCAN_ROLES, args, kwargs), state, documents_argument)
 
 
-def _over_heads(call: Call, state: ParallelState | None, lengths: str) -> Any:
+def _over_heads(call: Call, state: ParallelState | None, documents_argument: str | None) -> Any:
     """A call on `(B, s, N, ...)`, computed by each rank on the full sequence for some heads.
 
-    `lengths` is the name of its argument for the documents of one row; "" if it has none.
+    Args:
+        documents_argument: the name of its argument for the documents of one row; None if it takes only one document.
     """
     state = state if state is not None and state.sp > 1 else None
-    call, bounds = _take_lengths(call)
+    call, bounds = _take_bounds(call)
     if state is None and bounds is None:
         return call.run()
     call.require_roles()
     keys, values = (list(call.tensors_with(role).values()) for role in TOKENS)
     call.require_shapes(dict(zip(TOKENS, (tuple(keys[0].shape[:3]), tuple(values[0].shape[:3])), strict=True)))
     returns_state = call.values.get("output_final_state") or call.values.get("return_final_states")
-    if call.tensors_with(Role.STATE) or (state is not None and returns_state):
+    if call.tensors_with(Role.DECODING_CACHE) or (state is not None and returns_state):
         raise ValueError(
             "A linear-attention cache cannot be used while the sequence is divided or packed: set use_cache=False."
         )
@@ -169,10 +176,10 @@ def _over_heads(call: Call, state: ParallelState | None, lengths: str) -> Any:
 
     if bounds is None:
         result = call.run()
-    elif lengths:
-        result = _flattened(call, bounds, lengths)
+    elif documents_argument is not None:
+        result = _run_as_one_row(call, bounds, documents_argument)
     else:
-        result = _rule_per_document(call, bounds)
+        result = _run_per_document(call, bounds)
     if state is None:
         return result
     if isinstance(result, tuple):
@@ -210,12 +217,12 @@ def _scatter(call: Call, state: ParallelState) -> Call:
 # -------------------------------------------------------------------------------------------- documents
 
 
-def _take_lengths(call: Call) -> tuple[Call, Tensor | None]:
+def _take_bounds(call: Call) -> tuple[Call, Tensor | None]:
     """The call without document bounds, and the bounds: its argument, else those of the model's call."""
-    lengths = [
+    bounds = [
         value for name, value in call.values.items() if call.roles.get(name) is Role.LENGTHS and value is not None
     ]
-    return call.without(Role.LENGTHS), lengths[0] if lengths else _call_bounds()
+    return call.without(Role.LENGTHS), bounds[0] if bounds else _call_bounds()
 
 
 def _call_bounds() -> Tensor | None:
@@ -243,7 +250,7 @@ def _per_document(call: Callable[..., Tensor], tensors: list[Tensor], bounds: Te
     return out.view(B, S, *out.shape[2:])
 
 
-def _rule_per_document(call: Call, bounds: Tensor) -> Any:
+def _run_per_document(call: Call, bounds: Tensor) -> Any:
     tensors = call.tensors_with(*TOKENS)
     other_outputs: tuple = ()
 
@@ -263,13 +270,13 @@ def _document_ids(bounds: Tensor, row: Tensor) -> Tensor:
     return torch.searchsorted(bounds[1:].to(torch.int32), tokens, right=True, out_int32=True)[None]
 
 
-def _flattened(call: Call, bounds: Tensor, lengths: str) -> Any:
-    """One call on all rows concatenated: `fla` and `mamba_ssm` separate the documents of one row, given as `lengths`."""
+def _run_as_one_row(call: Call, bounds: Tensor, documents_argument: str) -> Any:
+    """One call on all rows concatenated: `fla` and `mamba_ssm` separate the documents of one row."""
     tensors = call.tensors_with(*TOKENS)
     B, S = next(iter(tensors.values())).shape[:2]
     one_row = {name: tensor.flatten(0, 1)[None] for name, tensor in tensors.items()}
-    documents = bounds if lengths == "cu_seqlens" else _document_ids(bounds, next(iter(one_row.values())))
-    result = call.with_values({**one_row, lengths: documents}).run()
+    documents = bounds if documents_argument == "cu_seqlens" else _document_ids(bounds, next(iter(one_row.values())))
+    result = call.with_values({**one_row, documents_argument: documents}).run()
     out = result[0] if isinstance(result, tuple) else result
     out = out.view(B, S, *out.shape[2:])
     return (out, *result[1:]) if isinstance(result, tuple) else out

@@ -99,7 +99,7 @@ def _try_to_allocate_shared(mesh: DeviceMesh) -> tuple[PeerBuffers | None, str |
         buffers.reserve(1)
     except (RuntimeError, OSError) as refused:  # what drivers and containers allow is only known after trying
         buffers, error = None, f"rank {dist.get_rank()} could not share memory ({refused})."
-    reason = next((one for one in gather_objects(error) if one is not None), None)
+    reason = next((error_text for error_text in gather_objects(error) if error_text is not None), None)
     if reason is not None:
         warnings.warn(f"Experts' tokens travel by all-to-all: {reason}", stacklevel=2)
         return None, reason
@@ -142,12 +142,12 @@ def is_unavailable(mesh: DeviceMesh, exchange: ShardExchange) -> bool:
 
 def _group_error(mesh: DeviceMesh) -> str | None:
     """Why the ranks of some group along `ep` cannot read each other's memory; the same answer on every rank."""
-    found = gather_objects((socket.gethostname(), _device_error(mesh)))
+    hosts_and_errors = gather_objects((socket.gethostname(), _device_error(mesh)))
     for ranks in mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist():
-        hosts = sorted({found[rank][0] for rank in ranks})
+        hosts = sorted({hosts_and_errors[rank][0] for rank in ranks})
         if len(hosts) > 1:
             return f"ranks {ranks} exchange tokens and run on several hosts ({', '.join(hosts)})."
-    return next((reason for _, reason in found if reason is not None), None)
+    return next((reason for _, reason in hosts_and_errors if reason is not None), None)
 
 
 def _device_error(mesh: DeviceMesh) -> str | None:

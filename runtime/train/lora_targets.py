@@ -171,13 +171,13 @@ def _peft_config(config: LoraConfig, targets: str | list[str]) -> peft.LoraConfi
     import peft
 
     excluded = config.exclude_modules
-    found = peft.LoraConfig(
+    lora_config = peft.LoraConfig(
         target_modules=targets, exclude_modules=excluded if isinstance(excluded, str | None) else list(excluded)
     )
     if config.layers_to_transform is not None:
-        found.layers_to_transform = list(config.layers_to_transform)
-        found.layers_pattern = list(config.layers_pattern) if config.layers_pattern is not None else None
-    return found
+        lora_config.layers_to_transform = list(config.layers_to_transform)
+        lora_config.layers_pattern = list(config.layers_pattern) if config.layers_pattern is not None else None
+    return lora_config
 
 
 def _adaptable(modules: Mapping[str, nn.Module], name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import json
@@ -92,11 +93,13 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         raise RecipeError(f"model.source = '{model.source}': {error}") from error
     require_fields(config, model.overrides, "model.overrides", source)
     try:
-        changed = type(config).from_dict(_with_overrides(config, model.overrides))
+        # AutoConfig read it, so this reads it again from the folder or from the cache
+        given = {} if is_type else type(config).get_config_dict(model.source)[0]
+        changed = type(config).from_dict(_with_overrides(config, model.overrides, given))
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise RecipeError(
             f"model.overrides: {type(config).__name__} refuses them in combination with the config of '{model.source}': "
-            f"{one_line(error.__cause__ or error)}"
+            f"{one_line(error.__cause__ or error).removesuffix('.')}. To fix: override the fields that depend on them, too."
         ) from error
     _require_applied(changed, model.overrides, "model.overrides")
     return changed
@@ -132,15 +135,33 @@ def require_fields(config: PreTrainedConfig, overrides: Mapping[str, Any], where
             require_fields(inner, value, f"{where}.{name}", source)
 
 
-def _with_overrides(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config with some replaced, by the class's own names (`attribute_map`)."""
-    values = config.to_dict()
+def _with_overrides(
+    config: PreTrainedConfig, overrides: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields of a config with some replaced, by the class's own names (`attribute_map`).
+
+    Args:
+        given: the fields that the config was built from; the class filled in the others.
+    """
+    replaced = {}
     for name, value in overrides.items():
-        inner = getattr(config, name, None)
+        inner, own_name = getattr(config, name, None), config.attribute_map.get(name, name)
         if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
-            value = _with_overrides(inner, value)
-        values[config.attribute_map.get(name, name)] = value
-    return values
+            value = _with_overrides(inner, value, given.get(own_name) or {})
+        replaced[own_name] = value
+    return config.to_dict() | _derived(config, replaced, given) | replaced
+
+
+def _derived(config: PreTrainedConfig, replaced: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the class now fills in differently: `layer_types`, say, if `num_hidden_layers` is replaced."""
+    kind, values = type(config), config.to_dict()
+    before, after = (kind(**copy.deepcopy(fields)).to_dict() for fields in (dict(given), {**given, **replaced}))
+    return {
+        name: value
+        for name, value in after.items()
+        # A config that contains this one may have filled in other values, which stay.
+        if name not in given and value != before.get(name) and before.get(name) == values.get(name)
+    }
 
 
 def _require_applied(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
@@ -216,7 +237,7 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
         model_calls.separate_documents(model, separate)
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:
-        optimizers.require_matches(model, recipe.optim.groups)
+        optimizers.require_effective_groups(model, recipe.optim)
     else:  # optim.groups match adapter parameters, which do not exist yet
         lora_targets.find_targets(model, recipe.lora)
     return model.train()

@@ -20,7 +20,6 @@ from patchgen.kernels.packages import failed_import
 from patchgen.runtime.objectives.heads import head_of
 from patchgen.runtime.train.adamw import AdamW
 from patchgen.runtime.train.recipe import OptimConfig, RecipeError
-from patchgen.runtime.train.sections import GroupConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,7 +91,7 @@ def build(model: PreTrainedModel, config: OptimConfig) -> torch.optim.Optimizer:
         model: sharded, and with its weights.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    require_matches(model, config.groups)
+    require_effective_groups(model, config)
     matrices = _matrices(model, trained) if config.name == "muon" else {}
     others = {name: parameter for name, parameter in trained.items() if name not in matrices}
     parts: list[torch.optim.Optimizer] = []
@@ -148,12 +147,26 @@ def _matrices(model: PreTrainedModel, trained: dict[str, nn.Parameter]) -> dict[
     return {name: p for name, p in trained.items() if p.ndim == 2 and id(p) not in token_matrices}
 
 
-def require_matches(model: nn.Module, groups: Iterable[GroupConfig]) -> None:
-    """Raises RecipeError for a group whose pattern matches no trained parameter."""
+def require_effective_groups(model: nn.Module, config: OptimConfig) -> None:
+    """Raises RecipeError for a group that changes no trained parameter."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for group in groups:
-        if not fnmatch.filter(trained, group.pattern):
+    in_earlier_groups: set[str] = set()
+    for group in config.groups:
+        matches = fnmatch.filter(trained, group.pattern)
+        if not matches:
             raise RecipeError(f"optim.groups: '{group.pattern}' matches no trained parameter. {_examples(trained)}")
+        members = [trained[name] for name in matches if name not in in_earlier_groups]
+        if not members:
+            raise RecipeError(
+                f"optim.groups: earlier groups have all {len(matches)} parameters that '{group.pattern}' matches, and the "
+                "first match applies. To fix: move it before them, or remove it."
+            )
+        if group.weight_decay and not config.decay_vectors and all(parameter.ndim < 2 for parameter in members):
+            raise RecipeError(
+                f"optim.groups: '{group.pattern}' has weight_decay = {group.weight_decay}, and its parameters are biases or "
+                "norms, which do not decay. To fix: set optim.decay_vectors: true."
+            )
+        in_earlier_groups.update(matches)
 
 
 def _examples(parameters: dict[str, nn.Parameter]) -> str:

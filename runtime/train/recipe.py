@@ -80,10 +80,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         optim, train = self.optim, self.train
-        if optim.warmup_steps + (optim.decay_steps if optim.schedule == "wsd" else 0) > train.steps:
+        parts = ("warmup_steps", "decay_steps") if optim.schedule == "wsd" else ("warmup_steps",)
+        if sum(getattr(optim, name) for name in parts) > train.steps:
             raise ValueError(
-                f"optim.warmup_steps={optim.warmup_steps} and optim.decay_steps={optim.decay_steps} are more than "
-                f"train.steps={train.steps}."
+                f"{' and '.join(f'optim.{name}={getattr(optim, name)}' for name in parts)} are more than "
+                f"train.steps={train.steps}. To fix: lower them with train.steps."
             )
         if optim.schedule == "wsd" and not optim.decay_steps:
             raise ValueError(
@@ -97,6 +98,11 @@ class Recipe:
                     raise ValueError(f"optim.{name} is for optimizer 'muon'; '{optim.name}' would ignore it.")
         if train.profile_start != TrainConfig.profile_start and not train.profile_steps:
             raise ValueError("train.profile_start is set, but train.profile_steps is 0: nothing would be profiled.")
+        if train.profile_steps and train.profile_start > train.steps:
+            raise ValueError(
+                f"train.profile_start={train.profile_start} is after the last of train.steps={train.steps}: nothing would be "
+                "profiled. To fix: start the profile earlier, or set train.profile_steps to 0."
+            )
         if train.eval_every and self.eval_data is None:
             raise ValueError("train.eval_every is set, but there is no section eval_data to read from.")
 
@@ -159,7 +165,10 @@ def _parse(key: str, text: str) -> Any:
     try:
         return yaml.load(text, _UniqueKeyLoader)
     except yaml.YAMLError as error:
-        raise RecipeError(f"--set {key}: '{text}' is not YAML: {error}") from error
+        raise RecipeError(
+            f"--set {key}: '{text}' is not YAML: {error}\nTo fix: quote texts that YAML would read otherwise, and the whole "
+            f"for the shell: --set '{key}=\"TEXT\"', in a list --set '{key}=[\"TEXT\"]'."
+        ) from error
 
 
 def from_dict(values: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
@@ -192,6 +201,14 @@ def to_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(to_dict(recipe), sort_keys=False)
 
 
+EXPECTED = {
+    "tuple_type": "input should be a list",
+    "dataclass_type": "input should be a mapping of keys to values",
+    "dict_type": "input should be a mapping of keys to values",
+}
+"""Types of pydantic's errors whose messages name Python types, in terms of YAML."""
+
+
 def _explain(problem: Mapping[str, Any]) -> str:
     """One of pydantic's errors as a sentence: where, what is wrong, what to write instead."""
     path = [str(part) for part in problem["loc"]]
@@ -209,7 +226,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return f"{where}: required."
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}" if path else str(problem["ctx"]["error"])
-    message = problem["msg"][0].lower() + problem["msg"][1:]
+    message = EXPECTED.get(problem["type"]) or problem["msg"][0].lower() + problem["msg"][1:]
     keys = dict(all_keys())
     parent = _parent(path, keys)
     accepting = [

@@ -31,6 +31,22 @@ def require_free(directory: Path) -> None:
         _acquire(directory, timeout=0).release()
 
 
+def require_writable(directory: Path) -> None:
+    """Raises RecipeError if a run cannot write to the directory; does not create it."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise not_writable(directory, f"{existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise not_writable(directory, f"no permission to write to {existing}")
+
+
+def not_writable(directory: Path, reason: object) -> RecipeError:
+    """The error for a directory in which a run cannot write."""
+    return RecipeError(
+        f"The directory of the run, {directory}, cannot be written: {reason}. To fix: name another log.directory."
+    )
+
+
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Locks a run's directory (collective; rank 0 acquires the lock for all).
@@ -47,6 +63,8 @@ def locked(directory: Path) -> Iterator[None]:
             (directory / OWNER).write_text(json.dumps(owner) + "\n")
         except RecipeError as error:
             refusal = str(error)
+        except OSError as error:
+            refusal = str(not_writable(directory, error))
     if refusal := broadcast_object(refusal):
         raise RecipeError(refusal)
     try:
@@ -58,15 +76,17 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _acquire(directory: Path, timeout: float) -> FileLock:
-    directory.mkdir(parents=True, exist_ok=True)
     lock = FileLock(directory / LOCK)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=timeout)
     except Timeout:
         raise RecipeError(
             f"{directory} is in use: {_owner(directory)} trains there. Wait for it, stop it, or name another "
             f"log.directory. (If no such process exists, the file system has kept the lock: remove {directory / LOCK}.)"
         ) from None
+    except OSError as error:
+        raise not_writable(directory, error) from error
     return lock
 
 

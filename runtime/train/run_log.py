@@ -36,9 +36,10 @@ class RunLog(Listener):
     def __init__(self, directory: Path, *, on_failed: str = "stop") -> None:
         self.directory, self.on_failed = directory, on_failed
         self._file: TextIO | None = None
-        directory.mkdir(parents=True, exist_ok=True)
 
     def on_start(self, start: RunStart) -> None:
+        with writing(self.directory, "stop"):
+            self.directory.mkdir(parents=True, exist_ok=True)
         for name, text in (
             ("recipe.yaml", yaml.safe_dump(start.recipe, sort_keys=False)),
             ("report.txt", start.report + "\n"),

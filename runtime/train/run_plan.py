@@ -12,7 +12,17 @@ from patchgen.runtime import attention_kinds
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
-from patchgen.runtime.train import attention_choice, captured, flops, lora, lora_targets, memory, optimizers, run_log
+from patchgen.runtime.train import (
+    attention_choice,
+    captured,
+    flops,
+    lora,
+    lora_targets,
+    memory,
+    optimizers,
+    run_lock,
+    run_log,
+)
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import micro_batches_per_step
 from patchgen.runtime.train.recipe import Recipe, RecipeError
@@ -45,6 +55,7 @@ def require_valid(recipe: Recipe, world: int) -> None:
     models.require_kernels(recipe.kernels)
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)
+    run_lock.require_writable(recipe.directory)
     if recipe.parallel.expert_exchange == "peer_memory" and recipe.parallel.expert_capacity is not None:
         raise RecipeError(
             "parallel.expert_capacity bounds the rows of an all-to-all: remove it, or parallel.expert_exchange = "

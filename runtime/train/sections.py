@@ -9,8 +9,8 @@ from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, strict=True)]  # strict: not true, which would be 1
+CountOrZero = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -122,7 +122,7 @@ class GroupConfig:
     Attributes:
         pattern: of parameter names (`model.visual.*`), as in the shell.
         lr: peak learning rate; null: that of `optim`.
-        weight_decay: null: that of `optim`.
+        weight_decay: null: that of `optim`; of biases and norms only with `decay_vectors`.
     """
 
     pattern: str
@@ -143,12 +143,12 @@ class OptimConfig:
         decay_vectors: also on biases and norms.
         momentum: of Muon.
         muon_lr: peak learning rate of Muon's parameters; null: `lr`, with updates scaled to AdamW's size.
-        groups: parameters with their own settings.
+        groups: parameters with their own settings; the first group that matches applies.
         schedule: after the warmup: constant; linear or cosine down to `min_lr_ratio`; or warmup-stable-decay, linear
             over the last `decay_steps`.
-        warmup_steps: linear from 0.
+        warmup_steps: linear; the first step has 1 / `warmup_steps` of the peak.
         decay_steps: of "wsd".
-        min_lr_ratio: the last learning rate, as a share of the peak.
+        min_lr_ratio: what the learning rate decays to, as a share of the peak; reached after the last step.
         max_grad_norm: gradients are clipped to this norm.
         on_nonfinite: a step with a gradient that is not finite is skipped, or stops the run.
         max_skipped: this many skipped steps in a row stop the run.

@@ -21,7 +21,7 @@ from patchgen.runtime.data import DataConfig, Loader, build_loader, train_tokeni
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.parallel.collectives import broadcast_object, gather_objects
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import architecture
+from patchgen.runtime.train import architecture, run_lock
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.nested import flatten
 from patchgen.runtime.train.page import RunPage
@@ -147,10 +147,15 @@ def require_shared(directory: Path) -> None:
         RecipeError: on all ranks, with those that do not see a file that rank 0 writes there.
     """
     path = directory / broadcast_object(f".seen-by-all-{uuid.uuid4().hex}")
+    refusal = ""
     if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    dist.barrier()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as error:
+            refusal = str(run_lock.not_writable(directory, error))
+    if refusal := broadcast_object(refusal):
+        raise RecipeError(refusal)
     deadline = time.monotonic() + SHARED_SECONDS
     while not (seen := path.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -129,7 +129,9 @@ def _projection(outputs: Mapping[str, Tensor]) -> Tensor:
     if not outputs:
         raise ValueError("The model's output has no floating-point tensor: there is nothing to differentiate.")
     generator = torch.Generator().manual_seed(SEED)
-    projected = [outputs["logits"]] if "logits" in outputs else [one for one in outputs.values() if one.requires_grad]
-    weights = [torch.randn(one.shape, generator=generator).to(one.device) for one in projected]
-    parts = [(one * weight).mean() for one, weight in zip(projected, weights, strict=True)]
+    projected = (
+        [outputs["logits"]] if "logits" in outputs else [output for output in outputs.values() if output.requires_grad]
+    )
+    weights = [torch.randn(output.shape, generator=generator).to(output.device) for output in projected]
+    parts = [(output * weight).mean() for output, weight in zip(projected, weights, strict=True)]
     return functools.reduce(torch.add, parts)

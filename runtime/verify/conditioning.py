@@ -86,8 +86,8 @@ def is_rounding(key: str, actual: Step, expected: Step, perturbed: Sequence[Step
     ours, theirs = pick(actual), pick(expected)
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return False
-    others = [one for step in perturbed if (one := pick(step)) is not None]
-    moved = max((float((one.double() - theirs.double()).norm()) for one in others), default=0.0)
+    others = [other for step in perturbed if (other := pick(step)) is not None]
+    moved = max((float((other.double() - theirs.double()).norm()) for other in others), default=0.0)
     largest = max_gradient_norm(expected) if key.startswith("gradient of ") else 0.0
     norm = max(float(theirs.double().norm()), GRADIENT_FLOOR * largest)
     rounding_error = torch.finfo(theirs.dtype).eps * largest

@@ -85,7 +85,7 @@ def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
         kind = mutants.NOT_RUN if failure.first_error.endswith(NO_END) else mutants.WRONG
         return mutants.Verdict(kind, f"on ranks: {failure.first_error}")
     # A rank may refuse what another would compute.
-    return next((one for one in verdicts if one.kind != mutants.EQUAL), verdicts[0])
+    return next((verdict for verdict in verdicts if verdict.kind != mutants.EQUAL), verdicts[0])
 
 
 def compare(subject: Subject) -> mutants.Verdict:
@@ -105,14 +105,19 @@ def compare(subject: Subject) -> mutants.Verdict:
             return mutants.Verdict(
                 mutants.NOT_RUN, "on ranks: upstream's changed class fails on the rows of a run, too"
             )
+        not_run = []
+        is_compared = False
         for layout in LAYOUTS:
             if layout.ep > 1 and not sharding.expert_paths(reference.generated()):
                 continue
             for case in (PLAIN, PACKED):
-                found = _compare_layout(reference, layout, case)
-                if found.kind != mutants.EQUAL:
-                    return found
-    return mutants.Verdict(mutants.EQUAL)
+                layout_verdict = _compare_layout(reference, layout, case)
+                if layout_verdict.kind in (mutants.WRONG, mutants.REFUSED):
+                    return layout_verdict
+                if layout_verdict.kind == mutants.NOT_RUN:
+                    not_run.append(layout_verdict.detail)
+                is_compared |= layout_verdict.kind == mutants.EQUAL
+    return mutants.Verdict(mutants.EQUAL) if is_compared else mutants.Verdict(mutants.NOT_RUN, "; ".join(not_run))
 
 
 def _takes_training_rows(upstream_class: type[PreTrainedModel]) -> bool:
@@ -125,16 +130,17 @@ def _takes_training_rows(upstream_class: type[PreTrainedModel]) -> bool:
 
 
 def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mutants.Verdict:
+    """The verdict in one layout; "not run" if upstream in one process is no reference for it."""
     state = state_of(layout.sp, layout.ep)
     where = f"{layout.name}, {case}"
     try:
         full_batches, local_batch = case_inputs(reference, case, state)
-    except (NotApplicable, KeyError):
-        return mutants.Verdict(mutants.EQUAL)
+    except (NotApplicable, KeyError) as error:
+        return mutants.Verdict(mutants.NOT_RUN, f"{where}: no inputs ({error})")
     if layout.sp == 1 and case == PLAIN and _rows_are_dependent(reference, full_batches[0]):
-        return mutants.Verdict(mutants.EQUAL)
+        return mutants.Verdict(mutants.NOT_RUN, f"{where}: upstream's logits of a row depend on the other rows")
     if case == PACKED and not _divides_by_num_items(reference, full_batches[0]):
-        return mutants.Verdict(mutants.EQUAL)
+        return mutants.Verdict(mutants.NOT_RUN, f"{where}: upstream's loss does not use num_items_in_batch")
     model = reference.generated()
     try:
         if layout.fsdp:
@@ -149,11 +155,11 @@ def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mut
     except Exception as error:
         return _verdict_on_error(error, where)
     actual = _step(reference, loss, gradients)
-    found = _judge(reference, full_batches, case, where, actual)
-    if found.kind == mutants.WRONG:
+    verdict = _judge(reference, full_batches, case, where, actual)
+    if verdict.kind == mutants.WRONG:
         with _training_conditions(reference):
-            found = _judge(reference, full_batches, case, where, actual)
-    return found
+            verdict = _judge(reference, full_batches, case, where, actual)
+    return verdict
 
 
 @contextlib.contextmanager
@@ -190,10 +196,10 @@ def _judge(reference: ReferenceModel, full_batches: list, case: str, where: str,
         return _step(reference, *reference.loss_and_gradients(full_batches, packed_rows=packed_rows))
 
     expected = reference_step(reference.model)
-    found = {"loss": difference(actual.outputs["loss"], expected.outputs["loss"])}
-    found |= {f"gradient of {name}": one for name, one in compare_gradients(actual, expected).items()}
-    beyond = {name: one for name, one in found.items() if not one.relative <= TOLERANCE}
-    if all(one.relative <= ROUNDING_FACTOR * WELL_CONDITIONED for one in beyond.values()):
+    differences = {"loss": difference(actual.outputs["loss"], expected.outputs["loss"])}
+    differences |= {f"gradient of {name}": gradient for name, gradient in compare_gradients(actual, expected).items()}
+    beyond = {name: value for name, value in differences.items() if not value.relative <= TOLERANCE}
+    if all(value.relative <= ROUNDING_FACTOR * WELL_CONDITIONED for value in beyond.values()):
         beyond = beyond_rounding(beyond, actual, expected, reference.model, reference_step)
     if not beyond:
         return mutants.Verdict(mutants.EQUAL)
@@ -203,8 +209,11 @@ def _judge(reference: ReferenceModel, full_batches: list, case: str, where: str,
 
 def _step(reference: ReferenceModel, loss: float, gradients: Mapping[str, Tensor]) -> Step:
     """A step with zeros for missing gradients: an unused parameter has none in one process and zeros on ranks."""
-    found = {name: gradients.get(name, torch.zeros_like(one)) for name, one in reference.model.named_parameters()}
-    return Step({"loss": torch.tensor(loss)}, found)
+    all_gradients = {
+        name: gradients.get(name, torch.zeros_like(parameter))
+        for name, parameter in reference.model.named_parameters()
+    }
+    return Step({"loss": torch.tensor(loss)}, all_gradients)
 
 
 @torch.no_grad()

@@ -40,3 +40,10 @@ def test_a_change_that_the_generated_file_lacks_is_wrong(two_ranks, judge):
 def test_tokens_that_are_mixed_without_attention_are_refused_at_the_start(two_ranks, judge):
     rolled = mutants_on_ranks.verdict(two_ranks, subject(judge, f"{PROJECTED}.roll(1, -2)"))
     assert rolled.kind == mutants.REFUSED and rolled.by == "runtime/parallel/selfcheck.py", rolled
+
+
+def test_a_mutant_that_no_layout_compares_is_not_run(judge, monkeypatch):
+    skipped = mutants.Verdict(mutants.NOT_RUN, "no inputs")
+    monkeypatch.setattr(mutants_on_ranks, "_compare_layout", lambda *_: skipped)
+    verdict = mutants_on_ranks.compare(subject(judge, f"{PROJECTED} * 1.25"))
+    assert verdict.kind == mutants.NOT_RUN and "no inputs" in verdict.detail, verdict

@@ -61,6 +61,18 @@ def test_generate_writes_three_files_and_a_second_run_changes_none(tmp_path: Pat
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / MODEL).iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["generate", "llama", "--output"], ["report", "llama", "--output"], ["init"]],
+    ids=lambda words: words[0],
+)
+def test_an_output_that_cannot_be_written_is_named(command: list[str], tmp_path: Path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(PatchgenError, match="file cannot be written: .* To fix: name another place"):
+        invoke(*command, str(file))
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path):
     assert "nothing written" in invoke("generate", MODEL, "--output", str(tmp_path), "--dry-run").output
     assert list(tmp_path.iterdir()) == []
@@ -222,7 +234,7 @@ def test_a_crash_leaves_the_old_file_whole(models: Path, monkeypatch: pytest.Mon
         raise OSError("power cut")
 
     monkeypatch.setattr(os, "replace", crash)
-    with pytest.raises(OSError, match="power cut"):
+    with pytest.raises(PatchgenError, match="cannot be written: power cut"):
         invoke("generate", MODEL, "--force")
     assert path.read_text() == "# old\n"
     assert not list((models / MODEL).glob("*.tmp"))

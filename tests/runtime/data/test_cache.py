@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +197,26 @@ def test_missing_data_is_an_error_with_the_path(tmp_path):
     with pytest.raises(DataError, match="jsonl and text files. To fix: set the source's format"):
         build(tmp_path / "mixed")
     build(tmp_path / "mixed", format="text")
+    (tmp_path / "packed.jsonl.gz").write_bytes(b"")
+    with pytest.raises(DataError, match="no known suffix .* decompress or convert"):
+        build(tmp_path / "packed.jsonl.gz")
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(DataError, match="bare has no data files"):
+        build(tmp_path / "bare")
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path):
+    config, tokenizer = make_corpus(tmp_path)
+    (tmp_path / "file").touch()
+    config = replace(config, cache_dir=str(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError, match="cache folder .*file/cache cannot be written.* data.cache_dir"):
+        build_loader(config, tokenizer=tokenizer, batch_index=0, num_batches=1)
+    with pytest.raises(DataError, match="cache folder .*file/cache cannot be written.* data.cache_dir"):
+        train_tokenizer(config, vocab_size=300)
+
+
+def test_a_loader_needs_a_tokenizer_and_its_place_among_the_ranks(tmp_path):
+    tokenizer = make_corpus(tmp_path)[1]
     with pytest.raises(DataError, match="needs a tokenizer"):
         build_loader(DataConfig(), batch_index=0, num_batches=1)
     with pytest.raises(ValueError, match="batch_index must be one of 0 to 1, not 2"):

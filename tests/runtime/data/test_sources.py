@@ -113,6 +113,11 @@ def test_a_lone_surrogate_is_a_bad_sample_with_its_place(value):
         Record("a.jsonl:3", value).fields()
 
 
+def test_a_cut_line_is_named_by_what_is_missing():
+    with pytest.raises(BadSample, match="a.jsonl:3: not readable: Unterminated string"):
+        Record("a.jsonl:3", b'{"text": "abc\n').fields()
+
+
 def test_values_that_are_no_text_pass():
     fields = {"text": "\U0001f600", "image": b"\xff", "when": Path("a"), 3: None}
     assert Record("a, row 1", fields).fields() is fields

@@ -47,9 +47,16 @@ def test_the_first_group_that_matches_counts_and_vectors_do_not_decay(model):
     assert settings["lm_head.weight"] == (1e-3, 0.1)
 
 
-def test_patterns_that_match_nothing_are_refused(model):
+def test_patterns_that_match_or_change_nothing_are_refused(model):
     with pytest.raises(RecipeError, match="'model.visual.\\*' matches no trained parameter. There are"):
         optimizers.build(model, OptimConfig(groups=(GroupConfig(pattern="model.visual.*"),)))
+    everything = GroupConfig(pattern="*", lr=1e-4)
+    with pytest.raises(RecipeError, match="earlier groups have all 2 parameters that '\\*experts\\*' matches"):
+        optimizers.build(model, OptimConfig(groups=(everything, GroupConfig(pattern="*experts*", lr=1e-5))))
+    norms = GroupConfig(pattern="*norm.weight", weight_decay=0.5)
+    with pytest.raises(RecipeError, match="has weight_decay = 0.5, and its parameters are biases or norms"):
+        optimizers.build(model, OptimConfig(groups=(norms,)))
+    optimizers.build(model, OptimConfig(groups=(norms,), decay_vectors=True))
     with pytest.raises(RecipeError, match="matches no parameter"):
         optimizers.freeze(model, ["model.visual.*"])
     with pytest.raises(RecipeError, match="leaves nothing to train"):

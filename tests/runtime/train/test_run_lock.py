@@ -38,3 +38,15 @@ def test_what_a_killed_run_leaves_holds_up_nobody(tmp_path):
 def test_a_directory_that_is_not_there_is_free_and_is_not_made(tmp_path):
     run_lock.require_free(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_it_is_made(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for directory in (file, file / "run"):
+        with pytest.raises(RecipeError, match=r"cannot be written: .*file is not a folder. To fix: name another log"):
+            run_lock.require_writable(directory)
+        with pytest.raises(RecipeError, match="cannot be written"), run_lock.locked(directory):
+            pass
+    run_lock.require_writable(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.train import attention_choice, checks, memory, model, preflight, run_plan
-from patchgen.runtime.train.recipe import RecipeError, from_dict
+from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
 from patchgen.runtime.verify.small_config import small_config
 
 SMALL = {
@@ -97,7 +98,7 @@ def test_a_dry_run_says_what_would_run():
         ({"kernels": {"swiglu": "compiled"}}, 1, "no module of this model calls that seam"),
         ({"model": {"overrides": {"hiden_size": 64}}}, 1, "has no such field. Near: hidden_size"),
         (
-            {"model": {"source": "gpt_oss", "overrides": {"num_hidden_layers": 2}}},
+            {"model": {"source": "gpt_oss", "overrides": {"num_hidden_layers": 2, "layer_types": ["full_attention"]}}},
             1,
             "of 'gpt_oss': `num_hidden_layers` (2) must be equal to the number of `layer_types`",
         ),
@@ -113,6 +114,22 @@ def test_what_cannot_run_is_refused(sections, world, told, monkeypatch):
     with pytest.raises(RecipeError) as refusal:
         described(recipe_of(**sections), world)
     assert told in str(refusal.value)
+
+
+def test_fields_that_the_config_class_fills_in_follow_the_overrides(tmp_path):
+    """As the class itself fills them in, for a model type and for a config.json that leaves them out; given ones stay."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = model.read_config(ModelConfig(source="llama", overrides=sizes))
+    assert (config.head_dim, config.num_key_value_heads) == (16, 4)
+    layers = {"text_config": {"num_hidden_layers": 2}}
+    assert len(model.read_config(ModelConfig(source="gemma3", overrides=layers)).text_config.layer_types) == 2
+    given = {"model_type": "qwen3", "num_hidden_layers": 28, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    config = model.read_config(ModelConfig(source=str(tmp_path), overrides=sizes))
+    assert (len(config.layer_types), config.head_dim) == (2, 32)
+    (tmp_path / "config.json").write_text(json.dumps({**given, "layer_types": ["full_attention"] * 28}))
+    with pytest.raises(RecipeError, match=r"layer_types` \(28\). To fix: override the fields that depend on them"):
+        model.read_config(ModelConfig(source=str(tmp_path), overrides=sizes))
 
 
 def test_kernels_that_need_a_gpu_are_refused_without_one(monkeypatch):
