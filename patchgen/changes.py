@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any, cast
 
 import libcst as cst
 
 from patchgen.errors import Missed
 from patchgen.places import Part, Places, Statement, code_of
+
+Replacement = cst.CSTNode | cst.FlattenSentinel[cst.CSTNode] | cst.RemovalSentinel
+Edit = Callable[[Any], Replacement]  # takes a node of the kind that it is for
+Changes = Mapping[cst.CSTNode, Sequence[Edit]]
 
 
 @dataclass
@@ -21,14 +26,14 @@ class Change:
         with_lead: whether the comments and blank lines above it stay where it does not.
     """
 
-    above: list[Statement] = field(default_factory=list)
-    below: list[Statement] = field(default_factory=list)
-    top: list[Statement] = field(default_factory=list)  # above its comments
+    above: list[Statement] = field(default_factory=list[Statement])
+    below: list[Statement] = field(default_factory=list[Statement])
+    top: list[Statement] = field(default_factory=list[Statement])  # above its comments
     instead: Sequence[Statement] | None = None
     with_lead: bool = True
     mark: str | None = None
 
-    def apply(self, statement: Statement) -> cst.BaseStatement | cst.FlattenSentinel | cst.RemovalSentinel:
+    def apply(self, statement: Statement) -> Statement | cst.FlattenSentinel[Statement] | cst.RemovalSentinel:
         kept = [statement] if self.instead is None else list(self.instead)
         lead = list(statement.leading_lines) if self.instead is None or self.with_lead else []
         if self.instead is not None and kept:
@@ -50,20 +55,21 @@ class Change:
 class _Apply(cst.CSTTransformer):
     """Changes nodes by what is to happen to each, the inner ones first; visits what holds them, and no other."""
 
-    def __init__(self, changes: Mapping[cst.CSTNode, Sequence[Callable]], found: Places) -> None:
+    def __init__(self, changes: Changes, found: Places) -> None:
         self._changes = changes
         self._visited = {*changes, *(holder for node in changes for holder in found.holders(node))}
 
-    def on_visit(self, node):
+    def on_visit(self, node: cst.CSTNode) -> bool:
         return node in self._visited
 
-    def on_leave(self, original_node, updated_node):
+    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
+        replaced: Replacement = updated_node
         for change in self._changes.get(original_node, ()):
-            updated_node = change(updated_node)
-        return updated_node
+            replaced = change(replaced)
+        return cast("cst.CSTNodeT", replaced)  # libcst's types give a node only its own kind instead
 
 
-def visited(part: Part, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> str:
+def visited(part: Part, changes: Changes) -> str:
     """The text of a part of a block with the changes of its nodes.
 
     Raises:
@@ -78,7 +84,7 @@ def visited(part: Part, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> st
         raise Missed(f"code that takes a change: {error}", code_of(statement)) from error
 
 
-def _is_valid(part: Part, changes: Mapping[cst.CSTNode, Sequence[Callable]]) -> bool:
+def _is_valid(part: Part, changes: Changes) -> bool:
     try:
         part.visited(_Apply(changes, part.places))
     except cst.CSTValidationError:

@@ -54,7 +54,7 @@ def check_imports(module: Module, upstream: Upstream) -> None:
     if upstream.version is not None or upstream.module.startswith("transformers."):
         return
     siblings = f"{upstream.package}."
-    missing = []
+    missing: list[str] = []
     for statement in (node for block in module for node in block.statements if isinstance(node, ast.ImportFrom)):
         name = statement.module or ""
         file = f"{name.removeprefix(siblings).split('.')[0]}.py"

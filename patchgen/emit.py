@@ -93,7 +93,8 @@ def _place(block: Block) -> tuple[int, bool, str]:
 
 def _explained(module: Module) -> Module:
     """Says at the first use of an operation what it does on one rank: on its line, or in the comment of the pass above."""
-    told, blocks = table("one_rank.toml"), []
+    told = table("one_rank.toml")
+    blocks: list[Block] = []
     for block in module:
         lines = block.text.split("\n")
         inside = {line for s in block.statements for line in inside_strings(s)}
@@ -152,7 +153,7 @@ def check_stands_alone(module: Module) -> None:
     if any(isinstance(s, ast.ImportFrom) and s.names[0].name == "*" for s in tree.body):
         return  # what a star import brings is not known without running it
     known = {name for statement in tree.body for name in bound_names(statement)} | set(dir(builtins)) | _MODULE_NAMES
-    problems = []
+    problems: list[str] = []
     for block in module:
         for statement in block.statements:
             unknown = sorted(name for name in _free_names(statement) if name not in known)
@@ -272,7 +273,7 @@ def _with_used_names(block: Block, used: set[str]) -> Block | None:
     """The import block without unused names, or None if none is left."""
     if all(name in used for name in block.binds):
         return block
-    lines = []
+    lines: list[str] = []
     for statement in (s for s in block.statements if isinstance(s, ast.Import | ast.ImportFrom)):
         kept = [a for a in statement.names if (a.asname or a.name.split(".")[0]) in used or a.name == "*"]
         if kept:

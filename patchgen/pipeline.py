@@ -8,7 +8,7 @@ import difflib
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,7 +152,7 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def _uncollected() -> Generator[None, None, None]:
     """Without Python's search for cycles that nothing reaches: it goes through all syntax trees again and again, and they stay."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,10 +1,11 @@
 """Where the nodes of a block's libcst tree stand, so that what a reader found with `ast` is found again, and one within another."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -13,6 +14,7 @@ from libcst._nodes.internal import CodegenState
 from patchgen.errors import Missed
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+Span = tuple[int, int]  # the first byte and the one behind the last
 # What needs parentheses of its own beside an operator, and what has none only where the place gives them.
 WEAK = cst.IfExp | cst.Lambda | cst.NamedExpr
 BARE = cst.Tuple | cst.GeneratorExp
@@ -24,11 +26,12 @@ class Places:
     """The nodes of a block's libcst tree by the bytes that they span, as `ast` tells them."""
 
     tree: cst.Module
-    statements: dict[int, Statement] = field(default_factory=dict)  # alone on their lines, by where they begin
-    elifs: set[cst.If] = field(default_factory=set)  # those of them that nothing can be put beside
-    imports: dict[int, cst.ImportFrom] = field(default_factory=dict)
-    expressions: dict[tuple[int, int], cst.BaseExpression] = field(default_factory=dict)
-    parents: dict[cst.CSTNode, cst.CSTNode | None] = field(default_factory=dict)
+    # alone on their lines, by where they begin
+    statements: dict[int, Statement] = field(default_factory=dict[int, Statement])
+    elifs: set[cst.If] = field(default_factory=set[cst.If])  # those of them that nothing can be put beside
+    imports: dict[int, cst.ImportFrom] = field(default_factory=dict[int, cst.ImportFrom])
+    expressions: dict[Span, cst.BaseExpression] = field(default_factory=dict[Span, cst.BaseExpression])
+    parents: dict[cst.CSTNode, cst.CSTNode | None] = field(default_factory=dict[cst.CSTNode, cst.CSTNode | None])
 
     def holders(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """All that holds a node of the tree, the innermost first."""
@@ -57,7 +60,7 @@ class Part:
         except cst.ParserSyntaxError as error:
             raise Missed("lines that libcst reads by themselves", self.text) from error
 
-    def span(self, start: int, end: int) -> tuple[int, int]:
+    def span(self, start: int, end: int) -> Span:
         """Where bytes of the block stand in that module."""
         shift = len(self.before) - self.start
         return start + shift, end + shift
@@ -77,7 +80,7 @@ class _Spans(CodegenState):
 
     def __init__(self, module: cst.Module) -> None:
         super().__init__(default_indent=module.default_indent, default_newline=module.default_newline)
-        self.spans: dict[cst.CSTNode, tuple[int, int]] = {}
+        self.spans: dict[cst.CSTNode, Span] = {}
         self.parents: dict[cst.CSTNode, cst.CSTNode | None] = {}
         self._position = 0
         self._open: list[tuple[cst.CSTNode, int]] = []
@@ -99,7 +102,9 @@ class _Spans(CodegenState):
         self.spans.setdefault(node, (start, self._position))
 
     @contextlib.contextmanager
-    def record_syntactic_position(self, node, *, start_node=None, end_node=None) -> Iterator[None]:
+    def record_syntactic_position(
+        self, node: cst.CSTNode, *, start_node: cst.CSTNode | None = None, end_node: cst.CSTNode | None = None
+    ) -> Generator[None, None, None]:
         start = self._position
         yield
         start = self.spans[start_node][0] if start_node is not None else start
@@ -113,7 +118,7 @@ def places(text: str) -> Places:
         libcst.ParserSyntaxError: libcst does not read it.
     """
     tree = cst.parse_module(text)
-    tree._codegen(told := _Spans(tree))
+    tree._codegen(told := _Spans(tree))  # pyright: ignore[reportPrivateUsage]  # as libcst's own position providers
     found, spans = Places(tree, parents=told.parents), told.spans
     for node, (start, end) in spans.items():
         match node:

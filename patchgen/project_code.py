@@ -67,7 +67,8 @@ def with_project_passes(kinds: Sequence[type[Pass]]) -> tuple[type[Pass], ...]:
 
 
 def _project_passes() -> list[type[Pass]]:
-    current, found = current_project(), []
+    current = current_project()
+    found: list[type[Pass]] = []
     if current is None:
         return found
     for path in current.passes:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from patchgen import __version__, emit, project_code
 from patchgen.anatomy import Anatomy, Role
@@ -26,6 +26,8 @@ from patchgen.upstream import Upstream
 if TYPE_CHECKING:
     from patchgen.model_configs import ModelConfig
     from patchgen.pipeline import Generated, Step
+
+Record = dict[str, Any]  # what `json` reads of `provenance.json`
 
 
 def generated_root() -> Path:
@@ -109,12 +111,12 @@ def record(
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
 
 
-def _ran(step: Step) -> dict:
+def _ran(step: Step) -> dict[str, object]:
     hits = {name: [asdict(hit) for hit in getattr(step.outcome, name)] for name in ("hits", "upstream")}
     return {"name": step.name, **hits, "notes": list(step.outcome.notes)}
 
 
-def _parts(module: Module, anatomy: Anatomy) -> list[dict]:
+def _parts(module: Module, anatomy: Anatomy) -> list[dict[str, object]]:
     """The language models of other files that the classes build: what builds them, and what the default config builds."""
     return [
         {
@@ -145,7 +147,7 @@ def _passes_of(steps: Sequence[Step], module: Module, anatomy: Anatomy) -> dict[
     return found
 
 
-def read(directory: Path) -> dict:
+def read(directory: Path) -> Record:
     """The record in a folder of `generated_models`.
 
     Raises:
@@ -160,12 +162,12 @@ def read(directory: Path) -> dict:
         raise StaleFile(f"{path} is not JSON: {error}. Generate the model again with --force.") from error
 
 
-def edited_files(directory: Path, facts: dict) -> list[str]:
+def edited_files(directory: Path, facts: Record) -> list[str]:
     """The files of a generated model that are not what its record says was written; a missing one is among them."""
     return [name for name, sha256 in _recorded(facts).items() if _sha256_of(directory / name) != sha256]
 
 
-def _recorded(facts: dict) -> dict[str, str | None]:
+def _recorded(facts: Record) -> dict[str, str | None]:
     """File name -> the hash of what was written."""
     return {f"modeling_{facts.get('model')}.py": facts.get("generated_sha256"), **facts.get("other_sha256", {})}
 
@@ -186,8 +188,9 @@ def drifted_edits(directory: Path, generated: Generated) -> list[str]:
     if not (directory / "provenance.json").is_file():
         return []
     known = {(one["verb"], one["target"]): one for one in read(directory).get("edits", ())}
-    found = []
-    for edit in json.loads(generated.provenance).get("edits", ()):
+    found: list[str] = []
+    record: Record = json.loads(generated.provenance)
+    for edit in record.get("edits", ()):
         before = known.get((edit["verb"], edit["target"]), edit)
         if before["edit"] == edit["edit"] and before["upstream"] != edit["upstream"]:
             found.append(edit["target"])

@@ -8,13 +8,13 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import libcst as cst
 
 from patchgen.anatomy.classes import FunctionNode, calls, walk
-from patchgen.changes import Change, visited
+from patchgen.changes import Change, Changes, Edit, visited
 from patchgen.errors import Missed
 from patchgen.places import PLACE, Part, Places, Statement, around, code_of, parenthesised
 from patchgen.source import Block, Module
@@ -64,7 +64,7 @@ class Editor:
         self._starts = [0, *itertools.accumulate(len(line) + 1 for line in self._lines)]
         self._read: dict[cst.CSTNode, Part] = {}  # what was found, and where
         self._changes: dict[Statement, Change] = {}
-        self._edits: dict[cst.CSTNode, list[Callable]] = {}
+        self._edits: dict[cst.CSTNode, list[Edit]] = {}
         self._lost: set[cst.CSTNode] = set()  # expressions that other code takes the place of
         self._members: str | None = None  # of the class, in the place of its own
         self._appended: list[str] = []  # members below them
@@ -77,8 +77,8 @@ class Editor:
             ValueError: code was changed that another change takes away.
             Missed: the code does not take a change, as `if(a):` no expression without parentheses.
         """
-        changes = {node: [*self._edits.get(node, ()), change.apply] for node, change in self._changes.items()}
-        changes = self._edits | changes
+        changed = {node: [*self._edits.get(node, ()), change.apply] for node, change in self._changes.items()}
+        changes: Changes = self._edits | changed
         self._require_apart(changes)
         changed = {part: {n: change for n, change in changes.items() if self._read[n] is part} for part in self._parts}
         parts = [visited(part, own) if own else part.text for part, own in changed.items()]
@@ -92,7 +92,7 @@ class Editor:
             "".join([*parts, *(f"\n{indented(code, self._indent)}" for code in self._appended)])
         )
 
-    def _require_apart(self, changed: Mapping[cst.CSTNode, Sequence[Callable]]) -> None:
+    def _require_apart(self, changed: Changes) -> None:
         """Raises ValueError where one change would take another one away."""
         gone = {node for node, change in self._changes.items() if change.instead is not None}
         twice = [node for node in gone if node in self._edits]
@@ -245,8 +245,9 @@ class Editor:
 
     def siblings(self, node: ast.stmt) -> list[ast.stmt]:
         """The statements among which one stands."""
-        parts = (getattr(holder, name, None) for holder in self._holders for name in BRANCHES)
-        return next((part for part in parts if isinstance(part, list) and node in part), self.block.statements)
+        holders = (holder for holder in self._holders if not isinstance(holder, ast.expr))
+        parts: Iterator[list[ast.stmt]] = (getattr(holder, name, []) for holder in holders for name in BRANCHES)
+        return next((part for part in parts if node in part), self.block.statements)
 
     def at_start(self, function: FunctionNode, code: str) -> None:
         """Marked code at the top of a function, below its docstring."""
@@ -364,7 +365,7 @@ class Editor:
             raise Missed("a statement that others can stand beside, no `elif`", statement)
         return self._changes.setdefault(found, Change())
 
-    def _edit(self, node: cst.CSTNode, change: Callable) -> None:
+    def _edit(self, node: cst.CSTNode, change: Edit) -> None:
         self._edits.setdefault(node, []).append(change)
 
     def _formatted(self, code: str, beside: ast.stmt, *, marked: bool = True) -> tuple[Statement, ...]:

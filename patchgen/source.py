@@ -123,7 +123,8 @@ def parse(text: str, path: str = "<source>") -> Module:
 
     first_line = spans[0][0]
     header_end = _header_end(lines, first_line - 1)
-    blocks, cursor = [], header_end
+    blocks: list[Block] = []
+    cursor = header_end
     for start, end in spans:
         blocks.append(Block(text="".join(lines[cursor:end]), line=start))
         cursor = end
@@ -139,7 +140,8 @@ def bound_names(statement: ast.AST) -> list[str]:
             return [alias.asname or alias.name.split(".")[0] for alias in statement.names]
         case ast.Name(ctx=ast.Store()):
             return [statement.id]
-    return [name for child in ast.iter_child_nodes(statement) for name in bound_names(child)]
+        case _:
+            return [name for child in ast.iter_child_nodes(statement) for name in bound_names(child)]
 
 
 def _statement_spans(tree: ast.Module) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 transformers is never imported: its files are read as text and as `ast`.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -51,7 +52,7 @@ class ConfigClass:
 
     name: str
     model_type: str | None
-    sub_configs: dict[str, SubConfig] = field(default_factory=dict)
+    sub_configs: dict[str, SubConfig] = field(default_factory=dict[str, SubConfig])
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ class Upstream:
     module: str  # import path of the file
     path: str  # inside the release, or the name of the file
     given: str | None = None  # for a file on disk: where it is, as the user said it
-    configs: dict[str, ConfigClass] = field(default_factory=dict)
+    configs: dict[str, ConfigClass] = field(default_factory=dict[str, ConfigClass])
     heads: tuple[str, ...] = ()  # classes of this file that upstream's auto maps list as heads for `model`
     release: Release | None = None
-    siblings: dict[str, str] = field(default_factory=dict)  # of a file on disk: the modules that it imports beside it
+    # of a file on disk: the modules that it imports beside it
+    siblings: dict[str, str] = field(default_factory=dict[str, str])
     config_file: str | None = None  # the config of a file on disk: as the user said it, or found beside the file
 
     @property
@@ -376,16 +378,16 @@ def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
 
 def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
     """Reads `{"text_config": TextConfig, "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="x")}`."""
-    found = {}
+    found: dict[str, SubConfig] = {}
     for key, value in zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ():
-        if not isinstance(key, ast.Constant):
+        if (name := _text(key)) is None:
             continue
         stated = {"config_class": value}
         if isinstance(value, ast.Call):
             given = {keyword.arg: keyword.value for keyword in value.keywords}
             stated = dict(zip(("config_class",), value.args, strict=False)) | given
         config_class, kind = stated.get("config_class"), stated.get("model_type")
-        found[key.value] = SubConfig(
+        found[name] = SubConfig(
             "AutoConfig" if config_class is None else ast.unparse(config_class),
             _text(kind),
         )
@@ -407,11 +409,11 @@ def _tables(text: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _pairs(table: ast.expr) -> dict[str, str]:
-    pairs = {}
+    pairs: dict[str, str] = {}
     listed = [item.elts for item in getattr(table, "elts", ()) if isinstance(item, ast.Tuple) and len(item.elts) == 2]
     items = zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else listed
     for key, value in items:
         first = value.elts[0] if isinstance(value, ast.Tuple | ast.List) and value.elts else value
-        if isinstance(key, ast.Constant) and isinstance(first, ast.Constant) and isinstance(first.value, str):
-            pairs[key.value] = first.value
+        if (name := _text(key)) is not None and (text := _text(first)) is not None:
+            pairs[name] = text
     return pairs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 from patchgen.anatomy.known import ALONG, REDUCING
 
@@ -32,7 +32,7 @@ class Result(str):
     """The axes of what a known module returns, alone or in a tuple."""
 
 
-class Pieces(list):
+class Pieces(list["Value"]):
     """The axes of each piece of some of the rows, in order: to go through and to put together again, not to choose from."""
 
 
@@ -40,7 +40,7 @@ class Layer:
     """A module that treats each row by itself, whatever else it is handed and returns."""
 
 
-Value = None | str | tuple | list | Layer
+Value: TypeAlias = "str | tuple[Value, ...] | list[Value] | Layer | None"
 
 
 def has_rows(value: Value) -> bool:

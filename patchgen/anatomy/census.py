@@ -4,6 +4,7 @@ A class is on the way if code on the way reads the attribute that holds it, a fu
 rewrote is named with the reason; what nothing is known of is `UNREAD`.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -14,6 +15,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
+    is_list,
     is_setter,
     own_attribute,
     parameter_names,
@@ -57,7 +59,7 @@ def census(anatomy: Anatomy, heads: Iterable[str], hits: Mapping[str, Iterable[s
     for code, argument in walk.eager:
         code.visit(argument)
     towers = anatomy.reached_from(i.name for role in (Role.VISION, Role.AUDIO) for i in anatomy.with_role(role))
-    found = {}
+    found: dict[str, str] = {}
     for name in walk.reached:
         names = [info.name for info in anatomy.lineage(name)] or [name]  # a function has no lineage
         passes = dict.fromkeys(one for part in names for one in hits.get(part, ()))
@@ -176,7 +178,7 @@ class _Walk:
             return self.names.resolve(value, _local(where)) is not None
         holds = isinstance(value, ast.Call) and self.names.resolve(value.func, _local(where)) in HOLDERS
         found = [getattr(value, name, []) for name in (("args",) if holds else CALLED_PARTS)]
-        parts = [part for one in found for part in (one if isinstance(one, list) else [one])]
+        parts = [part for one in found for part in (one if is_list(one) else [one]) if isinstance(part, ast.AST)]
         return all(self._is_known(part, owner, where, open_names) for part in parts)
 
     def name(self, name: str) -> None:
@@ -227,7 +229,7 @@ class _Code(ast.NodeVisitor):
         if isinstance(node, FunctionNode | ast.ClassDef):
             self.decorators(node)
         for field, value in ast.iter_fields(node):
-            for child in value if isinstance(value, list) else [value]:
+            for child in value if is_list(value) else [value]:
                 if isinstance(child, ast.AST) and field not in ("annotation", "returns", "decorator_list"):
                     self.visit(child)
 
@@ -356,7 +358,9 @@ def _reason(name: str, anatomy: Anatomy, towers: Container[str], reached: Contai
         return f"{INHERITED}: {base}" if base else f"{UNREAD}{tower}: its methods"
     if info and anatomy.method(name, "backward"):
         return f"{UNREAD}{tower}: a backward of its own"
-    mixed = next(filter(None, (mixing(f.body, set(parameter_names(f)), name, anatomy) for f in functions)), None)
+    mixed = next(
+        filter(None, (mixing(f.body, dict.fromkeys(parameter_names(f), "*."), name, anatomy) for f in functions)), None
+    )
     if mixed is None:
         return TOKENWISE
     if any(build.target in reached for build in anatomy.builds(name)):

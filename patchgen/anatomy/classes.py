@@ -1,5 +1,6 @@
 """One class of an upstream file: bases, methods, the attributes that its __init__ sets, the classes that it builds."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -7,6 +8,7 @@ import copy
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -33,12 +35,12 @@ class ClassInfo:
     name: str
     node: ast.ClassDef
     bases: tuple[str, ...]
-    methods: dict[str, FunctionNode] = field(default_factory=dict)
-    attributes: dict[str, ast.expr] = field(default_factory=dict)  # assigned to self in __init__
-    annotations: dict[str, str] = field(default_factory=dict)  # class-level annotations
-    builds: list[Build] = field(default_factory=list)  # of classes of this file, in __init__
-    auto_builds: list[Build] = field(default_factory=list)  # through Auto classes, in any method
-    roles: dict[str, str] = field(default_factory=dict)  # role -> why
+    methods: dict[str, FunctionNode] = field(default_factory=dict[str, FunctionNode])
+    attributes: dict[str, ast.expr] = field(default_factory=dict[str, ast.expr])  # assigned to self in __init__
+    annotations: dict[str, str] = field(default_factory=dict[str, str])  # class-level annotations
+    builds: list[Build] = field(default_factory=list[Build])  # of classes of this file, in __init__
+    auto_builds: list[Build] = field(default_factory=list[Build])  # through Auto classes, in any method
+    roles: dict[str, str] = field(default_factory=dict[str, str])  # role -> why
 
     @property
     def built(self) -> dict[str, ast.Call]:
@@ -85,7 +87,7 @@ def auto_class(meaning: str | None) -> str:
 
 def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
     """What a class constructs through Auto classes, in any of its methods."""
-    found = []
+    found: list[Build] = []
     for method in info.methods.values():
         aliases = plain_assignments(walk(method))
         for call, attribute, in_list in _constructions(method, resolve):
@@ -132,6 +134,11 @@ def base_name(node: ast.AST | None) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def is_list(value: object) -> TypeGuard[list[object]]:
+    """Whether a field of a syntax node is a list: of nodes, or of what `ast` keeps beside them."""
+    return isinstance(value, list)
+
+
 @functools.lru_cache(maxsize=16384)
 def walk(node: ast.AST) -> tuple[ast.AST, ...]:
     """What `ast.walk` gives, in its order, computed once: the same code is read many times, and what is changed is a copy."""
@@ -139,7 +146,7 @@ def walk(node: ast.AST) -> tuple[ast.AST, ...]:
     for one in found:  # it grows meanwhile
         for name in one._fields:
             value = getattr(one, name, None)
-            if isinstance(value, list):
+            if is_list(value):
                 found += [child for child in value if isinstance(child, ast.AST)]
             elif isinstance(value, ast.AST):
                 found.append(value)

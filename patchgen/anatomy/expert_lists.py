@@ -4,6 +4,7 @@ A list may be built in a method that `__init__` calls, or in a branch beside one
 adds up weighted outputs token by token, or hands each expert its rows of all `[T * K]` and adds up the K of a token below.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -142,7 +143,7 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
         raise Missed("experts that a call builds", call)
     expert_class = (anatomy.names.resolve(call.func) or "").removeprefix(".")
     gate, up, down, activation = _read_expert(anatomy, expert_class)
-    beside = branch_of(method.body, whole[0]) if parts else []
+    beside: Sequence[ast.stmt] = branch_of(method.body, whole[0]) if parts else []
     within = {id(n) for place in parts for s in branch_of(method.body, place) for n in ast.walk(s)}
     constants: dict[str, Term] = {}
     for statement in beside:
@@ -236,7 +237,7 @@ def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
 
 def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
     """Whether the three projections have a bias, as their `nn.Linear(...)` says."""
-    found = set()
+    found: set[str] = set()
     for projection in projections:
         built = single_call(anatomy, name, projection, "nn.Linear")
         given = [k.value for k in built.keywords if k.arg == "bias"] + built.args[2:3]
@@ -410,5 +411,5 @@ def _superseded(
 def _reads(statement: ast.stmt, name: str, term: Term) -> bool:
     """Whether a statement reads a name; of rows that are repeated, their dtype is that of the rows."""
     nodes = [n for n in walk(statement) if isinstance(n, ast.Attribute) and n.attr in ("dtype", "device")]
-    alike = {id(node.value) for node in nodes} if term[0] == "repeated" else set()
+    alike: set[int] = {id(node.value) for node in nodes} if term[0] == "repeated" else set()
     return any(isinstance(n, ast.Name) and n.id == name and id(n) not in alike for n in walk(statement))

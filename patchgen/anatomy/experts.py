@@ -3,6 +3,7 @@
 The options of the fused call (activation, biases, layout) come from that code.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -13,13 +14,16 @@ from patchgen.anatomy.classes import calls, own_attribute, parameter_names, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.initialisation import METHOD
 from patchgen.anatomy.interpreter import Interpreter, Term
+from patchgen.anatomy.operations import is_term
 from patchgen.anatomy.roles import stack_shapes
 from patchgen.anatomy.tokenwise import mixing_member
 from patchgen.errors import Missed
 
 # Members of torch modules that give access to parameters or submodules without naming one.
-MODULE_CONTENTS = {"parameters", "named_parameters", "get_parameter", "_parameters", "state_dict", "get_submodule"}
-MODULE_CONTENTS |= {"modules", "named_modules", "children", "named_children", "_modules"}
+MODULE_CONTENTS = {
+    *["parameters", "named_parameters", "get_parameter", "_parameters", "state_dict", "get_submodule"],
+    *["modules", "named_modules", "children", "named_children", "_modules"],
+}
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ def _parts(term: Term) -> Iterator[Term]:
     """The term and all terms in it."""
     yield term
     for part in term:
-        yield from _parts(part) if isinstance(part, tuple) else ()
+        yield from _parts(part) if is_term(part) else ()
 
 
 def _weighted(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -> ExpertsFormula:
@@ -275,7 +279,5 @@ def counts_of(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> s
 
 def term_text(term: Term) -> str:
     """A term for a message: `mul(call(act_fn, half(...)), ...)`."""
-    inner = ", ".join(
-        term_text(part) if isinstance(part, tuple) else str(part) for part in term[1:] if part is not None
-    )
+    inner = ", ".join(term_text(part) if is_term(part) else str(part) for part in term[1:] if part is not None)
     return f"{term[0]}({inner})" if inner else str(term[0])

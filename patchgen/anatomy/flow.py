@@ -5,6 +5,7 @@ loops run twice, functions and methods of the file are followed; an operation th
 of what it is given.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -268,7 +269,7 @@ class Rotary(Flow):
     def returned(self, value: ast.expr) -> Marks:
         parts = [self.value(part) for part in value.elts] if isinstance(value, ast.Tuple) else [self.value(value)]
         turns = [marks & {self.COS, self.SIN} for marks in parts]
-        self.found |= {self.COS} in turns and {self.SIN} in turns
+        self.found |= frozenset({self.COS}) in turns and frozenset({self.SIN}) in turns
         self.found |= self.POLAR in _joined(parts)
         return _joined(parts)
 

@@ -1,5 +1,6 @@
 """The anatomy of a whole file: inheritance, construction graph, roles."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -31,17 +32,20 @@ from patchgen.anatomy.names import Names
 from patchgen.source import Module, bound_names
 from patchgen.upstream import AUTO_CLASS_MAPPINGS, SubConfig, Upstream
 
+Attends = dict[tuple[str, tuple[frozenset[str], ...]], tuple[frozenset[str], bool]]
+
 
 @dataclass
 class Anatomy:
     """What we know of one upstream file."""
 
     upstream: Upstream
-    classes: dict[str, ClassInfo] = field(default_factory=dict)
-    functions: dict[str, FunctionNode] = field(default_factory=dict)
-    tables: dict[str, ast.expr] = field(default_factory=dict)  # what the module assigns to names: classes by a key, ..
+    classes: dict[str, ClassInfo] = field(default_factory=dict[str, ClassInfo])
+    functions: dict[str, FunctionNode] = field(default_factory=dict[str, FunctionNode])
+    # what the module assigns to names: classes by a key, ..
+    tables: dict[str, ast.expr] = field(default_factory=dict[str, ast.expr])
     names: Names = field(default_factory=lambda: Names([]))
-    attends: dict[tuple, tuple[frozenset[str], bool]] = field(default_factory=dict)  # what `flow.Attention` has read
+    attends: Attends = field(default_factory=Attends)  # what `flow.Attention` has read
 
     def still_in(self, module: Module) -> list[ClassInfo]:
         """The classes that no pass has dropped, in upstream order."""
@@ -58,7 +62,7 @@ class Anatomy:
 
     def lineage(self, name: str) -> Iterator[ClassInfo]:
         """The class and its ancestors in this file, in the order in which Python looks members up (near enough)."""
-        seen, pending = set(), [name]
+        seen, pending = set[str](), [name]
         while pending:
             current = pending.pop(0)
             if current in seen or current not in self.classes:
@@ -341,7 +345,7 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
 @functools.lru_cache(maxsize=4096)
 def references(node: ast.AST) -> frozenset[str]:
     """The names that a piece of code refers to, quoted annotations included."""
-    found = set()
+    found: set[str] = set()
     for child in walk(node):
         if isinstance(child, ast.Name):
             found.add(child.id)

@@ -1,5 +1,6 @@
 """Reads how a PreTrainedModel of the file initialises the weight of an `nn.Linear`."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -29,7 +30,7 @@ class LinearInit:
 
 def initialising_classes(anatomy: Anatomy, module: Module) -> list[ClassInfo]:
     """The model classes whose `_init_weights` must know new modules: the roots, and overrides that leave super out."""
-    found = []
+    found: list[ClassInfo] = []
     for name in anatomy.models_in(module):
         info = anatomy.classes[name]
         is_root = not any(base in anatomy.classes and anatomy.is_model(base) for base in info.bases)

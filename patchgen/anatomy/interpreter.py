@@ -21,6 +21,7 @@ Of forms that hand each expert its rows of all `[T * K]`, and add up the K outpu
     combined             x, selection, weights  the K outputs of a token, each times its weight, added up
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -385,7 +386,7 @@ class Interpreter:
         if not is_plain or self._depth >= MAX_DEPTH or len(node.args) > len(names) or set(given) != set(names):
             return None
         values = {name: self.value(argument) for name, argument in given.items() if name}
-        counts = self._counts if owner else frozenset()
+        counts: frozenset[str] = self._counts if owner else frozenset()
         inner = Interpreter(self._anatomy, owner, function, values, counts, self._experts, self._depth + 1)
         inner._seen_from = self._seen_from
         result = inner.run(function.body)

@@ -1,5 +1,6 @@
 """Tables of torch's operations and modules, and which attributes are numbers from the config."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

@@ -3,6 +3,7 @@
 What is not read stays unread: each refusal says what was expected, so that no loss is taken for another.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -289,7 +290,7 @@ def _loss_arguments(editor: Editor, call: ast.Call, forward: FunctionNode) -> tu
     if labels in bound or labels not in parameter_names(forward):
         raise Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", whole)
     for name, source in named.items():
-        read = set(loaded(ast.parse(source))) & {logits, labels, *bound} if source != labels else set()
+        read: set[str] = set(loaded(ast.parse(source))) & {logits, labels, *bound} if source != labels else set()
         handed_in = rf'None|{name}|{kwargs}\.(get|pop)\("{name}"(, None)?\)'
         is_own = name in SEAM_PARAMETERS or (name == "num_items_in_batch" and not re.fullmatch(handed_in, source))
         if is_own or read & ({logits, labels} if name == "vocab_size" else read):
@@ -437,7 +438,7 @@ def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner
         what = f"logits made from {region.hidden_states} and the module alone, not from {', '.join(sorted(foreign))}"
         raise Missed(what, shown)
     body = ast.parse("\n".join([region.from_parameter, *map(editor.code, region.inside)])).body
-    mixed = mixing(body, {region.parameter, region.logits}, owner, anatomy)
+    mixed = mixing(body, {region.parameter: "*.", region.logits: "*."}, owner, anatomy)
     if mixed is not None:
         raise Missed("a head that treats every token by itself, for the loss runs over chunks of tokens", mixed)
 

@@ -5,12 +5,13 @@ the same on every rank (numbers, the config). The routers' loss is a share too (
 added, or decides what is added, is of this rank's tokens, and no sum of such numbers is that of all tokens.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
@@ -255,8 +256,8 @@ def _changed_state(anatomy: Anatomy, owner: str, method: FunctionNode) -> Iterat
 def _values_in(node: ast.AST) -> set[str]:
     """The names whose values code reads, and does not only ask what they look like."""
     is_asked = isinstance(node, ast.Attribute) and node.attr in ASKED
-    inside = [] if is_asked else ast.iter_child_nodes(node)
-    return ({node.id} if isinstance(node, ast.Name) else set()).union(*map(_values_in, inside))
+    inside: Iterable[ast.AST] = () if is_asked else ast.iter_child_nodes(node)
+    return set[str]([node.id] if isinstance(node, ast.Name) else ()).union(*map(_values_in, inside))
 
 
 def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
@@ -283,7 +284,7 @@ def is_result_class(function: ast.expr, anatomy: Anatomy, scope: Container[str])
         return False
     decorators = [anatomy.names.resolve(d.func if isinstance(d, ast.Call) else d) for d in info.node.decorator_list]
     is_plain = all(name and not name.startswith(".") for name in decorators)
-    return is_plain and all(is_result_class(base, anatomy, set()) for base in info.node.bases)
+    return is_plain and all(is_result_class(base, anatomy, ()) for base in info.node.bases)
 
 
 def _flags(forward: FunctionNode) -> set[str]:

@@ -1,5 +1,6 @@
 """Where a model hands images, videos and audio to its towers."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -22,7 +23,7 @@ def handed_sizes(method: FunctionNode) -> set[str]:
 
     `split_sizes: list[int] | None` with `sizes = split_sizes or <tensor>.tolist()`.
     """
-    found = set()
+    found: set[str] = set()
     for node in method.body if FEATURES.match(method.name) else ():
         match node:
             case ast.Assign(value=ast.BoolOp(ast.Or(), [ast.Name(name), ast.Call(ast.Attribute(attr="tolist"))])):
@@ -73,7 +74,7 @@ def requires(anatomy: Anatomy, name: str, media: str) -> bool:
 
 def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> list[str]:
     """The attributes of self that are called with the media, but for models below that take it by the same name."""
-    found = []
+    found: list[str] = []
     for call in calls(forward):
         callee = dotted(call.func)
         if not callee.startswith("self.") or callee.count(".") > 1:
@@ -103,7 +104,7 @@ def _is_given(value: ast.AST, media: str) -> bool:
 
 def feature_calls(body: Sequence[ast.stmt]) -> list[FeatureCall]:
     """The calls of `get_<modality>_features` with a media parameter, in the order of the statements that hold them."""
-    found = []
+    found: list[FeatureCall] = []
     for position, node in enumerate(body):
         for call in calls(node):
             match = FEATURES.match(own_attribute(call.func) or "")

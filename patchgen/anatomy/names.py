@@ -174,7 +174,7 @@ def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:
 
 def _changed(statement: ast.stmt) -> set[str]:
     """The names that a statement of the module defines, or whose attributes, items or content it changes."""
-    found = set() if isinstance(statement, ast.Import | ast.ImportFrom) else set(bound_names(statement))
+    found: set[str] = set() if isinstance(statement, ast.Import | ast.ImportFrom) else set(bound_names(statement))
     stores = getattr(statement, "targets", [getattr(statement, "target", None)])
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         stores = [statement.value.func]  # `TABLE.update(..)`

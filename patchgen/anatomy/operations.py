@@ -1,14 +1,21 @@
 """torch's operations on the terms of `interpreter`, with torch's parameters: None for what is not understood."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from patchgen.errors import Missed
 
 Term = tuple[Any, ...]
+
+
+def is_term(part: object) -> TypeGuard[Term]:
+    return isinstance(part, tuple)
+
+
 IN_ROWS = {"t", "k"}  # the dimensions of a mask that are not the experts'
 
 # Functions of torch that tensors have as methods, too; methods and functions alone. What `PARAMETERS` names takes part.
@@ -19,10 +26,18 @@ squeeze unsqueeze"
 ALONE = "mul_ new_zeros numpy cpu tolist size item reshape view contiguous to type type_as"
 METHODS = frozenset(f"{SHARED} {ALONE}".split())
 OF_TORCH = f"{SHARED} empty_like cat promote_types where zeros_like zeros"
-FUNCTIONS = {f"torch.{name}": name for name in OF_TORCH.split()}
-FUNCTIONS |= {f"torch.nn.functional.{name}": name for name in ("linear", "one_hot")}
-FUNCTIONS |= {"builtins.range": "range", "builtins.int": "item"}
-OPERATORS = {ast.MatMult: "matmul", ast.Mult: "mul", ast.Add: "add", ast.FloorDiv: "floor_divide"}
+FUNCTIONS = {
+    **{f"torch.{name}": name for name in OF_TORCH.split()},
+    **{f"torch.nn.functional.{name}": name for name in ("linear", "one_hot")},
+    "builtins.range": "range",
+    "builtins.int": "item",
+}
+OPERATORS: dict[type[ast.operator], str] = {
+    ast.MatMult: "matmul",
+    ast.Mult: "mul",
+    ast.Add: "add",
+    ast.FloorDiv: "floor_divide",
+}
 # A tensor is the first parameter of its methods.
 PARAMETERS = {
     "input": "argsort any numel item contiguous numpy cpu tolist empty_like",
@@ -55,7 +70,7 @@ def bound(name: str, operands: Sequence[Any], named: Mapping[str, Any], node: as
     Raises:
         Missed: these are not its arguments.
     """
-    rest, by_name, found = list(operands), dict(named), []
+    rest, by_name, found = list(operands), dict(named), list[Term]()
     for parameter in _PARAMETERS[name]:
         label, _, default = parameter.partition("=")
         if label.startswith("*"):

@@ -1,5 +1,6 @@
 """What a size comes from: through attributes, parameters of `__init__`, local names and names of the module."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -21,7 +22,7 @@ SEQUENCES = (ast.Tuple, ast.List)
 
 
 def origins(
-    anatomy: Anatomy, owner: str, value: ast.AST, seen: frozenset = frozenset()
+    anatomy: Anatomy, owner: str, value: ast.AST, seen: frozenset[tuple[str, str]] = frozenset()
 ) -> Iterator[tuple[str, ast.AST]]:
     """The expressions that code of a class may stand for, where names and attributes are replaced by what they hold;
     each with the class whose code it is.

@@ -6,6 +6,7 @@
 The statements are put into one another until one expression is left. Whatever is not known in it makes the loss unread.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,6 @@
 """Checks that there are as many placeholders among the tokens as features for them."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -13,7 +14,7 @@ FACTS = ("device", "dtype")  # of a tensor, that others are moved to
 
 def compares_features(method: FunctionNode, test: ast.expr) -> bool:
     """Whether a check reads both what is computed from the tokens and what is not: placeholders and features."""
-    tokens, bound = TOKENS & {*parameter_names(method)}, []
+    tokens, bound = TOKENS & {*parameter_names(method)}, list[tuple[set[str], set[str]]]()
     for node in walk(method):
         match node:
             case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr() if node.value is not None:

@@ -1,5 +1,6 @@
 """What positions a forward takes where it is given none."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

@@ -4,6 +4,7 @@ Each detector looks at one class and says why it has the role, or None. Detector
 transformers' common dialect; they name no model.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -61,8 +62,9 @@ SUMS = {"index_add", "index_add_", "index_put_", "scatter_add", "scatter_add_"}
 LIST, PARAMETER, LINEAR = "torch.nn.ModuleList", "torch.nn.Parameter", "torch.nn.Linear"
 HAND_WRITTEN = "hand-written softmax(q k) v"  # attention that no setting of the model chooses
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # transformers'
-TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
-TORCH_ATTENTION |= {"flex_attention", "MultiheadAttention"}
+TORCH_ATTENTION = {
+    *["scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention", "MultiheadAttention"]
+}
 CONV1D = ("torch.nn.functional.conv1d", "torch.conv1d")
 DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
 
@@ -158,7 +160,7 @@ def _mlp(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None
 
 def stack_shapes(anatomy: Anatomy, info: ClassInfo) -> dict[str, list[str]]:
     """The dimensions, as source, of every `nn.Parameter(torch.empty(E, ..., ...))` of the class: stacks of matrices."""
-    shapes = {}
+    shapes: dict[str, list[str]] = {}
     for name, call in info.built.items():
         made = call.args[0] if anatomy.is_a(call, PARAMETER) and call.args else None
         for tensor in _beneath(made):

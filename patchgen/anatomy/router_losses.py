@@ -1,5 +1,6 @@
 """The load-balancing losses of a file: what computes them, and what they are called with."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

@@ -1,9 +1,10 @@
 """Follows the axes of rows through the code of a class, of what it calls in its file, and of torch's operations."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from patchgen.anatomy import axes, known
 from patchgen.anatomy.axes import Layer, Mixed, Pieces, Result, Size, Value, has_rows, is_tensor, joined
@@ -42,8 +43,8 @@ class RowReader:
         anatomy: Anatomy,
         owner: str,
         local: Container[str],
-        values: dict[str, Value],
-        seen: frozenset = frozenset(),
+        values: Mapping[str, Value],
+        seen: frozenset[tuple[str, str]] = frozenset(),
         *,
         fixed: bool = False,
         known: Collection[str] = (),
@@ -52,7 +53,7 @@ class RowReader:
         self._anatomy, self._owner, self._local, self._seen = anatomy, owner, local, seen
         self._fixed, self._known, self._groups = fixed, known, groups
         self._modules: dict[str, list[ast.expr]] = {}  # loop variable -> the modules that it may be
-        self.values, self._attention_functions, self._memo = dict(values), set(), {}
+        self.values, self._attention_functions, self._memo = dict(values), set[str](), dict[ast.expr, Value]()
         self._slices: set[str] = set()  # names of slices of matrices
         self.returned: Value = None
         self._in_pieces = False  # in a loop over pieces of rows
@@ -346,8 +347,8 @@ class RowReader:
         others = [*args[1:], *named.values()]
         if isinstance(found, Size) and self._are_sizes(others):
             return Size("~")
-        sizes = (args[1:2], named) if name == "layer_norm" and axes.last_axis(found) != "r" else ([], {})
-        is_known = name != "layer_norm" or is_one_size(self._anatomy, self._owner, *sizes)
+        is_known = name != "layer_norm" or axes.last_axis(found) != "r"
+        is_known = is_known and (name != "layer_norm" or is_one_size(self._anatomy, self._owner, args[1:2], named))
         if is_known and known.is_pointwise(name, args, named):
             return joined([self.value(arg) for arg in (*args, *named.values())], call)
         if name == "cat":
@@ -429,9 +430,9 @@ class RowReader:
             return None
         if (owner, function.name) in self._seen:
             return next(filter(has_rows, values.values()), None)
-        seen = self._seen | {(owner, function.name)}
-        options = {"fixed": self._fixed, "known": self._known, "groups": self._groups}
-        reader = RowReader(self._anatomy, owner, local_names(function), values, seen, **options)
+        seen, local = self._seen | {(owner, function.name)}, local_names(function)
+        fixed, known, groups = self._fixed, self._known, self._groups
+        reader = RowReader(self._anatomy, owner, local, values, seen, fixed=fixed, known=known, groups=groups)
         try:
             if self._anatomy.names.is_wrapped(function):
                 raise Mixed(function.decorator_list[0])

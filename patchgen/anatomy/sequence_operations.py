@@ -1,5 +1,6 @@
 """The functions of a file that run along the sequence (convolutions, delta rules, scans), and the language model's classes."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -127,7 +128,7 @@ def unwrapped_operation(info: ClassInfo, operations: Collection[str], anatomy: A
     """Code that runs along the sequence in a mixer and that no call of `operations` covers: an operation under another name,
     one of another file, or torch's own."""
     for method in [method for name, method in info.methods.items() if name != "__init__"]:
-        pending, seen = [method], set(operations)
+        pending, seen = list[ast.AST]([method]), set(operations)
         while pending:
             code = pending.pop()
             named = set(loaded(code)) - (local_names(code) if isinstance(code, FunctionNode) else set())

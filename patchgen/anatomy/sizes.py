@@ -1,5 +1,6 @@
 """The sizes that a model's methods compute of the grids of images and videos, and whether a collator computes the same."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -92,7 +93,7 @@ def in_config(anatomy: Anatomy, owner: str | None, value: ast.AST | None) -> str
 
 def listed_sizes(method: FunctionNode) -> list[tuple[str, ast.Assign, ast.expr]]:
     """Of each of a method's own statements `sizes = <tensor>.tolist()`: the name, the statement and the tensor."""
-    found = []
+    found: list[tuple[str, ast.Assign, ast.expr]] = []
     for node in method.body:
         match node:
             case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(tensor, "tolist"))):

@@ -8,7 +8,7 @@ resolved.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from patchgen.anatomy.axes import Mixed, Value
 from patchgen.anatomy.classes import base_name, is_in_place, loaded, stored
@@ -32,7 +32,7 @@ def stored_names(node: ast.AST, among: Collection[str]) -> set[str]:
 
 def mixing(
     body: Sequence[ast.stmt],
-    tensors: Collection[str] | dict[str, Value],
+    tensors: Mapping[str, Value],
     owner: str,
     anatomy: Anatomy,
     known: Collection[str] = (),
@@ -43,17 +43,15 @@ def mixing(
 
     Args:
         body: statements.
-        tensors: the names of tensors with a row per token where the body begins, of any number of dimensions; or their
-            axes (`Value`).
+        tensors: the names of tensors with a row per token where the body begins, and their axes: "*." for any number.
         owner: the class whose `self` the body uses.
         anatomy: of the file, for the functions, methods and modules that the body calls.
         known: what else may be called, by what names resolve to: ".Attention", "torch.squeeze", "torch.Tensor.squeeze".
         groups: whether neighbouring rows may be merged into groups, which are rows from there on.
     """
-    values: dict[str, Value] = tensors if isinstance(tensors, dict) else dict.fromkeys(tensors, "*.")
     local = {"self"} | local_names(ast.Module(list(body), [])) | set(tensors)
     try:
-        RowReader(anatomy, owner, local, values, known=known, groups=groups).run(body)
+        RowReader(anatomy, owner, local, tensors, known=known, groups=groups).run(body)
     except Mixed as mixed:
         return mixed.node
     return None

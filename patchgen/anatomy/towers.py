@@ -5,6 +5,7 @@ the other, as independent outside of attention. Then a rank can work on a slice 
 point where rows of different inputs are put into another order.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -12,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.axes import Layer, Size
+from patchgen.anatomy.axes import Layer, Size, Value
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
@@ -93,7 +94,7 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None =
     carried = _carried(loop, takes)
     above = {*stored(*forward.body[:place]), *parameter_names(forward)}
     inside = {*stored(*loop.body, loop.target)}
-    rows, bounds, longest, lists = [carried], [], [], _lists(forward.body[:place])
+    rows, bounds, longest, lists = [carried], list[str](), list[str](), _lists(forward.body[:place])
     for name in dict.fromkeys(loaded(loop)):
         if name in (carried, "self", "kwargs") or name not in above:
             continue
@@ -133,10 +134,12 @@ def _require_rows(
         method = anatomy.method(build.target or "", "forward")
         if method is None or anatomy.names.is_wrapped(method[1]):
             raise LeftAlone(f"self.{layers} holds layers without a plain forward in this file")
-        mixed = mixing(method[1].body, set(parameter_names(method[1])), build.target or "", anatomy, known)
+        mixed = mixing(
+            method[1].body, dict.fromkeys(parameter_names(method[1]), "*."), build.target or "", anatomy, known
+        )
         if mixed is not None:
             raise LeftAlone(f"{build.target} is not known to treat each row by itself: {ast.unparse(mixed)}")
-    values = dict.fromkeys(loaded(loop)) | {name: [None] for name in lists}
+    values: dict[str, Value] = {**dict.fromkeys(loaded(loop)), **{name: [None] for name in lists}}
     called = {dotted(call.func) for call in calls(*loop.body)}
     values |= {name: Layer() for name in stored(loop.target) if name in called} | {carried: "r."}
     other = mixing(loop.body * 2, values, info.name, anatomy, groups=True)
@@ -160,7 +163,8 @@ def _treats_groups(anatomy: Anatomy, owner: str, attribute: str) -> bool:
 def _mixed(anatomy: Anatomy, owner: str, forward: FunctionNode) -> ast.AST | None:
     """The first piece of an attention that may mix rows of different inputs, or that is made of their number."""
     names = parameter_names(forward)
-    values = {names[0]: "r."} | dict.fromkeys(BOUNDS | LONGEST, Size("~")) | {name: ["r."] for name in ROWS}
+    values: dict[str, Value] = {names[0]: "r.", **dict.fromkeys(BOUNDS | LONGEST, Size("~"))}
+    values |= {name: ["r."] for name in ROWS}
     return mixing(forward.body, values, owner, anatomy)
 
 
@@ -185,7 +189,7 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode
     if not read or read & inside or source not in inside:
         return None
     # What they read from above has a row per chunk, and where rows are divided each tensor is held to it.
-    values = dict.fromkeys(read, "r&") | {name: [None] for name in lists}
+    values: dict[str, Value] = {**dict.fromkeys(read, "r&"), **{name: [None] for name in lists}}
     if mixing(forward.body[start:end], values, info.name, anatomy):
         return None
     convolved = loaded(convolution)
@@ -247,12 +251,12 @@ def _taken_as(name: str, loop: ast.For, takes: list[str], above: frozenset[str] 
     plain = [(to.id, node.value) for node in assigns if isinstance(to := node.targets[0], ast.Name)]
     given += plain
     assigned = {to for to, _ in plain} - above - {name}
-    found = []
+    found: list[str] = []
     for to, value in given:
         parts = value.elts if isinstance(value, ast.Tuple) else [value]
         parts = [p for part in parts for p in ([part.body, part.orelse] if isinstance(part, ast.IfExp) else [part])]
         found += [to] * sum(isinstance(part, ast.Name) and part.id == name for part in parts)
-    others = {""} if loaded(loop).count(name) > len(found) else set()
+    others: set[str] = {""} if loaded(loop).count(name) > len(found) else set()
     return others | (set(found) - assigned).union(
         *(_taken_as(a, loop, takes, above | {name}) for a in assigned & set(found))
     )
@@ -262,7 +266,7 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> dict[str, Fun
     """The attention classes of the layers, each with its forward."""
     built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers and build.target]
     below = anatomy.reached_from(built)
-    found = {}
+    found: dict[str, FunctionNode] = {}
     for name in (one.name for one in anatomy.with_role(Role.ATTENTION) if one.name in below):
         method = anatomy.method(name, "forward")
         called = calls(method[1]) if method is not None else ()
@@ -303,7 +307,7 @@ def _gathers(
 ) -> tuple[tuple[int, tuple[str, ...]], ...]:
     """Where what the loop leaves must span all rows again: as late as it can, when it is smallest."""
     whole = above - set(local) - {"self"}
-    found, kept = [], []
+    found, kept = list[tuple[int, tuple[str, ...]]](), list[ast.stmt]()
     for number, statement in enumerate(body[place + 1 :], start=place + 1):
         read = set(loaded(statement))
         used = [name for name in local if name in read]
@@ -343,7 +347,7 @@ def _read_first(name: str, loop: ast.For) -> bool:
 def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> list[str]:
     """The attributes of a fusion model that see whole inputs: all that attend, but the language model and what the
     passes for towers have divided."""
-    held = []
+    held: list[str] = []
     for build in (*anatomy.builds(info.name), *anatomy.auto_builds(info.name)):
         if build.attribute is None or build.attribute in language:
             continue

@@ -8,6 +8,7 @@ Four forms stand for code that training does not reach, each told by its structu
     if is_flash_attention_requested(...): ... else: ...        the other branch: attention without packed lengths
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

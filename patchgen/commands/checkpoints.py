@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,8 +35,9 @@ def export(
         from patchgen.runtime import checkpoint
 
         register(code, generated)
-        options = {"step": step, "layout": layout, "source": source, "trained_only": trained_only}
-        folder = checkpoint.export_run(run, output, dtype=_dtype(dtype), **options)
+        folder = checkpoint.export_run(
+            run, output, step=step, layout=layout, dtype=_dtype(dtype), source=source, trained_only=trained_only
+        )
     print(f"{folder} -> {output}")
 
 
@@ -131,7 +132,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 @contextmanager
-def _user_errors() -> Iterator[None]:
+def _user_errors() -> Generator[None, None, None]:
     """Reports errors of checkpoints without a traceback, as those of generation are."""
     from patchgen.runtime.checkpoint.errors import CheckpointError
     from patchgen.runtime.compatibility import ReleaseMismatch

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patchgen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from patchgen.runtime.doctor.examination import Entry
 
 
 def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool, memory: float | None = None) -> int:
@@ -21,7 +25,11 @@ def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool
         from patchgen.runtime.doctor import examine, format_entry
 
         logging.disable_progress_bar()
-        on_entry = (lambda entry: None) if as_json else lambda entry: print(format_entry(entry), flush=True)
+
+        def on_entry(entry: Entry) -> None:
+            if not as_json:
+                print(format_entry(entry), flush=True)
+
         report = examine(recipe, skip=skip, memory=None if memory is None else int(memory * 2**30), on_entry=on_entry)
     except recipes.RecipeError as error:
         raise ConfigError(str(error)) from error

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from patchgen import emit, model_configs, pipeline, provenance, upstream
 from patchgen.errors import PatchgenError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 PROVEN, EAGER_ONLY, GENERATED, FAILED = "proven", "proven, eager only", "generated", "failed"
 """The first three equal those of `runtime/verify/verdict.py`, which belongs to the runtime."""
+Row = dict[str, Any]  # of the record, or a part of one
 TEXT = "text"
 MAX_REASON = 240
 """Characters of a reason in a row."""
@@ -61,7 +62,7 @@ def generated_digest(model_type: str, version: str) -> str:
     return generate(model_type, version)[2]
 
 
-def examine(model_type: str, version: str, *, takes_media: bool = False, known: str = "") -> dict:
+def examine(model_type: str, version: str, *, takes_media: bool = False, known: str = "") -> Row:
     """Generates and proves one model type; the row has its status and, if it is not proven, the reason.
 
     Args:
@@ -88,7 +89,7 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
     return row(model_type, **facts, **outcome, generated=models_digest, seconds=seconds, generation_seconds=generation)
 
 
-def _facts(model_type: str, models: list[Generated]) -> dict:
+def _facts(model_type: str, models: list[Generated]) -> Row:
     generated = models[0]
     name = model_type if model_type.isidentifier() else model_type.replace("-", "_")
     hits = {step.name: len(step.outcome.hits) for step in generated.steps if step.outcome.hits}
@@ -102,7 +103,7 @@ def _facts(model_type: str, models: list[Generated]) -> dict:
     }
 
 
-def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
+def _prove(model_type: str, directory: Path, *, takes_media: bool) -> Row:
     from patchgen.runtime.verify.reference_model import head_with_media
     from patchgen.runtime.verify.report import training_record
     from patchgen.runtime.verify.verify_model import judge
@@ -138,9 +139,9 @@ def _inputs(proof: Proof) -> list[str]:
     return [kind for kind in MEDIA_CASES if any(case.name == kind for case in proof.cases)]
 
 
-def row(model_type: str, status: str, reason: str, **facts: object) -> dict:
+def row(model_type: str, status: str, reason: str, **facts: object) -> Row:
     """A row of the record; facts that are not given are empty."""
-    values = {
+    values: Row = {
         "model_type": model_type,
         "status": status,
         "reason": reason,

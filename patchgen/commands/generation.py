@@ -1,5 +1,6 @@
 """generate, check, list."""
 
+# pyright: basic
 from __future__ import annotations
 
 import difflib

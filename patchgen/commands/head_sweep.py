@@ -1,5 +1,6 @@
 """sweep --family heads: the heads that are not language models, one row per class in records/heads.json and docs/heads.md."""
 
+# pyright: basic
 from __future__ import annotations
 
 import json

@@ -1,5 +1,6 @@
 """docs/models.md: what each committed model was proven on, from the records beside the generated files."""
 
+# pyright: basic
 from __future__ import annotations
 
 from patchgen.runtime.verify import source_keys

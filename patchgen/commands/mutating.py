@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -20,7 +21,7 @@ def mutate(
         raise ConfigError("No model was named. To fix: patchgen mutate qwen3_moe llama.")
     for model in models:
         upstream.load(model)  # an unknown name fails before anything runs
-    rows = []
+    rows: list[rounds.Row] = []
     for row in rounds.run(models, count, seed, jobs, ranks=ranks, records=records):
         rows.append(row)
         if row["verdict"] == rounds.WRONG:
@@ -34,7 +35,7 @@ def mutate(
     return 1 if summary["wrong"] else 0
 
 
-def _table(summary: dict) -> Table:
+def _table(summary: dict[str, Any]) -> Table:
     kinds = (rounds.REFUSED, rounds.EQUAL, rounds.WRONG, rounds.NOT_RUN)
     printed = Table("operator", *kinds, title=", ".join(summary["models"]))
     for name, counts in (*summary["operators"].items(), ("all", summary["verdicts"])):

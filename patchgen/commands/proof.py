@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +48,7 @@ def verify(
 
 
 @contextlib.contextmanager
-def _refusals_of(subject: GeneratedModel) -> Iterator[None]:
+def _refusals_of(subject: GeneratedModel) -> Generator[None, None, None]:
     """Raises the reasons why a model cannot be proven as errors of the command, with its name."""
     from patchgen.runtime import registry
     from patchgen.runtime.compatibility import ReleaseMismatch

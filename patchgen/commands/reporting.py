@@ -69,7 +69,7 @@ def _named_or_all(models: list[str]) -> list[str]:
 
 def _pages(names: list[str], *, raises: bool) -> dict[str, tuple[str, str]]:
     """Model -> its page, or the reason why it has none."""
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for name in track(names, "writing", console=console, disable=not console.is_terminal or len(names) == 1):
         try:
             found[name] = (model.page(name), "")

@@ -3,6 +3,7 @@
 python -m patchgen.commands.support_matrix      # writes them again
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import textwrap

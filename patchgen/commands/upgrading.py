@@ -15,6 +15,7 @@ from patchgen.commands.console import console
 from patchgen.commands.generation import refuse_unknown
 from patchgen.runtime.verify.committed_models import committed, named
 from patchgen.upgrade import messages, releases
+from patchgen.upgrade.findings import ModelUpgrade
 
 
 def upgrade(
@@ -37,7 +38,11 @@ def upgrade(
     names = models or committed()
     to = to or releases.installed()
     out = Console(highlight=False, stderr=True) if as_json else console
-    show = (lambda found: None) if as_json or apply else (lambda one: messages.show_model(one, out, verbose=verbose))
+
+    def show(model: ModelUpgrade) -> None:
+        if not (as_json or apply):
+            messages.show_model(model, out, verbose=verbose)
+
     found = upgrading.compare(names, to, jobs=jobs, reviewed=reviewed, on_model=show)
     if as_json:
         json.dump(found.to_json(), sys.stdout, indent=2, ensure_ascii=False)

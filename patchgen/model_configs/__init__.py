@@ -42,9 +42,9 @@ class ModelConfig:
     model: str
     roots: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
-    expect: Mapping[str, int | Expect] = field(default_factory=dict)
+    expect: Mapping[str, int | Expect] = field(default_factory=dict[str, int | Expect])
     edits: tuple[Edit, ...] = ()
-    allow_sync: Mapping[str, str] = field(default_factory=dict)
+    allow_sync: Mapping[str, str] = field(default_factory=dict[str, str])
     strict_sync: bool = False
 
     @property

@@ -7,12 +7,13 @@ from collections.abc import Callable, Container, Iterator
 
 from patchgen.mutation import configuration as configurations
 from patchgen.mutation.edits import Mutant, Place, Source
-from patchgen.mutation.expressions import EXPRESSION_OPERATORS
+from patchgen.mutation.expressions import EXPRESSION_OPERATORS, ExpressionOperator
 from patchgen.mutation.losses import LOSS_OPERATORS
-from patchgen.mutation.statements import STATEMENT_OPERATORS
-from patchgen.mutation.whole_file import FILE_OPERATORS
+from patchgen.mutation.statements import STATEMENT_OPERATORS, StatementOperator
+from patchgen.mutation.whole_file import FILE_OPERATORS, FileOperator
 
-OPERATORS = (*EXPRESSION_OPERATORS, *STATEMENT_OPERATORS, *FILE_OPERATORS, *LOSS_OPERATORS)
+Operator = ExpressionOperator | StatementOperator | FileOperator
+OPERATORS: tuple[Operator, ...] = (*EXPRESSION_OPERATORS, *STATEMENT_OPERATORS, *FILE_OPERATORS, *LOSS_OPERATORS)
 NAMES = {operator.name: operator.keeps_meaning for operator in OPERATORS} | {configurations.NAME: False}
 """Every operator -> whether it keeps the meaning."""
 
@@ -36,7 +37,7 @@ def draw(
     generator = random.Random(seed)
     source = Source(text)
     places = list(source.places(executed))
-    waiting = {}
+    waiting: dict[str, Iterator[Callable[[], Mutant]]] = {}
     for operator in OPERATORS:
         if operator.name not in operators:
             continue
@@ -60,7 +61,7 @@ def draw(
             yield mutant
 
 
-def _from_places(operator, places: list[Place], generator: random.Random) -> Iterator[Callable[[], Mutant]]:
+def _from_places(operator: Operator, places: list[Place], generator: random.Random) -> Iterator[Callable[[], Mutant]]:
     """At most two mutants per place, so that long statements do not crowd out the others."""
     for place in places:
         mutants = list(operator.mutants(place))

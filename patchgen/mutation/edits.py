@@ -31,7 +31,7 @@ class Mutant:
     change: str
     text: str
     keeps_meaning: bool
-    modules: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def digest(self) -> str:

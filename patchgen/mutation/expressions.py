@@ -1,5 +1,6 @@
 """Operators on one expression: each yields the forms to replace it with."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -185,9 +186,10 @@ def filled(template: str, node: ast.expr) -> ast.expr:
     """The expression `template` with `node` in place of each `X`."""
 
     class Fill(ast.NodeTransformer):
-        def visit_Name(self, name: ast.Name) -> ast.expr:
-            return copy.deepcopy(node) if name.id == "X" else name
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return copy.deepcopy(filling) if node.id == "X" else node
 
+    filling = node
     return Fill().visit(ast.parse(template, mode="eval").body)
 
 

@@ -1,5 +1,6 @@
 """Operators on losses: the formula of a loss function, what a head does with its result, the factor of the loss."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

@@ -12,21 +12,26 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Container, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Container, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from patchgen import upstream
+from patchgen.anatomy.classes import is_list
 from patchgen.mutation.configuration import Configuration
 from patchgen.mutation.draw import draw
 from patchgen.mutation.edits import Mutant
 from patchgen.runtime.verify import source_closure, source_keys
 
 if TYPE_CHECKING:
+    from queue import Queue
+
+    from patchgen.runtime.verify.mutants_on_ranks import Subject
     from patchgen.runtime.verify.ranks import RankPool
 
+Row = dict[str, Any]  # of a mutant, as the file of rows has it
 REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
 # A process keeps all modules that it imported, so it is replaced after this many mutants.
 PER_PROCESS = 100
@@ -45,7 +50,7 @@ def code() -> str:
 
 def run(
     models: Iterable[str], count: int, seed: int, jobs: int, *, ranks: bool, records: Path | None
-) -> Iterator[dict]:
+) -> Iterator[Row]:
     """All rows of `records`, and those of further mutants until `count` of each model have run.
 
     Args:
@@ -65,7 +70,7 @@ def run(
         judge = stack.enter_context(_RankJudge()) if ranks else None
         queue = stack.enter_context(context.Manager()).Queue()
         pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1))
-        running, failed = {}, []
+        running, failed = dict[str, Future[bool]](), list[Exception]()
         while waiting or running:
             while waiting and len(running) < jobs:
                 model = waiting.pop(0)
@@ -76,8 +81,8 @@ def run(
             message = queue.get()
             if isinstance(message, str):
                 finished = running.pop(message)
-                if finished.exception() is not None:
-                    failed.append(finished.exception())  # of one model: the others continue
+                if isinstance(error := finished.exception(), Exception):
+                    failed.append(error)  # of one model: the others continue
                 elif not finished.result() and progress[message].num_run < count:
                     waiting.append(message)
                 continue
@@ -102,18 +107,18 @@ class _Progress:
     num_run: int = 0
 
     @classmethod
-    def of(cls, rows: Iterable[dict]) -> _Progress:
+    def of(cls, rows: Iterable[Row]) -> _Progress:
         found = cls(set())
         for row in rows:
             found.add(row)
         return found
 
-    def add(self, row: dict) -> None:
+    def add(self, row: Row) -> None:
         self.known.add(row["mutant"])
         self.num_run += row["verdict"] != NOT_RUN
 
 
-def read(records: Path | None, key: str) -> list[dict]:
+def read(records: Path | None, key: str) -> list[Row]:
     """The last row of each mutant in a file, without wrong ones that were judged by other code than `key`."""
     if records is None or not records.is_file():
         return []
@@ -122,7 +127,7 @@ def read(records: Path | None, key: str) -> list[dict]:
     return [row for row in last.values() if row["verdict"] != WRONG or row["code"] == key]
 
 
-def _run_batch(model: str, seed: int, count: int, known: frozenset[str], ranks: bool, queue) -> bool:
+def _run_batch(model: str, seed: int, count: int, known: frozenset[str], ranks: bool, queue: Queue[Row | str]) -> bool:
     """Puts the rows of mutants into a queue until `count` of them have run; whether there are no more mutants."""
     num_run = 0
     try:
@@ -136,7 +141,7 @@ def _run_batch(model: str, seed: int, count: int, known: frozenset[str], ranks: 
 
 def try_mutants(
     model: str, seed: int, count: int, *, known: Container[str] = (), ranks: bool = False
-) -> Iterator[dict]:
+) -> Iterator[Row]:
     """The rows of random mutants of a model, until `count` of them have run.
 
     Args:
@@ -158,7 +163,10 @@ def try_mutants(
     lines = judge.executed()
     gc.freeze()
     num_run = num_equal = 0
-    executed = lambda first, last: any(first <= n <= last for n in lines)  # noqa: E731
+
+    def executed(first: int, last: int) -> bool:
+        return any(first <= n <= last for n in lines)
+
     for mutant in draw(origin.text, seed, executed, Configuration.of(origin)):
         if num_run >= count:
             return
@@ -175,7 +183,7 @@ def try_mutants(
 
 
 @contextlib.contextmanager
-def _cpu_time_limit(seconds: float) -> Iterator[None]:
+def _cpu_time_limit(seconds: float) -> Generator[None, None, None]:
     """Raises TimeoutError in the block after that much CPU time, which a busy machine does not use up."""
 
     def stop(number: int, frame: object) -> None:
@@ -191,7 +199,7 @@ def _cpu_time_limit(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _cached_walk() -> Iterator[None]:
+def _cached_walk() -> Generator[None, None, None]:
     """Replaces `ast.walk` by one that caches the nodes below each class and function, in the same order: passes walk the
     same ones again and again, which is half of the generator's time. A pass that changes code parses a new tree."""
     found: dict[int, list[ast.AST]] = {}  # the lists keep their roots alive, so no id is used again
@@ -216,14 +224,14 @@ def _below(node: ast.AST) -> list[ast.AST]:
     for one in nodes:  # the list grows while it is read
         for name in one._fields:
             value = getattr(one, name, None)
-            if isinstance(value, list):
+            if is_list(value):
                 nodes += [item for item in value if isinstance(item, ast.AST)]
             elif isinstance(value, ast.AST):
                 nodes.append(value)
     return nodes
 
 
-def _row(model: str, seed: int, mutant: Mutant) -> dict:
+def _row(model: str, seed: int, mutant: Mutant) -> Row:
     return {
         "model": model,
         "seed": seed,
@@ -242,7 +250,7 @@ class _RankJudge:
         self._pool: RankPool | None = None
         self._num_judged = 0
 
-    def verdict(self, subject) -> dict:
+    def verdict(self, subject: Subject) -> Row:
         """The fields to add to the row of a mutant that is equal in one process."""
         from patchgen.runtime.verify import mutants_on_ranks
         from patchgen.runtime.verify.ranks import RankPool

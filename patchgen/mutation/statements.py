@@ -1,5 +1,6 @@
 """Operators on statements: dropped, repeated, moved; a branch, an early return, a residual, a loss term."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

@@ -7,15 +7,16 @@ import datetime
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from patchgen.mutation.draw import NAMES
-from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG
+from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG, Row
 from patchgen.runtime.verify import source_keys
 from patchgen.runtime.verify.committed_models import page_of
 from patchgen.templates import render
 
 
-def summarise(rows: Iterable[Mapping]) -> dict:
+def summarise(rows: Iterable[Row]) -> dict[str, Any]:
     """The counts of a round, and each wrong mutant.
 
     Args:
@@ -47,29 +48,36 @@ def summarise(rows: Iterable[Mapping]) -> dict:
     }
 
 
-def _verdicts(rows: Iterable[Mapping]) -> dict[str, int]:
+def _verdicts(rows: Iterable[Row]) -> dict[str, int]:
     return dict(collections.Counter(row["verdict"] for row in rows))
 
 
-def write(summary: Mapping, path: Path) -> None:
+def write(summary: Mapping[str, object], path: Path) -> None:
     """Writes the record of a round with the date and the releases, and its page."""
     record = {"date": datetime.date.today().isoformat(), "versions": source_keys.versions(), **summary}
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     page_of(path).write_text(page(record), encoding="utf-8")
 
 
-def page(record: Mapping) -> str:
+def page(record: Mapping[str, Any]) -> str:
     """The text of `mutations.md`, from the record alone."""
     keeping = {name for name, keeps_meaning in NAMES.items() if keeps_meaning}
     kinds = (REFUSED, EQUAL, WRONG, NOT_RUN)
+
+    def row_of(counts: Mapping[str, int]) -> str:
+        return " | ".join(str(counts.get(kind, "")) for kind in kinds)
+
+    def listed(counts: Mapping[str, int]) -> str:
+        return ", ".join(f"{name} {count}" for name, count in counts.items())
+
     return render(
         "mutations.jinja",
         record=record,
         kinds=kinds,
         keeping=keeping,
         num_run=num_run(record["verdicts"]),
-        row_of=lambda counts: " | ".join(str(counts.get(kind, "")) for kind in kinds),
-        listed=lambda counts: ", ".join(f"{name} {count}" for name, count in counts.items()),
+        row_of=row_of,
+        listed=listed,
     )
 
 

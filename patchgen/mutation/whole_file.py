@@ -66,12 +66,12 @@ def local_renamed(place: Place) -> Iterator[Change]:
     function = place.function
     stored = [n.id for n in ast.walk(place.statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     inner = any(isinstance(n, FunctionNode | ast.Lambda) and n is not function for n in ast.walk(function))
+    first, last = function.lineno, last_line(function)
     for name in dict.fromkeys(stored):
         if inner or name in parameter_names(function):
             continue
-        first, last = function.lineno, last_line(function)
 
-        def is_meant(tokens: list[tokenize.TokenInfo], i: int, name=name, first=first, last=last) -> bool:
+        def is_meant(tokens: list[tokenize.TokenInfo], i: int, name: str = name) -> bool:
             inside = first <= tokens[i].start[0] <= last and tokens[i].string == name
             keyword = tokens[i + 1].string == "=" and tokens[i - 1].string in ("(", ",") and _depth(tokens, i) > 0
             return inside and tokens[i - 1].string != "." and not keyword
@@ -390,7 +390,7 @@ def attribute_renamed_everywhere(place: Place) -> Iterator[Change]:
 
 
 def _needed(name: str, blocks: Mapping[str, ast.AST]) -> set[str]:
-    found, pending = set(), [name]
+    found, pending = set[str](), [name]
     while pending:
         current = pending.pop()
         if current in found or current not in blocks:

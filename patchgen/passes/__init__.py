@@ -74,7 +74,7 @@ PASSES: tuple[type[Pass], ...] = (
 
 def default_pipeline(config: ModelConfig) -> tuple[Pass, ...]:
     """The passes with the parameters of a model's config."""
-    arguments = {
+    arguments: dict[type[Pass], tuple[object, ...]] = {
         HandEdits: (config.edits,),
         GenericHeads: (config.kept,),
         Prune: (config.kept,),

@@ -42,7 +42,7 @@ class AbsoluteImports(Pass):
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         base_of = anatomy.upstream.base_of
         neighbours = {name.removesuffix(".py") for name in anatomy.upstream.siblings}
-        hits = []
+        hits: list[Hit] = []
         for block in module:
             relative = [
                 node

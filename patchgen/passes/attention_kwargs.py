@@ -47,13 +47,13 @@ class AttentionKwargs(SitePass):
         open_callees = [name for name in callees if not _filters(anatomy, site.block, name)]
         if not open_callees:
             return Upstream(f"@{FILTER} drops them from {', '.join(callees)}")
-        editor, served = Editor(block, self.mark), []
+        editor, served = Editor(block, self.mark), list[str]()
         for statement in editor.function("forward").body:
             for call in (call for call in calls(statement) if own_attribute(call.func) in open_callees):
                 for given in (k.value for k in call.keywords if k.arg is None and isinstance(k.value, ast.Name)):
                     editor.mark(statement)
                     editor.instead(given, f"ops.tower_kwargs({given.id})")
-                    served.append(own_attribute(call.func))
+                    served += [name for name in open_callees if name == own_attribute(call.func)]
         if not served:
             return Upstream(f"hands no keyword arguments to {', '.join(open_callees)}")
         return Rewritten(editor.result, f"withheld from {', '.join(dict.fromkeys(served))}")

@@ -156,7 +156,7 @@ class SitePass(Pass):
         signs = list(self.evidence(module, anatomy))
         if signs:
             raise PassMismatch(self._no_site_message(signs))
-        hits, upstream, misses, notes = [], [], [], []
+        hits, upstream, misses, notes = list[Hit](), list[Hit](), list[tuple[Site, Missed]](), list[str]()
         for site in sites:
             block = module.block(site.block)
             if f"# {self.mark}" in block.text and self.is_done(block, site):

@@ -1,5 +1,6 @@
 """Features of earlier tower layers, added in the language model, are those of this rank's tokens."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,6 @@
 """A tower without input on this rank takes part all the same."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -55,7 +56,7 @@ class DummyForward(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         optional = _optional(anatomy, site.block)
-        editor, above, served = Editor(block, self.mark), [], []
+        editor, above, served = Editor(block, self.mark), list[str](), list[str]()
         forward = editor.function("forward")
         found = [call for call in feature_calls(forward.body) if call.media in optional]
         joint = _joint(found, forward.body, site.block, anatomy)

@@ -1,5 +1,6 @@
 """Modality features land on their placeholder tokens although each rank holds a slice of the tokens."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -97,7 +98,7 @@ class FillBack(SitePass):
 
 def _mark_replicated(editor: Editor, init: FunctionNode | None, whole: Sequence[str]) -> None:
     """Marks towers that every rank computes whole, wherever `__init__` builds them; Missed if one is built elsewhere."""
-    marked = set()
+    marked: set[str | None] = set()
     for node in ast.walk(init) if init is not None else ():
         if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):  # `self.tower = None`
             for name in filter(whole.__contains__, map(own_attribute, node.targets)):

@@ -1,5 +1,6 @@
 """RMSNorm, rotary embedding and SwiGLU become seams."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -112,7 +113,7 @@ class FusedOps(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        sites = []
+        sites: list[Site] = []
         for info in (info for info in anatomy.still_in(module) if "forward" in info.methods):
             is_norm = Role.NORM in info.roles and _norm_call(anatomy, info.name) is not None
             role = Role.NORM if is_norm else Role.MLP
@@ -267,7 +268,7 @@ def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
 
 def _elsewhere(anatomy: Anatomy, module: Module) -> list[str]:
     """What other files give to this one: norms, MLPs and rotary functions there, and what cannot be looked into."""
-    found = []
+    found: list[str] = []
     for part in imported_code(anatomy, module):
         where = f"{part.users[0]} uses {part.name} of {part.module}"
         if part.anatomy is None:

@@ -1,5 +1,6 @@
 """Heads that transformers writes once for all models get the code of their generic class, around this file's model."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

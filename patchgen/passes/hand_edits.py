@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, cast
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import FunctionNode
+from patchgen.anatomy.classes import FunctionNode, is_list
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.passes.prune import without_mentions
@@ -97,7 +97,7 @@ class HandEdits(Pass):
         self.edits = edits
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
-        hits = []
+        hits: list[Hit] = []
         for edit in self.edits:
             if not edit.reason.strip():
                 raise ConfigError(f"The edit of {edit.target} has no reason. Say why it is needed.")
@@ -237,8 +237,8 @@ def same_structure(pattern: object, node: object) -> bool:
     """Whether two pieces of code are equal as trees; the name `__` in the pattern stands for any expression."""
     if isinstance(pattern, ast.Name) and pattern.id == "__":
         return isinstance(node, ast.expr)
-    if isinstance(pattern, list):
-        return isinstance(node, list) and len(pattern) == len(node) and all(map(same_structure, pattern, node))
+    if is_list(pattern):
+        return is_list(node) and len(pattern) == len(node) and all(map(same_structure, pattern, node))
     if not isinstance(pattern, ast.AST):
         return pattern == node
     return type(pattern) is type(node) and all(
@@ -259,8 +259,8 @@ def _check_code(edit: Edit) -> None:
                 ) from error
             if not tree.body:
                 raise ConfigError(f"{_verb(edit)} of {edit.target}: `{field}` is empty.")
-    if isinstance(edit, AddImport) and not all(isinstance(s, ast.Import | ast.ImportFrom) for s in tree.body):
-        raise ConfigError(f"add_import wants import statements and nothing else, found: {edit.target}")
+            if isinstance(edit, AddImport) and not all(isinstance(s, ast.Import | ast.ImportFrom) for s in tree.body):
+                raise ConfigError(f"add_import wants import statements and nothing else, found: {edit.target}")
 
 
 def _verb(edit: Edit) -> str:

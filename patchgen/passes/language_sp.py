@@ -64,7 +64,7 @@ class LanguageSP(SitePass):
         """The causal heads below which nothing takes position ids: they train on one sequence per rank only."""
         sites = [anatomy.classes[site.block] for site in self.sites(module, anatomy)]
         served = {info.name for info in sites if not _counts_itself(anatomy, info)}
-        remarks = []
+        remarks: list[str] = []
         for head in anatomy.with_role(Role.HEAD, module):
             below = anatomy.reached_from([head.name])
             if served & below or any(anatomy.is_part(build) for name in below for build in anatomy.auto_builds(name)):

@@ -60,7 +60,7 @@ class LocalClasses(SitePass):
         if "Auto" not in module.text:
             return ()
         names = Names([statement for block in module for statement in block.statements], anatomy.upstream.base_of)
-        signs = []
+        signs: list[str] = []
         for block in module:
             known = {"from_pretrained", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
             for statement in block.statements:
@@ -78,7 +78,7 @@ class LocalClasses(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         for code in _foreign(anatomy, anatomy.classes[site.block]):
             raise Missed("transformers' own auto class, or a class of this file", code)
-        wanted = {}
+        wanted: dict[str, str] = {}
         for build in _local_builds(anatomy, site.block):
             target = anatomy.target_of(build)
             if target is None:

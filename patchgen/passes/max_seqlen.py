@@ -1,5 +1,6 @@
 """The longest packed sequence is computed once per forward."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

@@ -48,7 +48,7 @@ class ParallelPlan(SitePass):
         return Rewritten(append_method(block, code, self.mark), listed or "no experts")
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        found = {}
+        found: dict[str, str] = {}
         for head in anatomy.with_role(Role.HEAD, module):
             found |= _left_alone(anatomy, head.name, _experts(anatomy, head.name))
         return [f"{name}: {why}: not expert-parallel" for name, why in found.items()]
@@ -63,7 +63,7 @@ def _left_alone(anatomy: Anatomy, head: str, read: Experts) -> dict[str, str]:
 
 def _experts(anatomy: Anatomy, head: str) -> Experts:
     """The experts below a head: their stacks, and what reads these beside the experts' forward."""
-    below, found = anatomy.reached_from([head]), {}
+    below, found = anatomy.reached_from([head]), Experts()
     for info in (one for one in anatomy.with_role(Role.EXPERTS) if one.name in below):
         formula = read_experts(anatomy, info.name)
         names = (formula.gate_up_weight, formula.gate_up_bias, formula.down_weight, formula.down_bias)

@@ -1,5 +1,6 @@
 """Only what the roots reach stays."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -130,7 +131,7 @@ def _strip_isinstance(block: Block) -> ast.Module:
 
 def _unseen_references(kept: Sequence[Block], has_dropped: bool) -> list[str]:
     """Remarks on names that are read in ways that the source does not show."""
-    notes = []
+    notes: list[str] = []
     for block in kept:
         where = block.name or f"line {block.line}"
         for node in (node for statement in block.statements for node in walk(statement)):

@@ -77,7 +77,7 @@ class RouterLoss(SitePass):
         another, whatever it and its parameters are called.
         """
         functions = {name for name in router_losses(anatomy) if module.has(name)}
-        signs = []
+        signs: list[str] = []
         for info in anatomy.still_in(module):
             if "forward" in info.methods and not called_losses(info.node, anatomy) & functions:
                 nodes = (node for node in ast.walk(info.methods["forward"]) if isinstance(node, ast.Attribute))

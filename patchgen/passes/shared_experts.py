@@ -114,7 +114,7 @@ def _is_dense(anatomy: Anatomy, info: ClassInfo) -> bool:
 
 def _find(editor: Editor, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt, ast.Call] | str:
     """The statements of the two calls, routed experts first, and the shared one; in words, why they are not moved."""
-    forward, places = editor.function("forward"), {}
+    forward, places = editor.function("forward"), dict[str, tuple[int, ast.Call]]()
     body = forward.body
     for attribute in (routed, shared):
         found = [

@@ -152,7 +152,7 @@ class StackedExperts(SitePass):
         self, module: Module, anatomy: Anatomy, names: Sequence[str], lists: Sequence[ExpertList]
     ) -> tuple[Module, list[Hit]]:
         """Every `_init_weights` gives the stacks what it gives to linear layers."""
-        hits = []
+        hits: list[Hit] = []
         has_bias = {name: experts.bias == BIAS for name, experts in zip(names, lists, strict=True)}
         for info in initialising_classes(anatomy, module):
             try:

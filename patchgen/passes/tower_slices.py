@@ -1,5 +1,6 @@
 """The base of `vision_sp` and `audio_sp`: the rows of a tower are divided around the loop over its layers."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,6 @@
 """Modules that run only where this rank's tokens ask for them run on all ranks or on none, or are refused on several."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -114,7 +115,7 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
     """The parameter whose rows a branch divides among its modules, `x[m]` and `x[~m]`, and whose rows the other branch hands
     whole to those of `~m`: then a branch without tokens of `m` computes what the other one does. None if either does more."""
     masks, local = _masks(branch.body, name), local_names(forward)
-    made, filled, rest, states = set(), set(), [], set()
+    made, filled, rest, states = set[str](), set[str](), list[tuple[list[str], str | None]](), set[str]()
     for statement in branch.body:
         match statement:
             case ast.Assign([ast.Name(to)]) if to in masks and stored_names(statement, local) == {to}:
@@ -137,7 +138,7 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
             case _:
                 return None
     (whole,) = states if len(states) == 1 else ("",)
-    others = []
+    others: list[tuple[list[str], str | None]] = []
     for statement in branch.orelse:
         match statement:
             case ast.Assign([target], ast.Call(function, [ast.Name(given)], [])) if given == whole:
@@ -160,7 +161,7 @@ def _elements(target: ast.expr) -> list[ast.expr]:
 
 def _masks(body: list[ast.stmt], name: str) -> set[str]:
     """The names of a mask of tokens: its own, and those that are set to it in another form."""
-    masks, made = {name}, []
+    masks, made = {name}, list[str]()
     for statement in body:
         match statement:
             case ast.Assign([ast.Name(to)], value) if _reformed(value) in masks:

@@ -1,5 +1,6 @@
 """Python as HTML, a string per line, in few classes: a page of 4,000 lines has to open at once."""
 
+# pyright: basic
 from __future__ import annotations
 
 from markupsafe import escape

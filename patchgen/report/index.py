@@ -1,5 +1,6 @@
 """The page over all committed models: what the reviewer of a pull request opens first."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os

@@ -46,7 +46,7 @@ def trace(generated: Generated) -> list[Row]:
     removed: dict[int, str] = {}
     for name, text in _texts(generated):
         lines = _lines_after(lines, lines_of(text), name, removed)
-    rows, last = [], 0
+    rows, last = list[Row](), 0
     for number, line in enumerate(lines, start=1):
         for gone in range(last + 1, line.origin):
             rows.append(Row(gone, 0, removed[gone]))

@@ -1,5 +1,6 @@
 """The page of one model: upstream and generated side by side, the hits of each pass, the census, the proofs."""
 
+# pyright: basic
 from __future__ import annotations
 
 import json

@@ -1,5 +1,6 @@
 """The recorded proofs of a committed model, as tables for its page."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

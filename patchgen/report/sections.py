@@ -39,20 +39,20 @@ class Code:
     """
 
     html: Markup
-    sites: list[Site] = field(default_factory=list)
-    anchors: dict[str, str] = field(default_factory=dict)
+    sites: list[Site] = field(default_factory=list[Site])
+    anchors: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def symbols(text: str) -> list[tuple[int, int, str]]:
     """First line, last line and name of each class, method and function, outer ones first."""
-    found = []
+    found: list[tuple[int, int, str]] = []
 
     def visit(node: ast.AST, owner: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 name = f"{owner}{child.name}"
                 start = min([child.lineno, *(one.lineno for one in child.decorator_list)])
-                found.append((start, child.end_lineno, name))
+                found.append((start, child.end_lineno or child.lineno, name))
                 if isinstance(child, ast.ClassDef):
                     visit(child, f"{name}.")
 
@@ -68,7 +68,7 @@ def side_by_side(rows: Sequence[Row], left: str, right: str, hues: Mapping[str, 
         hues: pass -> its hue.
     """
     writer = _SectionWriter(highlighted(left), highlighted(right), symbols(left), symbols(right), hues)
-    parts = []
+    parts: list[str] = []
     for kind, group in groupby(rows, key=_kind):
         write = {"same": writer.same, "dropped": writer.dropped, "changed": writer.changed}[kind]
         parts += write(list(group))

@@ -78,7 +78,7 @@ def align(old: Sequence[str], new: Sequence[str], then: Sequence[str]) -> list[A
 
 def _partners(other: Sequence[str], new: Sequence[str]) -> dict[int, int]:
     """Line of the new text -> the line of the other that it equals or replaces."""
-    found = {}
+    found: dict[int, int] = {}
     for _, left, right in diff_blocks(other, new):
         found.update(zip(range(right.start, right.stop), range(left.start, left.stop), strict=False))
     return found
@@ -88,12 +88,12 @@ def _table(texts: Sequence[str], firsts: Sequence[int]) -> Markup:
     """The rows of three texts, or of two if the third is empty."""
     columns = 3 if texts[2] else 2
     plain, html = [lines_of(text) for text in texts], [highlighted(text) for text in texts]
-    rows = []
+    rows: list[str] = []
     for marks, aligned, skipped in _in_view(align(*plain), plain, columns):
         if skipped:
             rows.append(f'<div class="skip">{skipped} lines are the same</div>')
             continue
-        cells = []
+        cells: list[str] = []
         for column, line in enumerate(aligned[:columns]):
             if line is None:
                 cells.append('<b></b><pre class="e"></pre>')

@@ -43,7 +43,7 @@ def compare(
     for version in dict.fromkeys(versions):
         releases.find(version)
     work = [(model, to, root, tuple(reviewed)) for model in models]
-    found = []
+    found: list[ModelUpgrade] = []
     with contextlib.ExitStack() as stack:
         run_all = map
         if jobs > 1 and len(models) > 2:

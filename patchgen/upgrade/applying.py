@@ -34,8 +34,8 @@ PROOF, PROVEN = "verify.json", "proven"
 class MoveResult:
     """What `move` did: the models that are at the new release now, and why the others are not."""
 
-    moved: list[str] = field(default_factory=list)
-    held_back: dict[str, str] = field(default_factory=dict)
+    moved: list[str] = field(default_factory=list[str])
+    held_back: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,9 @@ def _move_one(generated: Generated, context: MoveContext) -> str:
         prove(context.python, staging, context.jobs)
         outcome = "proven"
     proof = json.loads((staging / PROOF).read_text(encoding="utf-8"))
-    before = json.loads((folder / PROOF).read_text(encoding="utf-8")) if (folder / PROOF).is_file() else {}
+    before: dict[str, object] = {}
+    if (folder / PROOF).is_file():
+        before = json.loads((folder / PROOF).read_text(encoding="utf-8"))
     if proof["status"] != PROVEN:
         if proof["status"] != before.get("status"):
             raise PatchgenError(
@@ -198,7 +200,7 @@ def prove_against(model: str, to: str, root: Path, python: Path | None = None) -
         raise PatchgenError(
             f"{model}: {PROOF} beside it proves another text. To fix: prove it with its own release: patchgen verify {model}"
         )
-    listed = set(before["transformers"]) - {version} | ({version} if is_proven else set())
+    listed: set[str] = set(before["transformers"]) - {version} | ({version} if is_proven else set())
     before["transformers"] = sorted(listed, key=_version_key)
     provenance.write_whole({source / PROOF: json.dumps(before, indent=2) + "\n"})
     return is_proven, f"{proof['status']} {proof['reason']}".strip()

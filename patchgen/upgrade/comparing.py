@@ -15,6 +15,7 @@ from patchgen.errors import PassMismatch, PatchgenError, UpstreamNotFound
 from patchgen.model_configs import ModelConfig, config_for
 from patchgen.passes import pass_named
 from patchgen.passes.base import SitePass
+from patchgen.provenance import Record
 from patchgen.upgrade import releases
 from patchgen.upgrade.edits import drift_under_edits
 from patchgen.upgrade.findings import PERSON, REVIEW, SAME, VERDICT_NAMES, ModelUpgrade, Site
@@ -78,7 +79,7 @@ def compare_model(
     config = config or config_for(model)
     generated, refusal = _generated(new, config, record.get("asked", ()))
     texts = Texts(old, new, now, generated.text if generated else "")
-    then = json.loads(generated.provenance) if generated else None
+    then: Record | None = json.loads(generated.provenance) if generated else None
     sites = _drift_of_model(texts, record, then, config)
     sites = _with_edits(sites, list(drift_under_edits(config.edits, record, old, new, reviewed)), texts)
     if refusal is not None:
@@ -94,7 +95,7 @@ def compare_model(
     return ModelUpgrade(model, *versions, verdict, reason, tuple(sites), now, texts.then)
 
 
-def _old_upstream(model: str, record: Mapping) -> tuple[Upstream, Library]:
+def _old_upstream(model: str, record: Record) -> tuple[Upstream, Library]:
     """The file that the committed one was generated from, and its release."""
     version = record["upstream"]["version"]
     if version is not None:
@@ -115,13 +116,13 @@ def _generated(
 # --------------------------------------------------------------------------------------------------- the model's file
 
 
-def _drift_of_model(texts: Texts, record: Mapping, then: Mapping | None, config: ModelConfig) -> list[Site]:
+def _drift_of_model(texts: Texts, record: Record, then: Record | None, config: ModelConfig) -> list[Site]:
     """The symbols of the modeling file that changed, without those that prune drops on both sides."""
     old, new = symbols_of(texts.old.text), symbols_of(texts.new.text)
     edited = {edit.target.partition(".")[0] for edit in config.edits}
     kept_old = set(record["symbols"]) | edited
     kept_new = set(then["symbols"]) | edited if then else kept_old | {name for name in new if name not in old}
-    found = []
+    found: list[Site] = []
     for name in dict.fromkeys((*old, *new)):
         owner = name.partition(".")[0]
         sides = [_kept(side, name, owner, kept) for side, kept in ((old, kept_old), (new, kept_new))]
@@ -142,7 +143,7 @@ def _kept(side: Mapping[str, Symbol], name: str, owner: str, kept: set[str]) -> 
     return symbol if owner in kept or not (is_definition or name != owner) else None
 
 
-def _passes_at(name: str, owner: str, record: Mapping, then: Mapping | None) -> tuple[tuple[str, ...], str]:
+def _passes_at(name: str, owner: str, record: Record, then: Record | None) -> tuple[tuple[str, ...], str]:
     """The passes that have a site in a symbol, or else elsewhere in its class, and the reason to list the symbol."""
     hits = _hits(record) | (_hits(then) if then else {})
     at = [step for step, site in hits if site == name]
@@ -156,9 +157,9 @@ def _passes_at(name: str, owner: str, record: Mapping, then: Mapping | None) -> 
     return (), "copied as upstream wrote it"
 
 
-def _hits(record: Mapping) -> dict[tuple[str, str], str]:
+def _hits(record: Record) -> dict[tuple[str, str], str]:
     """(pass, site) -> what the pass did there, or found upstream doing."""
-    found = {}
+    found: dict[tuple[str, str], str] = {}
     for step in record["passes"]:
         kind = pass_named(step["name"])
         rewrites = kind is not None and issubclass(kind, SitePass)
@@ -170,7 +171,7 @@ def _hits(record: Mapping) -> dict[tuple[str, str], str]:
 def _with_edits(sites: list[Site], edits: list[Site], texts: Texts) -> list[Site]:
     """The sites with those of hand edits: a change under a hand edit is reviewed with the edit."""
     targets = {edit.symbol: edit for edit in edits}
-    found = []
+    found: list[Site] = []
     for site in sites:
         edit = targets.get(site.symbol.partition(".")[0], targets.get(site.symbol))
         if site.symbol in targets or (edit is not None and site.kind == "added"):
@@ -200,10 +201,10 @@ def _refused(error: PatchgenError, sites: list[Site], texts: Texts) -> list[Site
     ]
 
 
-def _changed_hits(record: Mapping, then: Mapping, texts: Texts) -> list[Site]:
+def _changed_hits(record: Record, then: Record, texts: Texts) -> list[Site]:
     """Passes with more, fewer or other hits, and symbols with another reason in the census."""
     old, new = _hits(record), _hits(then)
-    path, found = texts.new.path, []
+    path, found = texts.new.path, list[Site]()
     for step, place in dict.fromkeys((*old, *new)):
         before, after = (side.get((step, place), "nothing") for side in (old, new))
         if before != after:

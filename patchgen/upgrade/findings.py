@@ -58,7 +58,7 @@ class ModelUpgrade:
     generated_now: str = dataclasses.field(default="", repr=False)
     generated_then: str = dataclasses.field(default="", repr=False)
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, object]:
         """As `--json` prints it."""
         texts = ("generated_now", "generated_then")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in texts}
@@ -77,7 +77,7 @@ class Upgrade:
         """The worst verdict of the models; the exit code."""
         return max((model.verdict for model in self.models), default=SAME)
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, object]:
         return {
             "old": self.old,
             "new": self.new,

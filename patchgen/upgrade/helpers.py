@@ -31,7 +31,7 @@ def drift_of_helpers(
     )
     sides = [_symbols(library, found) for library, found in zip((before, after), reached, strict=True)]
     moved = _only_moved(*sides)
-    found = []
+    found: list[Site] = []
 
     def is_same(place: SymbolPlace) -> bool:
         a, b = (_symbol(library, place) for library in (before, after))
@@ -74,7 +74,7 @@ def _only_moved(old: dict[SymbolPlace, Symbol], new: dict[SymbolPlace, Symbol]) 
     for place in new:
         if place not in old:
             added.setdefault(place[1], []).append(place)
-    found = set()
+    found: set[SymbolPlace] = set()
     for place in old:
         for other in added.get(place[1], ()) if place not in new else ():
             if old[place].same_as(new[other]):
@@ -166,7 +166,7 @@ def _rebound(a: File, b: File, before: Library, after: Library) -> Iterator[tupl
 
 def _is_same_elsewhere(old: set[str], new: set[str], before: Library, after: Library) -> bool:
     """Whether the imported symbols are unchanged, but in another file now."""
-    found = []
+    found: list[set[tuple[str, str]]] = []
     for library, names in ((before, old), (after, new)):
         places = [library.locate(name) for name in names]
         symbols = [_symbol(library, (one[0], one[1][0])) if one and one[1] else None for one in places]

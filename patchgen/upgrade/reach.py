@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import FunctionNode
+from patchgen.anatomy.classes import FunctionNode, is_list
 from patchgen.anatomy.names import Names, local_names
 from patchgen.source import bound_names
 from patchgen.upgrade.symbols import Symbol, symbols_of_statements
@@ -191,7 +191,7 @@ class Library:
 
     def members_of(self, path: str, owner: str, attribute: str) -> list[SymbolPlace]:
         """The definition of an attribute in a class, or in the first of its bases that has it."""
-        seen, pending = set(), [(path, owner)]
+        seen, pending = set[SymbolPlace](), [(path, owner)]
         while pending:
             place = pending.pop(0)
             file = self.file(place[0])
@@ -237,7 +237,7 @@ class Library:
 
     def _inherited(self, file: File, owner: str, attribute: str) -> Iterator[SymbolPlace]:
         """The definition of an attribute that a class of the file inherits from another file."""
-        pending, seen = [owner], set()
+        pending, seen = [owner], set[str]()
         while pending:
             name = pending.pop(0)
             if name in seen or f"{name}.{attribute}" in file.symbols:
@@ -290,8 +290,7 @@ def _expressions(node: ast.AST, with_annotations: bool) -> Iterator[ast.expr]:
         for name, value in ast.iter_fields(current):
             if name in ("annotation", "returns") and not with_annotations:
                 continue
-            children = value if isinstance(value, list) else [value]
-            pending += [child for child in children if isinstance(child, ast.AST)]
+            pending += [child for child in (value if is_list(value) else [value]) if isinstance(child, ast.AST)]
 
 
 def _tables_by_class(node: ast.AST) -> Iterator[ast.expr]:
@@ -305,7 +304,7 @@ def _tables_by_class(node: ast.AST) -> Iterator[ast.expr]:
 
 def _self_attributes(node: ast.AST) -> set[str]:
     """The attributes of `self`, `cls` and `super()` that code reads."""
-    found = set()
+    found: set[str] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
             owner = child.value

@@ -6,13 +6,16 @@ import functools
 import re
 import shlex
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patchgen.errors import UpstreamNotFound
 from patchgen.upstream import Release, open_release
 from patchgen.wheels import cached_wheel, installed_version
+
+if TYPE_CHECKING:
+    from patchgen.provenance import Record
 
 PACKAGE = "transformers"
 
@@ -93,7 +96,7 @@ def installed() -> str:
     return open_release().version
 
 
-def user_source(model: str, record: Mapping) -> Path:
+def user_source(model: str, record: Record) -> Path:
     """The file or folder that a model outside any release was generated from, by the command in its record.
 
     Raises:

@@ -188,7 +188,7 @@ MIXED = (
 
 
 def found(code: str):
-    return mixing(ast.parse(code).body, {"x"}, "Head", ANATOMY)
+    return mixing(ast.parse(code).body, {"x": "*."}, "Head", ANATOMY)
 
 
 @pytest.mark.parametrize("code", ALONE)
