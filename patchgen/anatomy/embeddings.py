@@ -1,5 +1,7 @@
 """Which names of a model's forward hold the embeddings of its tokens, and whether it looks up positions that it counts."""
 
+# pyright: reportMatchNotExhaustive=false
+
 from __future__ import annotations
 
 import ast

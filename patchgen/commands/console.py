@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +21,7 @@ def print_diff(lines: Iterable[str], indent: str = "", to: Console = console) ->
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Generator[None, None, None]:
     """Reports an output that cannot be written by its path, as a user's mistake."""
     try:
         yield

@@ -1,5 +1,7 @@
 """Finds operations in generated forwards that make the host wait for the device."""
 
+# pyright: reportMatchNotExhaustive=false
+
 from __future__ import annotations
 
 import ast
