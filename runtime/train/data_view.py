@@ -26,7 +26,7 @@ def view(recipe: Recipe, *, rows: int, evaluation: bool = False) -> Preview:
     data_check.require_data(recipe)
     if recipe.data.kind == "multimodal" and recipe.data.separate_modalities is None:
         recipe = modalities.with_separate_pairs(recipe, preflight.examine(recipe).separate_pairs)
-    config, parts = recipe.eval_data if evaluation else recipe.data, setup.data_parts(recipe)
+    config, parts = recipe.evaluation_data if evaluation else recipe.data, setup.data_parts(recipe)
     assert config is not None, "a recipe without this section was refused"
     loader = build_loader(
         config,

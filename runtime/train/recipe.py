@@ -58,7 +58,7 @@ class Recipe:
         log: what is recorded.
         lora: null, or adapters instead of the whole model.
         teacher: null, or the model that the objective learns from; the keys of `model`.
-        eval_data: null, or what evaluations read.
+        eval_data: null, or what evaluations read; once, unless `epochs` is set.
         inputs: name -> packing rule, for model inputs of a custom processor or transform that have no built-in rule.
         name: of the run; by default that of the recipe's file.
     """
@@ -105,6 +105,13 @@ class Recipe:
             )
         if train.eval_every and self.eval_data is None:
             raise ValueError("train.eval_every is set, but there is no section eval_data to read from.")
+
+    @property
+    def evaluation_data(self) -> DataConfig | None:
+        """`eval_data`, read once unless it says how often: a small set is not weighed by what a second pass begins."""
+        if self.eval_data is None or self.eval_data.epochs is not None:
+            return self.eval_data
+        return dataclasses.replace(self.eval_data, epochs=1)
 
     @property
     def directory(self) -> Path:

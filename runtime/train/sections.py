@@ -190,7 +190,7 @@ class TrainConfig:
         cuda_graph: replay forward and backward as one CUDA graph; for rows so short that launching kernels takes longer than
             running them (4,096 tokens per GPU, say). Needs `data.pad_batches`, and one batch per batch group and step.
         eval_every: steps between evaluations; there is always one at the end of a run. 0: only that one.
-        eval_batches: packed batches of an evaluation over all ranks.
+        eval_batches: most packed batches of an evaluation over all ranks.
         profile_start: first step of the profiler's window.
         profile_steps: its length; 0: no profile. Traces go to `profile/` of the run.
         restarts: how often failed ranks are restarted from the last checkpoint.

@@ -103,8 +103,8 @@ class Trainer:
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
         """Tokenizer, processor and both loaders: errors of the evaluation data should not come after hours."""
         recipe, parts = self.recipe, setup.data_parts(self.recipe)
-        loader = setup.open_loader(recipe.data, parts, self.state)
-        return parts, loader, setup.open_loader(recipe.eval_data, parts, self.state) if recipe.eval_data else None
+        loader, evaluated = setup.open_loader(recipe.data, parts, self.state), recipe.evaluation_data
+        return parts, loader, setup.open_loader(evaluated, parts, self.state) if evaluated else None
 
     # ------------------------------------------------------------------------------------------ the loop
 

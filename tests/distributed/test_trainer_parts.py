@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
@@ -9,6 +10,7 @@ import socket
 import cases_trainer as cases
 import pytest
 import torch
+import transformers
 from rounding import require_rounding
 
 from patchgen.runtime import launch
@@ -19,10 +21,15 @@ FOUR = {"ep": 2, "sp": 2}
 
 
 def test_evaluation_is_the_same_on_any_ranks_and_changes_nothing(trainer_folder, tmp_path, one_rank, four_ranks):
+    """A set that fills one batch is read once, where four batches are allowed."""
     values = cases.recipe_of(trainer_folder, train={"steps": 4, "batches_per_step": 4}, log={"directory": "."})
     plain = {**values, "log": {"directory": str(tmp_path / "plain")}}
     expected = one_rank.run(cases.train, plain)[0][0]
-    evaluated = {**values, "eval_data": {**values["data"], "seed": 7, "epochs": 1}}
+    texts = ["def area(x, y):\n    return x * y", "import ast"]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trainer_folder / "start")
+    num_labels = sum(len(tokenizer(text)["input_ids"]) for text in texts)  # with the end of each, less its first token
+    evaluated = {**values, "eval_data": {**values["data"], "sources": [{"path": str(tmp_path / "few.jsonl")}], "seed": 7}}
     evaluated["train"] = {**values["train"], "eval_every": 2, "eval_batches": 4}
     found = {}
     for name, pool, layout in (("one", one_rank, {}), ("four", four_ranks, FOUR)):
@@ -33,7 +40,7 @@ def test_evaluation_is_the_same_on_any_ranks_and_changes_nothing(trainer_folder,
         assert evaluations[1].loss < evaluations[0].loss
         found[name] = evaluations
     require_rounding([one.loss for one in found["four"]], [one.loss for one in found["one"]])
-    assert [one.labels for one in found["four"]] == [one.labels for one in found["one"]]
+    assert {one.labels for evaluations in found.values() for one in evaluations} == {num_labels}
 
 
 def test_sources_are_told_apart_on_any_ranks_as_plain_transformers_has_them(
