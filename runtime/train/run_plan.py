@@ -56,6 +56,15 @@ def require_valid(recipe: Recipe, world: int) -> None:
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)
     run_lock.require_writable(recipe.directory)
+    for field, is_set, size in (
+        ("head_groups", recipe.parallel.head_groups > 1, "sp"),
+        ("expert_capacity", recipe.parallel.expert_capacity is not None, "ep"),
+    ):
+        if is_set and getattr(layout, size) == 1:
+            raise RecipeError(
+                f"parallel.{field} is set, but parallel.{size} is 1: it would have no effect. To fix: remove it, or set "
+                f"parallel.{size}."
+            )
     if recipe.parallel.expert_exchange == "peer_memory" and recipe.parallel.expert_capacity is not None:
         raise RecipeError(
             "parallel.expert_capacity bounds the rows of an all-to-all: remove it, or parallel.expert_exchange = "
