@@ -92,7 +92,7 @@ def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) 
 
 
 @contextlib.contextmanager
-def cache_lock(file: Path) -> Iterator[None]:
+def cache_lock(file: Path) -> Iterator[FileLock]:
     """Locks a file in the cache folder, which is created if needed.
 
     Raises:
@@ -106,8 +106,10 @@ def cache_lock(file: Path) -> Iterator[None]:
         raise DataError(
             f"The cache folder {file.parent} cannot be written: {error}. To fix: name another data.cache_dir."
         ) from error
-    with lock:
-        yield
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 def _array(file: Path) -> np.ndarray:

@@ -147,7 +147,8 @@ def _with_overrides(
     for name, value in overrides.items():
         inner, own_name = getattr(config, name, None), config.attribute_map.get(name, name)
         if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
-            value = _with_overrides(inner, value, given.get(own_name) or {})
+            flat = {field: given[field] for field in inner.to_dict().keys() & given.keys() - {"model_type"}}
+            value = _with_overrides(inner, value, given.get(own_name) or flat)  # old files have its fields beside it
         replaced[own_name] = value
     return config.to_dict() | _derived(config, replaced, given) | replaced
 
@@ -160,7 +161,7 @@ def _derived(config: PreTrainedConfig, replaced: Mapping[str, Any], given: Mappi
         name: value
         for name, value in after.items()
         # A config that contains this one may have filled in other values, which stay.
-        if name not in given and value != before.get(name) and before.get(name) == values.get(name)
+        if given.get(name) is None and value != before.get(name) and before.get(name) == values.get(name)
     }
 
 

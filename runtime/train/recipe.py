@@ -181,10 +181,26 @@ def _parse(key: str, text: str) -> Any:
 def from_dict(values: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
     """The recipe from nested dicts, as `to_dict` returns them."""
     try:
-        return TypeAdapter(Recipe).validate_python(values)
+        recipe = TypeAdapter(Recipe).validate_python(values)
     except ValidationError as error:
         problems = [_explain(problem) for problem in error.errors()]
         raise RecipeError("\n  ".join([f"{where} has {len(problems)} problem(s):", *problems])) from error
+    if problems := list(_truth_as_numbers(values, recipe)):
+        raise RecipeError("\n  ".join([f"{where} has {len(problems)} problem(s):", *problems]))
+    return recipe
+
+
+def _truth_as_numbers(value: Any, read: Any, path: str = "") -> Iterator[str]:
+    """The keys with `true` or `false` where a number is expected: pydantic takes them as 1 and 0."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            inner_read = read.get(key) if isinstance(read, Mapping) else getattr(read, key)
+            yield from _truth_as_numbers(inner, inner_read, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for index, pair in enumerate(zip(value, read, strict=True)):
+            yield from _truth_as_numbers(*pair, f"{path}.{index}")
+    elif isinstance(value, bool) and isinstance(read, int | float) and not isinstance(read, bool):
+        yield f"{path}: input should be a valid number, not {value}."
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, str]:

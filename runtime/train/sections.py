@@ -9,8 +9,8 @@ from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
-Count = Annotated[int, Field(ge=1, strict=True)]  # strict: not true, which would be 1
-CountOrZero = Annotated[int, Field(ge=0, strict=True)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -29,7 +29,10 @@ def test_evaluation_is_the_same_on_any_ranks_and_changes_nothing(trainer_folder,
     (tmp_path / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     tokenizer = transformers.AutoTokenizer.from_pretrained(trainer_folder / "start")
     num_labels = sum(len(tokenizer(text)["input_ids"]) for text in texts)  # with the end of each, less its first token
-    evaluated = {**values, "eval_data": {**values["data"], "sources": [{"path": str(tmp_path / "few.jsonl")}], "seed": 7}}
+    evaluated = {
+        **values,
+        "eval_data": {**values["data"], "sources": [{"path": str(tmp_path / "few.jsonl")}], "seed": 7},
+    }
     evaluated["train"] = {**values["train"], "eval_every": 2, "eval_batches": 4}
     found = {}
     for name, pool, layout in (("one", one_rank, {}), ("four", four_ranks, FOUR)):

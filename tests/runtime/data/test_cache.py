@@ -12,7 +12,7 @@ import pytest
 from corpora import make_corpus, make_loaders
 
 from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader, train_tokenizer
-from patchgen.runtime.data.cache import open_cache
+from patchgen.runtime.data.cache import cache_lock, open_cache
 from patchgen.runtime.data.encoders import make_encoder
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.transform import mappers_of
@@ -213,6 +213,9 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path):
         build_loader(config, tokenizer=tokenizer, batch_index=0, num_batches=1)
     with pytest.raises(DataError, match="cache folder .*file/cache cannot be written.* data.cache_dir"):
         train_tokenizer(config, vocab_size=300)
+    with cache_lock(tmp_path / "lock") as lock:
+        assert lock.is_locked
+    assert not lock.is_locked
 
 
 def test_a_loader_needs_a_tokenizer_and_its_place_among_the_ranks(tmp_path):

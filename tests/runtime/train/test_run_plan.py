@@ -129,6 +129,13 @@ def test_fields_that_the_config_class_fills_in_follow_the_overrides(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(given))
     config = model.read_config(ModelConfig(source=str(tmp_path), overrides=sizes))
     assert (len(config.layer_types), config.head_dim) == (2, 32)
+    (tmp_path / "config.json").write_text(json.dumps({**given, "layer_types": None, "num_key_value_heads": None}))
+    config = model.read_config(ModelConfig(source=str(tmp_path), overrides=sizes))
+    assert (len(config.layer_types), config.num_key_value_heads) == (2, 4)
+    flat = {"model_type": "qwen2_vl", "num_hidden_layers": 28, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    config = model.read_config(ModelConfig(source=str(tmp_path), overrides={"text_config": {"num_hidden_layers": 2}}))
+    assert (len(config.text_config.layer_types), config.text_config.hidden_size) == (2, 64)
     (tmp_path / "config.json").write_text(json.dumps({**given, "layer_types": ["full_attention"] * 28}))
     with pytest.raises(RecipeError, match=r"layer_types` \(28\). To fix: override the fields that depend on them"):
         model.read_config(ModelConfig(source=str(tmp_path), overrides=sizes))
