@@ -129,7 +129,7 @@ def _text(config: Any, vocab_size: int, length: int, generator: torch.Generator)
 def _count(output: Any, width: int) -> int:
     """The rows of features."""
     found = getattr(output, "pooler_output", None)
-    tensors = minimal_media._tensors(found) if found is not None else minimal_media.feature_tensors(output)
+    tensors = minimal_media.feature_tensors(output if found is None else found)
     return sum(one.numel() for one in tensors) // width
 
 
