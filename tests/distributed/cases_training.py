@@ -214,7 +214,7 @@ def what_slices_would_hide_is_refused() -> None:
 def what_mixes_features_of_images_is_refused() -> None:
     """Features from which a rank subtracts the mean of its own, added between two layers: text alone does not show it."""
     reference, state = reference_model("qwen3_vl", "Qwen3VLForConditionalGeneration"), cases_sequence.state_of(sp=2)
-    model = reference.generated()
+    model = sharding.shard_model(reference.generated(), state)
     decoder = model.model.language_model
     adds = decoder._deepstack_process
 
