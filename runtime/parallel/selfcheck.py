@@ -1,7 +1,15 @@
-"""Checks at start-up that a model computes the same on slices of a sequence as on the full sequence: one small forward.
+"""Checks at start-up that a model computes the same on slices of a sequence as on the full sequence: a few small forwards.
 
 A layer that mixes tokens by other means than the attention, convolutions, recurrences and scans that `ops` handles
 (positions derived from token ids, hand-written attention) runs on a slice without an error, and trains wrongly.
+
+Logits hide a small difference inside: what the last layers add, and what a head multiplies. So the decoder's layers are
+compared one by one, each with what it adds to its input, and each gets the input of the full sequence:
+
+    full sequence    layer 1 -> x1 -> layer 2 -> x2 -> ... -> logits
+    slices           layer 1 -> y1    x1 -> layer 2 -> y2    x2 -> ... -> logits        y1 with x1, y2 with x2, ...
+
+So a difference belongs to one layer, and rounding does not accumulate.
 """
 
 from __future__ import annotations
@@ -16,8 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime import parallel
+from patchgen.runtime.parallel import slice_media
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.parallel.slice_layers import Layers
 from patchgen.runtime.parallel.state import ParallelState
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -28,7 +38,7 @@ HALF_PRECISION_TOLERANCE = 5e-2
 def require_sliceable(
     model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int = 11, packed: bool = True
 ) -> float:
-    """Compares logits `(1, S, V)` of random tokens, computed in slices, with those of the full sequence.
+    """Compares logits `(1, S, V)` and hidden states of random tokens, computed in slices, with those of the full sequence.
 
     Args:
         model: a causal language model, after `shard_model` and with its weights. Every rank must call this.
@@ -37,13 +47,14 @@ def require_sliceable(
         packed: also compare a packed batch whose documents end where slices end: there position ids do not restart within
             a slice, so logits are right only if every attention gets the document lengths.
 
-    A model in training mode is compared in that mode as well, unless its logits are random there (dropout).
+    Rows with a small image, video and sound are compared as well if the model takes them (`slice_media.py`), with a warning
+    if no such row is known. A model in training mode is compared in that mode as well, unless its logits are random there.
 
     Returns:
         The largest relative difference over all ranks; 0 without sequence parallelism.
 
     Raises:
-        ValueError: the logits differ by more than rounding.
+        ValueError: they differ by more than rounding.
     """
     if state.sp == 1:
         return 0.0
@@ -57,6 +68,11 @@ def require_sliceable(
         batch = {"input_ids": ids, "position_ids": positions}
         suspicion = "(a packed batch) Some layer does not pass cu_seq_lens_q to its attention"
         worst = max(worst, _require_equal_logits(model, state, batch, suspicion))
+    for kind, row in slice_media.rows(model, state, vocab_size=vocab_size, tokens_per_rank=tokens_per_rank):
+        suspicion = (
+            f"(a row with {kind}) Some layer, or what the features pass through, mixes tokens without attention"
+        )
+        worst = max(worst, _require_equal_logits(model, state, row, suspicion))
     if was_training:
         model.train()
         suspicion = "(in training mode) Some layer mixes tokens without attention"
@@ -94,22 +110,31 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
 
     # All ranks of a group compute the full sequence; experts stay sharded.
     config = replace(state.config, dp_shard=state.config.num_shards, sp=1)
-    full = logits(1, 0, replace(state, config=config))
+    layers = Layers(model, state)
+    with layers.recorded(batch["input_ids"].shape[1]):
+        full = logits(1, 0, replace(state, config=config))
     if model.training:
         again = (logits(1, 0, replace(state, config=config)) != full).any().float()
         if all_reduce(again, op=dist.ReduceOp.MAX, operation="compare two forwards in training mode"):
             return 0.0
-    sliced = logits(state.sp, state.sp_rank, state)
+    with layers.compared():
+        sliced = logits(state.sp, state.sp_rank, state)
     expected = full.chunk(state.sp, dim=1)[state.sp_rank]
     difference = (sliced - expected).float().abs().max() / full.float().abs().max().clamp(min=1e-12)
     difference = difference.nan_to_num(nan=float("inf"))  # a MAX reduction may lose a NaN of one rank
-    worst = float(all_reduce(difference, op=dist.ReduceOp.MAX, operation="compare slices with the full sequence"))
+    found = torch.stack([difference, difference.new_tensor(layers.worst)])
+    found = all_reduce(found, op=dist.ReduceOp.MAX, operation="compare slices with the full sequence")
+    worst, worst_state = found.tolist()
     tolerance = TOLERANCE.get(sliced.dtype, HALF_PRECISION_TOLERANCE)
-    if not worst <= tolerance:
-        name = type(model).__name__.removeprefix("FSDP")
-        raise ValueError(
-            f"{name} computes other logits on slices of a sequence (sp={state.sp}) than on the full sequence: they differ by "
-            f"{worst:.1e} of the largest, more than {tolerance:.0e}. {suspicion}, or attends without transformers' attention "
-            "interface. To fix: train it with sp=1, or generate it with the pass for its mixer."
-        )
-    return worst
+    if worst <= tolerance and worst_state <= 1:
+        return worst
+    name = type(model).__name__.removeprefix("FSDP")
+    differing, by = "logits", f"{worst:.1e} of the largest, more than {tolerance:.0e}"
+    if worst <= tolerance:
+        differing, by = "hidden states", f"{worst_state:.1e} times the largest difference that rounding explains"
+    where = f" (hidden states first in {layers.first})" if layers.first else ""
+    raise ValueError(
+        f"{name} computes other {differing} on slices of a sequence (sp={state.sp}) than on the full sequence: they differ by "
+        f"{by}{where}. {suspicion}, or attends without transformers' attention interface. To fix: train it "
+        "with sp=1, or generate it with the pass for its mixer."
+    )

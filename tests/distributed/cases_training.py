@@ -18,6 +18,7 @@ from patchgen.runtime import attention, ops, parallel, seams
 from patchgen.runtime.parallel import checkpointing, gradients, loss, report, sharding, watch
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.selfcheck import require_sliceable
+from patchgen.runtime.verify.reference_model import reference_model
 
 
 def _model(name: str = "qwen3_moe", **layout):
@@ -166,30 +167,14 @@ def stalled_exchange_is_reported() -> str:
     return messages[0] if messages else ""
 
 
-def sliceable_models_pass_and_others_are_refused() -> float:
-    from transformers import MambaConfig, MambaForCausalLM
-
+def a_sliceable_model_passes() -> float:
     model, state = _model("qwen3_next", sp=2, ep=2)
-    worst = require_sliceable(model, state, vocab_size=cases_models.VOCABULARY)
-    torch.manual_seed(0)
-    config = MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, state_size=4, use_cache=False)
-    scan = MambaForCausalLM._from_config(config)
-    with torch.no_grad():
-        for parameter in scan.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.1)
-    state = cases_sequence.state_of(sp=2)
-    sharding.shard_model(scan, state)
-    try:
-        require_sliceable(scan, state, vocab_size=61)
-    except ValueError as error:
-        assert "MambaForCausalLM computes other logits on slices of a sequence (sp=2)" in str(error), error
-        return worst
-    raise AssertionError("a state-space scan over slices was accepted")
+    return require_sliceable(model, state, vocab_size=cases_models.VOCABULARY)
 
 
 def what_slices_would_hide_is_refused() -> None:
-    """Tokens that are mixed in training alone, and factors that repeat every few tokens; random logits are not compared,
-    and buffers keep their values."""
+    """Tokens that are mixed in training alone, factors that repeat every few tokens, and mixing too weak for the logits to
+    show; random logits are not compared, and buffers keep their values."""
     model, state = _model("llama", sp=2)
     norm, check = (
         model.model.norm,
@@ -209,17 +194,41 @@ def what_slices_would_hide_is_refused() -> None:
     def repeats(module, _, out):
         return out * (1 + torch.arange(out.shape[1]) % 4)[:, None]
 
-    for hook, message in (
-        (counts, ""),
-        (drops, ""),
-        (rolls, "in training mode"),
-        (repeats, "other logits on slices"),
+    def divides(module, _, out):
+        return out / (1 + 1e-3 * out.std())
+
+    for module, hook, message in (
+        (norm, counts, ""),
+        (norm, drops, ""),
+        (norm, rolls, "in training mode"),
+        (norm, repeats, r"LlamaForCausalLM computes other logits on slices of a sequence \(sp=2\)"),
+        (model.model.layers[1].mlp, divides, r"other hidden states on slices .* first in model\.layers\.1\.mlp"),
     ):
-        handle = norm.register_forward_hook(hook)
+        handle = module.register_forward_hook(hook)
         with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
             check(packed=False)
         handle.remove()
     assert norm.seen == 2  # of the forwards in eval mode
+
+
+def what_mixes_features_of_images_is_refused() -> None:
+    """Features from which a rank subtracts the mean of its own, added between two layers: text alone does not show it."""
+    reference, state = reference_model("qwen3_vl", "Qwen3VLForConditionalGeneration"), cases_sequence.state_of(sp=2)
+    model = sharding.shard_model(reference.generated(), state)
+    decoder = model.model.language_model
+    adds = decoder._deepstack_process
+
+    def centres(hidden, mask, features):
+        return adds(hidden, mask, features - features.mean(0))
+
+    check = functools.partial(require_sliceable, model, state, vocab_size=decoder.config.vocab_size, packed=False)
+    with seams.using(**reference.seams):
+        check()
+        decoder._deepstack_process = centres
+        with pytest.raises(
+            ValueError, match=r"first in the input of model\.language_model\.layers\.1\).*\(a row with image\)"
+        ):
+            check()
 
 
 def a_parameter_without_a_dimension_is_named() -> None:
