@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime import parallel
+from patchgen.runtime.checkpoint import random_state
 from patchgen.runtime.parallel import slice_media
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
@@ -48,7 +49,7 @@ def require_sliceable(
             a slice, so logits are right only if every attention gets the document lengths.
 
     Rows with a small image, video and sound are compared as well if the model takes them (`slice_media.py`), with a warning
-    if no such row is known. A model in training mode is compared in that mode as well, unless its logits are random there.
+    if no such row is known. A model in training mode is compared in that mode as well, unless it draws random numbers there.
 
     Returns:
         The largest relative difference over all ranks; 0 without sequence parallelism.
@@ -76,7 +77,7 @@ def require_sliceable(
     if was_training:
         model.train()
         suspicion = "(in training mode) Some layer mixes tokens without attention"
-        with _state_restored(model, state.data_mesh.device_type):
+        with _state_restored(model):
             worst = max(worst, _require_equal_logits(model, state, {"input_ids": ids}, suspicion))
     if isinstance(model, FSDPModule):
         # The root stays gathered after a forward without backward; an optimizer created next must see the shards.
@@ -85,16 +86,28 @@ def require_sliceable(
 
 
 @contextlib.contextmanager
-def _state_restored(model: nn.Module, device: str) -> Iterator[None]:
+def _state_restored(model: nn.Module) -> Iterator[None]:
     """Restores buffers and random states after the block: a forward in training mode may count, or drop at random."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    random_states = random_state.capture()
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     try:
-        with torch.random.fork_rng([torch.cuda.current_device()] if device == "cuda" else []):
-            yield
+        yield
     finally:
-        for name, buffer in model.named_buffers():
-            if name in before:
-                buffer.copy_(before[name])
+        random_state.restore(random_states)
+        for module, name, buffer, before in buffers:
+            module._buffers[name] = buffer
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
+
+
+def _draws() -> Tensor:
+    """The states of torch's random number generators: what is drawn moves them."""
+    state = torch.get_rng_state()
+    return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
 
 
 def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[str, Tensor], suspicion: str) -> float:
@@ -111,11 +124,12 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
     # All ranks of a group compute the full sequence; experts stay sharded.
     config = replace(state.config, dp_shard=state.config.num_shards, sp=1)
     layers = Layers(model, state)
+    draws = _draws()
     with layers.recorded(batch["input_ids"].shape[1]):
         full = logits(1, 0, replace(state, config=config))
     if model.training:
-        again = (logits(1, 0, replace(state, config=config)) != full).any().float()
-        if all_reduce(again, op=dist.ReduceOp.MAX, operation="compare two forwards in training mode"):
+        is_random = torch.tensor(float(not torch.equal(draws, _draws())), device=device)
+        if all_reduce(is_random, op=dist.ReduceOp.MAX, operation="compare random states around a forward"):
             return 0.0
     with layers.compared():
         sliced = logits(state.sp, state.sp_rank, state)

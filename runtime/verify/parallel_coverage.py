@@ -3,10 +3,10 @@
     patchgen sweep --sp 2                                   # every causal type, into docs/coverage.md
     patchgen sweep --family media --ep 2                    # every type that takes images, video or audio
 
-Each type is generated, built small, and trained one step on gloo ranks; loss and every gathered gradient are compared with
-upstream's own class in one process. A packed batch follows, compared with its documents one by one. Attention, seams and
-documents in separate rows are as a run chooses them, and the router loss is on. With media, every batch that upstream takes
-is compared (`media_ranks.py`).
+Each type is generated, built small, and trained one step on gloo ranks, after the check of slices with which a run starts;
+loss and every gathered gradient are compared with upstream's own class in one process. A packed batch follows, compared with
+its documents one by one. Attention, seams and documents in separate rows are as a run chooses them, and the router loss is
+on. With media, every batch that upstream takes is compared (`media_ranks.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from patchgen.runtime import registry
+from patchgen.runtime import parallel, registry, seams
 from patchgen.runtime.document_rows import Separated
-from patchgen.runtime.parallel import sharding
+from patchgen.runtime.parallel import selfcheck, sharding
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.registry import GeneratedModel
 from patchgen.runtime.verify import media_ranks
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
@@ -87,6 +89,8 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
         return row | {"applies": False, "seconds": time.perf_counter() - started}
     if sp > 1 and (refusal := encoder_decoder_refusal(generated, sp)):
         return row | {"reason": refusal, "seconds": time.perf_counter() - started}
+    if refusal := start_refusal(model, head, state, separates):
+        return row | {"reason": refusal, "seconds": time.perf_counter() - started}
     if takes_media:
         found = media_ranks.compare_all_cases(Path(file).parent, head, sp=sp, ep=ep, separates=separates)
         return row | found | {"seconds": time.perf_counter() - started}
@@ -112,6 +116,22 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
             row["reason"] = prefix + found["reason"]
             break
     return row | {"seconds": time.perf_counter() - started}
+
+
+def start_refusal(model: GeneratedModel, head: str, state: ParallelState, separates: Separated) -> str:
+    """Why a run with these ranks would be refused at its start, by its check of slices; "" if it would not."""
+    if state.sp == 1:
+        return ""
+    reference = ReferenceModel(model, head)
+    reference.separates = separates
+    ours = reference.generated()
+    sharding.shard_model(ours, state)
+    try:
+        with parallel.using(state), seams.using(**reference.seams):
+            selfcheck.require_sliceable(ours, state, vocab_size=ours.config.get_text_config().vocab_size)
+    except ValueError as error:
+        return f"refused at the start of a run: {error}"
+    return ""
 
 
 def _documents(inputs: dict) -> tuple[list[dict[str, Tensor]], list[int]]:
