@@ -49,13 +49,12 @@ def _is_projection(anatomy: Anatomy, owner: str, attribute: str) -> bool:
     return any(_is_to_vocabulary(anatomy, owner, value) for value in values if isinstance(value, ast.expr))
 
 
-def _is_to_vocabulary(anatomy: Anatomy, owner: str, value: ast.expr) -> bool:
+def _is_to_vocabulary(anatomy: Anatomy, owner: str, value: ast.expr, seen: frozenset[ast.AST] = frozenset()) -> bool:
     for of, module in origins(anatomy, owner, value):
-        if not isinstance(module, ast.Call):
+        if not isinstance(module, ast.Call) or module in seen:
             continue
         if anatomy.is_a(module, "torch.nn.Sequential"):
-            last = module.args[-1] if module.args else None
-            if last is not None and last is not value and _is_to_vocabulary(anatomy, of, last):
+            if any(_is_to_vocabulary(anatomy, of, last, seen | {module}) for last in module.args[-1:]):
                 return True
         elif anatomy.is_a(module, LINEAR):
             rows = arguments(module, ("in_features", "out_features")).get("out_features", module)
@@ -66,15 +65,14 @@ def _is_to_vocabulary(anatomy: Anatomy, owner: str, value: ast.expr) -> bool:
 
 def _counts_words(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
     """Whether a size is computed from a config's `vocab_size`, through whatever names, attributes and operations."""
-    match size:
-        case ast.Attribute(_, name) if name == SIZE and not own_attribute(size):
-            return True
-        case ast.Call(function, [_, ast.Constant(name), *_]) if name == SIZE:
-            return anatomy.names.resolve(function) == "builtins.getattr"
     if size in seen:
         return False
+    parts = [(owner, child) for child in ast.iter_child_nodes(size)]
     if isinstance(size, ast.Name | ast.Attribute):
         parts = [(of, origin) for of, origin in origins(anatomy, owner, size) if origin is not size]
-    else:
-        parts = [(owner, child) for child in ast.iter_child_nodes(size)]
+    match size:
+        case ast.Attribute(_, name) if name == SIZE and not (parts and own_attribute(size)):
+            return True  # of a config, or of the model where nothing else is known of it
+        case ast.Call(function, [_, ast.Constant(name), *_]) if name == SIZE:
+            return anatomy.names.resolve(function) == "builtins.getattr"
     return any(_counts_words(anatomy, of, part, seen | {size}) for of, part in parts)
