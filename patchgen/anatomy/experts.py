@@ -20,10 +20,12 @@ from patchgen.anatomy.tokenwise import mixing_member
 from patchgen.errors import Missed
 
 # Members of torch modules that give access to parameters or submodules without naming one.
+# fmt: off
 MODULE_CONTENTS = {
-    *["parameters", "named_parameters", "get_parameter", "_parameters", "state_dict", "get_submodule"],
-    *["modules", "named_modules", "children", "named_children", "_modules"],
+    "parameters", "named_parameters", "get_parameter", "_parameters", "state_dict", "get_submodule",
+    "modules", "named_modules", "children", "named_children", "_modules",
 }
+# fmt: on
 
 
 @dataclass(frozen=True)

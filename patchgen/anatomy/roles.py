@@ -17,7 +17,6 @@ from patchgen.anatomy.classes import (
     Build,
     ClassInfo,
     FunctionNode,
-    arguments,
     calls,
     dotted,
     own_attribute,
@@ -25,9 +24,8 @@ from patchgen.anatomy.classes import (
     walk,
 )
 from patchgen.anatomy.flow import Attention, Embedder, Rotary
-from patchgen.anatomy.known import is_of_config
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.origins import origins
+from patchgen.anatomy.vocabulary import attributes_read, uses_projection
 
 if TYPE_CHECKING:
     from patchgen.anatomy.graph import Anatomy
@@ -63,7 +61,10 @@ LIST, PARAMETER, LINEAR = "torch.nn.ModuleList", "torch.nn.Parameter", "torch.nn
 HAND_WRITTEN = "hand-written softmax(q k) v"  # attention that no setting of the model chooses
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # transformers'
 TORCH_ATTENTION = {
-    *["scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention", "MultiheadAttention"]
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "flex_attention",
+    "MultiheadAttention",
 }
 CONV1D = ("torch.nn.functional.conv1d", "torch.conv1d")
 DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
@@ -286,20 +287,10 @@ def _head(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | Non
         return None
     if anatomy.inherits(info.name, "GenerationMixin"):
         return "generates and takes labels"
-    called = {name for call in calls(forward) if (name := own_attribute(call.func))}
     computes_loss = anatomy.names.operations(forward) & {"CrossEntropyLoss", "cross_entropy"}
-    computes_loss |= called & {"loss_function"}  # transformers'
-    is_head = computes_loss and any(_is_to_vocabulary(anatomy, info.name, name) for name in called)
+    computes_loss |= attributes_read(forward) & {"loss_function"}  # transformers'
+    is_head = computes_loss and uses_projection(anatomy, info.name, forward)
     return "projects to the vocabulary and computes a loss" if is_head else None
-
-
-def _is_to_vocabulary(anatomy: Anatomy, owner: str, attribute: str) -> bool:
-    """Whether `self.<attribute>` is a linear layer of as many rows as a config has `vocab_size`, transformers' name for it."""
-    held = anatomy.held(owner, attribute)
-    layers = [value for value in held if isinstance(value, ast.Call) and anatomy.is_a(value, LINEAR)]
-    rows = [arguments(layer, ("in_features", "out_features")).get("out_features") for layer in layers]
-    sizes = (size for row in rows if row is not None for _, size in origins(anatomy, owner, row))
-    return any(is_of_config(size) and ast.unparse(size).endswith(".vocab_size") for size in sizes)
 
 
 def own_methods(info: ClassInfo, forward: FunctionNode) -> dict[str, FunctionNode]:

@@ -347,8 +347,8 @@ class RowReader:
         others = [*args[1:], *named.values()]
         if isinstance(found, Size) and self._are_sizes(others):
             return Size("~")
-        is_known = name != "layer_norm" or axes.last_axis(found) != "r"
-        is_known = is_known and (name != "layer_norm" or is_one_size(self._anatomy, self._owner, args[1:2], named))
+        norm = (self._anatomy, self._owner, args[1:2], named)
+        is_known = name != "layer_norm" or (axes.last_axis(found) != "r" and is_one_size(*norm))
         if is_known and known.is_pointwise(name, args, named):
             return joined([self.value(arg) for arg in (*args, *named.values())], call)
         if name == "cat":

@@ -1,0 +1,78 @@
+"""Whether the forward of a model uses a projection to its vocabulary."""
+
+# pyright: reportMatchNotExhaustive=false
+from __future__ import annotations
+
+import ast
+
+from patchgen.anatomy.classes import FunctionNode, arguments, own_attribute, walk
+from patchgen.anatomy.flow import LINEAR
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.origins import origins
+
+SIZE = "vocab_size"  # what every config of transformers calls the number of words
+GETTER = "get_output_embeddings"  # transformers' method of every model
+
+
+def uses_projection(anatomy: Anatomy, owner: str, forward: FunctionNode) -> bool:
+    """Whether a forward, or a method of the class that it uses, uses a linear layer of as many rows as there are words.
+
+    Any use counts, not only a call: what is done with the layer is for the passes to read, and to refuse.
+    """
+    code = [forward]
+    used: set[str] = set()
+    for function in code:  # it grows meanwhile
+        read = attributes_read(function)
+        methods = (anatomy.method(owner, name) for name in sorted(read - used))
+        code += [found[1] for found in methods if found is not None]
+        used |= read
+    everything = {name for info in anatomy.lineage(owner) for name in info.attributes}
+    hands_on_self = GETTER in used or any(map(_hands_on_self, code))
+    return any(_is_projection(anatomy, owner, name) for name in sorted(everything if hands_on_self else used))
+
+
+def attributes_read(code: ast.AST) -> set[str]:
+    """The attributes of `self` that code reads, for calls or otherwise."""
+    nodes = (node for node in walk(code) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
+    return {name for node in nodes if (name := own_attribute(node))}
+
+
+def _hands_on_self(code: ast.AST) -> bool:
+    """Whether code uses `self` itself, `getattr(self, name)` for example, so that it may use any attribute."""
+    of_attributes = {id(node.value) for node in walk(code) if isinstance(node, ast.Attribute)}
+    return any(isinstance(n, ast.Name) and n.id == "self" and id(n) not in of_attributes for n in walk(code))
+
+
+def _is_projection(anatomy: Anatomy, owner: str, attribute: str) -> bool:
+    """Whether `self.<attribute>` may be a linear layer to the vocabulary, or a sequence of modules that ends in one."""
+    values = anatomy.held(owner, attribute) or [anatomy.attribute(owner, attribute)]  # set by other code as well
+    return any(_is_to_vocabulary(anatomy, owner, value) for value in values if isinstance(value, ast.expr))
+
+
+def _is_to_vocabulary(anatomy: Anatomy, owner: str, value: ast.expr, seen: frozenset[ast.AST] = frozenset()) -> bool:
+    for of, module in origins(anatomy, owner, value):
+        if not isinstance(module, ast.Call) or module in seen:
+            continue
+        if anatomy.is_a(module, "torch.nn.Sequential"):
+            if any(_is_to_vocabulary(anatomy, of, last, seen | {module}) for last in module.args[-1:]):
+                return True
+        elif anatomy.is_a(module, LINEAR):
+            rows = arguments(module, ("in_features", "out_features")).get("out_features", module)
+            if _counts_words(anatomy, of, rows):
+                return True
+    return False
+
+
+def _counts_words(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
+    """Whether a size is computed from a config's `vocab_size`, through whatever names, attributes and operations."""
+    if size in seen:
+        return False
+    parts = [(owner, child) for child in ast.iter_child_nodes(size)]
+    if isinstance(size, ast.Name | ast.Attribute):
+        parts = [(of, origin) for of, origin in origins(anatomy, owner, size) if origin is not size]
+    match size:
+        case ast.Attribute(_, name) if name == SIZE and not (parts and own_attribute(size)):
+            return True  # of a config, or of the model where nothing else is known of it
+        case ast.Call(function, [_, ast.Constant(name), *_]) if name == SIZE:
+            return anatomy.names.resolve(function) == "builtins.getattr"
+    return any(_counts_words(anatomy, of, part, seen | {size}) for of, part in parts)
