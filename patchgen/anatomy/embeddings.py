@@ -7,14 +7,28 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, own_attribute, parameter_names, stored, walk
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    arguments,
+    base_name,
+    calls,
+    is_in_place,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored,
+    targets,
+    walk,
+)
 from patchgen.anatomy.flow import LINEAR, NONE, Flow, Marks
-from patchgen.anatomy.known import POINTWISE
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.known import POINTWISE, buffers
 
 TABLE = "torch.nn.Embedding"
 GETTER = "get_input_embeddings"  # transformers' method of every model
 COUNTS = {"arange", "cumsum"}
-KEEPS_SHAPE = POINTWISE | {"masked_scatter", "dropout"}
+OTHER_CONTENT = {"zeros_like", "ones_like", "full_like", "detach"}  # nothing that enters it reaches the layers
+KEEPS_SHAPE = POINTWISE - OTHER_CONTENT | {"masked_scatter", "dropout"}
 
 
 class Embeddings(Flow):
@@ -49,7 +63,12 @@ class Embeddings(Flow):
         match node:
             case ast.Subscript():
                 return super().value(node) & {self.IDS}
-            case ast.Compare() | ast.Attribute():
+            case ast.Compare() | ast.Attribute() | ast.Lambda():
+                return NONE
+            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                return NONE
+            case ast.Dict() | ast.List() | ast.Set() | ast.Tuple():  # no tensor, whatever it holds
+                super().value(node)
                 return NONE
             case ast.Call(function, args, keywords):
                 given = NONE.union(*map(self.value, (*args, *(keyword.value for keyword in keywords))))
@@ -58,6 +77,14 @@ class Embeddings(Flow):
                 if (self.anatomy.names.resolve(function) or "").startswith(("transformers.", "builtins.")):
                     return NONE
         return super().value(node)
+
+    def returned(self, value: ast.expr) -> Marks:
+        return NONE.union(*map(self.value, value.elts if isinstance(value, ast.Tuple) else [value]))
+
+    def _loop(self, loop: ast.For | ast.While) -> Marks:
+        if isinstance(loop, ast.For):  # over the first dimension, so that each is of another shape
+            self._bind(loop.target, self.value(loop.iter) & {self.IDS})
+        return self._branches(loop.body * 2, [])
 
     def _is_table(self, function: ast.expr) -> bool:
         """Whether a call looks up ids: in a table, in a module of this file that has one, or in that of a model."""
@@ -91,6 +118,19 @@ class Counts(Flow):
     COUNTED = "counted"
     found = False
 
+    def __init__(self, anatomy: Anatomy, owner: str, running: tuple[FunctionNode, ...] = ()) -> None:
+        super().__init__(anatomy, owner, running)
+        self.kept: dict[str, Marks] = {}  # attribute -> the marks of what the methods that ran keep in it
+
+    def attribute(self, name: str) -> Marks:
+        if name not in buffers(self.anatomy, self.owner):
+            return NONE
+        maker = Counts(self.anatomy, self.owner, self._running)
+        for info in reversed([*self.anatomy.lineage(self.owner)]):  # what a class keeps itself is kept last
+            if "__init__" in info.methods and info.methods["__init__"] not in self._running:
+                maker.run(info.methods["__init__"])
+        return maker.kept.get(name, NONE) & {self.COUNTED}
+
     def operation(self, name: str, operands: Sequence[Marks]) -> Marks | None:
         if name == "forward":  # of a table, which this class is
             self._look_up(ast.Name(self.owner, ast.Load()), operands)
@@ -98,20 +138,81 @@ class Counts(Flow):
 
     def module(self, name: str, call: ast.Call, operands: Sequence[Marks]) -> Marks:
         self._look_up(self.anatomy.attribute(self.owner, name), operands)
+        if name == "register_buffer":
+            self._keep(call, operands)
         for build in self.anatomy.builds(self.owner):
             method = self.anatomy.method(build.target or "", "forward") if build.attribute == name else None
             if method is not None and method[1] not in self._running:
                 inner = Counts(self.anatomy, build.target or "", self._running)
-                inner.run(method[1])
+                inner.run(method[1], _handed(call, operands, parameter_names(method[1])))
                 self.found |= inner.found
         return super().module(name, call, operands)
+
+    def _keep(self, call: ast.Call, operands: Sequence[Marks]) -> None:
+        name = arguments(call, ("name", "tensor")).get("name")
+        if isinstance(name, ast.Constant):
+            self.kept[str(name.value)] = NONE.union(*operands)
+
+    def _bind(self, target: ast.expr, marks: Marks, adds: bool = False) -> Marks:
+        if attribute := own_attribute(target):
+            self.kept[attribute] = marks
+        return super()._bind(target, marks, adds)
 
     def _look_up(self, table: ast.AST | None, operands: Sequence[Marks]) -> None:
         self.found |= self.anatomy.is_a(table, TABLE) and self.COUNTED in NONE.union(*operands)
 
 
+def entered(names: Sequence[str], method: str, statements: Sequence[ast.stmt]) -> list[str]:
+    """Of these names, those that the features from `self.<method>` may go into: the ones that the statements, the call's and
+    those below it, read; of several, the ones that they bind or change by what reads both them and the features."""
+    changes = [(bound, node) for one in statements for node in walk(one) if (bound := _changed(node))]
+    read = {*loaded(*statements)} | {
+        name for bound, node in changes if isinstance(node, ast.AugAssign) for name in bound
+    }
+    found = [name for name in names if name in read]
+    if len(found) < 2:
+        return found
+    features: set[str] = set()
+
+    def reads_features(node: ast.AST, name: str = "") -> bool:
+        is_called = any(own_attribute(call.func) == method for call in calls(node))
+        return is_called or bool(features - {name} & {*loaded(node)})
+
+    for _ in changes:  # until nothing is added: each adds once at most
+        features |= {name for bound, node in changes if reads_features(node) for name in bound}
+    into = {
+        name
+        for bound, node in changes
+        for name in bound
+        if (isinstance(node, ast.AugAssign) or name in loaded(node)) and reads_features(node, name)
+    }
+    return [name for name in found if name in into]
+
+
+def _changed(node: ast.AST) -> set[str]:
+    """The names that an assignment, a loop or an operation in place binds or changes."""
+    match node:
+        case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr():
+            bound = targets(node)
+        case ast.For(target):
+            bound = [target]
+        case ast.Expr(ast.Call(function)) if is_in_place(function):
+            bound = [function]
+        case _:
+            bound = []
+    return {base_name(part) for one in bound for part in getattr(one, "elts", [one])} - {""}
+
+
+def _handed(call: ast.Call, operands: Sequence[Marks], parameters: Sequence[str]) -> dict[str | None, Marks]:
+    """Parameter -> the marks of what a call hands it, of the marks of its arguments in their order."""
+    marks = dict(zip([*call.args, *(keyword.value for keyword in call.keywords)], operands, strict=True))
+    return {name: marks[value] for name, value in arguments(call, parameters).items()}
+
+
 def _bound(statement: ast.stmt) -> Iterator[str]:
     """The names that a statement binds whichever of its branches runs."""
+    if isinstance(statement, FunctionNode | ast.ClassDef):
+        return  # what it binds is its own
     if isinstance(statement, ast.If):
         body, orelse = (
             {name for one in branch for name in _bound(one)} for branch in (statement.body, statement.orelse)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, ClassInfo
 from patchgen.anatomy.classes import stored
-from patchgen.anatomy.embeddings import Embeddings
+from patchgen.anatomy.embeddings import Embeddings, entered
 from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
@@ -65,7 +65,12 @@ class DummyForward(SitePass):
             if not made:
                 above.append(call.media)
                 continue
-            embeddings = made[-1]  # which the features go into
+            found_names = entered(made, call.method, forward.body[call.position :])
+            if len(found_names) != 1:
+                several = f"{len(found_names)} of {', '.join(made)}"
+                expected = f"one name of embeddings that the features from {call.method} go into, not {several}"
+                raise Missed(expected, editor.code(forward.body[call.position]))
+            embeddings = found_names[0]
             code = f"{embeddings} = ops.absent_tower({embeddings}, {call.media}, self.{call.method})"
             if joint is not None and call in joint:
                 image, video = joint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, calls, own_attribute, parameter_names
+from patchgen.anatomy.classes import ClassInfo, calls, loaded, own_attribute, parameter_names
 from patchgen.anatomy.embeddings import Counts, Embeddings
 from patchgen.anatomy.names import uses_name
 from patchgen.anatomy.positions import POSITIONS, counts_default
@@ -92,7 +92,8 @@ class LanguageSP(SitePass):
         takes = parameter_names(forward)
         anchor = next((i for i, node in enumerate(forward.body) if uses_name(node, POSITIONS)), None)
         made = Embeddings(anatomy, info.name).above(forward, forward.body[:anchor])
-        embeddings = made[0] if made else None
+        read = {*loaded(*forward.body[anchor:])}
+        embeddings = next((name for name in made if name in read), None)  # all of one shape, which is what counts
         if embeddings is None and {*TOKENS} <= {*takes}:  # read above them: ids or embeddings, as given
             embeddings = "inputs_embeds if input_ids is None else input_ids"
         if POSITIONS not in takes or anchor is None or embeddings is None:

@@ -126,3 +126,46 @@ def test_a_table_of_positions_is_one_in_which_what_is_counted_is_looked_up(
 ):
     hits = applied(LanguageSP(), COUNTING.format(table=table, looked_up=looked_up, given=given)).hits
     assert [hit.site for hit in hits] == ["ExampleModel.forward"] * is_counted
+
+
+WRAPPED = """
+class Wrapper(nn.Module):
+    def __init__(self, config):
+        self.table = nn.Embedding(config.size, 8)
+
+    def forward(self, places, ids=None):
+        return self.table({looked_up})
+"""
+
+
+@pytest.mark.parametrize(
+    ("looked_up", "given", "is_counted"),
+    [
+        ("places", "torch.arange(8)", True),
+        ("places", "ids=input_ids, places=torch.arange(8)", True),
+        ("ids", "ids=input_ids, places=torch.arange(8)", False),
+        ("places", "input_ids, torch.arange(8)", False),
+    ],
+)
+def test_positions_handed_to_a_module_that_looks_them_up_are_known(looked_up: str, given: str, is_counted: bool):
+    text = WRAPPED.format(looked_up=looked_up) + COUNTING.format(table="Wrapper(config)", looked_up="x", given=given)
+    assert [hit.site for hit in applied(LanguageSP(), text).hits] == ["ExampleModel.forward"] * is_counted
+
+
+KEPT = "        self.register_buffer('steps', torch.arange(8).expand((1, -1)), persistent=False)\n"
+
+
+@pytest.mark.parametrize(
+    ("kept", "is_counted"),
+    [
+        (KEPT, True),
+        ("        self.steps = nn.Buffer(torch.arange(8))\n", True),
+        ("        steps = torch.arange(8)\n        self.register_buffer('steps', tensor=steps[None])\n", True),
+        (KEPT.replace("arange(8)", "zeros(8)"), False),
+        (KEPT.replace("'steps'", "'others'"), False),
+    ],
+)
+def test_positions_that_a_buffer_keeps_are_known(kept: str, is_counted: bool):
+    text = COUNTING.format(table=TORCHS, looked_up="x", given="self.steps[:, : input_ids.shape[1]]")
+    text = text.replace("        self.layers", f"{kept}        self.layers")
+    assert [hit.site for hit in applied(LanguageSP(), text).hits] == ["ExampleModel.forward"] * is_counted
