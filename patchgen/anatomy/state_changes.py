@@ -157,7 +157,7 @@ def derived_from(function: FunctionNode, data: set[str]) -> set[str]:
     while before < len(derived):
         before = len(derived)
         for target, value in pairs:
-            if derived & values_in(value):
+            if derived & values_in(_uncast(value)):
                 attribute = own_attribute(target)
                 derived |= {f"self.{attribute}"} if attribute else set(stored(target))
     return derived
