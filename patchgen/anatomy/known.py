@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 
-from patchgen.anatomy.classes import calls, dotted, own_attribute, stored, walk
+from patchgen.anatomy.classes import arguments, calls, dotted, own_attribute, stored, walk
 from patchgen.anatomy.graph import Anatomy
 
 CASTS = frozenset({"float", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone", "detach"})
@@ -116,11 +116,15 @@ def buffers(anatomy: Anatomy, owner: str) -> dict[str, bool]:
     keep them."""
     found: dict[str, bool] = {}
     for info in anatomy.lineage(owner):
-        made = [(name, call) for name, call in info.built.items() if anatomy.is_a(call, "torch.nn.Buffer")]
+        made = [
+            (name, arguments(call, ("data",)))
+            for name, call in info.built.items()
+            if anatomy.is_a(call, "torch.nn.Buffer")
+        ]
         for call in calls(info.node):
-            if own_attribute(call.func) == "register_buffer" and call.args and isinstance(call.args[0], ast.Constant):
-                made.append((str(call.args[0].value), call))
-        for name, call in made:
-            is_transient = any(one.arg == "persistent" and ast.unparse(one.value) == "False" for one in call.keywords)
-            found.setdefault(name, not is_transient)
+            given = arguments(call, ("name", "tensor", "persistent"))
+            if own_attribute(call.func) == "register_buffer" and isinstance(given.get("name"), ast.Constant):
+                made.append((ast.literal_eval(given["name"]), given))
+        for name, given in made:
+            found.setdefault(name, "persistent" not in given or ast.unparse(given["persistent"]) != "False")
     return found

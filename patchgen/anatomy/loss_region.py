@@ -25,9 +25,11 @@ from patchgen.anatomy.classes import (
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.library_losses import library_form
 from patchgen.anatomy.loss_terms import LossTerms, is_number
 from patchgen.anatomy.names import local_names, uses_name
 from patchgen.anatomy.own_losses import ALIGNED, OwnLoss, read_own_loss
+from patchgen.anatomy.state_changes import values_in
 from patchgen.anatomy.tokenwise import mixing, stored_names
 from patchgen.errors import Missed
 from patchgen.rewrite import Editor
@@ -36,6 +38,7 @@ LOSS_PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "igno
 """Of transformers' losses of language models, in their order; further ones have a keyword."""
 SEAM_PARAMETERS = {"head", "hidden_states", "loss_function", "training", "local_terms", "upcast"}
 OWN_LOSSES = {"loss_function", "_loss_function", "__call__"}  # `loss_type` names a library's
+LIBRARY_LOSS = "self.loss_function"
 HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_module_forward_hook")
 CONFIG = re.compile(r"self\.config(\.\w+)*")
 LIBRARIES, OTHERS = ("transformers.", "torch.", "typing.", "functools."), "transformers.models."
@@ -59,7 +62,7 @@ class LossRegion:
     module: str  # `self.lm_head`
     hidden_states: str  # its argument
     loss_function: str
-    form: str  # of a cross entropy that the head writes out: `own_losses.ALIGNED`, `SHIFTED`
+    form: str  # `own_losses.ALIGNED`, or `SHIFTED` of a cross entropy that the head writes out
     loss_arguments: list[str]
     local_terms: tuple[str, ...]  # what is added to the loss below and is a number of one rank
     further: tuple[ast.If, ...] = ()  # `if self.coefficient > 0:` below the loss, of the logits
@@ -129,13 +132,10 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
     if late := call.bound & set(loaded(below)):
         raise Missed(f"no use of {', '.join(sorted(late))} below the loss", code(body[end]))
     made = (*parts, inside, outside, logits, loss, labels, code(projected), module, source)
-    form = call.form or _library_form(owner, anatomy) * (not _reads(body[:end], labels))
+    form = call.form
+    if call.function == LIBRARY_LOSS:
+        form = library_form(owner, anatomy) * (not _reads(body[:end], labels))
     return LossRegion(start, end, *made, call.function, form, rest, terms.local, call.further)
-
-
-def _library_form(owner: str, anatomy: Anatomy) -> str:
-    """The form of the transformers loss that a class chooses by `loss_type`; "" where labels are shifted."""
-    return ALIGNED if "'ForMaskedLM'" in map(ast.unparse, anatomy.held(owner, "loss_type")) else ""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _find_loss(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anato
             logits, labels, rest = _loss_arguments(editor, made[1], forward)
             further = [one for one in node.body[1:] if _is_switched(one, owner, anatomy)]
             alone = _assigned_call(node.body[0]) == made and len(further) == len(node.body) - 1
-            call = _LossCall("self.loss_function", "", made[0], logits, labels, rest, further=tuple(further))
+            call = _LossCall(LIBRARY_LOSS, "", made[0], logits, labels, rest, further=tuple(further))
         elif own := read_own_loss(node.body, anatomy, local):
             call, alone = _own_call(own, body[:place], forward), True
         else:
@@ -210,10 +210,8 @@ def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode) ->
 
 
 def _reads(body: Sequence[ast.stmt], name: str) -> bool:
-    """Whether statements read a name, and do not only ask whether it is None."""
-    compared = [node for part in body for node in walk(part) if isinstance(node, ast.Compare)]
-    asked = [node for node in compared if isinstance(node.ops[0], ast.Is | ast.IsNot)]
-    return loaded(*body).count(name) > loaded(*asked).count(name)
+    """Whether statements read the values of a name, and do not only ask for its shape or whether it is None."""
+    return name in values_in(*body)
 
 
 def _made_elsewhere(value: ast.expr, above: Sequence[ast.stmt]) -> tuple[str, ast.expr] | None:

@@ -11,15 +11,13 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
-    is_in_place,
     loaded,
-    own_attribute,
     parameter_names,
     stored,
     targets,
@@ -27,13 +25,12 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
+from patchgen.anatomy.state_changes import ASKED, CASTS, StateChanges, derived_from, flags, parameters, values_in
 
 SHARES = "ops.router_loss"
-CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
-ASKED = ("device", "dtype", "shape")
+STATE = "changes self for the next call, on each rank alone"
 LOSS, SHARE, RESULT, NONE, OTHER = "loss", "share", "result", "none", "other"  # what a name holds
 LINEAR = ast.Mult | ast.Div
-DEFAULT = re.compile(r"(\w+) = \1 if \1 is not None else self\.config(\.\w+)+")
 RESULTS = re.compile(r"transformers\.(modeling_outputs\.\w+|(utils|utils\.generic|file_utils)\.ModelOutput)")
 
 
@@ -57,7 +54,7 @@ class LossTerms:
     ) -> None:
         self.lost: ast.AST | None = None
         self._owner, self._anatomy, self._scope = owner, anatomy, local_names(forward)
-        self._labels, self._flags = labels, _flags(forward)
+        self._labels, self._flags = labels, flags(forward)
         above = [forward.args, *forward.body[: len(forward.body) - len(below)]]
         nodes = [node for part in above for node in walk(part)]
         unset = [n for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.value) == "None"]
@@ -218,46 +215,18 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
     that a backward makes of nothing that came in, and values that a forward changes for the next."""
     infos = [anatomy.classes[name] for name in sorted(anatomy.reached_from([head]))]
     for info, method in [(one, method) for one in infos for method in one.methods.values()]:
-        derived = set(parameter_names(method)[1:])
-        yield from _changed_state(anatomy, info.name, method)
+        if method.name == "forward":
+            changes = StateChanges(anatomy, info.name).of(method, parameters(method), {})
+            yield from (f"{info.name}.forward {STATE}: {source}" for source in dict.fromkeys(changes))
+        derived = derived_from(method, set(parameter_names(method)[1:]))
         for node in walk(method):
             match node:
-                case ast.Assign() if derived & _values_in(node.value):
-                    derived |= set(stored(node))
                 case ast.Call(ast.Attribute(_, "register_hook")):
                     yield ast.unparse(node)
-                case ast.Call(ast.Attribute(value) as called) if method.name == "forward" and is_in_place(called):
-                    yield from [ast.unparse(node)] * bool(own_attribute(value))
                 case ast.Return(ast.expr() as value) if method.name == "backward":
                     parts = value.elts if isinstance(value, ast.Tuple) else [value]
-                    own = (p for p in parts if not isinstance(p, ast.Constant) and not derived & _values_in(p))
+                    own = (p for p in parts if not isinstance(p, ast.Constant) and not derived & values_in(p))
                     yield from (f"{info.name}.backward: {ast.unparse(part)}" for part in own)
-
-
-def _changed_state(anatomy: Anatomy, owner: str, method: FunctionNode) -> Iterator[str]:
-    """The statements of a forward that give an attribute of `self` a value for the next call: `self.load += ...`,
-    `self.load[i] = ...`, and a new value of a buffer that checkpoints keep (others hold positions, say)."""
-    if method.name != "forward":
-        return
-    buffers = known.buffers(anatomy, owner)
-    for node in walk(method):
-        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            continue
-        is_cast = isinstance(node.value, ast.Call) and getattr(node.value.func, "attr", "") in CASTS
-        for target in targets(node):
-            changed = target
-            while isinstance(changed, ast.Subscript):
-                changed = changed.value
-            attribute, is_part = own_attribute(changed), isinstance(node, ast.AugAssign) or changed is not target
-            if attribute and (is_part or (buffers.get(attribute, False) and not is_cast)):
-                yield ast.unparse(node)
-
-
-def _values_in(node: ast.AST) -> set[str]:
-    """The names whose values code reads, and does not only ask what they look like."""
-    is_asked = isinstance(node, ast.Attribute) and node.attr in ASKED
-    inside: Iterable[ast.AST] = () if is_asked else ast.iter_child_nodes(node)
-    return set[str]([node.id] if isinstance(node, ast.Name) else ()).union(*map(_values_in, inside))
 
 
 def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
@@ -285,28 +254,3 @@ def is_result_class(function: ast.expr, anatomy: Anatomy, scope: Container[str])
     decorators = [anatomy.names.resolve(d.func if isinstance(d, ast.Call) else d) for d in info.node.decorator_list]
     is_plain = all(name and not name.startswith(".") for name in decorators)
     return is_plain and all(is_result_class(base, anatomy, ()) for base in info.node.bases)
-
-
-def _flags(forward: FunctionNode) -> set[str]:
-    """What may be a bool, and stays what callers handed in, or the config's: parameters, and `kwargs.get("wanted", False)`."""
-    given = (*forward.args.args, *forward.args.kwonlyargs)
-    flags = {arg.arg for arg in given if arg.annotation is None or "bool" in ast.unparse(arg.annotation)}
-    kept = [n for n in walk(forward) if isinstance(n, ast.Assign) and DEFAULT.fullmatch(ast.unparse(n))]
-    bound = stored(forward)
-    flags = {name for name in flags if bound.count(name) == sum(name in stored(node) for node in kept)}
-    return flags | _asked_flags(forward)
-
-
-def _asked_flags(forward: FunctionNode) -> set[str]:
-    """What a forward asks its further arguments for with a bool for a default, where all else that it does is to hand them on."""
-    kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
-    asked = [n for n in walk(forward) if isinstance(n, ast.Call) and ast.unparse(n.func) == f"{kwargs}.get"]
-    named = [n for n in walk(forward) if isinstance(n, ast.keyword) and n.arg is None]
-    handed_on = [n for n in named if isinstance(n.value, ast.Name) and n.value.id == kwargs]
-    if [*loaded(forward), *stored(forward)].count(kwargs) != len(asked) + len(handed_on):
-        return set()
-    return {
-        ast.unparse(call)
-        for call in asked
-        if len(call.args) == 2 and isinstance(call.args[1], ast.Constant) and isinstance(call.args[1].value, bool)
-    }

@@ -27,6 +27,8 @@ MERGED = "        x = self.linear_fc2(self.act_fn(self.linear_fc1(x)))\n        
 CHUNKS = "        padded_embed = nn.functional.gelu(self.conv2(padded_embed)).transpose(1, 2)\n"
 BUILT = "        self.vocab_size = config.vocab_size\n        self.lm_head"
 BUFFER = (BUILT, "        self.seen = nn.Buffer(torch.zeros(()))\n" + BUILT)
+CHANGES = "LlamaForCausalLM.forward changes self for the next call, on each rank alone: "
+LOSS = "class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):\n"
 MEAN = "hidden_states = hidden_states - hidden_states.mean(0, keepdim=True)\n"
 INTERFACE = "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
 ROUTED = "        final_hidden_states = self.experts("
@@ -60,10 +62,10 @@ LEFT = (
     ("llama", "a rotation wrapped below", ((APPLY, DOUBLED + "rotate_half = doubled(rotate_half)\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
     ("llama", "a hook that scales gradients", ((HEAD, "        hidden_states.register_hook(lambda g: g / g.norm())\n" + HEAD),), "hidden_states.register_hook(lambda g: g / g.norm()) is added to the loss"),
     ("llama", "a loss that a backward adds", (("class LlamaMLP(", AUXILIARY + "class LlamaMLP("), (HEAD, "        hidden_states = AddLoss.apply(hidden_states, hidden_states.mean())\n" + HEAD)), "AddLoss.backward: torch.ones((), dtype=grad.dtype) is added to the loss"),
-    ("llama", "a running mean", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), "self.seen.copy_(hidden_states.mean()) is added to the loss"),
-    ("llama", "a running sum", ((HEAD, "        self.seen += hidden_states.mean()\n" + HEAD),), "self.seen += hidden_states.mean() is added to the loss"),
-    ("llama", "a part of a running sum", ((HEAD, "        self.seen[0] = hidden_states.mean()\n" + HEAD),), "self.seen[0] = hidden_states.mean() is added to the loss"),
-    ("llama", "a new value of a saved buffer", ((HEAD, "        self.seen = self.seen + hidden_states.mean()\n" + HEAD), BUFFER), "self.seen = self.seen + hidden_states.mean() is added to the loss"),
+    ("llama", "a running mean", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), CHANGES + "self.seen.copy_(hidden_states.mean())"),
+    ("llama", "a running sum", ((HEAD, "        self.seen += hidden_states.mean()\n" + HEAD),), CHANGES + "self.seen += hidden_states.mean()"),
+    ("llama", "a part of a running sum", ((HEAD, "        self.seen[0] = hidden_states.mean()\n" + HEAD),), CHANGES + "self.seen[0] = hidden_states.mean()"),
+    ("llama", "a new value of a saved buffer", ((HEAD, "        self.seen = self.seen + hidden_states.mean()\n" + HEAD), BUFFER), CHANGES + "self.seen = self.seen + hidden_states.mean()"),
     ("llama", "torch's attention by a local name", ((INTERFACE, "        attend = nn.functional.scaled_dot_product_attention\n        value_states = attend(query_states, key_states, value_states)\n" + INTERFACE),), "calls nn.functional.scaled_dot_product_attention itself"),
     ("llama", "torch's attention from a table", (("def repeat_kv(", 'ATTEND = {"sdpa": torch.nn.functional.scaled_dot_product_attention}\n\n\ndef repeat_kv('), (INTERFACE, '        value_states = ATTEND["sdpa"](query_states, key_states, value_states)\n' + INTERFACE)), "calls torch.nn.functional.scaled_dot_product_attention itself"),
     ("qwen3_moe", "a penalty of stacks", PENALTY, "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part: not expert-parallel"),
@@ -120,22 +122,102 @@ def test_what_is_not_known_is_left_alone_with_a_note(model: str, title: str, edi
     assert any(note in one for one in notes), notes
 
 
-def test_buffers_of_positions_and_casts_are_no_state():
-    grown = "        self.seen = self.extended(self.seen)\n" + HEAD
-    moved = "        self.seen = self.seen.to(hidden_states.device)\n" + HEAD
-    transient = (BUFFER[0], BUFFER[1].replace("(()))", "(())), persistent=False)").replace(")), p", "), p"))
-    for edits in (((HEAD, grown), transient), ((HEAD, moved), BUFFER)):
-        assert (
-            "local_loss_terms"
-            not in pipeline.generate(edited(upstream("llama"), *edits), default_config("llama")).text
-        )
+def terms_of(*edits: tuple[str, str]) -> str:
+    """The terms of one rank that the head of the changed llama names; "" for none."""
+    text = pipeline.generate(edited(upstream("llama"), *edits), default_config("llama")).text
+    _, is_named, terms = text.partition("local_loss_terms = ")
+    return terms.partition("\n\n")[0] if is_named else ""
 
 
-@pytest.mark.parametrize(("kind", "form"), [("ForMaskedLM", '"aligned"'), ("ForCausalLM", None)])
-def test_the_library_loss_that_a_head_names_decides_which_labels_it_takes(kind: str, form: str | None):
-    edit = (BUILT, f'        self.loss_type = "{kind}"\n{BUILT}')
-    text = pipeline.generate(edited(upstream("llama"), edit), default_config("llama")).text
+def before_the_head(*lines: str) -> tuple[str, str]:
+    return HEAD, "".join(f"        {line}\n" for line in lines) + HEAD
+
+
+def registered(arguments: str) -> tuple[str, str]:
+    return BUILT, f"        self.register_buffer({arguments})\n{BUILT}"
+
+
+TRACK = "    def track(self, x):\n        self.seen += x.mean()\n\n"
+CALLED = "    def add(self, total, x):\n        total += x.mean()\n\n"
+AVERAGE = "0.9 * self.seen + 0.1 * hidden_states.mean()"
+
+
+@pytest.mark.parametrize(
+    ("edits", "named"),
+    [
+        ((before_the_head("self.seen.data += hidden_states.mean()"), BUFFER), "self.seen.data += hidden_states.mean()"),
+        ((before_the_head("self.seen.data = self.seen + hidden_states.mean()"), BUFFER), "self.seen.data = self.seen"),
+        ((before_the_head("seen = self.seen", "seen += hidden_states.mean()"), BUFFER), "seen += hidden_states.mean()"),
+        ((before_the_head("self.seen, other = hidden_states.mean(), 1"), BUFFER), "self.seen, other = (hidden"),
+        ((before_the_head(f"self.seen = ({AVERAGE}).to(self.seen.dtype)"), BUFFER), "self.seen = (0.9"),
+        ((before_the_head(f"self.seen = {AVERAGE}"), registered('name="seen", tensor=torch.zeros(())')), "self.seen = 0.9"),
+        ((before_the_head("self.track(hidden_states)"), (LOSS, LOSS + TRACK), BUFFER), "self.seen += x.mean()"),
+        ((before_the_head("self.add(self.seen, hidden_states)"), (LOSS, LOSS + CALLED), BUFFER), "total += x.mean()"),
+        ((before_the_head("self.seen.mul_(0.9).add_(hidden_states.mean())"), BUFFER), "self.seen.mul_(0.9).add_"),
+        ((before_the_head("self.load[input_ids] += 1"),), "self.load[input_ids] += 1"),
+        ((before_the_head("if hidden_states.isnan().any():", "    self.skipped += 1"),), "self.skipped += 1"),
+    ],
+    ids=["data in place", "new data", "a local name", "a tuple", "a cast average", "by keywords", "a method", "handed to a method", "two in place", "counts by index", "chosen by data"],
+)  # fmt: skip
+def test_state_made_of_data_is_named(edits: tuple[tuple[str, str], ...], named: str):
+    assert CHANGES + named in terms_of(*edits)
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        (before_the_head("self.seen = self.extended(self.seen)"), registered('"seen", torch.zeros(()), persistent=False')),
+        (before_the_head("self.seen = self.extended(hidden_states)"), registered('"seen", torch.zeros(()), False')),
+        (before_the_head("self.seen = self.seen.to(hidden_states.device)"), BUFFER),
+        (before_the_head("self.seen = self.seen.float().type_as(hidden_states)"), BUFFER),
+        (before_the_head("self.calls += 1"),),
+        (before_the_head("self.shapes['last'] = hidden_states.shape"),),
+        (before_the_head("scale = self.vocab_size", "scale *= hidden_states.mean()"),),
+        (before_the_head("self.track(hidden_states.shape)"), (LOSS, LOSS + TRACK), BUFFER),
+        (before_the_head("seen = self.seen", "seen = seen + hidden_states", "seen += hidden_states"), BUFFER),
+    ],
+    ids=["positions", "positions by place", "a device", "a dtype", "a count of calls", "shapes", "a number", "a method of sizes", "a new tensor"],
+)  # fmt: skip
+def test_what_is_no_state_of_data_is_not_named(edits: tuple[tuple[str, str], ...]):
+    assert terms_of(*edits) == ""
+
+
+@pytest.mark.parametrize(
+    ("edits", "form"),
+    [
+        ((BUILT, f'        self.loss_type = "ForMaskedLM"\n{BUILT}'), '"aligned"'),
+        ((BUILT, f'        self.loss_type = "ForCausalLM"\n{BUILT}'), None),
+        ((BUILT, f"        self.loss_type = None\n{BUILT}"), None),
+        ((BUILT, f'        kind = "ForMaskedLM"\n        self.loss_type = kind\n{BUILT}'), '"aligned"'),
+    ],
+    ids=["masked", "causal", "none", "masked by a local name"],
+)
+def test_the_library_loss_that_a_head_names_decides_which_labels_it_takes(edits: tuple[str, str], form: str | None):
+    text = pipeline.generate(edited(upstream("llama"), edits), default_config("llama")).text
     assert (f"loss_form = {form}" in text) if form else ("loss_form" not in text)
+
+
+def test_a_head_that_names_no_loss_takes_that_of_its_class_name():
+    asked = "        if labels is not None and labels.shape != input_ids.shape:\n            raise ValueError\n"
+    logits = "        logits = self.lm_head(outputs.last_hidden_state)\n"
+    one = edited(upstream("eurobert"), (logits, asked + logits))
+    text = pipeline.generate(one, default_config("eurobert")).text
+    assert asked in text and 'loss_form = "aligned"' in text
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('"ForTokenClassification"', "LlamaForCausalLM: ForTokenClassification"),
+        ("config.loss_type", "LlamaForCausalLM: config.loss_type"),
+        ('"ForMaskedLM" if config.mlp_bias else "ForCausalLM"', "LlamaForCausalLM: ForCausalLM, ForMaskedLM"),
+    ],
+    ids=["no language model's", "unknown", "two"],
+)
+def test_a_library_loss_that_is_not_known_is_missed(source: str, found: str):
+    edit = (BUILT, f"        self.loss_type = {source}\n{BUILT}")
+    with pytest.raises(PassMismatch, match=f"closest  {found}"):
+        pipeline.generate(edited(upstream("llama"), edit), default_config("llama"))
 
 
 QUERIES = "        query_states = query_states.transpose(0, 1).unsqueeze(0)\n"

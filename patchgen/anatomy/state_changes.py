@@ -1,0 +1,224 @@
+"""What a forward keeps in attributes of `self` for the next call, of data of this one: on ranks, state of one rank alone."""
+
+# pyright: reportMatchNotExhaustive=false
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+
+from patchgen.anatomy import known
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    arguments,
+    calls,
+    is_in_place,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored,
+    targets,
+    walk,
+)
+from patchgen.anatomy.graph import Anatomy
+
+CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
+ASKED, ASKED_BY_CALL = ("device", "dtype", "shape"), ("size", "dim", "numel")
+SHARING = ("detach", "view", "view_as", "squeeze", "unsqueeze")  # methods whose result is the same memory
+BODIES = ast.stmt | ast.ExceptHandler | ast.match_case
+DEFAULT = re.compile(r"(\w+) = \1 if \1 is not None else self\.config(\.\w+)+")
+
+
+class StateChanges:
+    """The statements that give an attribute of `self` a value for the next call, made of data of this call.
+
+    These are changes in place (`self.load += ...`, `self.load[i] = ...`, `self.load.add_(...)`), and a new value of a
+    buffer that checkpoints keep (others hold positions, say); in the forward, and in what it calls of the file.
+    """
+
+    def __init__(self, anatomy: Anatomy, owner: str) -> None:
+        self._anatomy, self._owner = anatomy, owner
+        self._buffers = known.buffers(anatomy, owner)
+        self._running: list[FunctionNode] = []
+
+    def of(self, function: FunctionNode, data: set[str], aliases: dict[str, str]) -> Iterator[str]:
+        """Those of one function.
+
+        Args:
+            data: the parameters that hold data of this call.
+            aliases: the parameters that hold an attribute of `self`, and its name.
+        """
+        if function in self._running:
+            return
+        self._running.append(function)
+        derived, same, aliases = derived_from(function, data), flags(function), dict(aliases)
+        for node, conditions in _in_order(function.body):
+            parts = [part for part in ast.iter_child_nodes(node) if not isinstance(part, BODIES)]
+            is_chosen = bool((values_in(*conditions) - same) & derived)
+            for target, value in _pairs(node):
+                reads = is_chosen or bool(values_in(_uncast(value), *_indices(target)) & derived)
+                if reads and self._is_changed(node, target, aliases):
+                    yield ast.unparse(node)
+                if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name):
+                    aliases.pop(target.id, None)
+                    if not values_in(*_indices(value)) & derived and (attribute := _state_of(value, aliases)):
+                        aliases[target.id] = attribute  # a part by a tensor of indices would be a copy
+            for call in calls(*parts):
+                reads = is_chosen or bool(values_in(*call.args, *(one.value for one in call.keywords)) & derived)
+                holder = call.func.value if isinstance(call.func, ast.Attribute) and is_in_place(call.func) else None
+                if holder is not None and reads and self._is_tensor(_state_of(holder, aliases)):
+                    yield ast.unparse(node)
+                if (called := self._anatomy.called(self._owner, call)) is not None:
+                    yield from self._of_called(called, call, derived, aliases)
+        self._running.pop()
+
+    def _of_called(
+        self, function: FunctionNode, call: ast.Call, derived: set[str], aliases: dict[str, str]
+    ) -> Iterator[str]:
+        names, values = parameter_names(function), [*call.args, *(one.value for one in call.keywords)]
+        given = {name: value for name, value in arguments(call, names).items() if name in names}
+        if len(given) == len(values) and not any(isinstance(one, ast.Starred) for one in values):
+            data = {name for name, value in given.items() if values_in(value) & derived}
+        else:  # nothing tells which parameter it is
+            data = parameters(function) if values_in(*values) & derived else set[str]()
+        held = {name: attribute for name, value in given.items() if (attribute := _state_of(value, aliases))}
+        yield from self.of(function, data, held)
+
+    def _is_changed(self, node: ast.AST, target: ast.expr, aliases: dict[str, str]) -> bool:
+        """Whether an assignment changes an attribute: a part of it, or in place, or as a buffer that checkpoints keep."""
+        attribute = _state_of(target, aliases)
+        if isinstance(node, ast.AugAssign) and isinstance(target, ast.Name):
+            return self._is_tensor(attribute)
+        is_part = isinstance(target, ast.Subscript) or (isinstance(target, ast.Attribute) and target.attr == "data")
+        if isinstance(node, ast.AugAssign) or is_part:
+            return bool(attribute)
+        return self._buffers.get(own_attribute(target) or "", False)
+
+    def _is_tensor(self, attribute: str | None) -> bool:
+        """Whether an attribute may be a tensor, which a name for it changes in place."""
+        return bool(attribute) and not known.is_number(self._anatomy, self._owner, attribute)
+
+
+def _state_of(node: ast.AST, aliases: dict[str, str]) -> str | None:
+    """`load` for `self.load`, and for what shares its memory: a part, `.data`, the result of a method in place, a name."""
+    while own_attribute(node) is None or known.is_of_config(node):
+        match node:
+            case _ if known.is_of_config(node):
+                return None
+            case ast.Subscript(value) | ast.Attribute(value):
+                node = value
+            case ast.Call(ast.Attribute(value) as called) if is_in_place(called) or called.attr in SHARING:
+                node = value
+            case ast.Name(name):
+                return aliases.get(name)
+            case _:
+                return None
+    return own_attribute(node)
+
+
+def _in_order(
+    body: Iterable[ast.AST], conditions: tuple[ast.AST, ...] = ()
+) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
+    """The statements as written, each with the conditions and loops that it is under."""
+    for node in body:
+        yield node, conditions
+        asked = [getattr(node, name) for name in ("test", "iter", "subject") if hasattr(node, name)]
+        inside = [part for part in ast.iter_child_nodes(node) if isinstance(part, BODIES)]
+        yield from _in_order(inside, (*conditions, *asked))
+
+
+def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Each target of an assignment or loop with its value; of tuples, their elements."""
+
+    def parts(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+        if not isinstance(target, ast.Tuple | ast.List):
+            yield target, value
+            return
+        values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
+        is_alike = len(values) == len(target.elts) and not any(
+            isinstance(v, ast.Starred) for v in (*values, *target.elts)
+        )
+        for place, one in enumerate(target.elts):
+            yield from parts(one, values[place] if is_alike else value)
+
+    match node:
+        case ast.Assign() | ast.AnnAssign(value=ast.expr()) | ast.AugAssign() | ast.NamedExpr():
+            assert node.value is not None
+            for target in targets(node):
+                yield from parts(target, node.value)
+        case ast.For(target, value):
+            yield from parts(target, value)
+
+
+def derived_from(function: FunctionNode, data: set[str]) -> set[str]:
+    """The names, and attributes of `self`, that hold what is made of these."""
+    pairs = [pair for node in walk(function) for pair in _pairs(node)]
+    derived, before = set(data), -1
+    while before < len(derived):
+        before = len(derived)
+        for target, value in pairs:
+            if derived & values_in(_uncast(value)):
+                attribute = own_attribute(target)
+                derived |= {f"self.{attribute}"} if attribute else set(stored(target))
+    return derived
+
+
+def parameters(function: FunctionNode) -> set[str]:
+    """All of a function but `self`."""
+    return {arg.arg for arg in walk(function.args) if isinstance(arg, ast.arg)} - {"self"}
+
+
+def _uncast(value: ast.expr) -> ast.expr:
+    """What a value is cast from."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in CASTS:
+        value = value.func.value
+    return value
+
+
+def _indices(target: ast.expr) -> Iterator[ast.expr]:
+    return (node.slice for node in walk(target) if isinstance(node, ast.Subscript))
+
+
+def values_in(*nodes: ast.AST) -> set[str]:
+    """The names, and attributes of `self`, whose values code reads, and does not only ask what they look like."""
+    found: set[str] = set()
+    for node in nodes:
+        match node:
+            case ast.Attribute(attr=name) if name in ASKED:
+                continue
+            case ast.Call(ast.Attribute(attr=name)) if name in ASKED_BY_CALL:
+                continue
+            case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
+                continue
+            case ast.Name(name):
+                found.add(name)
+            case ast.Attribute() if attribute := own_attribute(node):
+                found.add(f"self.{attribute}")
+            case _:
+                found |= values_in(*ast.iter_child_nodes(node))
+    return found
+
+
+def flags(forward: FunctionNode) -> set[str]:
+    """What may be a bool, and stays what callers handed in, or the config's: parameters, and `kwargs.get("wanted", False)`."""
+    given = (*forward.args.args, *forward.args.kwonlyargs)
+    flags = {arg.arg for arg in given if arg.annotation is None or "bool" in ast.unparse(arg.annotation)}
+    kept = [n for n in walk(forward) if isinstance(n, ast.Assign) and DEFAULT.fullmatch(ast.unparse(n))]
+    bound = stored(forward)
+    flags = {name for name in flags if bound.count(name) == sum(name in stored(node) for node in kept)}
+    return flags | _asked_flags(forward)
+
+
+def _asked_flags(forward: FunctionNode) -> set[str]:
+    """What a forward asks its further arguments for with a bool for a default, where all else that it does is to hand them on."""
+    kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
+    asked = [n for n in walk(forward) if isinstance(n, ast.Call) and ast.unparse(n.func) == f"{kwargs}.get"]
+    named = [n for n in walk(forward) if isinstance(n, ast.keyword) and n.arg is None]
+    handed_on = [n for n in named if isinstance(n.value, ast.Name) and n.value.id == kwargs]
+    if [*loaded(forward), *stored(forward)].count(kwargs) != len(asked) + len(handed_on):
+        return set()
+    return {
+        ast.unparse(call)
+        for call in asked
+        if len(call.args) == 2 and isinstance(call.args[1], ast.Constant) and isinstance(call.args[1].value, bool)
+    }
