@@ -18,15 +18,17 @@ from patchgen.errors import Missed
 NEXT_TOKEN, SAME_TOKEN = "ForCausalLM", "ForMaskedLM"
 FORMS = {NEXT_TOKEN: "", "ForConditionalGeneration": "", SAME_TOKEN: ALIGNED}
 """Type of a loss over a vocabulary -> its form; "" where it shifts the labels."""
-# fmt: off
-OTHERS = (
-    "ForSemanticSegmentation", "ForQuestionAnswering", "ForSequenceClassification", "ForImageClassification",
-    "ForVideoClassification", "ForAudioClassification", "ForTokenClassification", "ForSegmentation", "ForObjectDetection",
-    "ForCTC", "PocketTTSForConditionalGeneration", "GradiumPhononTTSForConditionalGeneration", "ParakeetForRNNT",
-    "ParakeetForTDT", "RfDetrForInstanceSegmentation",
+OTHERS = ("ForSemanticSegmentation", "ForInstanceSegmentation", "ForSegmentation", "ForObjectDetection")
+OTHERS += ("ForImageClassification", "ForVideoClassification", "ForAudioClassification", "ForSequenceClassification")
+OTHERS += (
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForCTC",
+    "ForRNNT",
+    "ForTDT",
+    "TTSForConditionalGeneration",
 )
-# fmt: on
-"""The further keys of transformers' LOSS_MAPPING, less those that end in another key with the same outcome here."""
+"""Endings of the further keys of transformers' LOSS_MAPPING, whose losses are others."""
 KEYS = re.compile("|".join((*FORMS, *OTHERS)))
 
 
