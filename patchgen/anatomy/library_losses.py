@@ -18,16 +18,11 @@ from patchgen.errors import Missed
 NEXT_TOKEN, SAME_TOKEN = "ForCausalLM", "ForMaskedLM"
 FORMS = {NEXT_TOKEN: "", "ForConditionalGeneration": "", SAME_TOKEN: ALIGNED}
 """Type of a loss over a vocabulary -> its form; "" where it shifts the labels."""
-OTHERS = ("ForSemanticSegmentation", "ForInstanceSegmentation", "ForSegmentation", "ForObjectDetection")
-OTHERS += ("ForImageClassification", "ForVideoClassification", "ForAudioClassification", "ForSequenceClassification")
-OTHERS += (
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForCTC",
-    "ForRNNT",
-    "ForTDT",
-    "TTSForConditionalGeneration",
-)
+OTHERS = (
+    "ForSemanticSegmentation ForInstanceSegmentation ForSegmentation ForObjectDetection ForImageClassification "
+    "ForVideoClassification ForAudioClassification ForSequenceClassification ForTokenClassification "
+    "ForQuestionAnswering ForCTC ForRNNT ForTDT TTSForConditionalGeneration"
+).split()
 """Endings of the further keys of transformers' LOSS_MAPPING, whose losses are others."""
 KEYS = re.compile("|".join((*FORMS, *OTHERS)))
 
