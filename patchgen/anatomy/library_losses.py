@@ -18,11 +18,13 @@ from patchgen.errors import Missed
 NEXT_TOKEN, SAME_TOKEN = "ForCausalLM", "ForMaskedLM"
 FORMS = {NEXT_TOKEN: "", "ForConditionalGeneration": "", SAME_TOKEN: ALIGNED}
 """Type of a loss over a vocabulary -> its form; "" where it shifts the labels."""
+# fmt: off
 OTHERS = (
-    "ForSemanticSegmentation ForInstanceSegmentation ForSegmentation ForObjectDetection ForImageClassification "
-    "ForVideoClassification ForAudioClassification ForSequenceClassification ForTokenClassification "
-    "ForQuestionAnswering ForCTC ForRNNT ForTDT TTSForConditionalGeneration"
-).split()
+    "ForSemanticSegmentation", "ForInstanceSegmentation", "ForSegmentation", "ForObjectDetection", "ForImageClassification",
+    "ForVideoClassification", "ForAudioClassification", "ForSequenceClassification", "ForTokenClassification",
+    "ForQuestionAnswering", "ForCTC", "ForRNNT", "ForTDT", "TTSForConditionalGeneration",
+)
+# fmt: on
 """Endings of the further keys of transformers' LOSS_MAPPING, whose losses are others."""
 KEYS = re.compile("|".join((*FORMS, *OTHERS)))
 
