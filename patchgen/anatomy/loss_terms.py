@@ -218,12 +218,12 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
         if method.name == "forward":
             changes = StateChanges(anatomy, info.name).of(method, parameters(method), {})
             yield from (f"{info.name}.forward {STATE}: {source}" for source in dict.fromkeys(changes))
-        derived = derived_from(method, set(parameter_names(method)[1:]))
         for node in walk(method):
             match node:
                 case ast.Call(ast.Attribute(_, "register_hook")):
                     yield ast.unparse(node)
                 case ast.Return(ast.expr() as value) if method.name == "backward":
+                    derived = derived_from(method, set(parameter_names(method)[1:]))
                     parts = value.elts if isinstance(value, ast.Tuple) else [value]
                     own = (p for p in parts if not isinstance(p, ast.Constant) and not derived & values_in(p))
                     yield from (f"{info.name}.backward: {ast.unparse(part)}" for part in own)

@@ -51,22 +51,27 @@ class StateChanges:
         if function in self._running:
             return
         self._running.append(function)
-        derived, same, aliases = derived_from(function, data), flags(function), dict(aliases)
+        derived, aliases = derived_from(function, data), dict(aliases)
+
+        def reads(conditions: Iterable[ast.AST], *values: ast.AST) -> bool:
+            is_chosen = conditions and (values_in(*conditions) - flags(function)) & derived
+            return bool(is_chosen or values_in(*values) & derived)
+
         for node, conditions in _in_order(function.body):
             parts = [part for part in ast.iter_child_nodes(node) if not isinstance(part, BODIES)]
-            is_chosen = bool((values_in(*conditions) - same) & derived)
             for target, value in _pairs(node):
-                reads = is_chosen or bool(values_in(_uncast(value), *_indices(target)) & derived)
-                if reads and self._is_changed(node, target, aliases):
+                is_changed = self._is_changed(node, target, aliases)
+                if is_changed and reads(conditions, _uncast(value), *_indices(target)):
                     yield ast.unparse(node)
                 if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name):
+                    attribute = _state_of(value, aliases)
                     aliases.pop(target.id, None)
-                    if not values_in(*_indices(value)) & derived and (attribute := _state_of(value, aliases)):
+                    if attribute and not values_in(*_indices(value)) & derived:
                         aliases[target.id] = attribute  # a part by a tensor of indices would be a copy
             for call in calls(*parts):
-                reads = is_chosen or bool(values_in(*call.args, *(one.value for one in call.keywords)) & derived)
                 holder = call.func.value if isinstance(call.func, ast.Attribute) and is_in_place(call.func) else None
-                if holder is not None and reads and self._is_tensor(_state_of(holder, aliases)):
+                is_changed = holder is not None and self._is_tensor(_state_of(holder, aliases))
+                if is_changed and reads(conditions, *call.args, *(one.value for one in call.keywords)):
                     yield ast.unparse(node)
                 if (called := self._anatomy.called(self._owner, call)) is not None:
                     yield from self._of_called(called, call, derived, aliases)

@@ -38,7 +38,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from patchgen.runtime.checkpoint import optimizer_state, random_state
+from patchgen.runtime import random_state
+from patchgen.runtime.checkpoint import optimizer_state
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import Origin, class_name
 from patchgen.runtime.checkpoint.load import distinct_state

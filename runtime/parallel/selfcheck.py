@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from patchgen.runtime import parallel
-from patchgen.runtime.checkpoint import random_state
+from patchgen.runtime import minimal_media, parallel, random_state
 from patchgen.runtime.parallel import slice_media
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
@@ -55,7 +54,7 @@ def require_sliceable(
         The largest relative difference over all ranks; 0 without sequence parallelism.
 
     Raises:
-        ValueError: they differ by more than rounding.
+        ValueError: they differ by more than rounding, or the model does not take such a row.
     """
     if state.sp == 1:
         return 0.0
@@ -123,10 +122,16 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
 
     # All ranks of a group compute the full sequence; experts stay sharded.
     config = replace(state.config, dp_shard=state.config.num_shards, sp=1)
-    layers = Layers(model, state)
-    draws = _draws()
-    with layers.recorded(batch["input_ids"].shape[1]):
-        full = logits(1, 0, replace(state, config=config))
+    layers, draws, length = Layers(model, state), _draws(), batch["input_ids"].shape[1]
+    name = type(model).__name__.removeprefix("FSDP")
+    try:
+        with layers.recorded(length):
+            full = logits(1, 0, replace(state, config=config))
+    except minimal_media.REFUSALS as error:
+        raise ValueError(
+            f"Whether {name} computes the same on slices of a sequence (sp={state.sp}) cannot be compared: it does not take a row "
+            f"of {length} tokens with {', '.join(batch)}: {str(error).rstrip('.')}. To fix: train it with sp=1."
+        ) from error
     if model.training:
         is_random = torch.tensor(float(not torch.equal(draws, _draws())), device=device)
         if all_reduce(is_random, op=dist.ReduceOp.MAX, operation="compare random states around a forward"):
@@ -142,7 +147,6 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
     tolerance = TOLERANCE.get(sliced.dtype, HALF_PRECISION_TOLERANCE)
     if worst <= tolerance and worst_state <= 1:
         return worst
-    name = type(model).__name__.removeprefix("FSDP")
     differing, by = "logits", f"{worst:.1e} of the largest, more than {tolerance:.0e}"
     if worst <= tolerance:
         differing, by = "hidden states", f"{worst_state:.1e} times the largest difference that rounding explains"
