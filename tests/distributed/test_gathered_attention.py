@@ -19,6 +19,19 @@ def test_attention_written_by_hand_agrees_with_upstream_on_one_rank(two_ranks, t
     assert row.get("reason", "") == "" and row["packed_gradients"] < 1e-4, row
 
 
+def test_what_a_run_would_refuse_at_its_start_is_not_proven_on_ranks(two_ranks, tmp_path):
+    """Mixes tokens in evaluation alone: the compared step agrees, the check of slices does not."""
+    provenance.write(pipeline.generate(upstream.load("gpt_neo")), tmp_path)
+    file = tmp_path / "modeling_gpt_neo.py"
+    norm = "hidden_states = self.ln_f(hidden_states)"
+    text = file.read_text()
+    assert text.count(norm) == 1
+    mixed = f"{norm}\n        if not self.training:\n            hidden_states = hidden_states.roll(1, 1)"
+    file.write_text(text.replace(norm, mixed))
+    row, _ = two_ranks.run(compare, "gpt_neo", "GPTNeoForCausalLM", str(file), 2, 1, False)
+    assert "refused at the start of a run: GPTNeoForCausalLM computes other" in row["reason"], row
+
+
 class Indexer(nn.Module):
     def forward(self, hidden_states, attention_mask):
         return attention_mask.bool()
