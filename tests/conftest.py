@@ -14,6 +14,9 @@ from hypothesis import settings
 settings.register_profile("patchgen", deadline=None)
 settings.load_profile("patchgen")
 
+# A process that a test starts and that a signal ends says where it was; pytest does so for its own alone.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
 # Triton looks once, when it is imported; torch, which could tell whether there is a GPU, is not needed by every test.
 if not Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")

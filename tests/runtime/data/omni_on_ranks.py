@@ -103,6 +103,7 @@ def on_rank(rank: int, world: int, store: str) -> None:
             }
             print(json.dumps(row), flush=True)
     dist.barrier()
+    dist.destroy_process_group()  # ends gloo's threads before the interpreter does
 
 
 def main() -> int:
