@@ -191,6 +191,11 @@ def match_checkpoint(
             loaded_names[owner] = name
     reported = {name for name in state if any(problem.startswith(f"{name} ") for problem in assembly.problems)}
     missing = [name for name in state if owners.get(name, name) not in loaded_names and name not in reported]
+    problems += [
+        f"allow_missing: {pattern!r} names no parameter of the model"
+        for pattern in allow_missing
+        if not fnmatch.filter(state, pattern)
+    ]
     upstream_allows = _patterns(model, "_keys_to_ignore_on_load_missing")
     initialised = [
         name for name in missing if _matches_pattern(name, allow_missing) or _matches_regex(name, upstream_allows)

@@ -17,6 +17,7 @@ process that is killed leaves nothing that another would read.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -37,6 +38,7 @@ from patchgen.runtime.data.text import Encoder, Tokens, digest
 
 VERSION = 3
 ENCODE_BATCH_SIZE = 256  # samples per call of the tokenizer, which uses several threads
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,13 @@ def _build(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
             # Where file locks do not work (some network file systems), another process may have been first.
             if not folder.exists():
                 raise
+    except OSError as error:
+        if error.errno not in DISK_IS_FULL:
+            raise
+        raise DataError(
+            f"The tokens of {source.name} do not fit into the cache folder {folder.parent}: {error.strerror}. To fix: free "
+            "space there, or name another data.cache_dir."
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -150,11 +159,11 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
                 counters.add("bad", found.where, found.reason)
                 continue
             ids = found.ids.astype(np.uint32)
-            ids.tofile(tokens)
+            tokens.write(ids.data)  # `tofile` would hide the reason of an error
             max_over_ranks = max(max_over_ranks, int(found.ids.max()))
             any_targets |= found.targets is not None
             mask = np.ones(len(found.ids), dtype=bool) if found.targets is None else found.targets
-            mask.tofile(targets)
+            targets.write(mask.data)
             type_of_targets = mask.dtype  # the same for all samples of an encoder
             for part in (np.int64(len(ids)), ids, mask):
                 contents.update(part.tobytes())
@@ -207,10 +216,11 @@ def _raw_to_npy(path: Path, raw_type: Any, type_: Any, length: int) -> None:
     """Converts `path`.raw to `path`.npy in blocks: a source need not fit into memory."""
     raw = path.with_suffix(".raw")
     written = np.memmap(raw, dtype=raw_type, mode="r", shape=(length,))
-    out = np.lib.format.open_memmap(path.with_suffix(".npy"), mode="w+", dtype=type_, shape=(length,))
     block = 2**24
-    for start in range(0, length, block):
-        out[start : start + block] = written[start : start + block]
-    out.flush()
-    del written, out
+    with path.with_suffix(".npy").open("wb") as out:  # not mapped: on a full disk, a write to a map ends the process
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(type_)), "fortran_order": False, "shape": (length,)}
+        np.lib.format.write_array_header_1_0(out, header)
+        for start in range(0, length, block):
+            out.write(written[start : start + block].astype(type_).data)
+    del written
     raw.unlink()

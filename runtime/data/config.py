@@ -173,6 +173,11 @@ class DataConfig:
                 raise ValueError(
                     f"data.{name} is for kind {' or '.join(kinds)}; data.kind = {self.kind} would ignore it. To fix: remove it."
                 )
+        if self.pool is not None and not self.packing:
+            raise ValueError(
+                "data.pool is the choice that packing has; with data.packing = false, samples stay in order and it would have "
+                "no effect. To fix: remove it."
+            )
         if not self.sources:
             raise ValueError("data.sources is empty: name at least one source, for example builtin:stdlib.")
         weighted = [source.path for source in self.sources if source.weight is not None]
@@ -195,6 +200,10 @@ class DataConfig:
                 f"{of_pairs}."
             )
         for source in self.sources:
+            if source.media_root is not None and self.kind != "multimodal":
+                raise ValueError(
+                    f"{source.path} has a media_root, which data.kind = {self.kind} would ignore. To fix: remove it."
+                )
             if source.row_format != "auto" and source.row_format not in FORMATS_OF_KIND[self.kind]:
                 raise ValueError(
                     f"{source.path} has row_format = {source.row_format}, which data.kind = {self.kind} does not read; it "

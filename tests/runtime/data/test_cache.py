@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,28 @@ from patchgen.runtime.data.transform import mappers_of
 
 def keys(folder: Path) -> set[str]:
     return {path.parent.name for path in (folder / "cache").glob("*/bounds.npy")}
+
+
+def test_a_cache_that_does_not_fit_names_the_folder(tmp_path):
+    """A limit on the size of files, where no disk can be full on demand; nothing unfinished stays behind."""
+    make_corpus(tmp_path)
+    script = (
+        "import resource, signal, sys\n"
+        "from corpora import DataConfig, SourceConfig, train_tokenizer\n"
+        "from patchgen.runtime.data import DataError, build_loader\n"
+        "source = SourceConfig(sys.argv[1] + '/a.jsonl')\n"
+        "config = DataConfig(sources=(source,), cache_dir=sys.argv[1] + '/small', on_long='split')\n"
+        "tokenizer = train_tokenizer(config, vocab_size=300)\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))\n"
+        "try:\n    build_loader(config, tokenizer=tokenizer, batch_index=0, num_batches=1)\n"
+        "except DataError as error:\n    print(error)\n"
+    )
+    for limit in (16, 2000):
+        command = [sys.executable, "-c", script, str(tmp_path), str(limit)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
+        assert "do not fit into the cache folder" in done.stdout and "too large" in done.stdout, done.stdout + done.stderr
+        assert not list((tmp_path / "small").glob("*.tmp"))
 
 
 def test_processes_that_start_together_end_with_the_same_tokens(tmp_path):
