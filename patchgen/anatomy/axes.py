@@ -107,11 +107,11 @@ def any_of(values: Sequence[Value], node: ast.AST) -> Value:
 
 def joined(values: Sequence[Value], node: ast.AST) -> Value:
     """What an operation on each element makes of tensors and numbers. None has no more axes than the rows have."""
-    found = [value for value in values if has_rows(value)]
-    if found and all(isinstance(value, Size) for value in found):
+    with_rows = [value for value in values if has_rows(value)]
+    if with_rows and all(isinstance(value, Size) for value in with_rows):
         return Size("~")
-    tensors = [value for value in found if is_tensor(value)]
-    if len(tensors) < len(found):
+    tensors = [value for value in with_rows if is_tensor(value)]
+    if len(tensors) < len(with_rows):
         raise Mixed(node)
     return functools.reduce(functools.partial(_broadcast, node), tensors) if tensors else None
 
@@ -126,10 +126,10 @@ def _broadcast(node: ast.AST, left: str, right: str) -> str:
     for pair in pairs:  # rows meet rows, or nothing
         if ("*" in pair and pair != ("*", "*")) or ("r" in pair and not {*pair} <= {"r", "1"}):
             raise Mixed(node)
-    found = "".join(next((letter for letter in "*r&." if letter in pair), "1") for pair in pairs)
-    if found.count("r") + found.count("*") != 1:
+    broadcast_axes = "".join(next((letter for letter in "*r&." if letter in pair), "1") for pair in pairs)
+    if broadcast_axes.count("r") + broadcast_axes.count("*") != 1:
         raise Mixed(node)
-    return found
+    return broadcast_axes
 
 
 def indexed(axes: str, node: ast.Subscript) -> str:
@@ -139,16 +139,16 @@ def indexed(axes: str, node: ast.Subscript) -> str:
     kinds = [letters.get(ast.unparse(part), "s" if isinstance(part, ast.Slice) else "?") for part in parts]
     if axes == "*." and "".join(kinds) in ("e:", "es", "en", ":::", "::s"):
         return axes + "1" * ("n" in kinds)
-    rest, found = list(axes), ""
-    whole = len(axes) - sum(kind in ":s" for kind in kinds)  # the axes that `...` stands for
-    if "?" in kinds or whole < 0 or set(axes) & set("*&"):
+    remaining, result_axes = list(axes), ""
+    skipped_axes = len(axes) - sum(kind in ":s" for kind in kinds)  # the axes that `...` stands for
+    if "?" in kinds or skipped_axes < 0 or set(axes) & set("*&"):
         raise Mixed(node)
     for kind in kinds:
-        taken = [rest.pop(0) for _ in range({"n": 0, "e": whole}.get(kind, 1))]
-        if kind == "s" and taken == ["r"]:
+        consumed = [remaining.pop(0) for _ in range({"n": 0, "e": skipped_axes}.get(kind, 1))]
+        if kind == "s" and consumed == ["r"]:
             raise Mixed(node)
-        found += "1" if kind == "n" else "".join(taken)
-    return found + "".join(rest)
+        result_axes += "1" if kind == "n" else "".join(consumed)
+    return result_axes + "".join(remaining)
 
 
 def concatenated(parts: Value, along: ast.expr | None, node: ast.AST) -> str:
@@ -194,8 +194,8 @@ def along_axis(
         return "".join(axes[axis_of(axes, place, node)] for place in getattr(args[1], "elts", args[1:]))
     if name == "transpose":
         letters = list(axes)
-        one, two = (axis_of(axes, place, node) for place in args[1:3])
-        letters[one], letters[two] = letters[two], letters[one]
+        first_axis, second_axis = (axis_of(axes, place, node) for place in args[1:3])
+        letters[first_axis], letters[second_axis] = letters[second_axis], letters[first_axis]
         return "".join(letters)
     if name == "unsqueeze":
         place = axis_of(f"{axes}.", dim, node)
@@ -210,8 +210,8 @@ def along_axis(
     if name in ALONG:
         return axes
     keepdim = dict(enumerate(args)).get(REDUCING.get(name, 0) + 1) if name not in ("var", "std") else None
-    kept = "1" if getattr(named.get("keepdim", keepdim), "value", None) is True else ""
-    rest = axes[:axis] + kept + axes[axis + 1 :]
-    if rest == "*":
+    kept_axis = "1" if getattr(named.get("keepdim", keepdim), "value", None) is True else ""
+    reduced_axes = axes[:axis] + kept_axis + axes[axis + 1 :]
+    if reduced_axes == "*":
         raise Mixed(node)  # the last dimension would be another
-    return [rest] if name == "unbind" else rest
+    return [reduced_axes] if name == "unbind" else reduced_axes

@@ -59,23 +59,23 @@ def census(anatomy: Anatomy, heads: Iterable[str], hits: Mapping[str, Iterable[s
     for code, argument in walk.eager:
         code.visit(argument)
     towers = anatomy.reached_from(i.name for role in (Role.VISION, Role.AUDIO) for i in anatomy.with_role(role))
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name in walk.reached:
         names = [info.name for info in anatomy.lineage(name)] or [name]  # a function has no lineage
-        passes = dict.fromkeys(one for part in names for one in hits.get(part, ()))
+        passes = dict.fromkeys(pass_name for part in names for pass_name in hits.get(part, ()))
         reason = _reason(name, anatomy, towers, walk.reached) if name in chosen else EAGER
-        found[name] = f"{COVERED}: {', '.join(passes)}" if passes else reason
-    return found | dict.fromkeys(walk.outside, ELSEWHERE) | dict.fromkeys(walk.parts, PART) | walk.unread
+        reasons[name] = f"{COVERED}: {', '.join(passes)}" if passes else reason
+    return reasons | dict.fromkeys(walk.outside, ELSEWHERE) | dict.fromkeys(walk.parts, PART) | walk.unread
 
 
-def summary(found: Mapping[str, str]) -> str:
+def summary(reasons: Mapping[str, str]) -> str:
     """The census in one line: how many passes rewrote, and the names of the others by reason."""
     groups: dict[str, list[str]] = {}
-    for name, reason in found.items():
+    for name, reason in reasons.items():
         groups.setdefault(reason.split(":")[0], []).append(name)
     covered = groups.pop(COVERED, [])
     listed = "".join(f"; {reason}: {', '.join(names)}" for reason, names in sorted(groups.items()))
-    return f"{len(covered)} of {len(found)} classes and functions on the way to the loss in passes{listed}"
+    return f"{len(covered)} of {len(reasons)} classes and functions on the way to the loss in passes{listed}"
 
 
 class _Walk:
@@ -130,8 +130,8 @@ class _Walk:
             if build.attribute == name and (target := self.anatomy.target_of(build)):
                 others = self.parts if self.anatomy.is_part(build) else self.outside
                 self.enter(target) if target in self.anatomy.classes else others.setdefault(target)
-        found = [info.methods[name] for info in self.anatomy.lineage(owner) if name in info.methods]
-        for method in found if inherited else found[:1]:
+        methods = [info.methods[name] for info in self.anatomy.lineage(owner) if name in info.methods]
+        for method in methods if inherited else methods[:1]:
             self.reached.setdefault(owner)
             _Code(self, owner, method).visit(method)
         for value, where in self._assigned(owner, name):
@@ -177,8 +177,13 @@ class _Walk:
         if isinstance(value, ast.Name | ast.Attribute):
             return self.names.resolve(value, _local(where)) is not None
         holds = isinstance(value, ast.Call) and self.names.resolve(value.func, _local(where)) in HOLDERS
-        found = [getattr(value, name, []) for name in (("args",) if holds else CALLED_PARTS)]
-        parts = [part for one in found for part in (one if is_list(one) else [one]) if isinstance(part, ast.AST)]
+        operands = [getattr(value, name, []) for name in (("args",) if holds else CALLED_PARTS)]
+        parts = [
+            part
+            for operand in operands
+            for part in (operand if is_list(operand) else [operand])
+            if isinstance(part, ast.AST)
+        ]
         return all(self._is_known(part, owner, where, open_names) for part in parts)
 
     def name(self, name: str) -> None:
@@ -220,9 +225,9 @@ class _Code(ast.NodeVisitor):
 
     def decorators(self, node: ast.ClassDef | FunctionNode) -> None:
         """What replaces a class or function; those of transformers leave it alone unless a run asks them not to."""
-        for one in node.decorator_list:
-            is_theirs = (self._resolved(getattr(one, "func", one)) or "").startswith("transformers.")
-            for part in getattr(one, "args", ()) if is_theirs else (one,):
+        for decorator in node.decorator_list:
+            is_theirs = (self._resolved(getattr(decorator, "func", decorator)) or "").startswith("transformers.")
+            for part in getattr(decorator, "args", ()) if is_theirs else (decorator,):
                 self.visit(part)
 
     def generic_visit(self, node: ast.AST) -> None:
@@ -284,10 +289,14 @@ class _Code(ast.NodeVisitor):
         if isinstance(node, ast.Name) and node.id in self._local:
             for bind in walk(self._where):
                 if isinstance(bind, ast.Assign | ast.For | ast.comprehension):
-                    made = bind.value if isinstance(bind, ast.Assign) else bind.iter
-                    if any(node.id in stored(part) for part in ast.iter_child_nodes(bind) if part is not made):
-                        parts = getattr(made, "args", ()) if isinstance(made, ast.Call) else getattr(made, "elts", ())
-                        yield from (made, *parts)
+                    bound_value = bind.value if isinstance(bind, ast.Assign) else bind.iter
+                    if any(node.id in stored(part) for part in ast.iter_child_nodes(bind) if part is not bound_value):
+                        parts = (
+                            getattr(bound_value, "args", ())
+                            if isinstance(bound_value, ast.Call)
+                            else getattr(bound_value, "elts", ())
+                        )
+                        yield from (bound_value, *parts)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         meaning, attribute = self._resolved(node), own_attribute(node)
@@ -314,7 +323,7 @@ def _local(where: ast.AST) -> frozenset[str]:
 
 def _stores(info: ClassInfo) -> dict[str, list[tuple[ast.expr, ast.AST]]]:
     """Attribute -> the values that the class's body and its methods assign to it, each with the code it stands in."""
-    found: dict[str, list[tuple[ast.expr, ast.AST]]] = {}
+    stores_by_attribute: dict[str, list[tuple[ast.expr, ast.AST]]] = {}
     for where in info.node.body:
         is_function = isinstance(where, FunctionNode)
         for node in walk(where) if not is_function or not is_setter(where) else ():
@@ -323,8 +332,8 @@ def _stores(info: ClassInfo) -> dict[str, list[tuple[ast.expr, ast.AST]]]:
                 stores = [part for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)]
                 held = [part.value if isinstance(part, ast.Subscript) else part for part in stores]
                 for name in {(own_attribute(part) if is_function else getattr(part, "id", "")) or "" for part in held}:
-                    found.setdefault(name, []).append((node.value, where))
-    return found
+                    stores_by_attribute.setdefault(name, []).append((node.value, where))
+    return stores_by_attribute
 
 
 def _inherited(anatomy: Anatomy, name: str) -> str | None:
@@ -348,7 +357,7 @@ def _reason(name: str, anatomy: Anatomy, towers: Container[str], reached: Contai
     for role, reason in ROLES.items():
         if info is not None and role in info.roles:
             return f"{reason}: {info.roles[role]}" if role == Role.ATTENTION else reason
-    methods = [found[1] for run in ("forward", "__call__") if info and (found := anatomy.method(name, run))]
+    methods = [method[1] for run in ("forward", "__call__") if info and (method := anatomy.method(name, run))]
     functions = methods or [node for node in anatomy.names.statements.get(name, ()) if isinstance(node, FunctionNode)]
     if sign := left_alone_experts(anatomy).get(name):
         return f"{EXPERTS}: {sign}"

@@ -87,7 +87,7 @@ def auto_class(meaning: str | None) -> str:
 
 def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
     """What a class constructs through Auto classes, in any of its methods."""
-    found: list[Build] = []
+    builds: list[Build] = []
     for method in info.methods.values():
         aliases = plain_assignments(walk(method))
         for call, attribute, in_list in _constructions(method, resolve):
@@ -99,8 +99,8 @@ def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
                 config = aliases.get(config.id, config)
             source = ast.unparse(config) if config is not None else None
             code = ast.unparse(call)
-            found.append(Build(info.name, attribute, None, in_list, method.name, auto, source, code))
-    return found
+            builds.append(Build(info.name, attribute, None, in_list, method.name, auto, source, code))
+    return builds
 
 
 CONSTRUCTORS = ("from_config", "_from_config")
@@ -142,15 +142,15 @@ def is_list(value: object) -> TypeGuard[list[object]]:
 @functools.lru_cache(maxsize=16384)
 def walk(node: ast.AST) -> tuple[ast.AST, ...]:
     """What `ast.walk` gives, in its order, computed once: the same code is read many times, and what is changed is a copy."""
-    found = [node]
-    for one in found:  # it grows meanwhile
-        for name in one._fields:
-            value = getattr(one, name, None)
+    nodes = [node]
+    for parent in nodes:  # it grows meanwhile
+        for name in parent._fields:
+            value = getattr(parent, name, None)
             if is_list(value):
-                found += [child for child in value if isinstance(child, ast.AST)]
+                nodes += [child for child in value if isinstance(child, ast.AST)]
             elif isinstance(value, ast.AST):
-                found.append(value)
-    return tuple(found)
+                nodes.append(value)
+    return tuple(nodes)
 
 
 def calls(*code: ast.AST) -> Iterator[ast.Call]:
@@ -234,7 +234,7 @@ def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:
     """Every value that a method of the class assigns to `self.<attribute>`; of `a if c else b` both; of an assignment
     that is no plain one, the statement. Setters count for nothing.
     """
-    found: list[ast.expr | ast.stmt] = []
+    values: list[ast.expr | ast.stmt] = []
     for method in info.methods.values():
         for statement in walk(method):
             if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) or statement.value is None:
@@ -242,8 +242,8 @@ def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:
             is_stored = any(own_attribute(node) == attribute for t in targets(statement) for node in walk(t))
             if is_stored and not is_setter(method):
                 direct = next((value for name, value in _self_assignments(statement) if name == attribute), statement)
-                found += [direct.body, direct.orelse] if isinstance(direct, ast.IfExp) else [direct]
-    return found
+                values += [direct.body, direct.orelse] if isinstance(direct, ast.IfExp) else [direct]
+    return values
 
 
 def _self_assignments(statement: ast.AST) -> Iterator[tuple[str, ast.expr]]:
@@ -263,15 +263,17 @@ def _constructed(call: ast.Call) -> ast.expr:
 
 def _constructions(method: FunctionNode, resolve: Resolve) -> Iterator[tuple[ast.Call, str | None, bool]]:
     """Every call of a method with the attribute that its statement sets, and whether it stands in a list of modules."""
-    seen: set[ast.Call] = set()
+    assigned_calls: set[ast.Call] = set()
     valued = [(node, getattr(node, "value", None)) for node in walk(method) if isinstance(node, ast.stmt)]
     for statement, value in valued:
         attribute = next((name for name, _ in _self_assignments(statement)), None)
-        found = list(calls(value)) if value is not None else []
-        in_list = any(resolve(call.func) in LISTS for call in found)
-        yield from ((call, attribute, in_list) for call in found)
-        seen.update(found)
-    yield from ((call, None, False) for call in calls(method) if call not in seen)  # in conditions, loops, defaults
+        value_calls = list(calls(value)) if value is not None else []
+        in_list = any(resolve(call.func) in LISTS for call in value_calls)
+        yield from ((call, attribute, in_list) for call in value_calls)
+        assigned_calls.update(value_calls)
+    yield from (
+        (call, None, False) for call in calls(method) if call not in assigned_calls
+    )  # in conditions, loops, defaults
 
 
 def _builds(owner: str, init: FunctionNode, local_classes: Container[str], resolve: Resolve) -> Iterator[Build]:

@@ -44,14 +44,14 @@ class Embeddings(Flow):
         nodes = [n for s in before for n in walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
         lines = {n.id: n.lineno for n in sorted(nodes, key=lambda n: n.lineno)}
         bound = sorted(is_bound & lines.keys(), key=lambda name: lines[name])
-        made, mapped = (
+        embedded, mapped = (
             [n for n in bound if mark in self.values.get(n, NONE)] for mark in (self.EMBEDDED, self.MAPPED)
         )
-        return made or mapped
+        return embedded or mapped
 
     def operation(self, name: str, operands: Sequence[Marks]) -> Marks:
         tensors = operands[1:] if name == "where" else operands[:1]
-        return NONE.union(*tensors if name in KEEPS_SHAPE else [one & {self.IDS} for one in tensors])
+        return NONE.union(*tensors if name in KEEPS_SHAPE else [marks & {self.IDS} for marks in tensors])
 
     def module(self, name: str, call: ast.Call, operands: Sequence[Marks]) -> Marks:
         value, first = self.anatomy.attribute(self.owner, name), NONE.union(*operands[:1])
@@ -95,9 +95,9 @@ class Embeddings(Flow):
                 owner = self.owner if own_attribute(function) else self._class_of(holder)
                 built = {build.target or "" for build in self.anatomy.builds(owner) if build.attribute == name}
                 inside = [
-                    self.anatomy.classes[one]
-                    for one in built | self.anatomy.built_by(built)
-                    if one in self.anatomy.classes
+                    self.anatomy.classes[class_name]
+                    for class_name in built | self.anatomy.built_by(built)
+                    if class_name in self.anatomy.classes
                 ]
                 held = [
                     *self.anatomy.held(owner, name),
@@ -108,8 +108,8 @@ class Embeddings(Flow):
 
     def _class_of(self, holder: ast.expr) -> str:
         builds = (*self.anatomy.builds(self.owner), *self.anatomy.auto_builds(self.owner))
-        found = [self.anatomy.target_of(build) for build in builds if build.attribute == own_attribute(holder)]
-        return next(filter(None, found), "")
+        targets = [self.anatomy.target_of(build) for build in builds if build.attribute == own_attribute(holder)]
+        return next(filter(None, targets), "")
 
 
 class Counts(Flow):
@@ -165,13 +165,13 @@ class Counts(Flow):
 def entered(names: Sequence[str], method: str, statements: Sequence[ast.stmt]) -> list[str]:
     """Of these names, those that the features from `self.<method>` may go into: the ones that the statements, the call's and
     those below it, read; of several, the ones that they bind or change by what reads both them and the features."""
-    changes = [(bound, node) for one in statements for node in walk(one) if (bound := _changed(node))]
+    changes = [(bound, node) for statement in statements for node in walk(statement) if (bound := _changed(node))]
     read = {*loaded(*statements)} | {
         name for bound, node in changes if isinstance(node, ast.AugAssign) for name in bound
     }
-    found = [name for name in names if name in read]
-    if len(found) < 2:
-        return found
+    read_names = [name for name in names if name in read]
+    if len(read_names) < 2:
+        return read_names
     features: set[str] = set()
 
     def reads_features(node: ast.AST, name: str = "") -> bool:
@@ -186,7 +186,7 @@ def entered(names: Sequence[str], method: str, statements: Sequence[ast.stmt]) -
         for name in bound
         if (isinstance(node, ast.AugAssign) or name in loaded(node)) and reads_features(node, name)
     }
-    return [name for name in found if name in into]
+    return [name for name in read_names if name in into]
 
 
 def _changed(node: ast.AST) -> set[str]:
@@ -200,7 +200,7 @@ def _changed(node: ast.AST) -> set[str]:
             bound = [function]
         case _:
             bound = []
-    return {base_name(part) for one in bound for part in getattr(one, "elts", [one])} - {""}
+    return {base_name(part) for target in bound for part in getattr(target, "elts", [target])} - {""}
 
 
 def _handed(call: ast.Call, operands: Sequence[Marks], parameters: Sequence[str]) -> dict[str | None, Marks]:
@@ -215,7 +215,8 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
         return  # what it binds is its own
     if isinstance(statement, ast.If):
         body, orelse = (
-            {name for one in branch for name in _bound(one)} for branch in (statement.body, statement.orelse)
+            {name for branch_statement in branch for name in _bound(branch_statement)}
+            for branch in (statement.body, statement.orelse)
         )
         yield from body & orelse
     else:

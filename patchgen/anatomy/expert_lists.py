@@ -86,8 +86,8 @@ def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, lis
     users = [m for m in info.methods.values() if m.name not in building and uses(m, attribute)]
     if not users:
         raise Missed(f"a method that runs self.{attribute}", info.name)
-    others = [one for one in anatomy.classes.values() if one is not info and uses(one.node, attribute)]
-    others = [one.name for one in others if info in anatomy.lineage(one.name)]
+    others = [other for other in anatomy.classes.values() if other is not info and uses(other.node, attribute)]
+    others = [other.name for other in others if info in anatomy.lineage(other.name)]
     if others:
         raise Missed(f"no subclass of {info.name} that uses self.{attribute}", ", ".join(others))
     if (read := next(_reads_through_others(anatomy, info, attribute), None)) is not None:
@@ -100,7 +100,9 @@ def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, lis
 
 def _reads_through_others(anatomy: Anatomy, info: ClassInfo, attribute: str) -> Iterator[ast.Attribute]:
     """`x.<attribute>` of anything but `self` and configs, unless x is known to be a module of another class."""
-    code = [(one.name, one.node) for one in anatomy.classes.values()] + [("", f) for f in anatomy.functions.values()]
+    code = [(class_info.name, class_info.node) for class_info in anatomy.classes.values()] + [
+        ("", f) for f in anatomy.functions.values()
+    ]
     for owner, part in code:
         for node in walk(part):
             match node:
@@ -109,10 +111,12 @@ def _reads_through_others(anatomy: Anatomy, info: ClassInfo, attribute: str) -> 
                 ):
                     held = anatomy.held(owner, own_attribute(of) or "")
                     built = [
-                        anatomy.classes.get((anatomy.names.resolve(getattr(one, "func", None)) or "")[1:])
-                        for one in held
+                        anatomy.classes.get((anatomy.names.resolve(getattr(value, "func", None)) or "")[1:])
+                        for value in held
                     ]
-                    if not built or any(one is None or info in anatomy.lineage(one.name) for one in built):
+                    if not built or any(
+                        built_class is None or info in anatomy.lineage(built_class.name) for built_class in built
+                    ):
                         yield node
 
 
@@ -126,35 +130,37 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
         stores = (n for n in walk(statement) if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load))
         return any(own_attribute(target) == attribute for target in stores)
 
-    found = [(m, place) for m in info.methods.values() for place in _places(m.body, sets)]
-    built = {place: _comprehension(anatomy, attribute, statement_at(m.body, place)) for m, place in found}
-    whole = [place for place, (call, _) in built.items() if isinstance(call, ast.Call)]
-    methods = {m.name: m for m, _ in found}
-    parts = tuple(place for place in built if place not in whole)
+    assignments = [(m, place) for m in info.methods.values() for place in _places(m.body, sets)]
+    built = {place: _comprehension(anatomy, attribute, statement_at(m.body, place)) for m, place in assignments}
+    list_places = [place for place, (call, _) in built.items() if isinstance(call, ast.Call)]
+    methods = {m.name: m for m, _ in assignments}
+    parts = tuple(place for place in built if place not in list_places)
     is_called = len(methods) == 1 and {*methods} <= {"__init__", *setup_calls(info)}
-    apart = len(whole) == 1 and all(p[:-2] == whole[0][:-2] and p[-2] != whole[0][-2] for p in parts)
-    if not (is_called and apart and (parts or len(whole[0]) == 1)):
-        told = "\n".join(ast.unparse(statement_at(m.body, place)) for m, place in found)
+    apart = len(list_places) == 1 and all(p[:-2] == list_places[0][:-2] and p[-2] != list_places[0][-2] for p in parts)
+    if not (is_called and apart and (parts or len(list_places[0]) == 1)):
+        assigned_code = "\n".join(ast.unparse(statement_at(m.body, place)) for m, place in assignments)
         raise Missed(
-            f"one assignment to self.{attribute}, or another in the other branch for one rank's experts", told
+            f"one assignment to self.{attribute}, or another in the other branch for one rank's experts", assigned_code
         )
-    (method,), (call, count) = methods.values(), built[whole[0]]
+    (method,), (call, count) = methods.values(), built[list_places[0]]
     if not isinstance(call, ast.Call):
         raise Missed("experts that a call builds", call)
     expert_class = (anatomy.names.resolve(call.func) or "").removeprefix(".")
     gate, up, down, activation = _read_expert(anatomy, expert_class)
-    beside: Sequence[ast.stmt] = branch_of(method.body, whole[0]) if parts else []
+    beside: Sequence[ast.stmt] = branch_of(method.body, list_places[0]) if parts else []
     within = {id(n) for place in parts for s in branch_of(method.body, place) for n in ast.walk(s)}
     constants: dict[str, Term] = {}
     for statement in beside:
         match statement:
             case ast.Assign([ast.Attribute(ast.Name("self"), name)], ast.Constant(number) as value):
-                if all(one is value or id(one) in within for one in anatomy.held(info.name, name)):
+                if all(
+                    held_value is value or id(held_value) in within for held_value in anatomy.held(info.name, name)
+                ):
                     constants[name] = ("const", number)
     return ExpertList(
         attribute=attribute,
         method=method.name,
-        place=whole[0],
+        place=list_places[0],
         parts=parts,
         constants=constants,
         expert=ast.unparse(call),
@@ -219,39 +225,45 @@ def _comprehension(anatomy: Anatomy, attribute: str, statement: ast.stmt) -> tup
 
 def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
     """gate, up, down and activation of a forward that computes `down(activation(gate(x)) * up(x))`, no more."""
-    found = anatomy.method(name, "forward")
+    forward = anatomy.method(name, "forward")
     form = f"{name}.forward(x) that returns self.<down>(self.<activation>(self.<gate>(x)) * self.<up>(x))"
-    if found is None or len(parameter_names(found[1])) != 1:
+    if forward is None or len(parameter_names(forward[1])) != 1:
         raise Missed(form, name)
-    x = ("value", parameter_names(found[1])[0])
-    match Interpreter(anatomy, name, found[1], {x[1]: x}).run(found[1].body):
-        case ("call", down, ("mul", ("call", act, ("call", gate, one)), ("call", up, two))) if one == two == x:
+    x = ("value", parameter_names(forward[1])[0])
+    match Interpreter(anatomy, name, forward[1], {x[1]: x}).run(forward[1].body):
+        case ("call", down, ("mul", ("call", act, ("call", gate, gate_input)), ("call", up, up_input))) if (
+            gate_input == up_input == x
+        ):
             pass
-        case ("call", down, ("mul", ("call", up, one), ("call", act, ("call", gate, two)))) if one == two == x:
+        case ("call", down, ("mul", ("call", up, gate_input), ("call", act, ("call", gate, up_input)))) if (
+            gate_input == up_input == x
+        ):
             pass
         case _:
-            raise Missed(form, found[1])
+            raise Missed(form, forward[1])
     require_rowwise(anatomy, name, act, "an activation of each row by itself, without learned values", fixed=True)
     return gate, up, down, act
 
 
 def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
     """Whether the three projections have a bias, as their `nn.Linear(...)` says."""
-    found: set[str] = set()
+    bias_kinds: set[str] = set()
     for projection in projections:
         built = single_call(anatomy, name, projection, "nn.Linear")
         given = [k.value for k in built.keywords if k.arg == "bias"] + built.args[2:3]
         constant = given[0].value if given and isinstance(given[0], ast.Constant) else None
-        found.add(BIAS if not given or constant is True else NO_BIAS if constant is False else CONFIGURED_BIAS)
-    if len(found) > 1:
-        raise Missed("a bias in all three projections of an expert or in none", f"{name}: {sorted(found)}")
-    return found.pop()
+        bias_kinds.add(BIAS if not given or constant is True else NO_BIAS if constant is False else CONFIGURED_BIAS)
+    if len(bias_kinds) > 1:
+        raise Missed("a bias in all three projections of an expert or in none", f"{name}: {sorted(bias_kinds)}")
+    return bias_kinds.pop()
 
 
 def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: FunctionNode) -> ExpertLoop:
     """The one loop of a method over the list of experts."""
     attribute = experts.attribute
-    places = list(_places(method.body, lambda one: isinstance(one, ast.For) and bool(uses(one, attribute))))
+    places = list(
+        _places(method.body, lambda statement: isinstance(statement, ast.For) and bool(uses(statement, attribute)))
+    )
     if len(places) != 1:
         where = f"{info.name}.{method.name}"
         raise Missed(f"one loop over self.{attribute} in {where}, outside of any condition but if and else", method)
@@ -259,7 +271,7 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
     counts = frozenset(counts_of(anatomy, info.name, experts.num_experts, attribute))
     values = {name: ("value", name, -1) for name in parameter_names(method)}
     interpreter = Interpreter(anatomy, info.name, method, values, counts, attribute, constants=experts.constants)
-    made = _run_above(interpreter, method.body, place, local_names(method))
+    terms_above = _run_above(interpreter, method.body, place, local_names(method))
     above = dict(interpreter.values)
     loop = body[place[-1]]
     assert isinstance(loop, ast.For)
@@ -270,8 +282,8 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
         case (("placed" | "outputs"), *_):
             interpreter.values[accumulator], interpreter.sum = added, None
             position, name, result = _combined(interpreter, body, place[-1])
-            made = {i: {n: term for n, term in terms.items() if n != name} for i, terms in made.items()}
-            gone = _superseded(body, {*range(place[-1], position + 1)}, made, _below(method.body, place))
+            terms_above = {i: {n: term for n, term in terms.items() if n != name} for i, terms in terms_above.items()}
+            gone = _superseded(body, {*range(place[-1], position + 1)}, terms_above, _below(method.body, place))
             again = Interpreter(anatomy, info.name, method, values, counts, attribute, constants=experts.constants)
             _run_above(again, method.body, place, local_names(method), without=gone)
             _, *terms = result[1] if result[0] == "cast" else result
@@ -286,7 +298,7 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
         case _:
             raise Missed("ACC.index_add_(0, tokens, expert(X[tokens]) * W[tokens, slots, None])", term_text(added))
     x, index, routing = (_name_of(term, above, loop) for term in (hidden, selection, weights))
-    born = max(i for i, terms in made.items() if accumulator in terms)
+    born = max(i for i, terms in terms_above.items() if accumulator in terms)
     _check_around([*body, *_below(method.body, place)], place[-1], born, accumulator)
     match above[accumulator]:
         case ("zeros", ("dtype", of)) if of in (hidden, weights):
@@ -298,7 +310,9 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
         case _:
             expected = "an accumulator in the dtype of the hidden states, of the routing weights, or a named one"
             raise Missed(expected, body[born])
-    masks = {i: terms for i, terms in made.items() if terms and all(term[0] in MASKS for term in terms.values())}
+    masks = {
+        i: terms for i, terms in terms_above.items() if terms and all(term[0] in MASKS for term in terms.values())
+    }
     gone = _superseded(body, {place[-1], born}, masks, _below(method.body, place))
     return ExpertLoop(method.name, place, accumulator, x, index, routing, dtype, inside, (*gone, born))
 
@@ -315,7 +329,7 @@ def _run_above(
     Returns:
         position -> name -> term, of the statements beside the loop that made masks, zeros, rows and the like.
     """
-    made: dict[int, dict[str, Term]] = {}
+    terms_by_position: dict[int, dict[str, Term]] = {}
     for depth in range(1, len(place) + 1, 2):
         is_beside = depth == len(place)
         for position, statement in enumerate(branch_of(body, place[:depth])[: place[depth - 1]]):
@@ -329,30 +343,30 @@ def _run_above(
             interpreter.sum = None
             terms = {name: term for name, term in interpreter.values.items() if before.get(name) != term}
             if is_beside and names and all(term[0] != "value" for term in terms.values()):
-                made[position] = terms
-    return made
+                terms_by_position[position] = terms
+    return terms_by_position
 
 
 def _combined(interpreter: Interpreter, body: Sequence[ast.stmt], loop: int) -> tuple[int, str, Term]:
     """Position, name and term of what adds up the outputs of each token below a loop; no name where it is returned."""
-    found = None
+    combined = None
     for position in range(loop + 1, len(body)):
         statement = body[position]
-        if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Name) and found:
-            return found if statement.value.id != found[1] else (position, "", found[2])
-        if found:
-            return found
+        if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Name) and combined:
+            return combined if statement.value.id != combined[1] else (position, "", combined[2])
+        if combined:
+            return combined
         if isinstance(statement, ast.Return) and statement.value is not None:
-            found = (position, "", interpreter.value(statement.value))
+            combined = (position, "", interpreter.value(statement.value))
         else:
             interpreter.statement(statement)
             name = next(iter(stored(statement)), "")
-            found = (position, name, interpreter.values.get(name, ("none",)))
-        if (found[2][1] if found[2][0] == "cast" else found[2])[0] != "combined":
-            found = None
-    if found is None:
+            combined = (position, name, interpreter.values.get(name, ("none",)))
+        if (combined[2][1] if combined[2][0] == "cast" else combined[2])[0] != "combined":
+            combined = None
+    if combined is None:
         raise Missed("the outputs of a token times their weights, added up below the loop", body[loop])
-    return found
+    return combined
 
 
 def _below(body: Sequence[ast.stmt], place: Place) -> list[ast.stmt]:
@@ -383,22 +397,25 @@ def _check_around(body: Sequence[ast.stmt], position: int, born: int, accumulato
 
 
 def _superseded(
-    body: Sequence[ast.stmt], replaced: Collection[int], made: dict[int, dict[str, Term]], below: Sequence[ast.stmt]
+    body: Sequence[ast.stmt],
+    replaced: Collection[int],
+    loop_terms: dict[int, dict[str, Term]],
+    below: Sequence[ast.stmt],
 ) -> tuple[int, ...]:
     """The statements that made masks and the like for the loop alone, less those whose result something else reads.
 
     Raises:
         Missed: rows that are repeated for the loop are read elsewhere.
     """
-    gone = dict(made)
+    gone = dict(loop_terms)
     while True:
-        rest = [(i, s) for i, s in enumerate(body) if i not in gone and i not in replaced]
-        rest += [(len(body), s) for s in below]
+        remaining = [(i, s) for i, s in enumerate(body) if i not in gone and i not in replaced]
+        remaining += [(len(body), s) for s in below]
         needed = {
             i: s
             for i, terms in gone.items()
-            for at, s in rest
-            if at > i and any(_reads(s, *one) for one in terms.items())
+            for at, s in remaining
+            if at > i and any(_reads(s, *name_and_term) for name_and_term in terms.items())
         }
         for i, statement in needed.items():
             if any(term[0] == "repeated" for term in gone[i].values()):

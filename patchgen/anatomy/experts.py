@@ -79,13 +79,13 @@ def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Ite
 
     On a rank with a part of the experts it would take that part for all of them.
     """
-    own = {info.name for info in anatomy.lineage(owner)}
+    lineage_names = {info.name for info in anatomy.lineage(owner)}
     forward = anatomy.classes[owner].methods["forward"]
     serving = {METHOD, "__init__", "forward", *(own_attribute(call.func) for call in calls(forward))}
     code = [("", function) for function in anatomy.functions.values()]
     for name in sorted(among):
         methods = anatomy.classes[name].methods.values()
-        code += [(name, m) for m in methods if m.name != METHOD and not (name in own and m.name in serving)]
+        code += [(name, m) for m in methods if m.name != METHOD and not (name in lineage_names and m.name in serving)]
     nodes = [node for info in anatomy.classes.values() for node in walk(info.node)]
     named = {"forward", *(node.attr for node in nodes if isinstance(node, ast.Attribute))}
     for name, function in code:
@@ -100,9 +100,11 @@ def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Ite
                     built = (
                         [b.target for b in anatomy.builds(name) if b.attribute == own_attribute(value)] if name else []
                     )
-                    is_other = name not in own if is_own else bool(built) and not own & set(built)
+                    is_other = name not in lineage_names if is_own else bool(built) and not lineage_names & set(built)
                     reads_contents = read in MODULE_CONTENTS and runs and id(node) not in shared_properties
-                    if (read in stacks and not is_other) or (reads_contents and _may_hold(anatomy, name, value, own)):
+                    if (read in stacks and not is_other) or (
+                        reads_contents and _may_hold(anatomy, name, value, lineage_names)
+                    ):
                         return f"{name or function.name} reads {ast.unparse(node)}"
     return ""
 
@@ -115,28 +117,38 @@ def _first_parameter(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def _may_hold(anatomy: Anatomy, name: str, module: ast.expr, own: set[str]) -> bool:
+def _may_hold(anatomy: Anatomy, name: str, module: ast.expr, lineage_names: set[str]) -> bool:
     """Whether a module that a method of the class `name` reads may be the experts or contain them."""
     classes = _classes_of(anatomy, name, module)
-    bases = {one for one in anatomy.classes if anatomy.is_model(one) and not anatomy.method(one, "forward")}
-    return classes is None or bool(own & anatomy.reached_from(classes, without=bases))
+    bases = {
+        class_name
+        for class_name in anatomy.classes
+        if anatomy.is_model(class_name) and not anatomy.method(class_name, "forward")
+    }
+    return classes is None or bool(lineage_names & anatomy.reached_from(classes, without=bases))
 
 
 def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | None:
     """The classes of this file that a module may be an instance of; None if the source does not say."""
     match module:
         case ast.Name("self") if name:
-            return {one for one in anatomy.classes if name in [info.name for info in anatomy.lineage(one)]}
+            return {
+                class_name
+                for class_name in anatomy.classes
+                if name in [info.name for info in anatomy.lineage(class_name)]
+            }
         case ast.Subscript(inner):
             return _classes_of(anatomy, name, inner)
         case ast.Attribute(inner, attribute):
             owners = _classes_of(anatomy, name, inner)
             lineage = [info for owner in owners or () for info in anatomy.lineage(owner)]
-            found = {b.target for i in lineage for b in i.builds if b.attribute == attribute}
-            found |= {anatomy.target_of(b) for i in lineage for b in i.auto_builds if b.attribute == attribute}
+            targets = {b.target for i in lineage for b in i.builds if b.attribute == attribute}
+            targets |= {anatomy.target_of(b) for i in lineage for b in i.auto_builds if b.attribute == attribute}
             values = [value for owner in owners or () for value in anatomy.held(owner, attribute)]
-            is_known = owners is not None and (found or (values and all(isinstance(one, ast.Call) for one in values)))
-            return {one for one in found if one} if is_known else None
+            is_known = owners is not None and (
+                targets or (values and all(isinstance(value, ast.Call) for value in values))
+            )
+            return {target for target in targets if target} if is_known else None
     return None
 
 
@@ -232,8 +244,8 @@ def single_call(anatomy: Anatomy, owner: str, attribute: str, kind: str) -> ast.
         and anatomy.names.resolve(values[0].func) == f"torch.{kind}"
     ):
         return values[0]
-    found = " or ".join(map(ast.unparse, values)) or f"no self.{attribute}"
-    raise Missed(f"{owner}.{attribute} = {kind}(...)", found)
+    assigned_code = " or ".join(map(ast.unparse, values)) or f"no self.{attribute}"
+    raise Missed(f"{owner}.{attribute} = {kind}(...)", assigned_code)
 
 
 def _is_halved(anatomy: Anatomy, owner: str, first: Term, down: str, transposed: bool) -> bool:
@@ -275,8 +287,10 @@ def counts_of(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> s
             elif values[0] in known:
                 known.add(f"self.{name}")
     known |= {f"self.{count}" for count in known if count.startswith("config.") and "config" in attributes}
-    own = {c for c in known if c.startswith("self.config.") or (c.startswith("self.") and anatomy.held(owner, c[5:]))}
-    return own | ({f"len(self.{experts})"} if experts else set())
+    known_of_self = {
+        c for c in known if c.startswith("self.config.") or (c.startswith("self.") and anatomy.held(owner, c[5:]))
+    }
+    return known_of_self | ({f"len(self.{experts})"} if experts else set())
 
 
 def term_text(term: Term) -> str:

@@ -50,9 +50,9 @@ class Flow:
         handed = dict.fromkeys(parameter_names(function), frozenset({DATA})) if given is None else given
         around, running = self.values, self._running
         self.values, self._running = {name: marks for name, marks in handed.items() if name}, (*running, function)
-        found = self._statements(function.body)
+        result = self._statements(function.body)
         self.values, self._running = around, running
-        return found
+        return result
 
     def operation(self, name: str, operands: Sequence[Marks]) -> Marks | None:
         """The marks of an operation of torch's or of a method of a tensor, by its last name; None if it is not known."""
@@ -74,8 +74,8 @@ class Flow:
 
     def built(self, name: str) -> tuple[str, FunctionNode] | None:
         """The class of this file that `self.<name>` is built from, and its forward, unless that runs around this."""
-        found = {build.target for build in self.anatomy.builds(self.owner) if build.attribute == name}
-        target = found.pop() or "" if len(found) == 1 else ""
+        targets = {build.target for build in self.anatomy.builds(self.owner) if build.attribute == name}
+        target = targets.pop() or "" if len(targets) == 1 else ""
         method = self.anatomy.method(target, "forward")
         return (target, method[1]) if method is not None and method[1] not in self._running else None
 
@@ -102,13 +102,13 @@ class Flow:
 
     def _call(self, call: ast.Call) -> Marks:
         function, name = call.func, self.anatomy.names.operation(call)
-        own, callee = own_attribute(function), self.anatomy.called(self.owner, call)
+        attribute, callee = own_attribute(function), self.anatomy.called(self.owner, call)
         if callee is not None and callee not in self._running:
             handed = arguments(call, parameter_names(callee))
             return self.run(callee, {name: self.value(value) for name, value in handed.items()})
         operands = [self.value(part) for part in (*call.args, *(keyword.value for keyword in call.keywords))]
-        if own is not None:
-            return self.module(own, call, operands)
+        if attribute is not None:
+            return self.module(attribute, call, operands)
         meaning = self.anatomy.names.resolve(function) or ""
         if not meaning and isinstance(function, ast.Attribute):  # a method of a tensor
             operands.insert(0, self.value(function.value))
@@ -153,11 +153,11 @@ class Flow:
     def _branches(self, body: list[ast.stmt], orelse: list[ast.stmt]) -> Marks:
         """What either returns; below them a name has the marks of both."""
         before = dict(self.values)
-        found = self._statements(body)
+        result = self._statements(body)
         after, self.values = self.values, before
-        found |= self._statements(orelse)
+        result |= self._statements(orelse)
         self.values = {name: after.get(name, NONE) | self.values.get(name, NONE) for name in {*after, *self.values}}
-        return found
+        return result
 
     def _loop(self, loop: ast.For | ast.While) -> Marks:
         if isinstance(loop, ast.For):
@@ -167,8 +167,8 @@ class Flow:
     def _assign(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign, value: ast.expr) -> None:
         for target in targets(node):
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-                found = list(map(self.value, value.elts))
-                for part, marks in zip(target.elts, found, strict=True):
+                element_marks = list(map(self.value, value.elts))
+                for part, marks in zip(target.elts, element_marks, strict=True):
                     self._bind(part, marks)
             else:
                 self._bind(target, self.value(value), adds=isinstance(node, ast.AugAssign))
@@ -203,11 +203,11 @@ class Attention(Flow):
         return marks - {self.SCORES} | {self.WEIGHTS} if self.SCORES in marks else marks
 
     def product(self, operands: Sequence[Marks]) -> Marks:
-        marks, computed = _joined(operands), [one for one in operands if DATA in one]
+        marks, computed = _joined(operands), [operand for operand in operands if DATA in operand]
         if len(computed) < 2:  # by a learned matrix: a linear map
             return marks
         self.multiplies = True
-        self.found |= any(self.WEIGHTS in one for one in computed)
+        self.found |= any(self.WEIGHTS in operand for operand in computed)
         return marks - {self.WEIGHTS} | {self.SCORES}
 
     def module(self, name: str, call: ast.Call, operands: Sequence[Marks]) -> Marks:
@@ -217,7 +217,7 @@ class Attention(Flow):
         if built is None:
             return super().module(name, call, operands)
         computed = tuple(
-            one & {DATA} for one in operands
+            operand & {DATA} for operand in operands
         )  # scores belong to one class: hidden states of a layer are none
         key = (built[0], computed)
         if key not in self.anatomy.attends:
@@ -240,10 +240,10 @@ class Rotary(Flow):
         lineage = list(anatomy.lineage(owner))
         registered = [c for info in lineage for c in calls(info.node) if own_attribute(c.func) == "register_buffer"]
         built = {name: call for info in lineage for name, call in info.built.items()}
-        made = {name: call for name, call in built.items() if anatomy.is_a(call, "torch.nn.Buffer")}
+        buffer_calls = {name: call for name, call in built.items() if anatomy.is_a(call, "torch.nn.Buffer")}
         self._buffers = known.buffers(anatomy, owner).keys()
-        self._has_buffers = bool(made or registered)
-        read = {*loaded(*made.values(), *registered)} - {"self", "config"}
+        self._has_buffers = bool(buffer_calls or registered)
+        read = {*loaded(*buffer_calls.values(), *registered)} - {"self", "config"}
         nodes = (node for info in lineage for node in walk(info.node))
         assigned = [node for node in nodes if isinstance(node, ast.Assign) and read & {*stored(node)}]
         self._makers = {own_attribute(call.func) for call in calls(*(node.value for node in assigned))}
@@ -255,8 +255,8 @@ class Rotary(Flow):
         return self._frequencies(name in self._buffers)
 
     def function(self, meaning: str, call: ast.Call) -> Marks:
-        own = call.args and ast.unparse(call.args[0]) == "self"
-        return self._frequencies(meaning == "builtins.getattr" and bool(own) and self._has_buffers)
+        is_of_self = call.args and ast.unparse(call.args[0]) == "self"
+        return self._frequencies(meaning == "builtins.getattr" and bool(is_of_self) and self._has_buffers)
 
     def operation(self, name: str, operands: Sequence[Marks]) -> Marks | None:
         if name in ("cos", "sin", "polar") and _joined(operands) >= {self.FREQUENCIES, DATA}:
@@ -291,8 +291,8 @@ class Embedder(Flow):
     def module(self, name: str, call: ast.Call, operands: Sequence[Marks]) -> Marks:
         value = self.anatomy.attribute(self.owner, name)
         if DATA in _joined(operands) and value is not None and not self._in_layers:
-            made = calls(value) if self.anatomy.is_a(value, "torch.nn.Sequential") else (value,)
-            is_own = any(self.anatomy.is_a(one, *CONVOLUTIONS, LINEAR) for one in made)
+            module_calls = calls(value) if self.anatomy.is_a(value, "torch.nn.Sequential") else (value,)
+            is_own = any(self.anatomy.is_a(module_call, *CONVOLUTIONS, LINEAR) for module_call in module_calls)
             self.own += [name] * is_own
             self.found += [name] * (is_own or self._is_inside(name))
         return super().module(name, call, operands)

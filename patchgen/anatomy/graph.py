@@ -62,12 +62,12 @@ class Anatomy:
 
     def lineage(self, name: str) -> Iterator[ClassInfo]:
         """The class and its ancestors in this file, in the order in which Python looks members up (near enough)."""
-        seen, pending = set[str](), [name]
+        visited, pending = set[str](), [name]
         while pending:
             current = pending.pop(0)
-            if current in seen or current not in self.classes:
+            if current in visited or current not in self.classes:
                 continue
-            seen.add(current)
+            visited.add(current)
             yield self.classes[current]
             pending = [*self.classes[current].bases, *pending]
 
@@ -78,7 +78,9 @@ class Anatomy:
 
     def inherits(self, name: str, base: str) -> bool:
         """Whether transformers' class `base`, by whatever import, is among the ancestors."""
-        return any(self.names.is_upstream(one, base) for info in self.lineage(name) for one in info.node.bases)
+        return any(
+            self.names.is_upstream(base_node, base) for info in self.lineage(name) for base_node in info.node.bases
+        )
 
     def _ancestors(self, name: str) -> set[str]:
         """What the bases of the class and of its ancestors in this file stand for."""
@@ -131,7 +133,9 @@ class Anatomy:
         that name, a method and a value, or an assignment from outside the class.
         """
         others = {name: info for name, info in self.classes.items() if name != owner}
-        below = [info for name, info in others.items() if any(one.name == owner for one in self.lineage(name))]
+        below = [
+            info for name, info in others.items() if any(ancestor.name == owner for ancestor in self.lineage(name))
+        ]
         family = [*self.lineage(owner), *below]
         methods = [info.methods[attribute] for info in family if attribute in info.methods]
         values = [value for info in family for value in stores_of(info, attribute)]
@@ -146,15 +150,15 @@ class Anatomy:
         base = value.value if isinstance(value, ast.Attribute) else value
         if not isinstance(base, ast.Name) or base.id not in names:
             return ()
-        found: list[ast.expr | ast.stmt] = []
+        values: list[ast.expr | ast.stmt] = []
         for info, given in self.given(owner, base.id):
             if isinstance(given, ast.Name) and stored(info.methods["__init__"]).count(given.id) == 1:
                 given = plain_assignments(walk(info.methods["__init__"])).get(given.id, given)
             if isinstance(value, ast.Attribute) and isinstance(given, ast.Call):
-                found += self.held((self.names.resolve(given.func) or "").removeprefix("."), value.attr)
+                values += self.held((self.names.resolve(given.func) or "").removeprefix("."), value.attr)
             elif isinstance(value, ast.Name) and given is not None:
-                found.append(given)
-        return tuple(found)
+                values.append(given)
+        return tuple(values)
 
     def given(self, owner: str, parameter: str) -> Iterator[tuple[ClassInfo, ast.expr | None]]:
         """What each class that builds `owner` for an attribute hands to a parameter of its `__init__`."""
@@ -169,7 +173,12 @@ class Anatomy:
     def stored_outside(self) -> frozenset[str]:
         """The attributes that any code of the file assigns to another object than its own self, or to a class."""
         methods = [method for info in self.classes.values() for method in info.methods.values()]
-        top = [one for found in self.names.statements.values() for one in found if not isinstance(one, ast.ClassDef)]
+        top = [
+            statement
+            for statements in self.names.statements.values()
+            for statement in statements
+            if not isinstance(statement, ast.ClassDef)
+        ]
         code = [node for node in (*methods, *top) if not (isinstance(node, FunctionNode) and is_setter(node))]
         parts = [child for node in code for child in walk(node)]
         stores: set[str] = set()
@@ -184,8 +193,8 @@ class Anatomy:
 
     def builds(self, name: str) -> list[Build]:
         """What the class constructs; without an __init__ of its own, what its ancestor's __init__ constructs."""
-        found = self.method(name, "__init__")
-        return found[0].builds if found else []
+        init = self.method(name, "__init__")
+        return init[0].builds if init else []
 
     def auto_builds(self, name: str) -> list[Build]:
         """What the class or its ancestors in this file construct through Auto classes."""
@@ -261,8 +270,8 @@ class Anatomy:
         """The classes that these name, directly or through others, not through those in `without`."""
 
         def named(name: str) -> Iterator[str | None]:
-            found = references(self.classes[name].node)
-            yield from found.union(*(references(self.tables[table]) for table in found & self.tables.keys()))
+            referenced = references(self.classes[name].node)
+            yield from referenced.union(*(references(self.tables[table]) for table in referenced & self.tables.keys()))
             yield from (build.target for build in self.classes[name].builds)  # added too
             yield from (self.target_of(build) for build in self.auto_builds(name))
 
@@ -292,8 +301,10 @@ class Anatomy:
     def _handed_config(self, owner: str) -> str | None:
         """The configuration class of the one kind of model that builds the class with its own config; None: not told."""
         built = [(info, given and ast.unparse(given)) for info, given in self.given(owner, "config")]
-        found = {self.config_of(info.name) if given in ("config", "self.config") else None for info, given in built}
-        return found.pop() if len(found) == 1 else None
+        config_classes = {
+            self.config_of(info.name) if given in ("config", "self.config") else None for info, given in built
+        }
+        return config_classes.pop() if len(config_classes) == 1 else None
 
     def _sub_config_of(self, owner: str, expression: str) -> SubConfig | None:
         """What `config.text_config` is: the owner's config class, then its `sub_configs`."""
@@ -301,10 +312,10 @@ class Anatomy:
         parts = [part for part in expression.split(".") if part != "self"]
         if not parts or parts[0] != "config":
             return None
-        own = (
+        config_class = (
             self.config_of(owner) or next(_annotated_configs(self.classes[owner]), None) or self._handed_config(owner)
         )
-        current = SubConfig(own) if own else None
+        current = SubConfig(config_class) if config_class else None
         for part in parts[1:]:
             known = self.upstream.configs.get(current.config_class) if current else None
             if part == "get_text_config":  # transformers': the text config if there is one, else the config itself
@@ -345,17 +356,17 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
 @functools.lru_cache(maxsize=4096)
 def references(node: ast.AST) -> frozenset[str]:
     """The names that a piece of code refers to, quoted annotations included."""
-    found: set[str] = set()
+    referenced: set[str] = set()
     for child in walk(node):
         if isinstance(child, ast.Name):
-            found.add(child.id)
+            referenced.add(child.id)
         annotation = getattr(child, "annotation", None) or getattr(child, "returns", None)
         if isinstance(annotation, ast.Constant):
-            found |= _names_in_string(annotation.value)
+            referenced |= _names_in_string(annotation.value)
         if isinstance(child, ast.Subscript):
             quoted = [node.value for node in walk(child.slice) if isinstance(node, ast.Constant)]
-            found |= {value for value in quoted if isinstance(value, str) and value.isidentifier()}
-    return frozenset(found)
+            referenced |= {value for value in quoted if isinstance(value, str) and value.isidentifier()}
+    return frozenset(referenced)
 
 
 def _names_in_string(value: object) -> set[str]:

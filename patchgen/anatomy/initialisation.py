@@ -30,14 +30,14 @@ class LinearInit:
 
 def initialising_classes(anatomy: Anatomy, module: Module) -> list[ClassInfo]:
     """The model classes whose `_init_weights` must know new modules: the roots, and overrides that leave super out."""
-    found: list[ClassInfo] = []
+    classes: list[ClassInfo] = []
     for name in anatomy.models_in(module):
         info = anatomy.classes[name]
         is_root = not any(base in anatomy.classes and anatomy.is_model(base) for base in info.bases)
         method = info.methods.get(METHOD)
         if is_root or (method is not None and not _asks_super(method)):
-            found.append(info)
-    return found
+            classes.append(info)
+    return classes
 
 
 def read_linear_init(anatomy: Anatomy, info: ClassInfo) -> LinearInit:

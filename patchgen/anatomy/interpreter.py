@@ -133,10 +133,10 @@ class Interpreter:
         term = self.value(value)
         names = target.elts if isinstance(target, ast.Tuple) else [target]
         terms = term[1] if isinstance(target, ast.Tuple) and term[0] == "tuple" else (term,)
-        made = {name.id: part for name, part in zip(names, terms, strict=False) if isinstance(name, ast.Name)}
-        if not len(made) == len(names) == len(terms) or "self" in made:
+        assigned = {name.id: part for name, part in zip(names, terms, strict=False) if isinstance(name, ast.Name)}
+        if not len(assigned) == len(names) == len(terms) or "self" in assigned:
             raise Missed("a value on the way, by a name of its own", target)
-        self.values |= made
+        self.values |= assigned
 
     def _is_sum(self, call: ast.Call, target: str = "") -> bool:
         """`ACC.index_add_(0, tokens, weighted)`, or `ACC = ACC.index_add(...)`."""
@@ -166,14 +166,14 @@ class Interpreter:
         """`Y[flat == e] = expert(X[flat == e])` in a loop over experts, or `Y[order] = <outputs in that order>` below it."""
         if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
             return False
-        name, index, made = target.value.id, self.value(target.slice), self.value(value)
-        match self.value(target.value), index, made:
-            case ("empty", _), ("chosen", selection, "r"), ("expert", ("rows", ("repeated", x), one)) if (
-                selection == one
+        name, index, placed_value = target.value.id, self.value(target.slice), self.value(value)
+        match self.value(target.value), index, placed_value:
+            case ("empty", _), ("chosen", selection, "r"), ("expert", ("rows", ("repeated", x), row_selection)) if (
+                selection == row_selection
             ):
                 self.sum = (name, ("placed", x, selection))
                 self._selection(selection, target)
-            case ("empty", _), ("order", selection), ("outputs", x, one) if selection == one:
+            case ("empty", _), ("order", selection), ("outputs", x, row_selection) if selection == row_selection:
                 self.values[name] = ("placed", x, selection)
             case _:
                 raise Missed("rows of an empty tensor, set to what this expert makes of the same rows", target)
@@ -187,8 +187,8 @@ class Interpreter:
                 if self.values.get(name) == ("table", selection) and place == mark == ("const", 1):
                     self.values[name] = ("marked", selection)
                     return True
-            case ast.Call(ast.Attribute(ast.Name(name), "append"), [made]) if self.values.get(name) == ("list",):
-                match self.value(made):
+            case ast.Call(ast.Attribute(ast.Name(name), "append"), [appended]) if self.values.get(name) == ("list",):
+                match self.value(appended):
                     case ("expert", ("piece", x, selection)):
                         self.sum = (name, ("outputs", x, selection))
                         return True
@@ -273,10 +273,10 @@ class Interpreter:
                 term = ("all of", self.value(inner))
             case ast.List([]):
                 term = ("list",)
-            case ast.IfExp(ast.Call(function, [made]), whole, ast.Call(ast.Attribute(_, "new_empty"))) if (
-                self._resolve(function) == "builtins.len" and self.value(made)[0] == "outputs"
+            case ast.IfExp(ast.Call(function, [outputs]), concatenated, ast.Call(ast.Attribute(_, "new_empty"))) if (
+                self._resolve(function) == "builtins.len" and self.value(outputs)[0] == "outputs"
             ):
-                term = self.value(whole)  # without any output there is no token
+                term = self.value(concatenated)  # without any output there is no token
             case _:
                 reader = getattr(self, f"_{type(node).__name__.lower()}", None)
                 term = reader(node) if reader is not None else None
@@ -317,14 +317,20 @@ class Interpreter:
                 return ("rows", owner, selection)
             case ("value", *_), ("sorted tokens", selection):
                 return ("sorted", owner, selection)
-            case ("sorted", x, selection), ("span", ("start", one), ("end", two)) if one == two == selection:
+            case ("sorted", x, selection), ("span", ("start", first_selection), ("end", second_selection)) if (
+                first_selection == second_selection == selection
+            ):
                 return ("piece", x, selection)
             case (("value", *_), ("tokens", selection)) | (("value", *_), ("const", None), ("tokens", selection)):
                 return ("rows", owner, selection)
-            case ("value", *_), ("tokens", one), ("slots", two) if one == two:
-                return ("weights", owner, one)
-            case ("value", *_), ("tokens", one), ("slots", two), ("const", None) if one == two:
-                return ("routing", owner, one)
+            case ("value", *_), ("tokens", first_selection), ("slots", second_selection) if (
+                first_selection == second_selection
+            ):
+                return ("weights", owner, first_selection)
+            case ("value", *_), ("tokens", first_selection), ("slots", second_selection), ("const", None) if (
+                first_selection == second_selection
+            ):
+                return ("routing", owner, first_selection)
             case ("weights", *chosen), ("all",), ("const", None):
                 return ("routing", *chosen)
         return None
@@ -338,8 +344,8 @@ class Interpreter:
                 return ("chosen", selection, "tk")
             case ("flat", selection), [ast.Eq()], ("number",):
                 return ("chosen", selection, "r")
-            case ("const", int(one)), [ast.Gt()], ("const", int(two)):
-                return ("const", one > two)
+            case ("const", int(left_number)), [ast.Gt()], ("const", int(right_number)):
+                return ("const", left_number > right_number)
             case ("count_of", selection), [ast.Gt()], ("const", 0):
                 return ("hit", selection)
             case ("number of tokens",), [ast.Eq()], ("const", 0):

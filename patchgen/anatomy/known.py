@@ -40,22 +40,22 @@ def is_number(anatomy: Anatomy, owner: str, attribute: str) -> bool:
     return bool(held) and all(_is_number(value, anatomy, owner) for value in held)
 
 
-def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, seen: frozenset[str] = frozenset()) -> bool:
+def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, visited: frozenset[str] = frozenset()) -> bool:
     """Whether an expression is a constant or a value of a config, or computed from these."""
     if isinstance(value, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp):
         parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
-        return all(isinstance(part, ast.Compare) or _is_number(part, anatomy, owner, seen) for part in parts)
+        return all(isinstance(part, ast.Compare) or _is_number(part, anatomy, owner, visited) for part in parts)
     if isinstance(value, ast.Call):
         is_plain = anatomy.names.resolve(value.func) in NUMBERS
-        return is_plain and all(_is_number(part, anatomy, owner, seen) for part in value.args)
+        return is_plain and all(_is_number(part, anatomy, owner, visited) for part in value.args)
     if isinstance(value, ast.Subscript):
-        return _is_number(value.value, anatomy, owner, seen)
+        return _is_number(value.value, anatomy, owner, visited)
     if isinstance(value, ast.Name) and value.id != "config":
-        return value.id not in seen and _is_number_by_name(value, anatomy, owner, seen | {value.id})
+        return value.id not in visited and _is_number_by_name(value, anatomy, owner, visited | {value.id})
     return isinstance(value, ast.Constant) or is_of_config(value)
 
 
-def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, seen: frozenset[str]) -> bool:
+def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: frozenset[str]) -> bool:
     """A parameter of `__init__`: by its annotation, else by its arguments, else by its default; or a local variable there."""
     init = anatomy.method(owner, "__init__")
     if init is None:
@@ -69,7 +69,7 @@ def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, seen: froze
     if annotations.get(name.id) not in ("float", "int", "bool"):
         known += anatomy.handed(owner, name) or [defaults[n] for n in defaults if n == name.id]
         known = known or [name.ctx]  # nothing tells
-    return all(_is_number(value, anatomy, owner, seen) for value in known)
+    return all(_is_number(value, anatomy, owner, visited) for value in known)
 
 
 def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:
@@ -114,9 +114,9 @@ def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.ex
 def buffers(anatomy: Anatomy, owner: str) -> dict[str, bool]:
     """The attributes of a class and its ancestors that `nn.Buffer` or `register_buffer` makes, and whether checkpoints
     keep them."""
-    found: dict[str, bool] = {}
+    persistent_of: dict[str, bool] = {}
     for info in anatomy.lineage(owner):
-        made = [
+        buffer_arguments = [
             (name, arguments(call, ("data",)))
             for name, call in info.built.items()
             if anatomy.is_a(call, "torch.nn.Buffer")
@@ -124,7 +124,7 @@ def buffers(anatomy: Anatomy, owner: str) -> dict[str, bool]:
         for call in calls(info.node):
             given = arguments(call, ("name", "tensor", "persistent"))
             if own_attribute(call.func) == "register_buffer" and isinstance(given.get("name"), ast.Constant):
-                made.append((ast.literal_eval(given["name"]), given))
-        for name, given in made:
-            found.setdefault(name, "persistent" not in given or ast.unparse(given["persistent"]) != "False")
-    return found
+                buffer_arguments.append((ast.literal_eval(given["name"]), given))
+        for name, given in buffer_arguments:
+            persistent_of.setdefault(name, "persistent" not in given or ast.unparse(given["persistent"]) != "False")
+    return persistent_of

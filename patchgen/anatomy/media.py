@@ -23,14 +23,14 @@ def handed_sizes(method: FunctionNode) -> set[str]:
 
     `split_sizes: list[int] | None` with `sizes = split_sizes or <tensor>.tolist()`.
     """
-    found: set[str] = set()
+    size_names: set[str] = set()
     for node in method.body if FEATURES.match(method.name) else ():
         match node:
             case ast.Assign(value=ast.BoolOp(ast.Or(), [ast.Name(name), ast.Call(ast.Attribute(attr="tolist"))])):
-                found.add(name)
-    annotated = {one.arg: one.annotation for one in walk(method.args) if isinstance(one, ast.arg)}
+                size_names.add(name)
+    annotated = {argument.arg: argument.annotation for argument in walk(method.args) if isinstance(argument, ast.arg)}
     declared = {name for name, kind in annotated.items() if kind and ast.unparse(kind) == "list[int] | None"}
-    return found & declared
+    return size_names & declared
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def requires(anatomy: Anatomy, name: str, media: str) -> bool:
 
 def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> list[str]:
     """The attributes of self that are called with the media, but for models below that take it by the same name."""
-    found: list[str] = []
+    attributes: list[str] = []
     for call in calls(forward):
         callee = dotted(call.func)
         if not callee.startswith("self.") or callee.count(".") > 1:
@@ -89,8 +89,8 @@ def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> 
             if build.attribute == callee[5:] and (below := anatomy.method(build.target or "", "forward"))
         )
         if not (hands_on and builds_model):
-            found.append(callee[5:])
-    return list(dict.fromkeys(found))
+            attributes.append(callee[5:])
+    return list(dict.fromkeys(attributes))
 
 
 def _is_given(value: ast.AST, media: str) -> bool:
@@ -104,7 +104,7 @@ def _is_given(value: ast.AST, media: str) -> bool:
 
 def feature_calls(body: Sequence[ast.stmt]) -> list[FeatureCall]:
     """The calls of `get_<modality>_features` with a media parameter, in the order of the statements that hold them."""
-    found: list[FeatureCall] = []
+    calls_found: list[FeatureCall] = []
     for position, node in enumerate(body):
         for call in calls(node):
             match = FEATURES.match(own_attribute(call.func) or "")
@@ -115,16 +115,16 @@ def feature_calls(body: Sequence[ast.stmt]) -> list[FeatureCall]:
             plain = [given.id for given in call.args if isinstance(given, ast.Name)]
             starred = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]
             grid = plain[1] if len(plain) == len(call.args) == 2 and plain[0] == media else None
-            found.append(
+            calls_found.append(
                 FeatureCall(position, match[0], match[1], media, grid, f"**{starred[0]}" if starred else None)
             )
-    return found
+    return calls_found
 
 
 def same_features(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:
     """Whether the method for videos computes what the one for images does: it calls it, or has its body."""
     first, second = anatomy.method(owner, image), anatomy.method(owner, video)
-    if first is None or second is None or any(anatomy.names.is_wrapped(one) for _, one in (first, second)):
+    if first is None or second is None or any(anatomy.names.is_wrapped(method) for _, method in (first, second)):
         return False
     calls_it = form_of(f"def video(self, media, grid, **kwargs):\n    return self.{image}(media, grid, **kwargs)")
     is_usual = len(parameter_names(first[1])) == len(parameter_names(second[1])) == 2

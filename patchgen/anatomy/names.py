@@ -67,7 +67,7 @@ class Names:
 
     def imported(self) -> dict[str, str]:
         """Name -> what it stands for, of what the file imports."""
-        return {name: found for name, found in self._known.items() if found and not found.startswith(".")}
+        return {name: meaning for name, meaning in self._known.items() if meaning and not meaning.startswith(".")}
 
     def resolve(self, node: ast.AST | None, local: Container[str] = ()) -> str | None:
         """What an expression of names and dots stands for, wherever it is written.
@@ -83,8 +83,8 @@ class Names:
         """
         if isinstance(node, ast.Attribute):
             owner = self.resolve(node.value, local)
-            found = f"{owner}.{node.attr}" if owner else None
-            return None if found in self._patched else found
+            meaning = f"{owner}.{node.attr}" if owner else None
+            return None if meaning in self._patched else meaning
         if not isinstance(node, ast.Name):
             return None
         if "meaning" in vars(node):
@@ -137,9 +137,9 @@ class Names:
                 yield alias.asname or alias.name, ".".join([*base, *filter(None, [statement.module]), alias.name])
         elif isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With):
             inside = [binding for leaf in _leaves([statement]) for binding in self._bindings(leaf)]
-            own = {name for name, meaning in inside if meaning == f".{name}"}
+            defined_here = {name for name, meaning in inside if meaning == f".{name}"}
             # A package's function where it is installed, else the file's own of the same name: the file says what it does.
-            yield from ((name, f".{name}" if name in own else meaning) for name, meaning in inside)
+            yield from ((name, f".{name}" if name in defined_here else meaning) for name, meaning in inside)
             yield from ((name, f".{name}") for name in bound_names(statement) if name not in dict(inside))
         else:
             other = self.resolve(statement.value) if isinstance(statement, ast.Assign) else None  # another name for it
@@ -149,13 +149,13 @@ class Names:
 @functools.lru_cache(maxsize=4096)
 def local_names(function: ast.AST) -> frozenset[str]:
     """The names that a function, or other code, binds: parameters, assignments, loops, definitions and imports in it."""
-    found = set(stored(function))
+    names = set(stored(function))
     for node in walk(function):
         if isinstance(node, ast.arg):
-            found.add(node.arg)
+            names.add(node.arg)
         elif isinstance(node, ast.ClassDef | FunctionNode | ast.Import | ast.ImportFrom) and node is not function:
-            found |= set(bound_names(node))
-    return frozenset(found)
+            names |= set(bound_names(node))
+    return frozenset(names)
 
 
 def uses_name(node: ast.AST, name: str) -> bool:
@@ -174,7 +174,9 @@ def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:
 
 def _changed(statement: ast.stmt) -> set[str]:
     """The names that a statement of the module defines, or whose attributes, items or content it changes."""
-    found: set[str] = set() if isinstance(statement, ast.Import | ast.ImportFrom) else set(bound_names(statement))
+    changed_names: set[str] = (
+        set() if isinstance(statement, ast.Import | ast.ImportFrom) else set(bound_names(statement))
+    )
     stores = getattr(statement, "targets", [getattr(statement, "target", None)])
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         stores = [statement.value.func]  # `TABLE.update(..)`
@@ -183,4 +185,4 @@ def _changed(statement: ast.stmt) -> set[str]:
         local = local_names(statement)
         stores = [node for node in inside if isinstance(node.ctx, ast.Store) and base_name(node) not in local]
         stores += statement.decorator_list
-    return found | set(map(base_name, stores)) - {""}
+    return changed_names | set(map(base_name, stores)) - {""}

@@ -70,28 +70,32 @@ def bound(name: str, operands: Sequence[Any], named: Mapping[str, Any], node: as
     Raises:
         Missed: these are not its arguments.
     """
-    rest, by_name, found = list(operands), dict(named), list[Term]()
+    remaining, by_name, arguments = list(operands), dict(named), list[Term]()
     for parameter in _PARAMETERS[name]:
         label, _, default = parameter.partition("=")
         if label.startswith("*"):
-            found.append(tuple(rest))
-            rest = []
-        elif rest:
-            found.append(rest.pop(0))
+            arguments.append(tuple(remaining))
+            remaining = []
+        elif remaining:
+            arguments.append(remaining.pop(0))
         elif label in by_name or default:
-            found.append(by_name.pop(label) if label in by_name else ("const", ast.literal_eval(default)))
+            arguments.append(by_name.pop(label) if label in by_name else ("const", ast.literal_eval(default)))
         else:
             raise Missed(f"`{label}` among the arguments", node)
-    if rest or by_name:
+    if remaining or by_name:
         raise Missed("arguments that the operation is known to take", node)
-    return found
+    return arguments
 
 
 def operation(name: str, *given: Any) -> Term | None:
     """What an operation makes of its operands, in the order of its parameters."""
     match name, *given:
-        case "mul" | "mul_" | "multiply", one, other:
-            return ("const", 0) if ("const", 0) in (one, other) else ("mul", *sorted((one, other), key=repr))
+        case "mul" | "mul_" | "multiply", factor, other_factor:
+            return (
+                ("const", 0)
+                if ("const", 0) in (factor, other_factor)
+                else ("mul", *sorted((factor, other_factor), key=repr))
+            )
         case "add", ("linear", x, weight, None, transposed), ("weight", bias):
             return ("linear", x, weight, bias, transposed)
         case "matmul" | "mm", x, ("weight", weight):
@@ -168,8 +172,10 @@ def _chosen(name: str, *given: Any) -> Term | None:
             return ("experts + 1",)
         case "add", ("number",), ("const", 0):
             return given[0]
-        case "add", ("start", one), ("count", two) if one == two:
-            return ("end", one)
+        case "add", ("start", selection_of_start), ("count", selection_of_count) if (
+            selection_of_start == selection_of_count
+        ):
+            return ("end", selection_of_start)
         case "argsort", ("flat", selection):
             return ("order", selection)
         case "floor_divide", ("order", selection), ("size", of, 1) if of == selection:
@@ -187,8 +193,8 @@ def _reshaped(term: Term, sizes: tuple[Term, ...]) -> Term | None:
     match term, sizes:
         case ("value", *_), (("const", -1),):
             return ("flat", term)
-        case ("placed", *made), (("all of", _), ("const", -1)):
-            return ("slots of", *made)  # [T, K, H], of the shape of the choice or of its weights
+        case ("placed", *placement), (("all of", _), ("const", -1)):
+            return ("slots of", *placement)  # [T, K, H], of the shape of the choice or of its weights
         case ("value", *_), (parts, ("const", -1), width):
             return ("shares", term, parts, width)
         case ("linear", *_), (("const", -1), width):

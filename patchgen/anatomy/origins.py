@@ -22,7 +22,7 @@ SEQUENCES = (ast.Tuple, ast.List)
 
 
 def origins(
-    anatomy: Anatomy, owner: str, value: ast.AST, seen: frozenset[tuple[str, str]] = frozenset()
+    anatomy: Anatomy, owner: str, value: ast.AST, visited: frozenset[tuple[str, str]] = frozenset()
 ) -> Iterator[tuple[str, ast.AST]]:
     """The expressions that code of a class may stand for, where names and attributes are replaced by what they hold;
     each with the class whose code it is.
@@ -44,11 +44,11 @@ def origins(
         case ast.Name():
             inner = _named(anatomy, value)
     place = (owner, ast.unparse(value))
-    if not inner or place in seen:
+    if not inner or place in visited:
         yield owner, value
         return
     for of, part in inner:
-        yield from origins(anatomy, of, part, seen | {place})
+        yield from origins(anatomy, of, part, visited | {place})
 
 
 def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
@@ -65,8 +65,12 @@ def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
     if function is not None and name.id in parameter_names(function):
         if function.name != "__init__":
             return []
-        alike = [one for one in anatomy.classes if (anatomy.method(one, "__init__") or (None, None))[1] is function]
-        builds = [pair for one in alike for pair in anatomy.given(one, name.id)]
+        alike = [
+            class_name
+            for class_name in anatomy.classes
+            if (anatomy.method(class_name, "__init__") or (None, None))[1] is function
+        ]
+        builds = [pair for class_name in alike for pair in anatomy.given(class_name, name.id)]
         args = function.args
         plain = [*args.posonlyargs, *args.args]
         defaults = dict(zip([arg.arg for arg in plain[::-1]], args.defaults[::-1], strict=False))
@@ -86,7 +90,7 @@ def _scope(anatomy: Anatomy, name: ast.Name) -> tuple[str, FunctionNode | None]:
     return next(((owner, m) for owner, m in methods if any(node is name for node in walk(m))), ("", None))
 
 
-def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
+def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
     """Whether a size may be a number that the source says, or several sizes, rather than one that a caller or config chooses.
 
     Args:
@@ -104,10 +108,10 @@ def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[ast.AS
                 pass
             case _:
                 parts = []
-        known = seen | {origin}
+        known = visited | {origin}
         if isinstance(origin, (ast.Constant, *SEQUENCES)):
             return True
-        if parts and origin not in seen and all(is_fixed(anatomy, of, part, known) for part in parts):
+        if parts and origin not in visited and all(is_fixed(anatomy, of, part, known) for part in parts):
             return True
     return False
 
@@ -115,23 +119,25 @@ def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[ast.AS
 def is_one_size(anatomy: Anatomy, owner: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr]) -> bool:
     """Whether a norm with these arguments, the sizes first, is known to be over one dimension, the last."""
     size = [*args, *(value for name, value in named.items() if name == "normalized_shape")]
-    return bool(size) and all(_is_one(anatomy, *one) for one in origins(anatomy, owner, size[0]))
+    return bool(size) and all(_is_one(anatomy, *origin) for origin in origins(anatomy, owner, size[0]))
 
 
 def _is_one(anatomy: Anatomy, owner: str, shape: ast.AST) -> bool:
     match shape:
-        case ast.Tuple([one]) | ast.List([one]):
-            return not isinstance(one, ast.Starred)
+        case ast.Tuple([size]) | ast.List([size]):
+            return not isinstance(size, ast.Starred)
         case ast.Subscript(ast.Attribute(_, "shape"), ast.Slice(ast.UnaryOp(ast.USub(), ast.Constant(1)), None, None)):
             return True
     return _is_number(anatomy, owner, shape)
 
 
-def _is_number(anatomy: Anatomy, owner: str, value: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
+def _is_number(anatomy: Anatomy, owner: str, value: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
     def all_numbers(*parts: ast.AST) -> bool:
-        found = (one for part in parts for one in origins(anatomy, owner, part))
+        part_origins = (origin for part in parts for origin in origins(anatomy, owner, part))
         return all(
-            one in seen or _is_number(anatomy, of, one, seen | {value}) for of, one in found if one is not value
+            origin in visited or _is_number(anatomy, of, origin, visited | {value})
+            for of, origin in part_origins
+            if origin is not value
         )
 
     match value:

@@ -43,7 +43,7 @@ def _values(code: ast.expr) -> set[str]:
         match node:
             case ast.Attribute(value, attribute) if attribute in FACTS:
                 facts.append(value)
-            case ast.Compare(left, [ast.Is() | ast.IsNot()]):
-                facts.append(left)
+            case ast.Compare(compared, [ast.Is() | ast.IsNot()]):
+                facts.append(compared)
     read = [node for node in walk(code) if isinstance(node, ast.Name) and node not in facts]
     return {node.id for node in read} - {"self"}

@@ -48,8 +48,8 @@ def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
             match node:
                 case ast.Assign([ast.Name(name) as target], ast.Subscript(ast.Name(of))) if name == of == POSITIONS:
                     known |= {target} if is_stack else set()  # rows of [4, B, S]
-                case ast.Assign([ast.Name(name) as target], ast.Call(_, [ast.List([kept, ast.Name(of)])])):
-                    behind = name == of == POSITIONS and test == f"{ast.unparse(kept)} is not None"
+                case ast.Assign([ast.Name(name) as target], ast.Call(_, [ast.List([cached, ast.Name(of)])])):
+                    behind = name == of == POSITIONS and test == f"{ast.unparse(cached)} is not None"
                     known |= {target} if behind else set()  # what a cache has of an earlier call
     for node in nodes:
         match node:
@@ -113,8 +113,8 @@ def _reshaped(value: ast.expr) -> ast.expr:
 def _is_start(length: ast.expr) -> bool:
     """Whether it is the length that transformers' caches tell, or 0."""
     match length:
-        case ast.IfExp(_, one, other):
-            return _is_start(one) and _is_start(other)
+        case ast.IfExp(_, if_true, if_false):
+            return _is_start(if_true) and _is_start(if_false)
         case ast.Constant(0) | ast.Call(ast.Attribute(_, "get_seq_length")):
             return True
     return False

@@ -84,8 +84,8 @@ def assign_roles(anatomy: Anatomy) -> None:
 
 def media_models(anatomy: Anatomy) -> set[str]:
     """The classes of this file that take media and no token ids, and what they construct."""
-    found = [info.name for info in anatomy.classes.values() if takes_media_alone(info)]
-    return {*found} | anatomy.built_by(found)
+    media_classes = [info.name for info in anatomy.classes.values() if takes_media_alone(info)]
+    return {*media_classes} | anatomy.built_by(media_classes)
 
 
 def takes_media_alone(info: ClassInfo) -> bool:
@@ -141,8 +141,8 @@ def _attention(anatomy: Anatomy, info: ClassInfo) -> str | None:
     forward = info.methods.get("forward")
     if forward is None:
         return None
-    if own := {dotted(node).rpartition(".")[2] for node in attention_of_torch(anatomy, forward)}:
-        return f"calls torch's {min(own)} itself"
+    if torch_attentions := {dotted(node).rpartition(".")[2] for node in attention_of_torch(anatomy, forward)}:
+        return f"calls torch's {min(torch_attentions)} itself"
     flow = Attention(anatomy, info.name)
     flow.run(forward)
     return HAND_WRITTEN if flow.found else None
@@ -163,8 +163,8 @@ def stack_shapes(anatomy: Anatomy, info: ClassInfo) -> dict[str, list[str]]:
     """The dimensions, as source, of every `nn.Parameter(torch.empty(E, ..., ...))` of the class: stacks of matrices."""
     shapes: dict[str, list[str]] = {}
     for name, call in info.built.items():
-        made = call.args[0] if anatomy.is_a(call, PARAMETER) and call.args else None
-        for tensor in _beneath(made):
+        initial_value = call.args[0] if anatomy.is_a(call, PARAMETER) and call.args else None
+        for tensor in _beneath(initial_value):
             shape = tensor.args
             if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List):
                 shape = shape[0].elts
@@ -244,8 +244,8 @@ def _roles_of(anatomy: Anatomy, build: Build) -> dict[str, str]:
 
 def is_gated_mlp(anatomy: Anatomy, name: str | None) -> bool:
     """Whether the class runs the forward of a gated MLP, its own or an inherited one."""
-    found = anatomy.method(name, "forward") if name else None
-    return found is not None and Role.MLP in found[0].roles
+    forward = anatomy.method(name, "forward") if name else None
+    return forward is not None and Role.MLP in forward[0].roles
 
 
 def _decoder(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
@@ -335,9 +335,9 @@ def unread_experts(anatomy: Anatomy) -> list[str]:
 
     A file with such a sign has experts that no pass would see.
     """
-    found = {Role.EXPERTS, Role.EXPERT_LIST}
-    unnamed = [info for info in anatomy.classes.values() if not found & set(info.roles)]
-    signs = [f"{info.name} {sign}" for info in unnamed for sign in _signs(anatomy, info, found)]
+    expert_roles = {Role.EXPERTS, Role.EXPERT_LIST}
+    unnamed = [info for info in anatomy.classes.values() if not expert_roles & set(info.roles)]
+    signs = [f"{info.name} {sign}" for info in unnamed for sign in _signs(anatomy, info, expert_roles)]
     if len(unnamed) == len(anatomy.classes):
         read = [(i.name, node) for i in unnamed for node in walk(i.node) if isinstance(node, ast.Attribute)]
         options = [(name, node) for name, node in read if dotted(node.value).endswith("config")]
@@ -352,8 +352,8 @@ def left_alone_experts(anatomy: Anatomy) -> dict[str, str]:
     by transformers' decorator, a sign is one of theirs that nothing reads.
     """
     roles = {role for info in anatomy.classes.values() for role in info.roles}
-    decorators = [one for info in anatomy.classes.values() for one in info.node.decorator_list]
-    is_of_seam = any(anatomy.names.is_upstream(one, DISPATCHER) for one in decorators)
+    decorators = [decorator for info in anatomy.classes.values() for decorator in info.node.decorator_list]
+    is_of_seam = any(anatomy.names.is_upstream(decorator, DISPATCHER) for decorator in decorators)
     if is_of_seam or {Role.EXPERTS, Role.EXPERT_LIST} & roles:
         return {}
     signs = [sign.split(maxsplit=1) for sign in unread_experts(anatomy)]
@@ -362,16 +362,16 @@ def left_alone_experts(anatomy: Anatomy) -> dict[str, str]:
     return dict(reversed(held or other))  # an option that a class reads tells where nothing else does
 
 
-def _signs(anatomy: Anatomy, info: ClassInfo, found: set[str]) -> Iterator[str]:
+def _signs(anatomy: Anatomy, info: ClassInfo, expert_roles: set[str]) -> Iterator[str]:
     counts = {name: shape[0] for name, shape in stack_shapes(anatomy, info).items()}
     stacks = [name for name, count in counts.items() if "expert" in count and "shared" not in count]
     if len(stacks) > 1:
         yield f"has the stacked weights {', '.join(stacks)}, and its forward is no loop over them"
     yield from _choices(anatomy, info)
-    if any(anatomy.names.is_upstream(one, DISPATCHER) for one in info.node.decorator_list):
+    if any(anatomy.names.is_upstream(decorator, DISPATCHER) for decorator in info.node.decorator_list):
         yield f"is decorated with {DISPATCHER}"
     for attribute in ("experts", "local_experts"):
-        named = any(found & set(_roles_of(anatomy, b)) for b in info.builds if b.attribute == attribute)
+        named = any(expert_roles & set(_roles_of(anatomy, b)) for b in info.builds if b.attribute == attribute)
         if attribute in info.attributes and not named:
             yield f"sets self.{attribute}"
 
@@ -401,13 +401,13 @@ def attention_of_torch(anatomy: Anatomy, code: ast.AST) -> Iterator[ast.expr]:
             yield node
 
 
-def convolutions(anatomy: Anatomy, method: FunctionNode, own: Sequence[str] = ()) -> Iterator[ast.AST]:
-    """The expressions of a function's body that stand for a convolution, or their calls; `own` are attributes that do."""
+def convolutions(anatomy: Anatomy, method: FunctionNode, attributes: Sequence[str] = ()) -> Iterator[ast.AST]:
+    """The expressions of a function's body that stand for a convolution, or their calls; `attributes` are those that do."""
     local, nodes = local_names(method), [node for part in method.body for node in walk(part)]
     called = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
     read = [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("weight", "bias")]
     for node in (node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and node not in read):
-        is_own = own_attribute(node) in own and isinstance(node.ctx, ast.Load)
+        is_own = own_attribute(node) in attributes and isinstance(node.ctx, ast.Load)
         if is_own or anatomy.names.resolve(node, local) in CONV1D:
             yield called.get(id(node), node)
 

@@ -44,13 +44,13 @@ class RowReader:
         owner: str,
         local: Container[str],
         values: Mapping[str, Value],
-        seen: frozenset[tuple[str, str]] = frozenset(),
+        visited: frozenset[tuple[str, str]] = frozenset(),
         *,
         fixed: bool = False,
         known: Collection[str] = (),
         groups: bool = False,
     ) -> None:
-        self._anatomy, self._owner, self._local, self._seen = anatomy, owner, local, seen
+        self._anatomy, self._owner, self._local, self._seen = anatomy, owner, local, visited
         self._fixed, self._known, self._groups = fixed, known, groups
         self._modules: dict[str, list[ast.expr]] = {}  # loop variable -> the modules that it may be
         self.values, self._attention_functions, self._memo = dict(values), set[str](), dict[ast.expr, Value]()
@@ -132,17 +132,17 @@ class RowReader:
                 value = (value,) * number
             if not isinstance(value, tuple) or len(value) != number:
                 raise Mixed(node)
-            for part, one in zip(target.elts, value, strict=True):
-                self._store(part, one, node)
+            for part, element in zip(target.elts, value, strict=True):
+                self._store(part, element, node)
         elif has_rows(value) or (has_rows(self.values.get(base_name(target))) and not self._is_column(target)):
             raise Mixed(node)
 
     def _is_column(self, target: ast.expr) -> bool:
         """Whether it is `x[:, :, fixed]`, of all rows."""
         match target:
-            case ast.Subscript(owner, ast.Tuple([_, *_, last] as parts)) if is_tensor(found := self.value(owner)):
+            case ast.Subscript(owner, ast.Tuple([_, *_, last] as parts)) if is_tensor(owner_axes := self.value(owner)):
                 self._require_no_rows(last)
-                return bool(axes.indexed(found, ast.Subscript(owner, ast.Tuple([*parts[:-1], ast.Slice()]))))
+                return bool(axes.indexed(owner_axes, ast.Subscript(owner, ast.Tuple([*parts[:-1], ast.Slice()]))))
         return False
 
     def _set(self, name: str, value: Value) -> None:
@@ -171,8 +171,8 @@ class RowReader:
                 self._resolve(kind) == "builtins.property"
             ):
                 return self._listed_modules(held)
-            case [ast.Call(function, [ast.List() | ast.ListComp() as made])] if self._resolve(function) == LIST:
-                return made.elts if isinstance(made, ast.List) else [made.elt]
+            case [ast.Call(function, [ast.List() | ast.ListComp() as modules])] if self._resolve(function) == LIST:
+                return modules.elts if isinstance(modules, ast.List) else [modules.elt]
         return []
 
     def _are_sizes(self, nodes: Iterable[ast.expr]) -> bool:
@@ -239,24 +239,24 @@ class RowReader:
         raise Mixed(node)
 
     def _attribute(self, node: ast.Attribute, owner: ast.expr, name: str) -> Value:
-        own = own_attribute(node)
-        if own:
-            if self._fixed and not known.is_number(self._anatomy, self._owner, own):
+        attribute = own_attribute(node)
+        if attribute:
+            if self._fixed and not known.is_number(self._anatomy, self._owner, attribute):
                 raise Mixed(node)
             return None
-        found = self.value(owner)
-        if found is None or name in ("dtype", "device"):
+        owner_value = self.value(owner)
+        if owner_value is None or name in ("dtype", "device"):
             return None
         if name in ("T", "mT", "H", "mH"):
             raise Mixed(node)
-        return axes.sizes_of(found, node) if name == "shape" else found
+        return axes.sizes_of(owner_value, node) if name == "shape" else owner_value
 
     def _subscript(self, node: ast.Subscript) -> Value:
         place = axes.integer(node.slice)
         if isinstance(node.value, ast.Attribute) and node.value.attr == "shape" and place is not None:
             return axes.size_of(self.value(node.value.value), node.slice, node)
-        found = self.value(node.value)
-        match found:
+        indexed_value = self.value(node.value)
+        match indexed_value:
             case None:
                 if self._mentions(node.slice) and not isinstance(node.slice, ast.Slice | ast.Tuple):
                     raise Mixed(node)
@@ -265,14 +265,14 @@ class RowReader:
             case Size():
                 return Size("~")
             case Result() if place is not None:
-                return found
-            case tuple() if place is not None and -len(found) <= place < len(found):
-                return found[place]
-            case list() if place is not None and not isinstance(found, Pieces):
-                return found[0]
+                return indexed_value
+            case tuple() if place is not None and -len(indexed_value) <= place < len(indexed_value):
+                return indexed_value[place]
+            case list() if place is not None and not isinstance(indexed_value, Pieces):
+                return indexed_value[0]
             case str():
                 self._require_no_rows(node.slice)
-                return axes.indexed(found, node)
+                return axes.indexed(indexed_value, node)
         raise Mixed(node)
 
     def _require_no_rows(self, node: ast.expr) -> None:
@@ -287,9 +287,9 @@ class RowReader:
         resolved, function = self._resolve(call.func), call.func
         library, _, name = resolved.rpartition(".")
         named = {keyword.arg: keyword.value for keyword in call.keywords}
-        if resolved == CHUNKING and (own := own_attribute(call.args[0])):
+        if resolved == CHUNKING and (attribute := own_attribute(call.args[0])):
             inner = ast.Call(call.args[0], [arg for arg in call.args[1:] if has_rows(self.value(arg))], [])
-            return self.call_own(own, inner)
+            return self.call_own(attribute, inner)
         if resolved in ("builtins.isinstance", "torch.is_tensor"):
             return None
         if isinstance(function, ast.Name) and function.id in self._attention_functions:
@@ -300,8 +300,8 @@ class RowReader:
             return self._call_any(modules, call)
         if isinstance(function, ast.Name) and isinstance(self.values.get(function.id), Layer):
             return self._known_result(map(self.value, (*call.args, *named.values())))
-        if own := own_attribute(function):
-            return self.call_own(own, call) if self._passes_rows(call) else None
+        if attribute := own_attribute(function):
+            return self.call_own(attribute, call) if self._passes_rows(call) else None
         if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
             return self._call_function("", self._anatomy.names.functions[resolved[1:]], call)
         if not resolved and isinstance(function, ast.Attribute) and has_rows(changed := self.value(function.value)):
@@ -334,7 +334,7 @@ class RowReader:
         """transformers' interface: `[1, heads, rows, dim]` thrice gives `[1, rows, heads, dim]`, and weights."""
         query, *others = [self.value(arg) for arg in call.args[1:4]]
         more = [*call.args[4:], *(value for key, value in named.items() if key not in LENGTH_ARGUMENTS)]
-        if query != "1.r." or any(one != query for one in others) or any(map(has_rows, map(self.value, more))):
+        if query != "1.r." or any(other != query for other in others) or any(map(has_rows, map(self.value, more))):
             raise Mixed(call)
         return ("1r..", None)
 
@@ -343,29 +343,29 @@ class RowReader:
     ) -> Value:
         """A function of torch, or a method of a tensor, with its arguments by position, the tensor first."""
         args = [*([named.pop("input")] if "input" in named and not args else []), *args]
-        found = self.value(args[0]) if args else None
+        first = self.value(args[0]) if args else None
         others = [*args[1:], *named.values()]
-        if isinstance(found, Size) and self._are_sizes(others):
+        if isinstance(first, Size) and self._are_sizes(others):
             return Size("~")
         norm = (self._anatomy, self._owner, args[1:2], named)
-        is_known = name != "layer_norm" or (axes.last_axis(found) != "r" and is_one_size(*norm))
+        is_known = name != "layer_norm" or (axes.last_axis(first) != "r" and is_one_size(*norm))
         if is_known and known.is_pointwise(name, args, named):
             return joined([self.value(arg) for arg in (*args, *named.values())], call)
         if name == "cat":
-            return axes.concatenated(found, axes.along(name, args, named), call)
+            return axes.concatenated(first, axes.along(name, args, named), call)
         if name in ("view", "reshape"):
             sizes = self.value(args[1]) if len(args) == 2 else None
-            each = sizes if isinstance(sizes, tuple) else [self.value(size) for size in args[1:]]
-            sources = list(map(ast.unparse, args[1:])) if each is not sizes else [""] * len(each)
-            is_merged = self._groups and isinstance(found, str) and found[:1] == "r" and sources[:1] == ["-1"]
+            size_values = sizes if isinstance(sizes, tuple) else [self.value(size) for size in args[1:]]
+            sources = list(map(ast.unparse, args[1:])) if size_values is not sizes else [""] * len(size_values)
+            is_merged = self._groups and isinstance(first, str) and first[:1] == "r" and sources[:1] == ["-1"]
             if is_merged and not any(has_rows(self.value(size)) for size in args[2:]):
                 return "r".ljust(len(sources), ".")
-            return axes.reshaped(found, list(zip(sources, each, strict=True)), call)
-        if not isinstance(found, str) or any(has_rows(self.value(arg)) for arg in others):
+            return axes.reshaped(first, list(zip(sources, size_values, strict=True)), call)
+        if not isinstance(first, str) or any(has_rows(self.value(arg)) for arg in others):
             raise Mixed(call)
-        if name in known.PRODUCTS and axes.last_axis(found) == "." and all(map(self._is_matrix, others[:1])):
-            return found
-        return axes.along_axis(name, found, args, named, call)
+        if name in known.PRODUCTS and axes.last_axis(first) == "." and all(map(self._is_matrix, others[:1])):
+            return first
+        return axes.along_axis(name, first, args, named, call)
 
     def _is_matrix(self, factor: ast.AST) -> bool:
         match factor:
@@ -390,7 +390,7 @@ class RowReader:
         if handed := self._anatomy.handed(self._owner, value):
             return axes.any_of([self._call_value(part, call) for part in handed], call)
         given = [self.value(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
-        same = joined(given, call) if all(isinstance(one, str | None) for one in given) else None
+        same = joined(given, call) if all(isinstance(value_given, str | None) for value_given in given) else None
         if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and known.is_of_config(value)):
             return same  # None, or a function that a caller put into the config for an activation
         function = value.func if isinstance(value, ast.Call) else value
@@ -413,9 +413,9 @@ class RowReader:
             form = CONVOLVED.get(resolved)
             if form and not self._fixed and same in (form, "r&"):
                 return form
-            found = self._anatomy.method(name, "forward") if not library else None
-            if found is not None:
-                return self._call_function(name, found[1], call)
+            forward = self._anatomy.method(name, "forward") if not library else None
+            if forward is not None:
+                return self._call_function(name, forward[1], call)
         elif not library and name in self._anatomy.names.functions:
             return self._call_function("", self._anatomy.names.functions[name], call)
         elif library in known.LIBRARIES and name in known.POINTWISE:
@@ -430,9 +430,9 @@ class RowReader:
             return None
         if (owner, function.name) in self._seen:
             return next(filter(has_rows, values.values()), None)
-        seen, local = self._seen | {(owner, function.name)}, local_names(function)
+        visited, local = self._seen | {(owner, function.name)}, local_names(function)
         fixed, known, groups = self._fixed, self._known, self._groups
-        reader = RowReader(self._anatomy, owner, local, values, seen, fixed=fixed, known=known, groups=groups)
+        reader = RowReader(self._anatomy, owner, local, values, visited, fixed=fixed, known=known, groups=groups)
         try:
             if self._anatomy.names.is_wrapped(function):
                 raise Mixed(function.decorator_list[0])

@@ -19,15 +19,15 @@ from patchgen.anatomy.row_reader import RowReader
 
 def stored_names(node: ast.AST, among: Collection[str]) -> set[str]:
     """Those of the names, for example all that the function around it binds, that code assigns or may change in place."""
-    found: set[str] = set()
+    names: set[str] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store | ast.Del):
-            found.add(base_name(child))
+            names.add(base_name(child))
         elif isinstance(child, ast.Call) and is_in_place(child.func):
-            found.add(base_name(child.func))
+            names.add(base_name(child.func))
         if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):  # called for what it changes
-            found |= set(loaded(child.value))
-    return (found | set(stored(node))).intersection(among)
+            names |= set(loaded(child.value))
+    return (names | set(stored(node))).intersection(among)
 
 
 def mixing(

@@ -98,12 +98,12 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None =
     for name in dict.fromkeys(loaded(loop)):
         if name in (carried, "self", "kwargs") or name not in above:
             continue
-        taken = _taken_as(name, loop, takes)
-        if taken == BOUNDS:
+        roles = _taken_as(name, loop, takes)
+        if roles == BOUNDS:
             bounds.append(name)
-        elif taken == LONGEST:
+        elif roles == LONGEST:
             longest.append(name)
-        elif taken and taken <= ROWS:
+        elif roles and roles <= ROWS:
             rows.append(name)
         elif name not in lists and (name not in inside or _read_first(name, loop)):
             raise LeftAlone(f"its layers read {name}, which has no known meaning on a slice of the rows")
@@ -128,7 +128,9 @@ def _require_rows(
     attentions: Mapping[str, FunctionNode],
 ) -> None:
     """Raises LeftAlone where something but attention may mix the rows: a rank would mix those of its slice."""
-    known = {f".{name}" for name in (*attentions, *(one.name for one in anatomy.with_role(Role.MOE_BLOCK)))}
+    known = {
+        f".{name}" for name in (*attentions, *(moe_block.name for moe_block in anatomy.with_role(Role.MOE_BLOCK)))
+    }
     known |= {"torch.squeeze", "torch.Tensor.squeeze"}
     for build in (build for build in anatomy.builds(info.name) if build.attribute == layers):
         method = anatomy.method(build.target or "", "forward")
@@ -199,8 +201,10 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode
 def _lists(body: list[ast.stmt]) -> set[str]:
     """The names that statements set to an empty list, and that they do not touch otherwise: it is still empty below."""
     touched = [*stored(*body), *loaded(*body)]
-    made = (s for s in body if isinstance(s, ast.Assign | ast.AnnAssign) and s.value and ast.unparse(s.value) == "[]")
-    names = {name for s in made if len(stored(s)) == 1 for name in stored(s)}  # `a = b = []` is one list
+    empty_lists = (
+        s for s in body if isinstance(s, ast.Assign | ast.AnnAssign) and s.value and ast.unparse(s.value) == "[]"
+    )
+    names = {name for s in empty_lists if len(stored(s)) == 1 for name in stored(s)}  # `a = b = []` is one list
     return {name for name in names if touched.count(name) == 1}
 
 
@@ -218,10 +222,10 @@ def is_divided(anatomy: Anatomy, info: ClassInfo) -> bool:
 def _loop(forward: FunctionNode) -> tuple[int, ast.For, str]:
     """The place of the loop over layers, the loop, and the attribute that it runs over."""
     loops = [(place, node) for place, node in enumerate(forward.body) if isinstance(node, ast.For)]
-    found = [(place, loop, layers) for place, loop in loops if (layers := _layers(loop))]
-    if len(found) != 1:
-        raise LeftAlone(f"its forward has {len(found)} loops over layers at its top level")
-    return found[0]
+    layer_loops = [(place, loop, layers) for place, loop in loops if (layers := _layers(loop))]
+    if len(layer_loops) != 1:
+        raise LeftAlone(f"its forward has {len(layer_loops)} loops over layers at its top level")
+    return layer_loops[0]
 
 
 def _layers(loop: ast.For) -> str | None:
@@ -251,14 +255,14 @@ def _taken_as(name: str, loop: ast.For, takes: list[str], above: frozenset[str] 
     plain = [(to.id, node.value) for node in assigns if isinstance(to := node.targets[0], ast.Name)]
     given += plain
     assigned = {to for to, _ in plain} - above - {name}
-    found: list[str] = []
+    receivers: list[str] = []
     for to, value in given:
         parts = value.elts if isinstance(value, ast.Tuple) else [value]
         parts = [p for part in parts for p in ([part.body, part.orelse] if isinstance(part, ast.IfExp) else [part])]
-        found += [to] * sum(isinstance(part, ast.Name) and part.id == name for part in parts)
-    others: set[str] = {""} if loaded(loop).count(name) > len(found) else set()
-    return others | (set(found) - assigned).union(
-        *(_taken_as(a, loop, takes, above | {name}) for a in assigned & set(found))
+        receivers += [to] * sum(isinstance(part, ast.Name) and part.id == name for part in parts)
+    others: set[str] = {""} if loaded(loop).count(name) > len(receivers) else set()
+    return others | (set(receivers) - assigned).union(
+        *(_taken_as(a, loop, takes, above | {name}) for a in assigned & set(receivers))
     )
 
 
@@ -266,31 +270,37 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> dict[str, Fun
     """The attention classes of the layers, each with its forward."""
     built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers and build.target]
     below = anatomy.reached_from(built)
-    found: dict[str, FunctionNode] = {}
-    for name in (one.name for one in anatomy.with_role(Role.ATTENTION) if one.name in below):
+    forwards: dict[str, FunctionNode] = {}
+    for name in (attention.name for attention in anatomy.with_role(Role.ATTENTION) if attention.name in below):
         method = anatomy.method(name, "forward")
         called = calls(method[1]) if method is not None else ()
         if method is None or not any(anatomy.names.is_upstream(call, LENGTHS_TEST) for call in called):
             raise LeftAlone(f"{name} does not choose between lengths and one call per input")
-        found[name] = method[1]
-    if not found:
+        forwards[name] = method[1]
+    if not forwards:
         raise LeftAlone(f"self.{layers} holds no attention of this file")
-    return found
+    return forwards
 
 
 def _group(anatomy: Anatomy, info: ClassInfo) -> str:
     """How many rows are merged after the layers: the square of the side that the config states, by an attribute that
     holds it or the side; "1" where the tower holds neither."""
-    held = {name: value for one in reversed([*anatomy.lineage(info.name)]) for name, value in one.attributes.items()}
+    held = {
+        name: value
+        for class_info in reversed([*anatomy.lineage(info.name)])
+        for name, value in class_info.attributes.items()
+    }
 
     def is_side(value: ast.AST) -> bool:
         return in_config(anatomy, info.name, held.get(own_attribute(value) or "", value)) in LENGTHS_OF_SIDES
 
     for name, value in held.items():
         match value:
-            case ast.BinOp(one, ast.Mult(), other) if is_side(one) and ast.unparse(one) == ast.unparse(other):
+            case ast.BinOp(factor, ast.Mult(), other_factor) if is_side(factor) and ast.unparse(factor) == ast.unparse(
+                other_factor
+            ):
                 return f"self.{name}"
-            case ast.BinOp(one, ast.Pow(), ast.Constant(2)) if is_side(one):
+            case ast.BinOp(factor, ast.Pow(), ast.Constant(2)) if is_side(factor):
                 return f"self.{name}"
     if group := next((f"self.{name}**2" for name, value in held.items() if is_side(value)), None):
         return group
@@ -306,27 +316,27 @@ def _gathers(
     body: list[ast.stmt], place: int, local: list[str], above: set[str], mixes: Callable[[list[ast.stmt]], object]
 ) -> tuple[tuple[int, tuple[str, ...]], ...]:
     """Where what the loop leaves must span all rows again: as late as it can, when it is smallest."""
-    whole = above - set(local) - {"self"}
-    found, kept = list[tuple[int, tuple[str, ...]]](), list[ast.stmt]()
+    gathered = above - set(local) - {"self"}
+    gather_points, sliced_statements = list[tuple[int, tuple[str, ...]]](), list[ast.stmt]()
     for number, statement in enumerate(body[place + 1 :], start=place + 1):
         read = set(loaded(statement))
         used = [name for name in local if name in read]
         if isinstance(statement, ast.Return):
             used = [name for name in used if name in _results(statement)]
         elif not used:
-            whole |= set(stored(statement))
+            gathered |= set(stored(statement))
             continue
-        elif not (read & whole or mixes([*kept, statement])):
-            kept.append(statement)
+        elif not (read & gathered or mixes([*sliced_statements, statement])):
+            sliced_statements.append(statement)
             local += [name for name in stored(statement) if name not in local]
             continue
         if used:
-            found.append((number, tuple(used)))
+            gather_points.append((number, tuple(used)))
         local = [name for name in local if name not in used and name not in stored(statement)]
-        whole |= {*used, *stored(statement)}
-    if not found:
+        gathered |= {*used, *stored(statement)}
+    if not gather_points:
         raise LeftAlone("what its layers leave is never returned")
-    return tuple(found)
+    return tuple(gather_points)
 
 
 def _results(statement: ast.Return) -> set[str]:
@@ -355,8 +365,10 @@ def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> 
         known = anatomy.classes.get(target or "")
         if known is not None:
             below = [anatomy.classes[name] for name in anatomy.reached_from([known.name]) if name in anatomy.classes]
-            attends = any(Role.ATTENTION in one.roles or anatomy.auto_builds(one.name) for one in below)
-            if not attends or any(is_divided(anatomy, one) for one in below):
+            attends = any(
+                Role.ATTENTION in class_info.roles or anatomy.auto_builds(class_info.name) for class_info in below
+            )
+            if not attends or any(is_divided(anatomy, class_info) for class_info in below):
                 continue
         held.append(build.attribute)
     return list(dict.fromkeys(held))

@@ -31,27 +31,27 @@ def training_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str]
     nodes = {block.name: block.node for block in module if block.name is not None}
     plain = [(name, "forward", "") for name, node in nodes.items() if isinstance(node, ast.ClassDef)]
     excused: list[tuple[str, str, str]] = []
-    seen: set[str] = set()
+    visited: set[str] = set()
     while plain or excused:  # excused calls last: one that is not excused decides
         owner, method, excuse = (plain or excused).pop(0)
         name, function = _find(nodes, owner, method)
-        if function is None or name in seen:
+        if function is None or name in visited:
             continue
-        seen.add(name)
+        visited.add(name)
         yield name, function, excuse
         for part, why in parts(function, excuse):
             for call in calls(part):
                 named = [("", call.func.id)] if isinstance(call.func, ast.Name) else []
                 handed = (own_attribute(given) for given in (call.func, *call.args))  # also what an op will call
                 named += [(owner, attribute) for attribute in handed if attribute is not None]
-                (excused if why else plain).extend((*one, why) for one in named)
+                (excused if why else plain).extend((*owner_and_name, why) for owner_and_name in named)
 
 
 def _find(nodes: Mapping[str, ast.stmt], owner: str, method: str) -> tuple[str, FunctionNode | None]:
     """The method that an instance of `owner` runs, or the function, with its name."""
     if not owner:
-        found = nodes.get(method)
-        return method, found if isinstance(found, FunctionNode) else None
+        function = nodes.get(method)
+        return method, function if isinstance(function, FunctionNode) else None
     pending = [owner]
     while pending:
         node = nodes.get(pending.pop(0))
@@ -127,7 +127,7 @@ def _given_and_returned(statement: ast.stmt, handed: set[str]) -> list[str]:
         if isinstance(node, ast.If) and any(isinstance(inner, ast.Return) for inner in node.body):
             tests = [test for test in walk(node.test) if isinstance(test, ast.Compare)]
             compared = [test.left for test in tests if isinstance(test.ops[0], ast.IsNot)]
-            names = [getattr(left, "target", left) for left in compared]  # of `(name := ...)` too
+            names = [getattr(operand, "target", operand) for operand in compared]  # of `(name := ...)` too
             if given := [name.id for name in names if isinstance(name, ast.Name) and name.id in handed]:
                 return given
     return []

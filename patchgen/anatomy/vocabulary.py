@@ -24,7 +24,7 @@ def uses_projection(anatomy: Anatomy, owner: str, forward: FunctionNode) -> bool
     for function in code:  # it grows meanwhile
         read = attributes_read(function)
         methods = (anatomy.method(owner, name) for name in sorted(read - used))
-        code += [found[1] for found in methods if found is not None]
+        code += [method[1] for method in methods if method is not None]
         used |= read
     everything = {name for info in anatomy.lineage(owner) for name in info.attributes}
     hands_on_self = GETTER in used or any(map(_hands_on_self, code))
@@ -49,12 +49,14 @@ def _is_projection(anatomy: Anatomy, owner: str, attribute: str) -> bool:
     return any(_is_to_vocabulary(anatomy, owner, value) for value in values if isinstance(value, ast.expr))
 
 
-def _is_to_vocabulary(anatomy: Anatomy, owner: str, value: ast.expr, seen: frozenset[ast.AST] = frozenset()) -> bool:
+def _is_to_vocabulary(
+    anatomy: Anatomy, owner: str, value: ast.expr, visited: frozenset[ast.AST] = frozenset()
+) -> bool:
     for of, module in origins(anatomy, owner, value):
-        if not isinstance(module, ast.Call) or module in seen:
+        if not isinstance(module, ast.Call) or module in visited:
             continue
         if anatomy.is_a(module, "torch.nn.Sequential"):
-            if any(_is_to_vocabulary(anatomy, of, last, seen | {module}) for last in module.args[-1:]):
+            if any(_is_to_vocabulary(anatomy, of, last, visited | {module}) for last in module.args[-1:]):
                 return True
         elif anatomy.is_a(module, LINEAR):
             rows = arguments(module, ("in_features", "out_features")).get("out_features", module)
@@ -63,9 +65,9 @@ def _is_to_vocabulary(anatomy: Anatomy, owner: str, value: ast.expr, seen: froze
     return False
 
 
-def _counts_words(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
+def _counts_words(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
     """Whether a size is computed from a config's `vocab_size`, through whatever names, attributes and operations."""
-    if size in seen:
+    if size in visited:
         return False
     parts = [(owner, child) for child in ast.iter_child_nodes(size)]
     if isinstance(size, ast.Name | ast.Attribute):
@@ -75,4 +77,4 @@ def _counts_words(anatomy: Anatomy, owner: str, size: ast.AST, seen: frozenset[a
             return True  # of a config, or of the model where nothing else is known of it
         case ast.Call(function, [_, ast.Constant(name), *_]) if name == SIZE:
             return anatomy.names.resolve(function) == "builtins.getattr"
-    return any(_counts_words(anatomy, of, part, seen | {size}) for of, part in parts)
+    return any(_counts_words(anatomy, of, part, visited | {size}) for of, part in parts)

@@ -66,8 +66,10 @@ def _callees(anatomy: Anatomy, name: str) -> list[str]:
 
 def _filters(anatomy: Anatomy, owner: str, method: str) -> bool:
     """Whether upstream's decorator of the method drops the packing arguments, which its release decides."""
-    found = anatomy.method(owner, method) if FEATURES.match(method) else None
-    if found is None or not any(anatomy.names.is_upstream(one, FILTER) for one in found[1].decorator_list):
+    owner_and_method = anatomy.method(owner, method) if FEATURES.match(method) else None
+    if owner_and_method is None or not any(
+        anatomy.names.is_upstream(decorator, FILTER) for decorator in owner_and_method[1].decorator_list
+    ):
         return False
     release = anatomy.upstream.release
     tree = ast.parse((release and release.read(FILTER_FILE)) or "")

@@ -132,8 +132,8 @@ class SitePass(Pass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         """Every place that must be rewritten. A role decides, not the form that `rewrite` knows."""
-        found = [(info, self.why(info, anatomy)) for info in anatomy.still_in(module)]
-        return [site_of(info, why, self.member) for info, why in found if why]
+        reasons = [(info, self.why(info, anatomy)) for info in anatomy.still_in(module)]
+        return [site_of(info, why, self.member) for info, why in reasons if why]
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
         """Why a class is a site; empty where it is none."""

@@ -58,16 +58,16 @@ class DummyForward(SitePass):
         optional = _optional(anatomy, site.block)
         editor, above, served = Editor(block, self.mark), list[str](), list[str]()
         forward = editor.function("forward")
-        found = [call for call in feature_calls(forward.body) if call.media in optional]
-        joint = _joint(found, forward.body, site.block, anatomy)
-        for call in found:
-            made = Embeddings(anatomy, site.block).above(forward, forward.body[: call.position])
-            if not made:
+        media_calls = [call for call in feature_calls(forward.body) if call.media in optional]
+        joint = _joint(media_calls, forward.body, site.block, anatomy)
+        for call in media_calls:
+            embedding_names = Embeddings(anatomy, site.block).above(forward, forward.body[: call.position])
+            if not embedding_names:
                 above.append(call.media)
                 continue
-            found_names = entered(made, call.method, forward.body[call.position :])
+            found_names = entered(embedding_names, call.method, forward.body[call.position :])
             if len(found_names) != 1:
-                several = f"{len(found_names)} of {', '.join(made)}"
+                several = f"{len(found_names)} of {', '.join(embedding_names)}"
                 expected = f"one name of embeddings that the features from {call.method} go into, not {several}"
                 raise Missed(expected, editor.code(forward.body[call.position]))
             embeddings = found_names[0]
@@ -98,18 +98,18 @@ def _optional(anatomy: Anatomy, name: str) -> list[str]:
 
 
 def _joint(
-    found: Sequence[FeatureCall], body: Sequence[ast.stmt], owner: str, anatomy: Anatomy
+    media_calls: Sequence[FeatureCall], body: Sequence[ast.stmt], owner: str, anatomy: Anatomy
 ) -> tuple[FeatureCall, FeatureCall] | None:
     """Images and then videos, with nothing but these guards between, served by the same code: they could go together."""
-    image = next((call for call in found if call.modality == "image"), None)
-    video = next((call for call in found if call.modality == "video"), None)
+    image = next((call for call in media_calls if call.modality == "image"), None)
+    video = next((call for call in media_calls if call.modality == "video"), None)
     if image is None or video is None or image.grid is None or video.grid is None or image.kwargs is None:
         return None
     if video.position != image.position + 1 or not same_features(anatomy, owner, image.method, video.method):
         return None
     guarded = all(_is_guarded(body[call.position], call) for call in (image, video))
-    made = any(ENCODED in stored(node) for node in body[: image.position])
-    return (image, video) if guarded and made else None
+    has_encodings = any(ENCODED in stored(node) for node in body[: image.position])
+    return (image, video) if guarded and has_encodings else None
 
 
 def _is_guarded(node: ast.stmt, call: FeatureCall) -> bool:

@@ -67,7 +67,7 @@ class FillBack(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info = anatomy.classes[site.block]
         language = language_parts(anatomy, info)
-        whole = towers_held_whole(anatomy, info, language)
+        replicated = towers_held_whole(anatomy, info, language)
         editor, embeddings = Editor(block, self.mark), _embeddings(anatomy, info, language)
         methods = {node.name: node for node in block.members if isinstance(node, FunctionNode)}
         scatters = [
@@ -83,28 +83,28 @@ class FillBack(SitePass):
             return Rewritten(insert_first(block, "forward", code, self.mark), f"refuses slices: {what}")
         if not scatters:
             raise Missed("`embeddings.masked_scatter(mask, features)`", ast.unparse(info.methods["forward"])[-400:])
-        held = f"; whole on every rank: {', '.join(whole)}" if whole else ""
+        held = f"; whole on every rank: {', '.join(replicated)}" if replicated else ""
         for _, call in scatters:
             editor.mark(call)
             editor.around(call.args[1], f"{OWN}(", f", {editor.code(call.args[0])})")
         for method in methods.values():
             _let_slices_pass(editor, anatomy, method)
-        _mark_replicated(editor, methods.get("__init__"), whole)
+        _mark_replicated(editor, methods.get("__init__"), replicated)
         for statement in ast.walk(methods["forward"]):  # positions that upstream computes from the whole sequence
             if isinstance(statement, ast.If) and ast.unparse(statement.test) == f"{POSITIONS} is None":
                 editor.above(statement.body[0], f'ops.require_whole_sequence("{POSITIONS}")')
         return Rewritten(editor.result, f"{len(scatters)} kinds of features{held}")
 
 
-def _mark_replicated(editor: Editor, init: FunctionNode | None, whole: Sequence[str]) -> None:
+def _mark_replicated(editor: Editor, init: FunctionNode | None, replicated: Sequence[str]) -> None:
     """Marks towers that every rank computes whole, wherever `__init__` builds them; Missed if one is built elsewhere."""
     marked: set[str | None] = set()
     for node in ast.walk(init) if init is not None else ():
         if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):  # `self.tower = None`
-            for name in filter(whole.__contains__, map(own_attribute, node.targets)):
+            for name in filter(replicated.__contains__, map(own_attribute, node.targets)):
                 editor.below(node, f"ops.mark_replicated(self.{name})")
                 marked.add(name)
-    if missing := set(whole) - marked:
+    if missing := set(replicated) - marked:
         raise Missed(f"`self.{min(missing)} = ...` in the __init__ of the model", init or "")
 
 
@@ -127,12 +127,18 @@ def _embeddings(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> dict[s
     """The names of the token embeddings in a forward, and in the methods from which it takes them."""
     forward = info.methods["forward"]
     names = embedding_names(anatomy, forward, language)
-    made = [
+    values = [
         node.value for node in ast.walk(forward) if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names
     ]
-    methods = {name: own for name, own in own_methods(info, forward).items() if f"self.{name}" in map(_called, made)}
-    returned = {name: [n.value for n in ast.walk(own) if isinstance(n, ast.Return)] for name, own in methods.items()}
-    inside = {name: _scattered(own, set(map(base_name, returned[name]))) for name, own in methods.items()}
+    methods = {
+        name: function
+        for name, function in own_methods(info, forward).items()
+        if f"self.{name}" in map(_called, values)
+    }
+    returned = {
+        name: [n.value for n in ast.walk(function) if isinstance(n, ast.Return)] for name, function in methods.items()
+    }
+    inside = {name: _scattered(function, set(map(base_name, returned[name]))) for name, function in methods.items()}
     return {"forward": names, **inside}
 
 

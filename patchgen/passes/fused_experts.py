@@ -73,9 +73,11 @@ class FusedExperts(SitePass):
         return signs
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        found = left_alone_experts(anatomy).items()
+        unread_signs = left_alone_experts(anatomy).items()
         return [
-            f"{name} {sign}: experts of another kind, left as they are" for name, sign in found if module.has(name)
+            f"{name} {sign}: experts of another kind, left as they are"
+            for name, sign in unread_signs
+            if module.has(name)
         ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:

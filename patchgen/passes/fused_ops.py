@@ -134,12 +134,12 @@ class FusedOps(SitePass):
         return self._swiglu(block, site, anatomy)
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        own = anatomy.still_in(module)
-        norms = [info.name for info in own if Role.NORM in info.roles and "forward" in info.methods]
-        wrapped = [info.name for info in own if _is_gated_norm(anatomy, info)]
+        classes = anatomy.still_in(module)
+        norms = [info.name for info in classes if Role.NORM in info.roles and "forward" in info.methods]
+        wrapped = [info.name for info in classes if _is_gated_norm(anatomy, info)]
         functions = {name: node for name, node in anatomy.functions.items() if module.has(name)}
         rotations = {name: node for name, node in functions.items() if _is_rotation(anatomy, node)}
-        gated = [info.name for info in own if Role.MLP not in info.roles and _is_like_mlp(anatomy, info)]
+        gated = [info.name for info in classes if Role.MLP not in info.roles and _is_like_mlp(anatomy, info)]
         unknown = [name for name, node in rotations.items() if not _is_half_rotation(anatomy, node)]
         return [
             *(f"{n}: a norm of another formula, left as it is" for n in norms if _norm_call(anatomy, n) is None),
@@ -176,8 +176,8 @@ def _product(body: Sequence[ast.stmt]) -> tuple[ast.BinOp, ast.Call] | None:
         if isinstance(statement, ast.If):
             other = statement.orelse
             is_elif = bool(other) and isinstance(other[0], ast.If) and other[0].col_offset == statement.col_offset
-            if not is_elif and (found := _product(other)) is not None:
-                return found
+            if not is_elif and (product := _product(other)) is not None:
+                return product
         if hasattr(statement, "body"):  # runs sometimes, often, or later
             continue
         for node in ast.walk(statement):
@@ -216,8 +216,8 @@ def _is_vector(anatomy: Anatomy, name: str, attribute: str) -> bool:
     held = anatomy.held(name, attribute)
     sizes: list[ast.expr] = []
     match held:
-        case [ast.Call(_, [ast.Call(made, given), *_])] if anatomy.is_a(held[0], PARAMETER):
-            sizes = given if anatomy.names.resolve(made) in FILLED else []
+        case [ast.Call(_, [ast.Call(initialiser, given), *_])] if anatomy.is_a(held[0], PARAMETER):
+            sizes = given if anatomy.names.resolve(initialiser) in FILLED else []
     init = anatomy.method(name, "__init__")
     local = stored(init[1]) if init is not None else []
     is_local = any(isinstance(size, ast.Name) and size.id in local for size in sizes)
@@ -259,8 +259,8 @@ def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
     forward = info.methods.get("forward")
     targets = [anatomy.classes.get(build.target or "") for build in info.builds]
     is_norm = any(target is not None and Role.NORM in target.roles for target in targets)
-    own = [call for call in info.built.values() if anatomy.names.resolve(call.func) == PARAMETER]
-    if forward is None or not is_norm or own or len(parameter_names(forward)) != 1:
+    parameters = [call for call in info.built.values() if anatomy.names.resolve(call.func) == PARAMETER]
+    if forward is None or not is_norm or parameters or len(parameter_names(forward)) != 1:
         return False
     products = [n for n in ast.walk(forward) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]
     return "sigmoid" in anatomy.names.operations(*products)
@@ -268,15 +268,15 @@ def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
 
 def _elsewhere(anatomy: Anatomy, module: Module) -> list[str]:
     """What other files give to this one: norms, MLPs and rotary functions there, and what cannot be looked into."""
-    found: list[str] = []
+    remarks: list[str] = []
     for part in imported_code(anatomy, module):
         where = f"{part.users[0]} uses {part.name} of {part.module}"
         if part.anatomy is None:
-            found.append(f"{where}, whose source is not here: what it computes is left as it is")
+            remarks.append(f"{where}, whose source is not here: what it computes is left as it is")
             continue
         reached = [part.anatomy.classes[name] for name in part.anatomy.reached_from([part.name])]
         seams = any({Role.NORM, Role.MLP} & set(info.roles) for info in reached)
         function = part.anatomy.functions.get(part.name)
         if seams or (function is not None and _is_rotation(part.anatomy, function)):
-            found.append(f"{where}: seams are put into this file alone, it is left as it is")
-    return found
+            remarks.append(f"{where}: seams are put into this file alone, it is left as it is")
+    return remarks

@@ -81,7 +81,7 @@ class GenericHeads(SitePass):
             (n for n in sorted(references(written.node)) if origin.has(n) and _defines(anatomy, n)), None
         ):
             raise Missed(f"{clash} of {package}, for which this file has another", node)
-        if above := next((one for one in node.body if "super()" in ast.unparse(one)), None):
+        if above := next((member for member in node.body if "super()" in ast.unparse(member)), None):
             raise Missed(f"no member that calls {written.name}'s by super()", above)
         build = next(_auto_builds(written.node))
         auto, config = dotted(build.func).rpartition(".")[0], ast.unparse(build.args[0])
@@ -90,14 +90,19 @@ class GenericHeads(SitePass):
             raise Missed(f"{ast.unparse(build)} to build a class of this file", f"it builds {target}")
         attribute = ast.literal_eval(plain_assignments((*written.members, *node.body))[PREFIX])
         local = Editor(_local(written, f"self.{attribute}", ast.unparse(build), target))
-        own, editor = {name for one in node.body for name in bound_names(one)}, Editor(block)
-        first, *theirs = [one for one in _members(local.block) if not own & set(bound_names(one))]
+        defined_names, editor = {name for member in node.body for name in bound_names(member)}, Editor(block)
+        first, *inherited_members = [
+            member for member in _members(local.block) if not defined_names & set(bound_names(member))
+        ]
         bases = [
             editor.code(base) for base in getattr(block.node, "bases", ()) if anatomy.names.resolve(base) != generic
         ]
         editor.set_bases(bases)
-        code = [editor.code(one, whole=True) for one in _members(block)]
-        code += [f"# {self.mark}\n{local.code(first)}", *(local.code(one, whole=True) for one in theirs)]
+        code = [editor.code(member, whole=True) for member in _members(block)]
+        code += [
+            f"# {self.mark}\n{local.code(first)}",
+            *(local.code(member, whole=True) for member in inherited_members),
+        ]
         editor.fill("\n".join(code))
         return Rewritten(editor.result, f"{written.name}'s code around {target}")
 
@@ -119,7 +124,7 @@ class GenericHeads(SitePass):
 def _require_plain(written: Block, head: ast.ClassDef) -> None:
     """Raises Missed unless all that a generic class is stands in its own body, and its model is built once."""
     node, builds = written.node, list(_auto_builds(written.node))
-    decorators = [ast.unparse(one) for one in getattr(node, "decorator_list", ())]
+    decorators = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())]
     if not isinstance(node, ast.ClassDef) or node.bases or decorators not in ([], ["auto_docstring"]):
         raise Missed("a generic class without bases and decorators of its own", node)
     if len(builds) != 1:
@@ -149,7 +154,7 @@ def _auto_builds(node: ast.AST) -> Iterator[ast.Call]:
 
 def _members(block: Block) -> list[ast.stmt]:
     """The statements of a class's body but for `pass` and `...`."""
-    return [one for one in block.members if ast.unparse(one) not in ("pass", "...")]
+    return [member for member in block.members if ast.unparse(member) not in ("pass", "...")]
 
 
 def _missing(used: frozenset[str], module: Module, anatomy: Anatomy, origin: str) -> Iterator[str]:
@@ -180,7 +185,7 @@ def _local(written: Block, attribute: str, build: str, target: str) -> Block:
     editor = Editor(editor.result)
     for statement in ast.walk(editor.block.node):
         match statement:
-            case ast.Expr(ast.Call(_, [_, _, made])) if ast.unparse(statement).startswith(f"setattr{OF_SELF}, "):
+            case ast.Expr(ast.Call(_, [_, _, assigned])) if ast.unparse(statement).startswith(f"setattr{OF_SELF}, "):
                 editor.drop(statement)  # and the comment above it, which tells of the Auto class
-                editor.below(statement, f"{attribute} = {editor.code(made)}", marked=False)
+                editor.below(statement, f"{attribute} = {editor.code(assigned)}", marked=False)
     return editor.result

@@ -116,9 +116,9 @@ class HandEdits(Pass):
             return module.with_blocks([*module.blocks[:position], new, *module.blocks[position:]])
         block = self._block(edit, module)
         if isinstance(edit, Drop):
-            rest = module.swap(block)
-            exported = [without_mentions(b, {edit.target}) if "__all__" in b.binds else b for b in rest]
-            return rest.with_blocks(exported)
+            remaining_blocks = module.swap(block)
+            exported = [without_mentions(b, {edit.target}) if "__all__" in b.binds else b for b in remaining_blocks]
+            return remaining_blocks.with_blocks(exported)
         if isinstance(edit, ReplaceClass | ReplaceFunction):
             return module.swap(block, self._replaced(edit, block))
         return module.swap(block, self._with_method(edit, block))
@@ -226,10 +226,10 @@ def targets_record(edits: tuple[Edit, ...], module: Module) -> list[dict[str, st
             "verb": _verb(edit),
             "target": edit.target,
             "edit": short_hash(*map(str, asdict(edit).values())),
-            "upstream": normal_form(*found),
+            "upstream": normal_form(*target),
         }
         for edit in edits
-        if (found := target_of(edit, module))
+        if (target := target_of(edit, module))
     ]
 
 

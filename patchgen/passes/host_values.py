@@ -74,8 +74,10 @@ class HostValues(SitePass):
         if user := _of_several(anatomy, name):
             raise LeftAlone(f"{site.name}: {user} calls it for several media; it reads the sizes of each itself")
         keys = {variable: variable if prefix else f"{modality}_{variable}" for variable in listed}
-        if taken := [key for variable, key in keys.items() if not _is_free(method, variable, key)]:
-            raise LeftAlone(f"{site.name}: {', '.join(taken)} has another meaning in it; it reads sizes itself")
+        if occupied_keys := [key for variable, key in keys.items() if not _is_free(method, variable, key)]:
+            raise LeftAlone(
+                f"{site.name}: {', '.join(occupied_keys)} has another meaning in it; it reads sizes itself"
+            )
 
         editor = Editor(block, self.mark)
         function = editor.function(name)
@@ -87,8 +89,11 @@ class HostValues(SitePass):
             editor.mark(statement)
         # By the names that the called one takes.
         for other, kwargs in _callers(anatomy, anatomy.classes[site.block], name).items():
-            own = modality_of(other)
-            pairs = [f'{kwargs}["{modality}_{one}"] = {kwargs}.pop("{own}_{one}", None)' for one in listed]
+            other_modality = modality_of(other)
+            pairs = [
+                f'{kwargs}["{modality}_{variable_name}"] = {kwargs}.pop("{other_modality}_{variable_name}", None)'
+                for variable_name in listed
+            ]
             editor.at_start(editor.function(other), "\n".join(pairs))
         handed = ", ".join(f"{modality}_{variable}" for variable in keys)
         return Rewritten(editor.result, f"taken from {handed} where handed in")
@@ -96,7 +101,7 @@ class HostValues(SitePass):
 
 def _document(editor: Editor, anatomy: Anatomy, function: FunctionNode, names: Iterable[str]) -> None:
     """Describes parameters in the docstring: upstream's `auto_docstring` warns of parameters without a description."""
-    if not any(anatomy.names.is_upstream(one, "auto_docstring") for one in function.decorator_list):
+    if not any(anatomy.names.is_upstream(decorator, "auto_docstring") for decorator in function.decorator_list):
         return
     lines = [f"{name} (`list[int]`, *optional*): Features of each item, if known on the host." for name in names]
     first = function.body[0]
@@ -145,11 +150,11 @@ def _prefix(anatomy: Anatomy, method: FunctionNode) -> str | None:
 
 def _is_free(method: FunctionNode, variable: str, key: str) -> bool:
     """Whether a parameter `key` would hold nothing but what the one line for `variable` reads."""
-    rest = copy.copy(method)
-    own = [statement for name, statement, _ in listed_sizes(method) if name == variable]
-    rest.body = [node for node in method.body if node not in own]
+    other_code = copy.copy(method)
+    statements = [statement for name, statement, _ in listed_sizes(method) if name == variable]
+    other_code.body = [node for node in method.body if node not in statements]
     is_read = key != variable and reads_name(method, key)
-    return len(own) == 1 and not is_read and key not in local_names(rest)
+    return len(statements) == 1 and not is_read and key not in local_names(other_code)
 
 
 def _of_several(anatomy: Anatomy, name: str) -> str:

@@ -91,9 +91,11 @@ class LanguageSP(SitePass):
         forward = editor.function("forward")
         takes = parameter_names(forward)
         anchor = next((i for i, node in enumerate(forward.body) if uses_name(node, POSITIONS)), None)
-        made = Embeddings(anatomy, info.name).above(forward, forward.body[:anchor])
+        embedded_names = Embeddings(anatomy, info.name).above(forward, forward.body[:anchor])
         read = {*loaded(*forward.body[anchor:])}
-        embeddings = next((name for name in made if name in read), None)  # all of one shape, which is what counts
+        embeddings = next(
+            (name for name in embedded_names if name in read), None
+        )  # all of one shape, which is what counts
         if embeddings is None and {*TOKENS} <= {*takes}:  # read above them: ids or embeddings, as given
             embeddings = "inputs_embeds if input_ids is None else input_ids"
         if POSITIONS not in takes or anchor is None or embeddings is None:

@@ -46,10 +46,10 @@ class LocalClasses(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        found = [(info, _local_builds(anatomy, info.name)) for info in anatomy.still_in(module)]
+        builds_by_class = [(info, _local_builds(anatomy, info.name)) for info in anatomy.still_in(module)]
         known = [
             site_of(info, f"builds by {', '.join(build.code for build in builds)}", builds[0].method)
-            for info, builds in found
+            for info, builds in builds_by_class
             if builds
         ]
         others = [(info, code) for info in anatomy.still_in(module) for code in _foreign(anatomy, info)[:1]]
@@ -85,10 +85,10 @@ class LocalClasses(SitePass):
                 raise Missed(f"one class of this file that is written for the config {build.config}", build.code)
             wanted[build.code] = target if target in anatomy.classes else PART
         editor = Editor(block, self.mark)
-        found = [(call, code) for call in calls(block.node) if (code := ast.unparse(call)) in wanted]
-        if missing := set(wanted) - {code for _, code in found}:
+        call_codes = [(call, code) for call in calls(block.node) if (code := ast.unparse(call)) in wanted]
+        if missing := set(wanted) - {code for _, code in call_codes}:
             raise Missed(" and ".join(sorted(missing)), block.node)
-        for call, code in found:
+        for call, code in call_codes:
             editor.mark(call)
             if wanted[code] == PART and isinstance(call.func, ast.Attribute):
                 editor.instead(call.func, "ops.build_part")
@@ -124,8 +124,10 @@ def _is_elsewhere(anatomy: Anatomy, build: Build) -> bool:
 def _foreign(anatomy: Anatomy, info: ClassInfo) -> list[str]:
     """The constructions whose class is called like an auto class and is none, or is not known."""
     called = [call for method in info.methods.values() for call in calls(method)]
-    made = [(c, c.func.value) for c in called if isinstance(c.func, ast.Attribute) and c.func.attr in CONSTRUCTORS]
-    built = [(call, anatomy.names.resolve(kind)) for call, kind in made]
+    callee_owners = [
+        (c, c.func.value) for c in called if isinstance(c.func, ast.Attribute) and c.func.attr in CONSTRUCTORS
+    ]
+    built = [(call, anatomy.names.resolve(kind)) for call, kind in callee_owners]
     others = [(call, meaning or "Auto") for call, meaning in built if not auto_class(meaning)]
     return [ast.unparse(call) for call, meaning in others if "Auto" in meaning.rpartition(".")[2]]
 

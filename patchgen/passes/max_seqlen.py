@@ -48,7 +48,7 @@ class MaxSeqlen(SitePass):
             names = _helpers(forward, anatomy)
             return Upstream(f"{' and '.join(names)} outside of loops, with the value that is handed in")
         kwargs = f", {forward.args.kwarg.arg}" if forward.args.kwarg else ""
-        editor, found = Editor(block, self.mark), 0
+        editor, replaced = Editor(block, self.mark), 0
         for node in ast.walk(editor.function("forward")):
             match node:
                 case ast.Assign([ast.Name()], value):
@@ -57,8 +57,8 @@ class MaxSeqlen(SitePass):
                         if code == f"({name}[1:] - {name}[:-1]).max()":
                             editor.mark(node)
                             editor.instead(value, f"ops.max_seqlen({name}{kwargs})")
-                            found += 1
-        if found != len(longest):
+                            replaced += 1
+        if replaced != len(longest):
             raise Missed("max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()", longest[0])
         return Rewritten(editor.result, "once per forward")
 

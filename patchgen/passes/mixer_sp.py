@@ -72,9 +72,9 @@ class MixerSP(SitePass):
         for info in anatomy.still_in(module):
             if info.name not in language or info.name in known:
                 continue
-            own = _own_attention(info, anatomy)
-            if own:
-                remarks.append(f"{info.name}: {own}")
+            attention_remark = _own_attention(info, anatomy)
+            if attention_remark:
+                remarks.append(f"{info.name}: {attention_remark}")
             if anatomy.method(info.name, "forward") is None or anatomy.is_model(info.name):
                 continue  # a cache; a model steps through its layers
             if {Role.EXPERTS, Role.EXPERT_LIST, Role.MOE_BLOCK} & set(info.roles):
@@ -97,11 +97,11 @@ class MixerSP(SitePass):
         if not kinds or UNKNOWN in kinds:  # on one rank upstream's own; a slice is refused
             refusing = insert_first(block, "forward", f'ops.refuse_slices("{info.name}")', self.mark)
             return Rewritten(refusing, "of no form that divides: refuses slices")
-        own = depthwise_convolutions(anatomy, info)
-        besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, own)]
+        convolution_names = depthwise_convolutions(anatomy, info)
+        besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, convolution_names)]
         functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
         steps = any(stepping_loops(anatomy, function) for function in functions)
-        needed = [kind for kind, is_needed in ((CONVOLUTION, own), (DELTA_RULE, steps)) if is_needed]
+        needed = [kind for kind, is_needed in ((CONVOLUTION, convolution_names), (DELTA_RULE, steps)) if is_needed]
         if missing := [kind for kind in needed if kind not in kinds]:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing)
             raise Missed(f"a call of {wanted}", [*besides * (CONVOLUTION in missing), info.methods["forward"]][0])
@@ -122,16 +122,16 @@ _SIGNATURES = {
 
 def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
     """The functions of this file that code names, directly or through others."""
-    found = sorted(set(loaded(node)) & set(anatomy.functions))
-    for name in found:  # grows
-        found += sorted(set(loaded(anatomy.functions[name])) & set(anatomy.functions) - set(found))
-    return found
+    names = sorted(set(loaded(node)) & set(anatomy.functions))
+    for name in names:  # grows
+        names += sorted(set(loaded(anatomy.functions[name])) & set(anatomy.functions) - set(names))
+    return names
 
 
 def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
     """What of a class attends, and is no call of transformers' attention interface; empty if nothing does."""
     for method in info.methods.values():
-        tables = [one for name in loaded(method) for one in anatomy.names.statements.get(name, ())]
+        tables = [statement for name in loaded(method) for statement in anatomy.names.statements.get(name, ())]
         for code in (method, *map(anatomy.functions.get, _functions_below(anatomy, method)), *tables):
             for node in attention_of_torch(anatomy, code) if isinstance(code, FunctionNode | ast.Assign) else ():
                 return f"line {node.lineno} calls {ast.unparse(node)} itself: {NOT_CHOSEN}"

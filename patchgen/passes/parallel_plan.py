@@ -48,25 +48,25 @@ class ParallelPlan(SitePass):
         return Rewritten(append_method(block, code, self.mark), listed or "no experts")
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for head in anatomy.with_role(Role.HEAD, module):
-            found |= _left_alone(anatomy, head.name, _experts(anatomy, head.name))
-        return [f"{name}: {why}: not expert-parallel" for name, why in found.items()]
+            reasons |= _left_alone(anatomy, head.name, _experts(anatomy, head.name))
+        return [f"{name}: {why}: not expert-parallel" for name, why in reasons.items()]
 
 
 def _left_alone(anatomy: Anatomy, head: str, read: Experts) -> dict[str, str]:
     """The experts below a head that no rank divides, each with the reason."""
-    found = {name: f"{reader}, of which a rank would hold a part" for name, (_, reader) in read.items() if reader}
+    reasons = {name: f"{reader}, of which a rank would hold a part" for name, (_, reader) in read.items() if reader}
     below = anatomy.reached_from([head])
-    return found | {name: sign for name, sign in left_alone_experts(anatomy).items() if name in below}
+    return reasons | {name: sign for name, sign in left_alone_experts(anatomy).items() if name in below}
 
 
 def _experts(anatomy: Anatomy, head: str) -> Experts:
     """The experts below a head: their stacks, and what reads these beside the experts' forward."""
-    below, found = anatomy.reached_from([head]), Experts()
-    for info in (one for one in anatomy.with_role(Role.EXPERTS) if one.name in below):
+    below, experts = anatomy.reached_from([head]), Experts()
+    for info in (expert_class for expert_class in anatomy.with_role(Role.EXPERTS) if expert_class.name in below):
         formula = read_experts(anatomy, info.name)
         names = (formula.gate_up_weight, formula.gate_up_bias, formula.down_weight, formula.down_bias)
         stacks = tuple(name for name in names if name)
-        found[info.name] = stacks, other_reader(anatomy, info.name, stacks, below)
-    return found
+        experts[info.name] = stacks, other_reader(anatomy, info.name, stacks, below)
+    return experts

@@ -37,7 +37,7 @@ class PositionIdFunc(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        own = [
+        model_sites = [
             Site(info.name, info.name, info.methods[SOURCE].lineno, f"computes multimodal positions in {SOURCE}")
             for info in anatomy.still_in(module)
             if SOURCE in info.methods
@@ -47,7 +47,7 @@ class PositionIdFunc(SitePass):
             for info in anatomy.with_role(Role.HEAD, module)
             if not anatomy.method(info.name, SOURCE) and (below := _model_below(anatomy, info.name))
         ]
-        return own + heads
+        return model_sites + heads
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         header = f"def {NAME}(self) -> ops.PositionIds:\n    "
@@ -76,8 +76,8 @@ def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
     """The attributes of the model that the method reads, and the methods of the class that it calls."""
     read = [SOURCE]
     for attribute in read:  # grows
-        found = anatomy.method(name, attribute)
-        nodes = ast.walk(found[1]) if found is not None else ()
+        owner_and_method = anatomy.method(name, attribute)
+        nodes = ast.walk(owner_and_method[1]) if owner_and_method is not None else ()
         loads = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load))
         read += sorted({attr for node in loads if (attr := own_attribute(node))} - set(read))
     return {attribute for attribute in read if not anatomy.method(name, attribute)}

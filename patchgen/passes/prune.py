@@ -66,10 +66,10 @@ class Prune(Pass):
                 "  to fix   correct `roots` or `heads` in the model's config, or leave them out: upstream's heads are the default."
             )
         kept_names = _reachable(module, roots)
-        kept = [block for block in module if _stays(block, kept_names)]
+        kept_blocks = [block for block in module if _stays(block, kept_names)]
         dropped = [name for block in module if not _stays(block, kept_names) for name in block.binds]
         gone = {name for name in dropped if name not in kept_names}
-        blocks = [without_mentions(block, gone) for block in kept]
+        blocks = [without_mentions(block, gone) for block in kept_blocks]
         if blocks and not module.header:
             blocks[0] = blocks[0].with_text(blocks[0].text.lstrip("\n"))
         hits = tuple(
@@ -129,10 +129,10 @@ def _strip_isinstance(block: Block) -> ast.Module:
     return tree
 
 
-def _unseen_references(kept: Sequence[Block], has_dropped: bool) -> list[str]:
+def _unseen_references(kept_blocks: Sequence[Block], has_dropped: bool) -> list[str]:
     """Remarks on names that are read in ways that the source does not show."""
     notes: list[str] = []
-    for block in kept:
+    for block in kept_blocks:
         where = block.name or f"line {block.line}"
         for node in (node for statement in block.statements for node in walk(statement)):
             if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
@@ -167,20 +167,20 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
                     if isinstance(listed, ast.List | ast.Tuple):
                         editor.drop_elements(listed, _named(listed, gone))
             case ast.Call(ast.Name("isinstance"), [_, ast.Tuple() as kinds]) if dropped := _named(kinds, gone):
-                left = [kind for kind in kinds.elts if kind not in dropped]
-                if len(left) > 1:
+                kept_kinds = [kind for kind in kinds.elts if kind not in dropped]
+                if len(kept_kinds) > 1:
                     editor.drop_elements(kinds, dropped)
-                elif left:
-                    editor.instead(kinds, editor.code(left[0]))
+                elif kept_kinds:
+                    editor.instead(kinds, editor.code(kept_kinds[0]))
                 else:
                     false.append(node)
             case ast.Call(ast.Name("isinstance"), [_, ast.Name() | ast.BinOp() as kinds]):
                 alternatives = ast.unparse(kinds).split(" | ")
-                left = [kind for kind in alternatives if kind not in gone]
-                if not left:
+                kept_kinds = [kind for kind in alternatives if kind not in gone]
+                if not kept_kinds:
                     false.append(node)
-                elif len(left) < len(alternatives):
-                    editor.instead(kinds, " | ".join(left))
+                elif len(kept_kinds) < len(alternatives):
+                    editor.instead(kinds, " | ".join(kept_kinds))
     for node in false:  # within a larger test, say
         editor.instead(node, "False")
     for node in nodes:
@@ -202,15 +202,15 @@ def _require_no_mention(block: Block, gone: set[str]) -> None:
                 pass
             case _:
                 continue
-        named = [one for one in ast.walk(mentions) if isinstance(one, ast.Name | ast.Constant)]
-        left = {str(one.id if isinstance(one, ast.Name) else one.value) for one in named} & gone
-        if left:
+        named = [part for part in ast.walk(mentions) if isinstance(part, ast.Name | ast.Constant)]
+        dropped_mentions = {str(part.id if isinstance(part, ast.Name) else part.value) for part in named} & gone
+        if dropped_mentions:
             raise PassMismatch(
-                f"Upstream's `{ast.unparse(node)}` names {', '.join(sorted(left))}, which no root reaches.\n"
+                f"Upstream's `{ast.unparse(node)}` names {', '.join(sorted(dropped_mentions))}, which no root reaches.\n"
                 "  to fix   name it among `roots` in the model's config, or change the statement with a hand edit."
             )
 
 
 def _named(listed: ast.List | ast.Tuple, names: set[str]) -> list[ast.expr]:
     """The elements that are one of these names, or a string of one."""
-    return [one for one in listed.elts if getattr(one, "id", getattr(one, "value", None)) in names]
+    return [element for element in listed.elts if getattr(element, "id", getattr(element, "value", None)) in names]

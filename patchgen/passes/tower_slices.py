@@ -25,21 +25,21 @@ class TowerSlices(SitePass):
     """
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        found: list[Site] = []
+        tower_sites: list[Site] = []
         for info in anatomy.with_role(self.role, module):
             if "forward" not in info.methods:
                 continue
-            found.append(site_of(info, info.roles[self.role], "forward"))
+            tower_sites.append(site_of(info, info.roles[self.role], "forward"))
             try:
                 loop = layer_loop(anatomy, info)
             except LeftAlone:
                 continue
-            found += [
+            tower_sites += [
                 site_of(anatomy.classes[name], f"attention of the layers of {info.name}", "forward")
                 for name in loop.attentions
-                if "forward" in anatomy.classes[name].methods and name not in {site.block for site in found}
+                if "forward" in anatomy.classes[name].methods and name not in {site.block for site in tower_sites}
             ]
-        return found
+        return tower_sites
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info, editor = anatomy.classes[site.block], Editor(block, self.mark)

@@ -70,8 +70,8 @@ class UnevenBranches(SitePass):
     )
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
-        found = _branches_of_tokens(info.methods.get("forward"), info)
-        return f"`{ast.unparse(found[0].test)}` decides what runs" if found else ""
+        branches = _branches_of_tokens(info.methods.get("forward"), info)
+        return f"`{ast.unparse(branches[0].test)}` decides what runs" if branches else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info, editor = anatomy.classes[site.block], Editor(block, self.mark)
@@ -115,7 +115,7 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
     """The parameter whose rows a branch divides among its modules, `x[m]` and `x[~m]`, and whose rows the other branch hands
     whole to those of `~m`: then a branch without tokens of `m` computes what the other one does. None if either does more."""
     masks, local = _masks(branch.body, name), local_names(forward)
-    made, filled, rest, states = set[str](), set[str](), list[tuple[list[str], str | None]](), set[str]()
+    mask_names, filled, mask_calls, states = set[str](), set[str](), list[tuple[list[str], str | None]](), set[str]()
     for statement in branch.body:
         match statement:
             case ast.Assign([ast.Name(to)]) if to in masks and stored_names(statement, local) == {to}:
@@ -126,7 +126,7 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
                 and stored_names(statement, local) == {to}
                 and not _own_calls([statement])
             ):
-                made.add(to)
+                mask_names.add(to)
             case ast.Assign([target], ast.Call(function, [given], [])) if own_attribute(function):
                 part, parts = _part(given, masks), [_part(to, masks) for to in _elements(target)]
                 if part is None or not all(to is not None and to[1] == part[1] for to in parts):
@@ -134,14 +134,14 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
                 states.add(part[0])
                 names = [to[0] for to in parts if to is not None]
                 filled |= {*names}
-                rest += [(names, own_attribute(function))] * part[1]
+                mask_calls += [(names, own_attribute(function))] * part[1]
             case _:
                 return None
-    (whole,) = states if len(states) == 1 else ("",)
+    (full_states,) = states if len(states) == 1 else ("",)
     others: list[tuple[list[str], str | None]] = []
     for statement in branch.orelse:
         match statement:
-            case ast.Assign([target], ast.Call(function, [ast.Name(given)], [])) if given == whole:
+            case ast.Assign([target], ast.Call(function, [ast.Name(given)], [])) if given == full_states:
                 others.append(([ast.unparse(to) for to in _elements(target)], own_attribute(function)))
             case ast.Assign([ast.Name(to)], ast.Call(ast.Attribute(ast.Name(of), "reshape" | "view")) as value) if (
                 of == to and stored_names(statement, local) == {to} and not _own_calls([ast.Expr(value)])
@@ -151,8 +151,12 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
                 return None
     elsewhere = Counter(loaded(forward)) - Counter(loaded(branch.test, *branch.body))
     above = ast.Module([*forward.body[: forward.body.index(branch)], *branch.body], [])
-    is_handed = whole in parameter_names(forward) and whole not in stored(above)
-    return whole if is_handed and rest == others and made == filled and not masks & {*elsewhere} else None
+    is_handed = full_states in parameter_names(forward) and full_states not in stored(above)
+    return (
+        full_states
+        if is_handed and mask_calls == others and mask_names == filled and not masks & {*elsewhere}
+        else None
+    )
 
 
 def _elements(target: ast.expr) -> list[ast.expr]:
@@ -161,14 +165,14 @@ def _elements(target: ast.expr) -> list[ast.expr]:
 
 def _masks(body: list[ast.stmt], name: str) -> set[str]:
     """The names of a mask of tokens: its own, and those that are set to it in another form."""
-    masks, made = {name}, list[str]()
+    masks, reshaped_masks = {name}, list[str]()
     for statement in body:
         match statement:
             case ast.Assign([ast.Name(to)], value) if _reformed(value) in masks:
                 masks.add(to)
-                made.append(to)
+                reshaped_masks.append(to)
     changed = stored(ast.Module(body, []))
-    return {mask for mask in masks if changed.count(mask) == made.count(mask)}
+    return {mask for mask in masks if changed.count(mask) == reshaped_masks.count(mask)}
 
 
 def _reformed(value: ast.expr) -> str:
