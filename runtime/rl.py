@@ -132,13 +132,13 @@ def update(
             _loss(model, local, state, partial(compute_part, data), temperature, **step).backward()
         reduce_gradients(model)
         norm = gradients.clip(model, max_norm=max_grad_norm, optimizer=optimizer)
-        taken = gradients.accept(model, norm, on_nonfinite=on_nonfinite)
-        if taken:
+        is_taken = gradients.accept(model, norm, on_nonfinite=on_nonfinite)
+        if is_taken:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         # SP ranks have the same parts.
         total = all_reduce(torch.stack(parts).sum(), operation="add up the loss") / state.sp
-    return Update(float(total), float(norm), taken)
+    return Update(float(total), float(norm), is_taken)
 
 
 def _local_inputs(inputs: Inputs, state: ParallelState) -> dict[str, Any]:

@@ -156,8 +156,8 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     dropped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for group in tied_groups(model):
         targets = [name for name in group if name in tied]
-        kept = next((name for name in group if name not in targets), group[0])
-        dropped |= set(group) - {kept}
+        saved_name = next((name for name in group if name not in targets), group[0])
+        dropped |= set(group) - {saved_name}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
 
 

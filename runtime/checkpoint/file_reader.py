@@ -152,16 +152,16 @@ class FileReader:
                 count = min(step, lengths[0] - first)
                 values = self._stage(count * row_bytes, out.device).view(stored.dtype)
                 run = _Run(stored, offset + (region[0][0] + first) * row_bytes, values)
-                found = self._fill([run], keeps_pages=True)  # another rank may read the bytes between
-                if not found:
+                new_problems = self._fill([run], keeps_pages=True)  # another rank may read the bytes between
+                if not new_problems:
                     rows = values.view(count, *sizes[1:])[(slice(None), *inner)]
-                    found = _cast(stored, rows, out[first : first + count])
-                problems = found | problems
+                    new_problems = _cast(stored, rows, out[first : first + count])
+                problems = new_problems | problems
             return problems
         for row in range(lengths[0]):
             inner_tensor = StoredTensor(stored.name, stored.file, stored.dtype, sizes[1:], 0)
-            found = self._read(inner_tensor, region[1:], out[row], offset + (region[0][0] + row) * row_bytes)
-            problems = found | problems
+            new_problems = self._read(inner_tensor, region[1:], out[row], offset + (region[0][0] + row) * row_bytes)
+            problems = new_problems | problems
         return problems
 
     def _read_run(self, stored: StoredTensor, offset: int, out: Tensor) -> dict[str, str]:
@@ -246,17 +246,17 @@ class FileReader:
 
     def _open(self, file: Path) -> int:
         """A descriptor of this thread, because the system reads ahead per descriptor; a few are kept open."""
-        mine = self._local.__dict__.setdefault("descriptors", {})
-        if file not in mine:
-            if len(mine) >= OPEN_FILES:
-                oldest = mine.pop(next(iter(mine)))
+        descriptors = self._local.__dict__.setdefault("descriptors", {})
+        if file not in descriptors:
+            if len(descriptors) >= OPEN_FILES:
+                oldest = descriptors.pop(next(iter(descriptors)))
                 with self._lock:
                     self._descriptors.remove(oldest)
                 os.close(oldest)
-            mine[file] = os.open(file, os.O_RDONLY)
+            descriptors[file] = os.open(file, os.O_RDONLY)
             with self._lock:
-                self._descriptors.add(mine[file])
-        return mine[file]
+                self._descriptors.add(descriptors[file])
+        return descriptors[file]
 
 
 def _locate(stored: StoredTensor, region: Region) -> tuple[int, bool]:

@@ -97,7 +97,7 @@ class IncrementalLoader:
                 if output.name not in stored:
                     yield f"{output.name} is only in the export."
                 elif tuple(output.tensor.shape) != tuple(stored[output.name].shape):
-                    shapes = [list(one) for one in (output.tensor.shape, stored[output.name].shape)]
+                    shapes = [list(shape) for shape in (output.tensor.shape, stored[output.name].shape)]
                     yield f"{output.name} is {shapes[0]} in the export and {shapes[1]} in the checkpoint."
                 elif not are_equal(reader, output.tensor, source[output.name]):
                     yield f"{output.name} has other values in the export."

@@ -239,15 +239,15 @@ def integer_weight_problems(
     state: Mapping[str, Tensor], parameters: Mapping[str, LazyTensor], stored: Mapping[str, StoredTensor]
 ) -> list[str]:
     """Floating-point tensors of the model for which the checkpoint has integers: quantised without a config that says so."""
-    found = {}
+    integer_weights = {}
     for name, lazy in parameters.items():
         for part in leaves(lazy) if state[name].is_floating_point() else ():
             if not stored[part.name].dtype.is_floating_point:
                 kind = str(stored[part.name].dtype).removeprefix("torch.")
-                found[part.name] = (
+                integer_weights[part.name] = (
                     f"{part.name} in {stored[part.name].file.name} is {kind}; {name} is a floating-point tensor."
                 )
-    return list(found.values())
+    return list(integer_weights.values())
 
 
 def require_same_type(model: PreTrainedModel, directory: Path) -> None:
@@ -355,8 +355,8 @@ def _read(
 ) -> dict[str, str]:
     """Reads with several threads; returns the first problem of each key."""
     problems: dict[str, str] = {}
-    for found in pool.map(reader.read_in_order, _spans(reads)):
-        problems = found | problems
+    for new_problems in pool.map(reader.read_in_order, _spans(reads)):
+        problems = new_problems | problems
     return problems
 
 
@@ -407,7 +407,9 @@ def _compare_tied_copies(
         if problems:
             errors += problems.values()
         elif not torch.equal(copy, loaded):
-            keys = sorted(next(leaves(match.parameters[one])).name for one in (name, match.loaded_names[owner]))
+            keys = sorted(
+                next(leaves(match.parameters[parameter])).name for parameter in (name, match.loaded_names[owner])
+            )
             errors.append(
                 f"{keys[0]} and {keys[1]} are one tied tensor in the model, and differ in the checkpoint. Load it into "
                 "a model with tie_word_embeddings=False."

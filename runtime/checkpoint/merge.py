@@ -171,7 +171,7 @@ def _candidates(source: Path) -> Iterator[PreTrainedModel]:
     while parts:
         part = parts.pop(0)
         inner = [getattr(part, name, None) for name in part.sub_configs]
-        parts += [one for one in inner if isinstance(one, PreTrainedConfig)]
+        parts += [config_of_part for config_of_part in inner if isinstance(config_of_part, PreTrainedConfig)]
         if part is config:
             continue
         for folder in generated_folders():
@@ -192,7 +192,7 @@ def _factors(model: PreTrainedModel, adapter: Path) -> dict[str, Factors]:
 
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     adapted = peft.PeftModel.from_pretrained(model, adapter, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True)
-    found = {}
+    factors_by_name = {}
     with safe_open(adapter / WEIGHTS, "pt") as file:
         for path, layer in adapted.named_modules():
             if not isinstance(layer, LoraLayer) or ADAPTER_NAME not in layer.lora_A:
@@ -206,9 +206,9 @@ def _factors(model: PreTrainedModel, adapter: Path) -> dict[str, Factors]:
                     f"{adapter} changes {name} by more than a product of two factors ({type(layer).__name__}, by "
                     "adapter_config.json). To fix: load it with PEFT, and call merge_and_unload."
                 )
-            found[name] = _factors_of_layer(layer, weight, *factors)
+            factors_by_name[name] = _factors_of_layer(layer, weight, *factors)
     adapted.unload()
-    return found
+    return factors_by_name
 
 
 def _factors_of_layer(layer, weight: Tensor, first: Tensor, second: Tensor) -> Factors:

@@ -44,7 +44,7 @@ def common_dtype(model: nn.Module) -> torch.dtype | None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    return max(sizes, key=lambda one: sizes[one]) if sizes else None
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
 
 
 def side_files(source: Path) -> dict[str, Path]:
@@ -55,8 +55,10 @@ def side_files(source: Path) -> dict[str, Path]:
     """
     if not source.is_dir():
         raise CheckpointError(f"{source}, whose tokenizer and generation config are to be copied, is not a folder.")
-    found = {path.name: path for pattern in SIDE_FILES for path in sorted(source.glob(pattern)) if path.is_file()}
-    return found | {name: source / name for name in files_opened_by_upstream(source)}
+    found_files = {
+        path.name: path for pattern in SIDE_FILES for path in sorted(source.glob(pattern)) if path.is_file()
+    }
+    return found_files | {name: source / name for name in files_opened_by_upstream(source)}
 
 
 def files_opened_by_upstream(source: Path) -> list[str]:

@@ -181,9 +181,9 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         checkpointer = SavedSteps(parent)
         known += checkpointer.complete_steps()
         broken |= checkpointer.broken()
-        found = checkpointer.latest() if step is None else step if step in known else None
-        if found is not None:
-            return checkpointer.folder_of(found)
+        chosen_step = checkpointer.latest() if step is None else step if step in known else None
+        if chosen_step is not None:
+            return checkpointer.folder_of(chosen_step)
     if known:
         raise CheckpointError(
             f"{run} holds no complete checkpoint of step {step}, but of {', '.join(map(str, known))}."
@@ -257,13 +257,13 @@ def _open_checkpoint(source: Path) -> _OpenCheckpoint:
     return _OpenCheckpoint(model, parameters, {key: stored[key] for key in sorted(ignored)})
 
 
-def are_equal(reader: FileReader, one: LazyTensor, other: LazyTensor) -> bool:
+def are_equal(reader: FileReader, first: LazyTensor, second: LazyTensor) -> bool:
     """Whether two tensors have the same values."""
-    if one.shape != other.shape:
+    if first.shape != second.shape:
         return False
-    for region in _chunks(one):
-        parts = [torch.empty(region_shape(region), dtype=lazy.dtype) for lazy in (one, other)]
-        for lazy, part in zip((one, other), parts, strict=True):
+    for region in _chunks(first):
+        parts = [torch.empty(region_shape(region), dtype=lazy.dtype) for lazy in (first, second)]
+        for lazy, part in zip((first, second), parts, strict=True):
             read_region(reader, lazy, region, part)
         if not bool((parts[0] == parts[1]).all()):
             return False

@@ -30,7 +30,7 @@ def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
         CheckpointError: the optimizer has a tensor that is not a parameter of the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {}
+    parameters = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -38,8 +38,8 @@ def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
                     f"Group {index} of {type(optimizer).__name__} trains a tensor {list(parameter.shape)} that is "
                     "not a parameter of the model. Make the optimizer after the model was sharded."
                 )
-            found[names[id(parameter)]] = parameter
-    return found
+            parameters[names[id(parameter)]] = parameter
+    return parameters
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, dict]]:
@@ -77,7 +77,7 @@ def empty_state(
     """
     parameters = named_parameters(model, optimizer)
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    found, problems = {}, []
+    empty_tensors, problems = {}, []
     for key, stored in saved.items():
         name, _, field = key.rpartition(SEPARATOR)
         if name not in parameters:
@@ -87,14 +87,14 @@ def empty_state(
         existing = optimizer.state.get(parameter, {}).get(field)
         dtype = stored.properties.dtype
         if isinstance(existing, Tensor) and existing.shape == stored.size:
-            found[key] = torch.zeros_like(existing, dtype=dtype)
+            empty_tensors[key] = torch.zeros_like(existing, dtype=dtype)
         elif stored.size == parameter.shape and parameter.ndim:
-            found[key] = torch.zeros_like(parameter.detach(), dtype=dtype)
+            empty_tensors[key] = torch.zeros_like(parameter.detach(), dtype=dtype)
         elif len(stored.chunks) == 1:
             group = group_of[id(parameter)]
             # torch's optimizers keep the step count on the host, unless a fused or captured kernel reads it.
             on_host = field == "step" and not (group.get("fused") or group.get("capturable"))
-            found[key] = torch.zeros(stored.size, dtype=dtype, device="cpu" if on_host else parameter.device)
+            empty_tensors[key] = torch.zeros(stored.size, dtype=dtype, device="cpu" if on_host else parameter.device)
         else:
             problems.append(
                 f"{field} of {name} is {list(stored.size)} in {len(stored.chunks)} parts; the parameter is "
@@ -102,7 +102,7 @@ def empty_state(
             )
     if problems:
         raise CheckpointError(f"The saved state does not fit {type(optimizer).__name__}:", problems)
-    return found
+    return empty_tensors
 
 
 def restore(
@@ -125,7 +125,9 @@ def restore(
         if not saved:
             continue
         compared = saved[0].keys() - set(IMPLEMENTATION)
-        differing = sorted(key for key in compared if any(not _equal(one.get(key), saved[0][key]) for one in saved))
+        differing = sorted(
+            key for key in compared if any(not _equal(options.get(key), saved[0][key]) for options in saved)
+        )
         if differing:
             problems.append(f"group {index} holds parameters that were saved with different {', '.join(differing)}.")
         group.update({key: value for key, value in saved[0].items() if key not in IMPLEMENTATION})
@@ -164,7 +166,7 @@ def fit_scheduler(state: Mapping[str, object], optimizer: Optimizer) -> dict[str
     for key, value in state.items():
         if key in ("base_lrs", "_last_lr") or not isinstance(value, list) or len(value) != count:
             continue
-        if any(one != value[0] for one in value):
+        if any(element != value[0] for element in value):
             raise CheckpointError(
                 f"The scheduler has {count} different values of {key}, one per group; the optimizer now has "
                 f"{len(groups)} groups. To fix: resume with the parameter groups of the saved run."

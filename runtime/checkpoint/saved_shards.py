@@ -28,7 +28,7 @@ class StoredShard:
 def stored_shards(folder: Path) -> dict[str, LazyTensor]:
     """The tensors of the model in a training checkpoint, as leaves whose source is a list of shards."""
     index = read_index(folder)
-    found = {}
+    tensors = {}
     for key, entry in index.state_dict_metadata.items():
         if not key.startswith(MODEL):
             continue
@@ -43,8 +43,8 @@ def stored_shards(folder: Path) -> dict[str, LazyTensor]:
                 StoredShard(region, StoredTensor(key, file, entry.properties.dtype, tuple(chunk.sizes), offset))
             )
         name = key.removeprefix(MODEL)
-        found[name] = leaf(name, entry.size, entry.properties.dtype, shards)
-    return found
+        tensors[name] = leaf(name, entry.size, entry.properties.dtype, shards)
+    return tensors
 
 
 class _FileSection:
@@ -64,8 +64,8 @@ class _FileSection:
         return True
 
     def read(self, count: int = -1) -> bytes:
-        left = self._length - self._place
-        count = left if count is None or count < 0 else min(count, left)
+        remaining = self._length - self._place
+        count = remaining if count is None or count < 0 else min(count, remaining)
         self._stream.seek(self._start + self._place)
         data = self._stream.read(count)
         self._place += len(data)

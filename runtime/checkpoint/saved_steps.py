@@ -18,15 +18,15 @@ class SavedSteps:
 
     def complete_steps(self) -> list[int]:
         """The steps of the complete checkpoints, in the order in which they were saved."""
-        found = [(known.serial, known.step) for _, known, problem in self.checkpoints() if known and not problem]
-        return [step for _, step in sorted(found)]
+        complete = [(known.serial, known.step) for _, known, problem in self.checkpoints() if known and not problem]
+        return [step for _, step in sorted(complete)]
 
     def broken(self) -> dict[str, str]:
         """The folders that are incomplete -> why."""
-        found = {folder.name: problem for folder, _, problem in self.checkpoints() if problem}
+        problems = {folder.name: problem for folder, _, problem in self.checkpoints() if problem}
         for leftover in self.directory.glob(".step-*.partial") if self.directory.is_dir() else ():
-            found[leftover.name] = "the save was interrupted"
-        return found
+            problems[leftover.name] = "the save was interrupted"
+        return problems
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint, or None; warns about incomplete ones."""

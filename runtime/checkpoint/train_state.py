@@ -209,7 +209,9 @@ class Checkpointer(SavedSteps):
 
         self._run(read_back, manifest.step)
         sums |= {name: zlib.crc32(data) for name, data in small.items()}
-        gathered = {name: value for one in gather_objects(sums, self._group) for name, value in one.items()}
+        gathered = {
+            name: value for rank_sums in gather_objects(sums, self._group) for name, value in rank_sums.items()
+        }
         manifest = replace(manifest, checksums=gathered)
         self._run(lambda: self._commit(partial, manifest) if self._rank == 0 else None, manifest.step)
 
@@ -393,8 +395,8 @@ class Checkpointer(SavedSteps):
         """Compares a checkpoint's files with their checksums; each file is read by one rank."""
         folder = self.folder_of(step)
         manifest = read_manifest(folder)
-        mine = sorted(manifest.checksums)[self._rank :: self._world]
-        require_checksums(folder, manifest, mine, self.advice_on_others(step))
+        own_files = sorted(manifest.checksums)[self._rank :: self._world]
+        require_checksums(folder, manifest, own_files, self.advice_on_others(step))
 
 
 def _require_same_tensors(folder: Path, tensors: Mapping[str, Tensor], saved: Mapping) -> None:

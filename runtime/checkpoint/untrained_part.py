@@ -153,12 +153,12 @@ def _own_config(fields: dict, model: PreTrainedModel) -> dict | None:
     if fields.get("model_type") == model.config.model_type:
         return fields
     inner = (_own_config(value, model) for value in fields.values() if isinstance(value, dict))
-    return next((found for found in inner if found is not None), None)
+    return next((config for config in inner if config is not None), None)
 
 
 def _changed_fields(before: Mapping, now: Mapping) -> dict:
     """The fields that differ, except FILE_FIELDS."""
-    found = {}
+    changed = {}
     for key, value in now.items():
         if key in FILE_FIELDS or (key in before and before[key] == value):
             continue
@@ -166,8 +166,8 @@ def _changed_fields(before: Mapping, now: Mapping) -> dict:
             value = _changed_fields(before[key], value)
             if not value:
                 continue
-        found[key] = value
-    return found
+        changed[key] = value
+    return changed
 
 
 def _update(fields: dict, changes: Mapping) -> None:

@@ -18,13 +18,13 @@ Result = TypeVar("Result")
 NO_BATCH, BATCH, FAILURE = 0, 1, 2
 
 
-def max_over_ranks(mine: int) -> int:
+def max_over_ranks(local_value: int) -> int:
     """The maximum of a number over all ranks. Collective; the number itself without torch.distributed."""
     if not dist.is_initialized():
-        return mine
+        return local_value
     # On the host if the process group supports it, so that nothing waits for a device.
     device = "cpu" if "cpu" in dist.get_backend_config() else "cuda"
-    number = torch.tensor(mine, device=device)
+    number = torch.tensor(local_value, device=device)
     operation = "agree whether any rank has another batch or failed"
     return int(all_reduce(number, operation=operation, op=dist.ReduceOp.MAX).item())
 
@@ -66,12 +66,12 @@ def _message(failure: Exception | None) -> str:
     return str(failure) if isinstance(failure, DataError) and str(failure) else f"{type(failure).__name__}: {failure}"
 
 
-def counters_of_all_ranks(mine: Counters, *, batch_index: int) -> Counters:
+def counters_of_all_ranks(local_counters: Counters, *, batch_index: int) -> Counters:
     """The sum of the counters of all batch groups, each of which reads a share of the samples. Collective.
 
     Ranks with the same `batch_index` read the same samples and are counted once.
     """
     total = Counters()
-    for _, counters in sorted(dict(gather_objects((batch_index, mine.as_dict()))).items()):
+    for _, counters in sorted(dict(gather_objects((batch_index, local_counters.as_dict()))).items()):
         total.merge(Counters.from_dict(counters))
     return total

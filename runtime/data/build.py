@@ -95,7 +95,7 @@ def _settings(config: DataConfig, sources: Sequence[Any], stream: MixedStream, e
     """What determines the samples of a stream and their batches: it must not change when a run resumes."""
     fingerprints = [source.contents() if isinstance(source, Files) else source.fingerprint() for source in sources]
     settings = {
-        "sources": [digest(one) for one in fingerprints],
+        "sources": [digest(fingerprint) for fingerprint in fingerprints],
         "encodings": digest(encodings),
         "weights": stream.weights,
         "shuffled": stream.shuffled,

@@ -78,14 +78,14 @@ def _is_text(file: Path) -> bool:
 def documented_functions() -> list[tuple[str, str]]:
     """Signature and docs of documented functions in the modules at the top of the standard library."""
     top = Path(sysconfig.get_path("stdlib"))
-    found = (
+    functions = (
         (f"{file.stem}.{node.name}({ast.unparse(node.args)})", docs)
         for file in library_files()
         if file.parent == top
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and (docs := ast.get_docstring(node))
     )
-    return list(itertools.islice(found, QUESTIONS))
+    return list(itertools.islice(functions, QUESTIONS))
 
 
 def function_sample(name: str, functions: list[tuple[str, str]], number: int) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def video_sample(number: int) -> dict[str, Any]:
 
 
 def text_sample(number: int) -> dict[str, Any]:
-    one, other = np.random.default_rng([4, number]).integers(0, 100, 2).tolist()
-    return conversation([text(f"How much is {one} plus {other}?")], str(one + other))
+    first_number, second_number = np.random.default_rng([4, number]).integers(0, 100, 2).tolist()
+    return conversation([text(f"How much is {first_number} plus {second_number}?")], str(first_number + second_number))
 
 
 def all_sample(number: int) -> dict[str, Any]:

@@ -152,26 +152,26 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
         (folder / "targets.raw").open("wb") as targets,
         (folder / "places.txt").open("w", encoding="utf-8") as places,
     ):
-        for where, found in _encoded(source, encoder):
-            if isinstance(found, BadSample):
+        for where, encoded in _encoded(source, encoder):
+            if isinstance(encoded, BadSample):
                 if not skip_bad:
-                    raise bad_sample_error(found.where, found.reason)
-                counters.add("bad", found.where, found.reason)
+                    raise bad_sample_error(encoded.where, encoded.reason)
+                counters.add("bad", encoded.where, encoded.reason)
                 continue
-            ids = found.ids.astype(np.uint32)
+            ids = encoded.ids.astype(np.uint32)
             tokens.write(ids.data)  # `tofile` would hide the reason of an error
-            max_over_ranks = max(max_over_ranks, int(found.ids.max()))
-            any_targets |= found.targets is not None
-            mask = np.ones(len(found.ids), dtype=bool) if found.targets is None else found.targets
+            max_over_ranks = max(max_over_ranks, int(encoded.ids.max()))
+            any_targets |= encoded.targets is not None
+            mask = np.ones(len(encoded.ids), dtype=bool) if encoded.targets is None else encoded.targets
             targets.write(mask.data)
             type_of_targets = mask.dtype  # the same for all samples of an encoder
             for part in (np.int64(len(ids)), ids, mask):
                 contents.update(part.tobytes())
-            for values, value in ((per_document["splits"], found.split), (per_document["labels"], found.label)):
+            for values, value in ((per_document["splits"], encoded.split), (per_document["labels"], encoded.label)):
                 if value is not None:
                     values.append(value)
                     contents.update(np.float64(value).tobytes())
-            lengths.append(len(found.ids))
+            lengths.append(len(encoded.ids))
             places.write(where.replace("\n", " ") + "\n")
     if not lengths:
         raise DataError(
@@ -201,9 +201,9 @@ def _encoded(source: Source, encoder: Encoder) -> Iterator[tuple[str, Tokens | B
                 readable.append((record.where, record.fields()))
             except BadSample as error:
                 bad[record.where] = error
-        found = iter(encoder.encode(readable))
+        encoded = iter(encoder.encode(readable))
         for record in records:
-            yield record.where, bad.get(record.where) or next(found)
+            yield record.where, bad.get(record.where) or next(encoded)
 
 
 def _batched(source: Source) -> Iterator[list[Record]]:

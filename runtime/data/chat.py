@@ -194,7 +194,8 @@ def make_renderer(
     """A renderer for a conversation, and its messages without empty keys and flags."""
     # Templates would write "None" for keys with no value; transformers drops them as well.
     plain = [
-        {key: value for key, value in one.items() if value is not None and key not in LEARN_FLAGS} for one in messages
+        {key: value for key, value in message.items() if value is not None and key not in LEARN_FLAGS}
+        for message in messages
     ]
     return Renderer({**tokenizer.special_tokens_map, "chat_template": template, "tools": tools}), plain
 
@@ -203,14 +204,14 @@ def _marks_of_turns(
     where: str, marks: list[tuple[int, int]], turns: dict[int, tuple[int, int]], learned: frozenset[int]
 ) -> list[tuple[int, int]]:
     """The template's marks that belong to turns with a loss."""
-    kept = []
+    marks_with_loss = []
     for mark in marks:
         have_loss = {number in learned for number, (start, end) in turns.items() if start < mark[1] and mark[0] < end}
         if len(have_loss) > 1:
             raise BadSample(where, "the chat template marks turns with and without a loss as one span")
         if True in have_loss:
-            kept.append(mark)
-    return kept
+            marks_with_loss.append(mark)
+    return marks_with_loss
 
 
 def marks_assistant_turns(template: str) -> bool:
@@ -279,16 +280,16 @@ def _without_trailing_space(text: str, start: int, end: int, special: tuple[str,
 
 
 def _with_end_token(text: str, end: int, special: tuple[str, ...]) -> int:
-    rest = text[end:]
-    following = rest.lstrip()
+    remaining_text = text[end:]
+    following = remaining_text.lstrip()
     token = max((token for token in special if following.startswith(token)), key=len, default=None)
-    return end + (len(rest) - len(following)) + len(token) if token else end
+    return end + (len(remaining_text) - len(following)) + len(token) if token else end
 
 
-def common_suffix(one: str, other: str) -> int:
-    return common_prefix(one[::-1], other[::-1])
+def common_suffix(first: str, second: str) -> int:
+    return common_prefix(first[::-1], second[::-1])
 
 
-def common_prefix(one: str, other: str) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+def common_prefix(first: str, second: str) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -67,15 +67,15 @@ class Decoder:
         self, ids: Sequence[int], learned: Sequence[bool], targets: Sequence[int | None], roles: Sequence[str] | None
     ) -> list[RoleRun]:
         """The tokens of a document, grouped by role."""
-        found: list[RoleRun] = []
+        runs: list[RoleRun] = []
         for unit in self._units(ids, learned, targets):
             role = roles[unit.start] if roles is not None else ""
-            if role == TEMPLATE and unit.learned and found:
-                role = found[-1].role  # the token that ends a turn belongs to it
-            if not found or found[-1].role != role:
-                found.append(RoleRun(role, []))
-            found[-1].units.append(unit)
-        return found
+            if role == TEMPLATE and unit.learned and runs:
+                role = runs[-1].role  # the token that ends a turn belongs to it
+            if not runs or runs[-1].role != role:
+                runs.append(RoleRun(role, []))
+            runs[-1].units.append(unit)
+        return runs
 
     def _units(self, ids: Sequence[int], learned: Sequence[bool], targets: Sequence[int | None]) -> Iterator[Unit]:
         start = 0

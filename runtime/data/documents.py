@@ -49,9 +49,12 @@ class Documents:
         if on_long == "split":
             self._split(limit)
             return
-        kept = [on_long == "truncate" and self._has_loss(int(number), limit) for number in long]
-        found: dict[Outcome, np.ndarray] = {"truncated": long[kept], "skipped": long[np.logical_not(kept)]}
-        for outcome, documents in found.items():
+        is_truncated = [on_long == "truncate" and self._has_loss(int(number), limit) for number in long]
+        documents_by_outcome: dict[Outcome, np.ndarray] = {
+            "truncated": long[is_truncated],
+            "skipped": long[np.logical_not(is_truncated)],
+        }
+        for outcome, documents in documents_by_outcome.items():
             first = documents[:MAX_PLACES]
             reasons = [
                 long_reason(int(longest[number]), limit, cut=on_long == "truncate", outcome=outcome)
@@ -59,7 +62,7 @@ class Documents:
             ]
             if len(documents):
                 self.counters.add_many(outcome, len(documents), zip(self.cache.places(first), reasons, strict=True))
-        self.numbers = np.delete(np.arange(len(self.parts)), long[np.logical_not(kept)])
+        self.numbers = np.delete(np.arange(len(self.parts)), long[np.logical_not(is_truncated)])
         self.starts, self.parts = self.starts[self.numbers], np.minimum(self.parts[self.numbers], limit)
 
     def _has_loss(self, number: int, limit: int) -> bool:

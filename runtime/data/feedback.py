@@ -25,10 +25,14 @@ class PairEncoder(SampleEncoder):
     def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
         halves = [fields["chosen"], fields["rejected"]]
         shared = next(
-            (number for number, (one, other) in enumerate(zip(*halves, strict=False)) if one != other),
+            (
+                number
+                for number, (chosen_message, rejected_message) in enumerate(zip(*halves, strict=False))
+                if chosen_message != rejected_message
+            ),
             min(map(len, halves)),
         )
-        found = []
+        encoded = []
         for name, messages in zip(("chosen", "rejected"), halves, strict=True):
             try:
                 turns = learned_turns(where, messages)
@@ -40,8 +44,8 @@ class PairEncoder(SampleEncoder):
                 raise BadSample(error.where, f"{name}: {error.reason}") from error
             if not targets.any():
                 raise BadSample(where, f"{name} has no assistant turn after the messages that both share")
-            found.append((ids, targets))
-        (chosen, chosen_targets), (rejected, rejected_targets) = found
+            encoded.append((ids, targets))
+        (chosen, chosen_targets), (rejected, rejected_targets) = encoded
         if np.array_equal(chosen, rejected):
             raise BadSample(where, "chosen and rejected are the same tokens")
         return Tokens(
@@ -65,14 +69,14 @@ class LabelledEncoder(SampleEncoder):
 
     def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
         if "messages" not in fields:
-            found = self.text.tokens(where, fields)
+            encoded = self.text.tokens(where, fields)
         elif self.chat is None:
             raise DataError(
                 f"{where}: messages need a tokenizer with a chat template; this one has none (chat_template)."
             )
         else:
-            found = Tokens(self.chat.encode_messages(where, fields["messages"], fields, None)[0], None)
-        return replace(found, label=float(fields["label"]))
+            encoded = Tokens(self.chat.encode_messages(where, fields["messages"], fields, None)[0], None)
+        return replace(encoded, label=float(fields["label"]))
 
     def fingerprint(self) -> list[Any]:
         return ["labelled", self.text.fingerprint(), self.chat.fingerprint() if self.chat else None]

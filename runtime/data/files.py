@@ -47,20 +47,20 @@ class Files:
 
     def fingerprint(self) -> list[list[Any]]:
         """Path, size and modification time of each file."""
-        found = [(file.resolve(), file.stat()) for file in self.files]
-        return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in found]
+        stats = [(file.resolve(), file.stat()) for file in self.files]
+        return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
     def contents(self) -> list[list[Any]]:
         """What must not change when a run resumes: name, size and a hash of both ends of each file."""
-        found = []
+        contents = []
         for file in self.files:
             size = file.stat().st_size
             with file.open("rb") as stream:
                 ends = stream.read(ENDS)
                 stream.seek(max(0, size - ENDS))
                 ends += stream.read(ENDS)
-            found.append([file.name, size, hashlib.sha256(ends).hexdigest()])
-        return found
+            contents.append([file.name, size, hashlib.sha256(ends).hexdigest()])
+        return contents
 
 
 class JsonLines(Files):
@@ -124,17 +124,17 @@ class Parquet(Files):
         first, row = position or (0, 0)
         for number in range(first, len(self.files)):
             file = pyarrow.parquet.ParquetFile(self.files[number])
-            seen = 0
+            rows_before = 0
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
-                if seen + rows <= row:
-                    seen += rows
+                if rows_before + rows <= row:
+                    rows_before += rows
                     continue
                 for batch in file.iter_batches(batch_size=256, row_groups=[group]):
-                    for fields in batch.slice(min(max(row - seen, 0), len(batch))).to_pylist():
+                    for fields in batch.slice(min(max(row - rows_before, 0), len(batch))).to_pylist():
                         row += 1
                         yield Record(f"{self.files[number]}, row {row}", fields), [number, row]
-                    seen += len(batch)
+                    rows_before += len(batch)
             row = 0
 
     @functools.cached_property

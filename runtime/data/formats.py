@@ -106,8 +106,8 @@ def rename_columns(where: str, row: Row, columns: Mapping[str, str]) -> dict[str
     missing = [f"{name}: {actual}" for name, actual in columns.items() if actual not in row]
     if missing:
         raise WrongColumns(where, f"columns maps {', '.join(missing)}, but the row has only {_columns_of(row)}")
-    rest = {name: value for name, value in row.items() if name not in columns.values()}
-    return rest | {name: row[actual] for name, actual in columns.items()}
+    other_columns = {name: value for name, value in row.items() if name not in columns.values()}
+    return other_columns | {name: row[actual] for name, actual in columns.items()}
 
 
 def detect_row_format(where: str, row: Row, kind: str) -> str:
@@ -117,13 +117,13 @@ def detect_row_format(where: str, row: Row, kind: str) -> str:
         WrongColumns: they match none, with the nearest, or several.
         BadSample: they match one except for a type.
     """
-    found = [name for name in FORMATS_OF_KIND[kind] if not missing_columns(name, row)]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    matching_formats = [name for name in FORMATS_OF_KIND[kind] if not missing_columns(name, row)]
+    if len(matching_formats) == 1:
+        return matching_formats[0]
+    if matching_formats:
         raise WrongColumns(
             where,
-            f"the columns {_columns_of(row)} match {' and '.join(found)}: set data.sources[].row_format to one of them",
+            f"the columns {_columns_of(row)} match {' and '.join(matching_formats)}: set data.sources[].row_format to one of them",
         )
     named = [name for name in FORMATS_OF_KIND[kind] if FORMATS[name].required.keys() <= row.keys()]
     if len(named) == 1:
@@ -192,8 +192,8 @@ def _nearest(row: Row, kind: str) -> str:
     def distance(name: str) -> tuple[float, ...]:
         missing = [column for column in FORMATS[name].required if row.get(column) is None]
         likeness = [
-            max((difflib.SequenceMatcher(None, one, str(column)).ratio() for column in row), default=0)
-            for one in missing
+            max((difflib.SequenceMatcher(None, column_name, str(column)).ratio() for column in row), default=0)
+            for column_name in missing
         ]
         share = (len(missing) + len(missing_columns(name, row))) / len(
             FORMATS[name].required
@@ -202,7 +202,10 @@ def _nearest(row: Row, kind: str) -> str:
 
     descriptions = []
     for name in sorted(FORMATS, key=distance)[:3]:
-        lacks, kinds = missing_columns(name, row), [one for one, names in FORMATS_OF_KIND.items() if name in names]
+        lacks, kinds = (
+            missing_columns(name, row),
+            [kind_name for kind_name, names in FORMATS_OF_KIND.items() if name in names],
+        )
         difference = f"lacks {', '.join(lacks)}" if lacks else "lacks nothing"
         descriptions.append(
             f"{name} {difference}" + ("" if kind in kinds else f", and is read by data.kind = {' or '.join(kinds)}")
@@ -266,7 +269,7 @@ def _from_alpaca(where: str, row: Row) -> dict[str, Any]:
 def _from_prompt(where: str, row: Row) -> dict[str, Any]:
     prompt, completion = _as_messages("user", row["prompt"]), _as_messages("assistant", row["completion"])
     # Assistant turns of the prompt have no loss: only the completion has one.
-    before = [{**one, "train": False} if one.get("role") == "assistant" else one for one in prompt]
+    before = [{**message, "train": False} if message.get("role") == "assistant" else message for message in prompt]
     return {**row, "messages": before + completion}
 
 
@@ -323,9 +326,9 @@ def _from_turn(where: str, turn: Any) -> dict[str, Any]:
     if not isinstance(turn, Mapping) or turn.get("from") not in ROLES:
         who = turn.get("from") if isinstance(turn, Mapping) else turn
         raise BadSample(where, f"a turn from {who!r:.60}; expected one of {', '.join(ROLES)}")
-    rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    other_fields = {name: value for name, value in turn.items() if name not in ("from", "value")}
     if turn["from"] != "function_call":
-        return {**_message(ROLES[turn["from"]], turn.get("value")), **rest}
+        return {**_message(ROLES[turn["from"]], turn.get("value")), **other_fields}
     calls = _json(where, "a function_call", turn.get("value"))
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
@@ -333,7 +336,7 @@ def _from_turn(where: str, turn: Any) -> dict[str, Any]:
     return {
         **_message("assistant", ""),
         "tool_calls": [{"type": "function", "function": call} for call in calls],
-        **rest,
+        **other_fields,
     }
 
 
@@ -363,7 +366,9 @@ def _conversation(where: str, name: str, prompt: list[Any], answer: list[Any]) -
                 where, f"{name} without a prompt: expected a column prompt, or the full conversation in {name}"
             )
         return [*prompt, *answer]
-    if [_role_and_content(one) for one in answer[: len(prompt)]] != [_role_and_content(one) for one in prompt]:
+    if [_role_and_content(message) for message in answer[: len(prompt)]] != [
+        _role_and_content(message) for message in prompt
+    ]:
         raise BadSample(where, f"{name} is a full conversation that does not begin with the prompt of the row")
     return list(answer)
 
@@ -387,7 +392,7 @@ def _with_media(row: Row, *, all_marks_are_media: bool) -> dict[str, Any]:
         media = row.get(name) if row.get(name) is not None else row.get(kind)
         if media is not None:
             items[name] = list(media) if isinstance(media, list | tuple) else [media]
-    contents = [one.get("content") for one in row["messages"] if isinstance(one, Mapping)]
+    contents = [message.get("content") for message in row["messages"] if isinstance(message, Mapping)]
     marks = [mark for text in contents if isinstance(text, str) for mark in MARKS.findall(text)]
     parts = {
         part.get("type") for some in contents if isinstance(some, list) for part in some if isinstance(part, Mapping)
@@ -398,11 +403,13 @@ def _with_media(row: Row, *, all_marks_are_media: bool) -> dict[str, Any]:
         if all_marks_are_media or (kind not in parts and marks.count(kind) == len(items.get(name, ())))
     }
     messages = [
-        {**one, "content": _parts(one.get("content"), kinds)} if isinstance(one, Mapping) else one
-        for one in row["messages"]
+        {**message, "content": _parts(message.get("content"), kinds)} if isinstance(message, Mapping) else message
+        for message in row["messages"]
     ]
-    rest = {name: value for name, value in row.items() if name not in (*MEDIA_COLUMNS, *MEDIA_COLUMNS.values())}
-    return {**rest, "messages": messages, **items}
+    other_columns = {
+        name: value for name, value in row.items() if name not in (*MEDIA_COLUMNS, *MEDIA_COLUMNS.values())
+    }
+    return {**other_columns, "messages": messages, **items}
 
 
 def _parts(content: Any, kinds: set[str]) -> Any:

@@ -63,18 +63,18 @@ def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
 
     name = f"{source.path}[{source.split}]"
     if Path(source.path).expanduser().is_dir():
-        found = _open_saved(source)
+        dataset = _open_saved(source)
     else:
         try:
-            found = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
+            dataset = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
         except (OSError, DatasetNotFoundError) as error:
             raise DataError(
                 f"No data at {source.path}: it is not a local file or folder, and the hub has no dataset of that name: {error}"
             ) from error
     if source.streaming:
-        found = _undecoded(found)
-        return HubStream(found if hasattr(found, "load_state_dict") else found.to_iterable_dataset(), name)
-    return HubDataset(_undecoded(found), name)
+        dataset = _undecoded(dataset)
+        return HubStream(dataset if hasattr(dataset, "load_state_dict") else dataset.to_iterable_dataset(), name)
+    return HubDataset(_undecoded(dataset), name)
 
 
 def _undecoded(dataset: Any) -> Any:
@@ -96,16 +96,16 @@ def _open_saved(source: SourceConfig) -> Any:
     path = Path(source.path).expanduser()
     if not any((path / mark).exists() for mark in ("dataset_info.json", "dataset_dict.json", "state.json")):
         return datasets.load_dataset(str(path), source.subset, split=source.split, streaming=source.streaming)
-    found = datasets.load_from_disk(str(path))
-    if isinstance(found, datasets.DatasetDict):
-        if source.split not in found:
+    dataset = datasets.load_from_disk(str(path))
+    if isinstance(dataset, datasets.DatasetDict):
+        if source.split not in dataset:
             raise DataError(
-                f"{source.path} has the splits {', '.join(map(str, found))}, not {source.split} (source.split)."
+                f"{source.path} has the splits {', '.join(map(str, dataset))}, not {source.split} (source.split)."
             )
-        return found[source.split]
-    if source.split not in (SourceConfig.split, str(found.split)):
+        return dataset[source.split]
+    if source.split not in (SourceConfig.split, str(dataset.split)):
         raise DataError(
             f"{source.path} has no splits, and the source has split = {source.split}. To fix: leave it out, or "
             "name the folder of that split."
         )
-    return found
+    return dataset

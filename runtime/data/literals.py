@@ -81,9 +81,9 @@ class Literals:
             bare = value.replace(START, "").replace(END, "")
             return self._literal.sub(self._mark, bare)
         if isinstance(value, dict):
-            return {key: self.mark(one) for key, one in value.items()}
+            return {key: self.mark(element) for key, element in value.items()}
         if isinstance(value, list | tuple):
-            return [self.mark(one) for one in value]
+            return [self.mark(element) for element in value]
         return value
 
     def _mark(self, match: re.Match) -> str:
@@ -135,10 +135,10 @@ class Literals:
         Raises:
             BadSample: the tokenizer ignores `split_special_tokens`.
         """
-        found = self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        if self.tokenizer.convert_tokens_to_ids(token) in found:
+        token_ids = self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if self.tokenizer.convert_tokens_to_ids(token) in token_ids:
             raise BadSample(where, f"{token!r} in a text, which the tokenizer always encodes as the special token")
-        return list(found)
+        return list(token_ids)
 
     def encode(
         self, where: str, text: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False
@@ -152,10 +152,10 @@ class Literals:
     ) -> tuple[np.ndarray, np.ndarray]:
         """`encode`, with the number of the first span that each token overlaps, from 1, `(n,)` int64; 0: none."""
         plain = self.unmark(where, text, spans)
-        found = self.tokenizer(
+        encoded = self.tokenizer(
             plain.text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
         )
-        ids, offsets = np.array(found["input_ids"], dtype=np.int64), found["offset_mapping"]
+        ids, offsets = np.array(encoded["input_ids"], dtype=np.int64), encoded["offset_mapping"]
         number = numbers_of_spans(offsets, plain.spans)
         if not plain.literals:
             return ids, number
@@ -174,8 +174,8 @@ class Literals:
                 raise BadSample(where, f"{token!r} in a text, whose stand-in is not a single token")
             texts[int(places[0])] = literal_ids = self.ids(where, token)
             repeats[places[0]] = len(literal_ids)
-        parts = [texts.get(number, [one]) for number, one in enumerate(ids.tolist())]
-        return np.array([one for part in parts for one in part], dtype=np.int64), repeats
+        parts = [texts.get(number, [token_id]) for number, token_id in enumerate(ids.tolist())]
+        return np.array([token_id for part in parts for token_id in part], dtype=np.int64), repeats
 
 
 def mask_of_spans(offsets: Offsets, spans: Sequence[Span]) -> np.ndarray:

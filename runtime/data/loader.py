@@ -124,11 +124,11 @@ class Loader(ABC):
         """
 
 
-def require_same(expected: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raises unless the `found` settings of a position are the `expected` ones of this loader."""
-    different = [name for name in expected | found if expected.get(name) != found.get(name)]
+def require_same(expected: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises unless the `saved` settings of a position are the `expected` ones of this loader."""
+    different = [name for name in expected | saved if expected.get(name) != saved.get(name)]
     if different:
-        lines = "".join(f"\n  {name}: saved {found.get(name)!r}, now {expected.get(name)!r}" for name in different)
+        lines = "".join(f"\n  {name}: saved {saved.get(name)!r}, now {expected.get(name)!r}" for name in different)
         raise DataError(
             f"The saved position is of other samples or settings than those of this loader, so batches would differ:{lines}\n"
             "To fix: use the settings and data that it was saved with, or start at the beginning without it."

@@ -110,16 +110,18 @@ def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[
     if not frames:
         raise MediaError("a video without frames")
     count = max(1, min(max_frames, round(len(frames) / rate * fps), len(frames)))
-    kept = np.linspace(0, len(frames) - 1, count).round().astype(int).tolist()
-    return np.stack([frames[index] for index in kept]), _metadata(len(frames), rate, kept, frames[0].shape[:2])
+    frame_indices = np.linspace(0, len(frames) - 1, count).round().astype(int).tolist()
+    return np.stack([frames[index] for index in frame_indices]), _metadata(
+        len(frames), rate, frame_indices, frames[0].shape[:2]
+    )
 
 
-def _metadata(total: int, fps: float, kept: Any, size: tuple[int, int]) -> dict[str, Any]:
+def _metadata(total: int, fps: float, frame_indices: Any, size: tuple[int, int]) -> dict[str, Any]:
     return {
         "total_num_frames": total,
         "fps": fps,
         "duration": total / fps,
-        "frames_indices": list(kept),
+        "frames_indices": list(frame_indices),
         "height": size[0],
         "width": size[1],
     }

@@ -30,8 +30,8 @@ class MediaItems:
     @property
     def modalities(self) -> frozenset[str]:
         """Which of image, video and audio the sample has."""
-        found = {"image": self.images, "video": self.videos, "audio": self.audios}
-        return frozenset(kind for kind, items in found.items() if items)
+        items_by_kind = {"image": self.images, "video": self.videos, "audio": self.audios}
+        return frozenset(kind for kind, items in items_by_kind.items() if items)
 
     def num_parts(self, kind: str) -> int:
         """How many parts of the messages these items of a kind belong to; sounds of videos have no own part."""
@@ -75,26 +75,26 @@ class MediaReader:
                     parts.append(part)
                 message = {**message, "content": parts}
             out.append(message)
-        for kind, rest in lists.items():
-            left = len(list(rest))
-            if left:
+        for kind, unused_items in lists.items():
+            num_unused = len(list(unused_items))
+            if num_unused:
                 count = items.num_parts(kind)
                 raise BadSample(
                     where,
-                    f"{count + left} {MEDIA_COLUMNS[kind]} in {MEDIA_COLUMNS[kind]!r}, but {count} parts for them in the "
+                    f"{count + num_unused} {MEDIA_COLUMNS[kind]} in {MEDIA_COLUMNS[kind]!r}, but {count} parts for them in the "
                     "messages",
                 )
         return out, items
 
     def _add(
-        self, items: MediaItems, where: str, source: SourceConfig, part: dict[str, Any], rest: Iterator[Any]
+        self, items: MediaItems, where: str, source: SourceConfig, part: dict[str, Any], unused_items: Iterator[Any]
     ) -> None:
         """Loads the item of a part, and the sound of a video."""
         kind = part["type"]
         number = items.num_parts(kind)
         value = next((part[name] for name in (kind, "path", "url") if part.get(name) is not None), None)
         if value is None:
-            value = next(rest, None)
+            value = next(unused_items, None)
         if value is None:
             raise BadSample(where, f"a part for {kind} {number} in the messages, but no {kind} for it")
         root = Path(source.media_root).expanduser() if source.media_root else folder_of(source.path)
@@ -115,8 +115,8 @@ class MediaReader:
             return
         items.videos.append(load_video(value, root, fps=self.fps, max_frames=self.max_frames))
         if sound:
-            found = load_audio(value if sound is True else sound, root, sampling_rate=self.sampling_rate)
-            items.add_audio(found, video=len(items.videos) - 1)
+            sound_samples = load_audio(value if sound is True else sound, root, sampling_rate=self.sampling_rate)
+            items.add_audio(sound_samples, video=len(items.videos) - 1)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -52,13 +52,13 @@ class MediaOptions:
                     self.options_of[modality].setdefault(key, value)
                 continue
             if key not in processor.modalities or not isinstance(value, Mapping):
-                taken = ", ".join(processor.modalities)
+                modalities = ", ".join(processor.modalities)
                 raise DataError(
-                    f"data.media.{key} = {value!r}: {processor.name} takes {taken}; each is a mapping of its options."
+                    f"data.media.{key} = {value!r}: {processor.name} takes {modalities}; each is a mapping of its options."
                 )
-            for name, one in value.items():
+            for name, option_value in value.items():
                 self._modalities_with(name, {key: names[key]}, prefix=f"{key}.")
-                self.options_of[key][name] = one
+                self.options_of[key][name] = option_value
         for modality, options in self.options_of.items():
             self._require_types(modality, options)
         self.fps = self.options_of.get("videos", {}).pop("fps", None) or config.video_fps
@@ -76,10 +76,10 @@ class MediaOptions:
             raise DataError(f"data.media.{prefix}{key} cannot be set: {FIXED_OPTIONS[key]}.")
         known = sorted(set().union(*names.values()) | (PARTS.keys() if not prefix else set()))
         near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-        found = f"Near: {', '.join(near)}" if near else f"There are: {', '.join(known)}"
+        suggestion = f"Near: {', '.join(near)}" if near else f"There are: {', '.join(known)}"
         raise DataError(
             f"data.media.{prefix}{key}: {self.processor.name} has no such option for {' or '.join(names) or 'any media'}. "
-            f"{found}."
+            f"{suggestion}."
         )
 
     def _require_types(self, modality: str, options: dict[str, Any]) -> None:
@@ -87,7 +87,9 @@ class MediaOptions:
         if typed is None or not options:
             return
         try:
-            validate_typed_dict(typed, {name: one for name, one in options.items() if name in typed.__annotations__})
+            validate_typed_dict(
+                typed, {name: option_value for name, option_value in options.items() if name in typed.__annotations__}
+            )
         except StrictDataclassError as error:
             raise DataError(
                 f"data.media = {options!r} for {modality}: {' '.join(str(error.__cause__ or error).split())}"

@@ -130,8 +130,8 @@ class PrepareMultimodal:
         modalities = frozenset(names[name] for name in sample if name in names)
         self._require_separable(where, modalities)
         if "position_ids" not in sample:
-            found = {name: value[None] if RULES[name].pack_dim == -1 else value for name, value in sample.items()}
-            sample = {**sample, "position_ids": self._positions(where, found)}
+            batched = {name: value[None] if RULES[name].pack_dim == -1 else value for name, value in sample.items()}
+            sample = {**sample, "position_ids": self._positions(where, batched)}
         # Which tokens stand for media is unknown, so a sample with media is not truncated.
         is_media = torch.full(sample["input_ids"].shape, bool(modalities))
         return replace(self._apply_limit(where, sample, is_media), modalities=modalities)
@@ -157,7 +157,7 @@ class PrepareMultimodal:
         """The sample, and which of its tokens `(n,)` stand for media."""
         plain = self.literals.unmark(where, text, spans)
         with as_bad_sample(self.processor.name, where):
-            found = self.processor(
+            outputs = self.processor(
                 plain.text,
                 images=items.images,
                 videos=[frames for frames, _ in items.videos],
@@ -165,9 +165,9 @@ class PrepareMultimodal:
                 return_text_replacement_offsets=True,
                 **self.options.for_call(items),
             )
-        ids = found["input_ids"][0].numpy()
-        self._require_placeholders(where, plain.text, found)
-        alignment = token_alignment.alignment_of_processor(where, found)
+        ids = outputs["input_ids"][0].numpy()
+        self._require_placeholders(where, plain.text, outputs)
+        alignment = token_alignment.alignment_of_processor(where, outputs)
         if alignment is None:
             needed = [*plain.spans, *(span for span, _ in plain.literals)]
             alignment = token_alignment.alignment_by_matching(
@@ -178,32 +178,32 @@ class PrepareMultimodal:
             spans_now = [(alignment.expanded(span), token) for span, token in plain.literals]
             ids, repeats = self.literals.restore_literals(where, ids, alignment.offsets, spans_now)
             learned, is_media = np.repeat(learned, repeats), np.repeat(is_media, repeats)
-            for name in found.keys() & {name for name, rule in RULES.items() if rule.pack_dim == -1}:
-                found[name] = found[name].repeat_interleave(torch.from_numpy(repeats), dim=-1)
-            found["input_ids"] = torch.from_numpy(ids)[None]
-        sample = self._fields(where, found)
+            for name in outputs.keys() & {name for name, rule in RULES.items() if rule.pack_dim == -1}:
+                outputs[name] = outputs[name].repeat_interleave(torch.from_numpy(repeats), dim=-1)
+            outputs["input_ids"] = torch.from_numpy(ids)[None]
+        sample = self._fields(where, outputs)
         sample["labels"] = sample["input_ids"].masked_fill(~torch.from_numpy(learned), IGNORED)
-        sample["position_ids"] = self._positions(where, found)
+        sample["position_ids"] = self._positions(where, outputs)
         return sample, torch.from_numpy(is_media)
 
-    def _require_placeholders(self, where: str, text: str, found: dict[str, Any]) -> None:
+    def _require_placeholders(self, where: str, text: str, outputs: dict[str, Any]) -> None:
         """Refuses a sample with placeholders that the tokenizer does not have.
 
         Raises:
             BadSample: with the token.
         """
         replaced = [
-            place["replacement"] for alignment in found.get("text_replacement_offsets") or () for place in alignment
+            place["replacement"] for alignment in outputs.get("text_replacement_offsets") or () for place in alignment
         ]
         for token in self.missing:
-            if any(token in one for one in replaced or [text]):
+            if any(token in replacement for replacement in replaced or [text]):
                 raise BadSample(
                     where,
                     f"{self.processor.name} uses the placeholder {token!r}, and the tokenizer has no such token. To fix: use the "
                     "tokenizer of the processor, or add the token to it",
                 )
 
-    def _fields(self, where: str, found: dict[str, Any]) -> dict[str, Tensor]:
+    def _fields(self, where: str, outputs: dict[str, Any]) -> dict[str, Tensor]:
         """The processor's outputs for the model: per-token fields as `(n,)`, media unchanged.
 
         Raises:
@@ -211,7 +211,7 @@ class PrepareMultimodal:
             DataError: there is no rule for packing and slicing a field.
         """
         sample = {}
-        for name, value in found.items():
+        for name, value in outputs.items():
             if name in DROPPED_OUTPUTS:
                 continue
             expected = list if name in RULES and RULES[name].listed else Tensor
@@ -231,19 +231,19 @@ class PrepareMultimodal:
             sample[name] = value[0] if rule.pack_dim == -1 else value
         return sample
 
-    def _positions(self, where: str, found: dict[str, Any]) -> Tensor:
+    def _positions(self, where: str, outputs: dict[str, Any]) -> Tensor:
         """`(n,)`; with a position function `(4, n)`: text, time, height and width."""
-        ids = found["input_ids"]
+        ids = outputs["input_ids"]
         text = torch.arange(ids.shape[1])
         if self.position_function is None:
             return text
-        available = {**found, "attention_mask": torch.ones_like(ids)}
-        if "feature_attention_mask" in found:
-            available["audio_seqlens"] = found["feature_attention_mask"].sum(-1)
-        if "video_second_per_grid" in found:
-            available["second_per_grids"] = found["video_second_per_grid"]
+        available = {**outputs, "attention_mask": torch.ones_like(ids)}
+        if "feature_attention_mask" in outputs:
+            available["audio_seqlens"] = outputs["feature_attention_mask"].sum(-1)
+        if "video_second_per_grid" in outputs:
+            available["second_per_grids"] = outputs["video_second_per_grid"]
         parameters = inspect.signature(self.position_function).parameters
-        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             available = {name: value for name, value in available.items() if name in parameters}
         with as_bad_sample("the model's position function", where):
             positions = self.position_function(**available)

@@ -53,8 +53,8 @@ class MixedOrder:
             indices = np.concatenate([self.indices(source, k) for source, k in enumerate(ks)])
             # Later entries are uncertain: the next block of a source may hold an earlier time.
             first = np.argsort(times, kind="stable")[:BLOCK]
-            taken = np.bincount(sources[first], minlength=len(ks)).tolist()
-            counts = [count + more for count, more in zip(counts, taken, strict=True)]
+            num_taken = np.bincount(sources[first], minlength=len(ks)).tolist()
+            counts = [count + more for count, more in zip(counts, num_taken, strict=True)]
             yield from zip(
                 sources[first].tolist(), np.concatenate(ks)[first].tolist(), indices[first].tolist(), strict=True
             )

@@ -50,20 +50,20 @@ class PrepareText:
         self.on_long = on_long
 
     def __call__(self, source: int, record: Record) -> Prepared:
-        found = self._encode(source, record)
-        if isinstance(found, BadSample):
-            return Prepared(problem=("bad", found.where, found.reason))
-        length = max(len(half.ids) for half in _halves(found))
+        encoded = self._encode(source, record)
+        if isinstance(encoded, BadSample):
+            return Prepared(problem=("bad", encoded.where, encoded.reason))
+        length = max(len(half.ids) for half in _halves(encoded))
         if length <= self.limit:
-            return Prepared([_sample(found, self.limit)])
+            return Prepared([_sample(encoded, self.limit)])
         if self.on_long == "split":
-            return Prepared([_piece(found, start, start + self.limit) for start in range(0, length, self.limit)])
+            return Prepared([_piece(encoded, start, start + self.limit) for start in range(0, length, self.limit)])
         if self.on_long == "error":
             raise too_long_error(record.where, length, self.limit)
         cut = self.on_long == "truncate"
-        outcome: Outcome = "truncated" if cut and _has_loss(found, self.limit) else "skipped"
+        outcome: Outcome = "truncated" if cut and _has_loss(encoded, self.limit) else "skipped"
         problem = (outcome, record.where, long_reason(length, self.limit, cut=cut, outcome=outcome))
-        return Prepared([_sample(found, self.limit)] if outcome == "truncated" else [], problem)
+        return Prepared([_sample(encoded, self.limit)] if outcome == "truncated" else [], problem)
 
     def _encode(self, source: int, record: Record) -> Tokens | BadSample:
         try:

@@ -123,21 +123,26 @@ def make_preview(
     find = _role_finder(config, tokenizer, prepare)
     batches = [(batch, loader.places()) for batch in itertools.islice(loader, rows)]
     records = _records(config, batches)
-    found = [_row(batch, places, config, decoder, records, find) for batch, places in batches]
+    preview_rows = [_row(batch, places, config, decoder, records, find) for batch, places in batches]
     statistics = loader.statistics()
     if statistics is None:
-        figures, lengths = _figures_of_rows(found, config.source_names)
+        figures, lengths = _figures_of_rows(preview_rows, config.source_names)
     else:
         pairs = zip(config.source_names, statistics, strict=True)
-        figures = [Figures(name, len(one.lengths), int(one.lengths.sum()), one.learned) for name, one in pairs]
-        lengths = np.concatenate([one.lengths for one in statistics])
+        figures = [
+            Figures(
+                name, len(source_statistics.lengths), int(source_statistics.lengths.sum()), source_statistics.learned
+            )
+            for name, source_statistics in pairs
+        ]
+        lengths = np.concatenate([source_statistics.lengths for source_statistics in statistics])
     problems = loader.counters.summary()
     return Preview(
         kind=config.kind,
         budget=config.tokens_per_batch,
-        rows=found,
+        rows=preview_rows,
         figures=figures,
-        scope="all samples" if statistics is not None else f"the {len(found)} rows shown",
+        scope="all samples" if statistics is not None else f"the {len(preview_rows)} rows shown",
         histogram=histogram(lengths),
         problems="" if problems == ALL_USED else problems,
         sources=config.source_names,
@@ -201,11 +206,16 @@ def _figures_of_rows(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[Fi
     documents = [document for row in rows for document in row.documents if document.source]
     figures = []
     for name in names:
-        of_source = [one for one in documents if one.source == name]
+        of_source = [document for document in documents if document.source == name]
         figures.append(
-            Figures(name, len(of_source), sum(one.tokens for one in of_source), sum(one.learned for one in of_source))
+            Figures(
+                name,
+                len(of_source),
+                sum(document.tokens for document in of_source),
+                sum(document.learned for document in of_source),
+            )
         )
-    return figures, np.array([one.tokens for one in documents], dtype=np.int64)
+    return figures, np.array([document.tokens for document in documents], dtype=np.int64)
 
 
 # ----------------------------------------------------------------------------------------------------------- roles
@@ -221,26 +231,30 @@ def _records(
         for batch, places in batches
         for source, place in zip(batch["document_sources"][::halves], places, strict=False)
     }
-    found = {}
+    record_of_place = {}
     for number, described in enumerate(config.sources):
         missing = {place for source, place in samples if source == number}
         records = (record for record, _ in open_source(described).read()) if missing and config.kind != "text" else ()
         for record in records:
             if record.where in missing:
                 missing.remove(record.where)
-                found[number, record.where] = record
+                record_of_place[number, record.where] = record
             if not missing:
                 break
-    return found
+    return record_of_place
 
 
 def _roles(ids: Sequence[int], source: int, record: Record | None, half: str, find: RoleFinder) -> list[str] | None:
     """The role of each token; None: not known. A truncated sample is a prefix of what `find` encodes."""
     try:
-        found = find(source, record, half) if record is not None else None
+        ids_and_roles = find(source, record, half) if record is not None else None
     except BadSample:
         return None
-    return found[1][: len(ids)] if found is not None and found[0][: len(ids)].tolist() == list(ids) else None
+    return (
+        ids_and_roles[1][: len(ids)]
+        if ids_and_roles is not None and ids_and_roles[0][: len(ids)].tolist() == list(ids)
+        else None
+    )
 
 
 def _role_finder(config: DataConfig, tokenizer: Any, prepare: Any) -> RoleFinder:

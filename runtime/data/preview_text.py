@@ -48,13 +48,13 @@ def _figures(preview: Preview) -> list[str]:
     table = [("source", "documents", "tokens", "learned", "of its tokens")]
     table += [
         (
-            one.source,
-            f"{one.documents:,}",
-            f"{one.tokens:,}",
-            f"{one.learned:,}",
-            f"{one.learned / max(1, one.tokens):.1%}",
+            source_figures.source,
+            f"{source_figures.documents:,}",
+            f"{source_figures.tokens:,}",
+            f"{source_figures.learned:,}",
+            f"{source_figures.learned / max(1, source_figures.tokens):.1%}",
         )
-        for one in preview.figures
+        for source_figures in preview.figures
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     first = f"data.kind = {preview.kind}; figures of {preview.scope}"

@@ -47,8 +47,8 @@ class ProcessorAdapter:
 
     def sub_processor(self, modality: str) -> Any:
         """The image, video or audio processor, or None."""
-        found = (getattr(self.processor, name, None) for name in PARTS[modality])
-        return next((one for one in found if one is not None), None)
+        sub_processors = (getattr(self.processor, name, None) for name in PARTS[modality])
+        return next((sub_processor for sub_processor in sub_processors if sub_processor is not None), None)
 
     @property
     def sampling_rate(self) -> int | None:
@@ -58,23 +58,27 @@ class ProcessorAdapter:
     @property
     def placeholders(self) -> frozenset[str]:
         """The tokens that stand for media in a text."""
-        found = (getattr(self.processor, name, None) for name in PLACEHOLDERS)
-        return frozenset(token for token in found if token is not None)
+        tokens = (getattr(self.processor, name, None) for name in PLACEHOLDERS)
+        return frozenset(token for token in tokens if token is not None)
 
     def option_types(self, modality: str) -> list[Any]:
         """The typed dicts of the options of a modality: the sub-processor's, then the processor's."""
         of_processor = getattr(getattr(self.processor, "valid_processor_kwargs", None), "__annotations__", {})
         types = (getattr(self.sub_processor(modality), "valid_kwargs", None), of_processor.get(SECTIONS[modality]))
-        return [one for one in types if hasattr(one, "__annotations__")]
+        return [option_type for option_type in types if hasattr(option_type, "__annotations__")]
 
     def option_names(self, modality: str) -> frozenset[str]:
         """The options that the processor takes for a modality: typed ones, and arguments of the sub-processor."""
         sub_processor = self.sub_processor(modality)
-        names = {name for one in self.option_types(modality) for name in one.__annotations__}
+        names = {name for option_type in self.option_types(modality) for name in option_type.__annotations__}
         for call in (type(sub_processor).__call__, getattr(sub_processor, "preprocess", None)):
             if call is not None:
                 parameters = inspect.signature(call).parameters.values()
-                names |= {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+                names |= {
+                    parameter.name
+                    for parameter in parameters
+                    if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+                }
         return frozenset(names - {"self"})
 
     def __call__(

@@ -39,8 +39,11 @@ def role_spans(messages: list[dict[str, Any]], tools: Any, *, template: str, tok
             {"role": message["role"], "content": parts if isinstance(message.get("content"), list) else SENTINEL},
             with_other_content(message),
         )
-        tries = (render_or_none(render, [*messages[:number], one, *messages[number + 1 :]]) for one in changed)
-        other = next((found for found in tries if found is not None and SENTINEL in found), None)
+        tries = (
+            render_or_none(render, [*messages[:number], changed_message, *messages[number + 1 :]])
+            for changed_message in changed
+        )
+        other = next((rendered for rendered in tries if rendered is not None and SENTINEL in rendered), None)
         if other is None:
             continue  # the template does not render this message, or refuses the changed one
         start = common_prefix(text, other)

@@ -39,13 +39,13 @@ def detect_format(path: str) -> str:
     if place.is_dir():
         if any((place / mark).exists() for mark in ("dataset_info.json", "dataset_dict.json")):
             return "datasets"
-        found = {SUFFIXES[file.suffix] for file in place.rglob("*") if file.suffix in SUFFIXES}
-        if len(found) == 1:
-            return found.pop()
-        if not found:
+        formats = {SUFFIXES[file.suffix] for file in place.rglob("*") if file.suffix in SUFFIXES}
+        if len(formats) == 1:
+            return formats.pop()
+        if not formats:
             raise DataError(f"{path} has no data files ({', '.join(SUFFIXES)}). To fix: name another folder.")
         raise DataError(
-            f"{path} holds {' and '.join(sorted(found))} files. To fix: set the source's format to one of "
+            f"{path} holds {' and '.join(sorted(formats))} files. To fix: set the source's format to one of "
             f"{', '.join(READERS)}, datasets."
         )
     if place.suffix in SUFFIXES:

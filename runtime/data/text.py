@@ -49,13 +49,13 @@ class SampleEncoder(ABC):
 
     def encode(self, samples: Sequence[tuple[str, dict[str, Any]]], **options: Any) -> list[Tokens | BadSample]:
         """One result per sample `(where, fields)`; `options` of `tokens`."""
-        found: list[Tokens | BadSample] = []
+        results: list[Tokens | BadSample] = []
         for where, fields in samples:
             try:
-                found.append(self.tokens(where, fields, **options))
+                results.append(self.tokens(where, fields, **options))
             except BadSample as error:
-                found.append(error)
-        return found
+                results.append(error)
+        return results
 
     @abstractmethod
     def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:

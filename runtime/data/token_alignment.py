@@ -40,19 +40,19 @@ class TokenAlignment:
         return mask_of_spans(self.offsets, [self.expanded(span) for span in spans]) & ~self.is_media
 
 
-def alignment_of_processor(where: str, found: dict[str, Any]) -> TokenAlignment | None:
+def alignment_of_processor(where: str, outputs: dict[str, Any]) -> TokenAlignment | None:
     """The alignment that a processor reports; None: it reports none.
 
     Raises:
         BadSample: an item has no token, for example a very short sound.
     """
-    if "text_replacement_offsets" not in found or "offset_mapping" not in found:
+    if "text_replacement_offsets" not in outputs or "offset_mapping" not in outputs:
         return None
-    places = (found["text_replacement_offsets"] or [[]])[0]
+    places = (outputs["text_replacement_offsets"] or [[]])[0]
     for number, place in enumerate(places):
         if place["new_span"][0] == place["new_span"][1]:
             raise BadSample(where, f"item {number}, {_article(place['type'])}, is too small for a token")
-    offsets = np.array(found["offset_mapping"][0]).reshape(-1, 2)
+    offsets = np.array(outputs["offset_mapping"][0]).reshape(-1, 2)
 
     def expanded(span: Span) -> Span:
         return _expanded(span[0], places), _expanded(span[1], places)
@@ -88,7 +88,7 @@ def alignment_by_matching(
     forward = _matches(text_tokens["input_ids"], ids)
     backward = _matches(text_tokens["input_ids"][::-1], ids[::-1])
     last_text, last = len(offsets) - 1, len(ids) - 1
-    backward = {last_text - one: last - other for one, other in backward.items()}
+    backward = {last_text - text_place: last - place for text_place, place in backward.items()}
     for number in np.flatnonzero(mask_of_spans(offsets, needed)).tolist():
         if number not in forward or forward[number] != backward.get(number):
             start, end = offsets[number]
@@ -97,11 +97,11 @@ def alignment_by_matching(
                 f"the processor returns other tokens than the text has around {text[start:end]!r} (character {start}), so it is "
                 "unknown which of them have a loss",
             )
-    found = np.zeros((len(ids), 2), dtype=np.int64)
+    token_offsets = np.zeros((len(ids), 2), dtype=np.int64)
     is_media = np.ones(len(ids), dtype=bool)
     for number, place in forward.items():
-        found[place], is_media[place] = offsets[number], False
-    return TokenAlignment(found, lambda span: span, is_media)
+        token_offsets[place], is_media[place] = offsets[number], False
+    return TokenAlignment(token_offsets, lambda span: span, is_media)
 
 
 def _matches(text: Sequence[int], ids: Sequence[int]) -> dict[int, int]:

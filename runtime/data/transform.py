@@ -119,8 +119,10 @@ class MappedEncoder:
 
     def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
         returned = [(where, self._mapped(where, row)) for where, row in samples]
-        found = iter(self.encoder.encode([(where, fields) for where, fields in returned if isinstance(fields, dict)]))
-        return [next(found) if isinstance(fields, dict) else fields for _, fields in returned]
+        encoded = iter(
+            self.encoder.encode([(where, fields) for where, fields in returned if isinstance(fields, dict)])
+        )
+        return [next(encoded) if isinstance(fields, dict) else fields for _, fields in returned]
 
     def _mapped(self, where: str, row: dict[str, Any]) -> dict[str, Any] | Tokens | BadSample:
         try:
@@ -152,8 +154,8 @@ class MappedEncoder:
 def mappers_of(config: DataConfig) -> list[Mapper]:
     """What maps the rows of each source to fields: its transform, or their format."""
     return [
-        Transform(one.transform, one, config.kind) if one.transform else Rows(one, config.kind)
-        for one in config.sources
+        Transform(source.transform, source, config.kind) if source.transform else Rows(source, config.kind)
+        for source in config.sources
     ]
 
 
@@ -208,9 +210,9 @@ def load(spec: str) -> Callable[[dict[str, Any]], Any]:
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        there = sorted(key for key, one in vars(module).items() if inspect.isfunction(one))
+        function_names = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
         raise DataError(
-            f"data.sources[].transform = {spec!r}: {place} has no function {name!r}, only {', '.join(there) or 'none'}."
+            f"data.sources[].transform = {spec!r}: {place} has no function {name!r}, only {', '.join(function_names) or 'none'}."
         )
     return function
 

@@ -109,9 +109,10 @@ def _summarise(name: str, summaries: dict[str, GradientSummary], parameter: nn.P
     gradient, gains = parameter.grad, ()
     assert gradient is not None, "the hook runs after accumulation"
     if parameter.ndim > 1 and parameter.shape[-1] == parameter.shape[-2]:
-        weights, steps = (one.reshape(-1, *one.shape[-2:]) for one in (parameter.detach(), gradient))
+        weights, steps = (matrices.reshape(-1, *matrices.shape[-2:]) for matrices in (parameter.detach(), gradient))
         gains = tuple(
-            -float((step.float() * (one.mT - one).float()).sum()) for one, step in zip(weights, steps, strict=True)
+            -float((step.float() * (weight.mT - weight).float()).sum())
+            for weight, step in zip(weights, steps, strict=True)
         )
     summaries[name] = GradientSummary(float(gradient.float().norm()), not bool(gradient.any()), gains)
     parameter.grad = None

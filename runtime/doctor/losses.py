@@ -204,23 +204,27 @@ def _exchanged(patient: Patient) -> Iterator[Alternative]:
         )
     pairs: dict[tuple, list[tuple[nn.Linear, nn.Linear]]] = {}
     for module in patient.model.get_decoder().modules():
-        linears = [(name, one) for name, one in module.named_children() if type(one) is nn.Linear]
+        linears = [(name, linear) for name, linear in module.named_children() if type(linear) is nn.Linear]
         if getattr(module, "act_fn", None) is None:
             continue
-        for place, (name, one) in enumerate(linears):
+        for place, (name, first_linear) in enumerate(linears):
             for other_name, other in linears[place + 1 :]:
-                if one.weight.shape == other.weight.shape and one.bias is None and other.bias is None:
-                    pairs.setdefault((type(module).__name__, name, other_name), []).append((one, other))
+                if (
+                    first_linear.weight.shape == other.weight.shape
+                    and first_linear.bias is None
+                    and other.bias is None
+                ):
+                    pairs.setdefault((type(module).__name__, name, other_name), []).append((first_linear, other))
     for (owner, name, other_name), linears in pairs.items():
         yield Alternative(
             f"{name} and {other_name} of {owner} exchanged",
             advice,
-            [change for one, other in linears for change in _exchange(one.weight, other.weight)],
+            [change for linear, other in linears for change in _exchange(linear.weight, other.weight)],
         )
 
 
-def _exchange(one: Tensor, other: Tensor) -> list[Change]:
-    return [(one, lambda: other.detach().clone()), (other, lambda: one.detach().clone())]
+def _exchange(first: Tensor, second: Tensor) -> list[Change]:
+    return [(first, lambda: second.detach().clone()), (second, lambda: first.detach().clone())]
 
 
 def _transposed(patient: Patient) -> Iterator[Alternative]:

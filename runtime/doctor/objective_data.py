@@ -70,12 +70,13 @@ def _prompt(sample: Sample) -> list[int]:
     return sample.ids[: next(place for place, label in enumerate(sample.labels) if label != IGNORED)]
 
 
-def _are_alike(one: Sequence[int], other: Sequence[int]) -> bool:
+def _are_alike(first: Sequence[int], second: Sequence[int]) -> bool:
     """Whether two prompts are equal, up to `BOUNDARY_TOKENS` at their end."""
     shared = next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
     )
-    return max(len(one), len(other)) - shared <= BOUNDARY_TOKENS
+    return max(len(first), len(second)) - shared <= BOUNDARY_TOKENS
 
 
 def class_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple[str, str]]:
@@ -113,15 +114,20 @@ def _teacher(patient: Patient, teacher: Recipe) -> Finding:
         return failed(str(error), "Take a teacher of the same family, with the tokenizer of the student.")
     summary = f"The teacher, {teacher.model.source}, has a vocabulary of the same size"
     try:
-        theirs = setup.data_parts(teacher).tokenizer.get_vocab()
+        teacher_vocab = setup.data_parts(teacher).tokenizer.get_vocab()
     except RecipeError as error:
         return passed(f"{summary}; whether its tokens are the same was not checked: {error}")
-    ours = patient.tokenizer.get_vocab()
-    differing = sorted((token for token in ours if theirs.get(token) != ours[token]), key=ours.get)
+    student_vocab = patient.tokenizer.get_vocab()
+    differing = sorted(
+        (token for token in student_vocab if teacher_vocab.get(token) != student_vocab[token]), key=student_vocab.get
+    )
     if differing:
-        shown = first_names([f"{token!r} = {ours[token]}, teacher {theirs.get(token, 'none')}" for token in differing])
+        shown = first_names(
+            [f"{token!r} = {student_vocab[token]}, teacher {teacher_vocab.get(token, 'none')}" for token in differing]
+        )
         return failed(
-            f"{summary}, and {len(differing)} of the student's {len(ours)} tokens have another id in it ({shown}): the student "
+            f"{summary}, and {len(differing)} of the student's {len(student_vocab)} tokens have another id in it "
+            f"({shown}): the student "
             "would learn one token's probability for another.",
             "Take a teacher with the tokenizer of the student, or student weights trained with the teacher's tokenizer.",
         )

@@ -162,9 +162,9 @@ def _trace_of(
     return traces.record_plain(model, inputs, paths), first_names(sorted(info["missing_keys"]))
 
 
-def _compared(patient: Patient, ours: traces.ExpectedTrace, plain: traces.Trace, subject: str) -> Finding:
-    divergence = ours.first_divergence(plain)
-    share = calls.difference(plain.logits, ours.expected.logits)
+def _compared(patient: Patient, generated_trace: traces.ExpectedTrace, plain: traces.Trace, subject: str) -> Finding:
+    divergence = generated_trace.first_divergence(plain)
+    share = calls.difference(plain.logits, generated_trace.expected.logits)
     if divergence is None:
         how = f"within {share:.0e}, relative" if share else "bit for bit"
         return passed(f"{subject} computes the same logits {how}.")

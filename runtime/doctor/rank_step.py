@@ -73,10 +73,15 @@ def one_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
     states = [
-        one for state in trainer.optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)
+        value
+        for state in trainer.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
     ]
     state_bytes = (
-        gradients + sum(map(_bytes, trainer.model.parameters())) + sum(_bytes(one) for one in states if one.ndim)
+        gradients
+        + sum(map(_bytes, trainer.model.parameters()))
+        + sum(_bytes(tensor) for tensor in states if tensor.ndim)
     )
     peak = trainer.peak_memory() if device.type == "cuda" else None
     return StepFigures(loss, norm, seconds, batches.tokens, batches.flops, state_bytes, peak)

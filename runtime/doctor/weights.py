@@ -96,16 +96,16 @@ def _rounded(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
     chosen = getattr(torch, patient.recipe.model.dtype)
     if chosen.itemsize >= 4:
         return
-    kept = {
+    fp32_paths = {
         f"{path}."
         for module in sharding.kept_in_fp32(patient.blueprint, chosen)
-        for path, one in patient.blueprint.named_modules()
-        if one is module
+        for path, candidate in patient.blueprint.named_modules()
+        if candidate is module
     }
     lost = [
         key
         for name, keys in assemble(patient.blueprint, stored_leaves(stored)).sources.items()
-        if state[name].itemsize < 4 and not name.startswith(tuple(kept))
+        if state[name].itemsize < 4 and not name.startswith(tuple(fp32_paths))
         for key in keys
         if stored[key].dtype == torch.float32 != common
     ]
@@ -128,7 +128,7 @@ def _untrained(patient: Patient, model: PreTrainedModel) -> Iterator[tuple[str, 
     assert isinstance(weight, torch.Tensor), "embeddings are a table"
     configs = (patient.config, patient.config.get_text_config())
     placeholders = {
-        value for one in configs for value in vars(one).values() if type(value) is int
+        value for part in configs for value in vars(part).values() if type(value) is int
     }  # of media, or no ids
     used = [token for token in ids if token < weight.shape[0] and token not in placeholders]
     rows = weight[torch.tensor(used, device=weight.device)].float().cpu()
@@ -161,9 +161,10 @@ class TrainedParameters(Check):
         share = sum(sizes[name] for name in trained) / sum(sizes.values())
         summary = f"{share:.1%} of the parameters train"
         if not any(p.requires_grad for p in _layer_parameters(model)):
-            left = first_names(sorted({name.rpartition(".")[0] for name in trained}))
+            trained_names = first_names(sorted({name.rpartition(".")[0] for name in trained}))
             return failed(
-                f"{summary}: model.freeze = {list(patterns)} freezes every layer of the language model; what trains is {left}.",
+                f"{summary}: model.freeze = {list(patterns)} freezes every layer of the language model; what trains is "
+                f"{trained_names}.",
                 "Name the tower that should stay as it is (`model.visual.*`), not the model around it; if a new head alone is to "
                 "learn, say so with --skip 'trained parameters'.",
             )
@@ -193,7 +194,7 @@ class TrainedParameters(Check):
                 f"{summary}, but no gradient reaches {first_names(dead)}.",
                 "Look for detach(), no_grad() or a branch that is never taken in the forward of these modules.",
             )
-        size = math.hypot(*(one.norm for one in gradients.values()))
+        size = math.hypot(*(summary_of_gradient.norm for summary_of_gradient in gradients.values()))
         return passed(f"{summary}; the norm of their gradient is {size:.3g}.")
 
 

@@ -74,22 +74,22 @@ def _class_of(name: str) -> type[Objective]:
         sys.path.append(here)  # for modules in the working directory
     try:
         importlib.import_module(spec.partition(":")[0])
-        found = pkgutil.resolve_name(spec)
+        imported = pkgutil.resolve_name(spec)
     except Exception as error:  # the user's code may raise anything
         raise RecipeError(
             f"objective.name = '{name}' cannot be imported: {type(error).__name__}: {error}. Modules are searched on Python's "
             f"path and in {here}."
         ) from error
     # `dataclasses.is_dataclass` is true for an undecorated subclass, too, whose fields are no options.
-    is_dataclass = isinstance(found, type) and "__dataclass_params__" in vars(found)
-    if not (is_dataclass and issubclass(found, Objective)):
+    is_dataclass = isinstance(imported, type) and "__dataclass_params__" in vars(imported)
+    if not (is_dataclass and issubclass(imported, Objective)):
         raise RecipeError(
             f"objective.name = '{name}' must be derived from patchgen.runtime.objectives.Objective and decorated with "
             "@dataclass(frozen=True)."
         )
-    if found is not NextToken and found.loss is Objective.loss:
+    if imported is not NextToken and imported.loss is Objective.loss:
         raise RecipeError(f"objective.name = '{name}' has no method loss(batch).")
-    return found
+    return imported
 
 
 def require_valid(recipe: Recipe) -> None:
@@ -138,7 +138,9 @@ def teacher_recipe(recipe: Recipe) -> Recipe | None:
 
 def require_same_tokens(model: PreTrainedModel, teacher: PreTrainedModel) -> None:
     """Raises RecipeError for a teacher with another vocabulary size."""
-    student_size, teacher_size = (each.config.get_text_config().vocab_size for each in (model, teacher))
+    student_size, teacher_size = (
+        model_or_teacher.config.get_text_config().vocab_size for model_or_teacher in (model, teacher)
+    )
     if student_size != teacher_size:
         raise RecipeError(
             f"teacher: its vocab_size is {teacher_size} and that of the model {student_size}. They must have the same tokens."

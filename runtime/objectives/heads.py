@@ -163,9 +163,9 @@ def _upstream_head(head_type: HeadType, config: PreTrainedConfig) -> type[PreTra
     assert isinstance(upstream, type), "the mapping names one class for a config"
     overridden = [name for name in ("__init__", "forward") if name in vars(upstream)]
     if not issubclass(upstream, head_type.generic) or overridden:
-        found = f"overrides {' and '.join(overridden)}" if overridden else "is another class"
+        difference = f"overrides {' and '.join(overridden)}" if overridden else "is another class"
         raise UnknownHeadError(
-            f"transformers' {upstream.__name__} {found}; only heads that add nothing to transformers' "
+            f"transformers' {upstream.__name__} {difference}; only heads that add nothing to transformers' "
             f"{head_type.generic.__name__} are supported."
         )
     return upstream

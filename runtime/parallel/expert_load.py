@@ -94,10 +94,13 @@ def _routing_index(path: str, values: Iterable[object]) -> Tensor | None:
     Raises:
         ValueError: several arguments have integers.
     """
-    found = [v for v in values if isinstance(v, Tensor) and not (v.is_floating_point() or v.dtype == torch.bool)]
-    if len(found) > 1:
+    integer_tensors = [
+        v for v in values if isinstance(v, Tensor) and not (v.is_floating_point() or v.dtype == torch.bool)
+    ]
+    if len(integer_tensors) > 1:
         raise ValueError(
-            f"The experts {path} were called with {len(found)} integer tensors, of shapes {[tuple(v.shape) for v in found]}; "
+            f"The experts {path} were called with {len(integer_tensors)} integer tensors, of shapes "
+            f"{[tuple(v.shape) for v in integer_tensors]}; "
             "expected one, the experts of each token, to count their load. To fix: do not count it (log.expert_load: false)."
         )
-    return found[0] if found else None
+    return integer_tensors[0] if integer_tensors else None

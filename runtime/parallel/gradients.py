@@ -67,9 +67,13 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """The sum of squares of gradients of one dtype on one device, a scalar fp32 tensor."""
-    large = [one for one in gradients if one.numel() >= LARGE and one.is_contiguous() and _has_kernel(one)]
-    large_ids = {id(one) for one in large}
-    others = [one for one in gradients if id(one) not in large_ids]
+    large = [
+        gradient
+        for gradient in gradients
+        if gradient.numel() >= LARGE and gradient.is_contiguous() and _has_kernel(gradient)
+    ]
+    large_ids = {id(gradient) for gradient in large}
+    others = [gradient for gradient in gradients if id(gradient) not in large_ids]
     sums = [_squares_by_kernel(large)] if large else []
     if others:
         # torch does not export its foreach functions by type.
@@ -121,13 +125,13 @@ def clip(model: nn.Module, max_norm: float, *, optimizer: Optimizer | None = Non
 
 def _set_gradient_factor(optimizer: Optimizer | None, factor: Tensor) -> set[int]:
     """Passes the factor to optimizers that multiply by it themselves; returns the ids of their parameters."""
-    found: set[int] = set()
+    parameter_ids: set[int] = set()
     parts: Any = getattr(optimizer, "parts", (optimizer,))  # of any class
     for part in parts:
         if hasattr(part, "gradient_factor"):
             part.gradient_factor = factor
-            found |= {id(parameter) for group in part.param_groups for parameter in group["params"]}
-    return found
+            parameter_ids |= {id(parameter) for group in part.param_groups for parameter in group["params"]}
+    return parameter_ids
 
 
 def accept(model: nn.Module, total: Tensor, *, on_nonfinite: str) -> bool:

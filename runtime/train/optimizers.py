@@ -33,11 +33,11 @@ def factor(step: int, config: OptimConfig, total: int) -> float:
     if config.schedule == "wsd":
         remaining = total - step
         return 1.0 if remaining > config.decay_steps else low + (1 - low) * remaining / max(1, config.decay_steps)
-    done = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
     if config.schedule == "linear":
-        return low + (1 - low) * (1 - done)
+        return low + (1 - low) * (1 - progress)
     if config.schedule == "cosine":
-        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
+        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
     return 1.0
 
 

@@ -157,12 +157,12 @@ def require_shared(directory: Path) -> None:
     if refusal := broadcast_object(refusal):
         raise RecipeError(refusal)
     deadline = time.monotonic() + SHARED_SECONDS
-    while not (seen := path.exists()) and time.monotonic() < deadline:
+    while not (is_visible := path.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    answers = gather_objects((seen, socket.gethostname()))
+    answers = gather_objects((is_visible, socket.gethostname()))
     if dist.get_rank() == 0:
         path.unlink()
-    failed = [f"{rank} ({host})" for rank, (seen, host) in enumerate(answers) if not seen]
+    failed = [f"{rank} ({host})" for rank, (was_visible, host) in enumerate(answers) if not was_visible]
     if failed:
         raise RecipeError(
             f"The directory of the run, {directory.resolve()}, must be shared by all machines: ranks {', '.join(failed)} do "

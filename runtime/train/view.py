@@ -51,10 +51,11 @@ class PlainView(Listener):
         print(headline(start) + "\n" + start.report, flush=True)
 
     def on_step(self, record: StepRecord) -> None:
-        left = self._remaining.update(record)
+        remaining = self._remaining.update(record)
         if record.step % self.every == 0 or record.skipped:
             print(
-                "   ".join(f"{name} {value}" for name, value in cells(record, self._remaining.steps, left)), flush=True
+                "   ".join(f"{name} {value}" for name, value in cells(record, self._remaining.steps, remaining)),
+                flush=True,
             )
             if record.sources:
                 print(f"     {source_losses(record.sources)}", flush=True)
@@ -92,13 +93,13 @@ class LiveView(Listener):
         self._live.start()
 
     def on_step(self, record: StepRecord) -> None:
-        left = self._remaining.update(record)
+        remaining = self._remaining.update(record)
         self._losses.append(record.loss)
         if record.step % self.every:
             return
         self._progress.update(self._task, completed=record.step)
         table = Table.grid(expand=True, padding=(0, 2))
-        figures = cells(record, self._start.steps, left)[1:]
+        figures = cells(record, self._start.steps, remaining)[1:]
         for row in (figures[:5], figures[5:]):
             table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in row))
         width = max(20, self._console.width - 6)
@@ -137,7 +138,7 @@ def headline(start: RunStart) -> str:
     )
 
 
-def cells(record: StepRecord, steps: int, left: str) -> list[tuple[str, str]]:
+def cells(record: StepRecord, steps: int, remaining: str) -> list[tuple[str, str]]:
     """The figures of a step as (name, text)."""
     figures = [
         ("step", f"{record.step:>5}/{steps}"),
@@ -153,7 +154,7 @@ def cells(record: StepRecord, steps: int, left: str) -> list[tuple[str, str]]:
         figures.append(("peak", f"{record.peak_memory_gib:.1f} GiB"))
     if record.expert_load is not None:
         figures.append(("busiest expert", f"{record.expert_load:.1f}x"))
-    figures.append(("left", left))
+    figures.append(("left", remaining))
     return figures
 
 

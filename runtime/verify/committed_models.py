@@ -38,9 +38,11 @@ class Committed:
     def proofs(self) -> dict[str, dict]:
         """Every recorded proof: `IN_ONE_PROCESS` as in `verify.json`, and by the name of a layout on ranks."""
         paths = (self.folder / "verify.json", self.folder / "verify_ranks.json")
-        one, ranks = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in paths)
-        found = {IN_ONE_PROCESS: one} if one else {}
-        return found | {
+        in_one_process, ranks = (
+            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in paths
+        )
+        proofs = {IN_ONE_PROCESS: in_one_process} if in_one_process else {}
+        return proofs | {
             name: {"sha256": ranks["sha256"], **layout} for name, layout in ranks.get("layouts", {}).items()
         }
 

@@ -178,11 +178,11 @@ class Judge:
         """The comparisons in which the unchanged file is equal, and what differs in the others."""
         with changed_module(self.origin.module, self.origin.text, {}) as module:
             provenance.write(baseline, module.folder / "generated", force=True)
-            ours = getattr(registry.read_model(module.folder / "generated").load(), self.head)
-            attention, kernels, _ = training_choices(upstream_class, ours, self._small)
+            generated_class = getattr(registry.read_model(module.folder / "generated").load(), self.head)
+            attention, kernels, _ = training_choices(upstream_class, generated_class, self._small)
             upstream = build_model(upstream_class, self._small)
             perturb(upstream)
-            pair = paired(upstream, ours, self._small)
+            pair = paired(upstream, generated_class, self._small)
             if pair.problems:
                 raise ValueError(f"{self.head} cannot be compared: {pair.problems[0]}")
             expected = {case.name: train_step(upstream, case) for case in self._cases}
@@ -293,8 +293,12 @@ def _agree_in_double(check: Check, generated: PreTrainedModel, upstream: PreTrai
 def _beyond(actual: Step, expected: Step, tolerance: float) -> dict[str, Difference]:
     """The gradients and the loss (with a tolerance of 0 all outputs) that differ by more than `tolerance`, relative."""
     outputs = {k: v for k, v in compare_outputs(actual, expected).items() if not tolerance or k == "loss"}
-    found = {**outputs, **{f"gradient of {k}": v for k, v in compare_gradients(actual, expected).items()}}
-    return {name: one for name, one in found.items() if not (one.is_equal or one.relative <= tolerance)}
+    differences = {**outputs, **{f"gradient of {k}": v for k, v in compare_gradients(actual, expected).items()}}
+    return {
+        name: difference
+        for name, difference in differences.items()
+        if not (difference.is_equal or difference.relative <= tolerance)
+    }
 
 
 def _worst(beyond: Mapping[str, Difference]) -> str:

@@ -233,9 +233,9 @@ def _rows_are_dependent(reference: ReferenceModel, inputs: Mapping) -> bool:
         return False  # a batch with images cannot simply be cut into rows
     half = len(rows["input_ids"]) // 2
     with all_eager():
-        both = reference.model(**rows, use_cache=False).logits
+        all_logits = reference.model(**rows, use_cache=False).logits
         first = reference.model(**{key: value[:half] for key, value in rows.items()}, use_cache=False).logits
-    return difference(both[:half], first).relative > TOLERANCE
+    return difference(all_logits[:half], first).relative > TOLERANCE
 
 
 def _verdict_on_error(error: Exception, where: str) -> mutants.Verdict:

@@ -18,9 +18,11 @@ def print_results(model: str, layout: str, results: Sequence[RankResult]) -> Non
     print(f"{model} on {layout}")
     for path, how in towers_of(results).items():
         print(f"  {path}: {how}")
-    for one in results:
-        figures = f"loss {one.loss:.1e}  worst gradient {one.gradient:.1e} ({one.parameter})"
-        print(f"  {'failed' if one.reason else 'ok':7} {one.case:21} {one.reason.strip() if one.reason else figures}")
+    for result in results:
+        figures = f"loss {result.loss:.1e}  worst gradient {result.gradient:.1e} ({result.parameter})"
+        print(
+            f"  {'failed' if result.reason else 'ok':7} {result.case:21} {result.reason.strip() if result.reason else figures}"
+        )
 
 
 def write_results(
@@ -37,9 +39,9 @@ def write_results(
     layouts = before.get("layouts", {}) if before.get("sha256") == sha256 else {}
     layouts[layout] = {
         "cases": {
-            one.case: {"loss": one_digit(one.loss), "gradient": one_digit(one.gradient)}
-            | ({"failed": one.reason.strip().splitlines()[-1]} if one.reason else {})
-            for one in results
+            result.case: {"loss": one_digit(result.loss), "gradient": one_digit(result.gradient)}
+            | ({"failed": result.reason.strip().splitlines()[-1]} if result.reason else {})
+            for result in results
         },
         "towers": towers_of(results),
         "made_with": dict(made_with or {}),
@@ -54,4 +56,4 @@ def write_results(
 
 def towers_of(results: Sequence[RankResult]) -> dict[str, str]:
     """How each tower was computed, over all batches."""
-    return {path: how for one in results for path, how in sorted(one.towers.items())}
+    return {path: how for result in results for path, how in sorted(result.towers.items())}

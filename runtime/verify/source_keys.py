@@ -64,8 +64,8 @@ def wanted_versions() -> dict[str, str]:
     pins = provenance.generated_root().resolve().parent / "constraints.txt"
     if not pins.is_file():
         return versions()
-    found = dict(re.findall(r"^([\w-]+)==([\w.]+)", pins.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    return {name: found[name] for name in PINS if name in found}
+    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", pins.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    return {name: pinned[name] for name in PINS if name in pinned}
 
 
 def _templates(files: Iterable[Path]) -> list[Path]:
