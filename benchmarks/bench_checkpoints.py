@@ -111,7 +111,7 @@ def drop(directory: Path) -> None:
 
 def cached_share(directory: Path) -> float:
     """The part of the files that is in the page cache."""
-    pages = found = 0
+    pages = cached_pages = 0
     for file in directory.glob("*.safetensors"):
         mapped = numpy.memmap(file, mode="r")
         states = numpy.zeros(-(-mapped.size // mmap.PAGESIZE), dtype=numpy.uint8)
@@ -123,8 +123,8 @@ def cached_share(directory: Path) -> float:
         if ctypes.CDLL(None, use_errno=True).mincore(*arguments):
             raise OSError(ctypes.get_errno(), "mincore")
         pages += states.size
-        found += int((states & 1).sum())
-    return found / pages
+        cached_pages += int((states & 1).sum())
+    return cached_pages / pages
 
 
 def settle(num_bytes: int) -> None:
@@ -147,17 +147,17 @@ def settle(num_bytes: int) -> None:
 def read_sequentially(directory: Path, *, keep: bool, at_hand: bool) -> dict[str, float]:
     """Reads every file into one buffer, or, with `keep`, into newly allocated memory, as weights need it."""
     buffer = bytearray(BLOCK)
-    total, kept = 0, []
+    total, buffers = 0, []
     if at_hand:
         settle(2 * size_of(directory))
     started, cpu = time.perf_counter(), time.process_time()
     for file in sorted(directory.glob("*.safetensors")):
         if keep:
-            kept.append(mmap.mmap(-1, file.stat().st_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-            kept[-1].madvise(mmap.MADV_HUGEPAGE)
+            buffers.append(mmap.mmap(-1, file.stat().st_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            buffers[-1].madvise(mmap.MADV_HUGEPAGE)
         with file.open("rb", buffering=0) as stream:
             place = 0
-            while count := stream.readinto(memoryview(kept[-1])[place : place + BLOCK] if keep else buffer):
+            while count := stream.readinto(memoryview(buffers[-1])[place : place + BLOCK] if keep else buffer):
                 place += count
             total += place
     return {"gb": total / 1e9, "seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
@@ -216,15 +216,15 @@ def check(model, directory: Path) -> None:
     for expert, half in ((0, 0), (77, 1), (127, 0)):
         key = f"model.layers.0.mlp.experts.{expert}.{('gate_proj', 'up_proj')[half]}.weight"
         with safe_open(directory / index[key], "pt") as file:
-            mine = model.model.layers[0].mlp.experts.gate_up_proj[expert].chunk(2)[half].cpu()
-            assert torch.equal(mine, file.get_tensor(key)), key
+            loaded = model.model.layers[0].mlp.experts.gate_up_proj[expert].chunk(2)[half].cpu()
+            assert torch.equal(loaded, file.get_tensor(key)), key
 
 
 def in_a_process(*arguments: str) -> dict:
     """The JSON that this script prints in a separate process."""
     command = [sys.executable, __file__, *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def is_settled(options: argparse.Namespace) -> bool:
@@ -245,14 +245,14 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
     shape += ["--ranks", str(options.ranks), "--ep", str(options.ep), "--device", options.device]
     loads, reads, keeps = [], [], []
 
-    def run(part: str, found: list[dict]) -> None:
+    def run(part: str, measurements: list[dict]) -> None:
         if options.warm:
             subprocess.run(["cat", *map(str, directory.glob("*.safetensors"))], check=True, stdout=subprocess.DEVNULL)
         else:
             drop(directory)
         cached = cached_share(directory)
-        found.append(in_a_process(*shape, "--part", part) | {"cached": cached})
-        print(part, found[-1], flush=True)
+        measurements.append(in_a_process(*shape, "--part", part) | {"cached": cached})
+        print(part, measurements[-1], flush=True)
 
     for _ in range(options.repeat):
         run("read", reads)
@@ -260,10 +260,10 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
     if options.device == "cpu":  # last: the next load would get the memory that it frees
         for _ in range(options.repeat):
             run("keep", keeps)
-    sequential = statistics.median(one["gb"] / one["seconds"] for one in reads)
-    speed = statistics.median(one["read_gb"] / one["seconds"] for one in loads)
+    sequential = statistics.median(read["gb"] / read["seconds"] for read in reads)
+    speed = statistics.median(load["read_gb"] / load["seconds"] for load in loads)
     ratios = [speed_of(a, "read_gb") / speed_of(b, "gb") for a, b in zip(loads, reads, strict=True)]
-    kept = [speed_of(one, "gb") for one in keeps]
+    keep_speeds = [speed_of(keep, "gb") for keep in keeps]
     row = {
         "date": datetime.date.today().isoformat(),
         "torch": loads[0]["torch"],
@@ -274,16 +274,16 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
         "ranks": options.ranks,
         "ep": options.ep,
         "share_gib": round(loads[0]["share_gib"], 2),
-        "peak_above_share_gib": round(max(one["peak_above_share_gib"] for one in loads), 2),
+        "peak_above_share_gib": round(max(load["peak_above_share_gib"] for load in loads), 2),
         "read_gb": round(loads[0]["read_gb"], 2),
-        "load_s": round(statistics.median(one["seconds"] for one in loads), 1),
+        "load_s": round(statistics.median(load["seconds"] for load in loads), 1),
         "load_gb_s": round(speed, 2),
         "sequential_gb_s": round(sequential, 2),
         "speed_ratio": round(statistics.median(ratios), 2),
         "ratios": " ".join(f"{ratio:.2f}" for ratio in ratios),
-        "speed_ratio_kept": round(speed / statistics.median(kept), 2) if kept else "",
+        "speed_ratio_kept": round(speed / statistics.median(keep_speeds), 2) if keep_speeds else "",
         "load_average": round(os.getloadavg()[0], 1),
-        "page_cache": f"{'warm' if options.warm else 'cold'}: {statistics.median(one['cached'] for one in loads):.0%}",
+        "page_cache": f"{'warm' if options.warm else 'cold'}: {statistics.median(load['cached'] for load in loads):.0%}",
         "memory_at_hand": "yes" if is_settled(options) else "no",
         "device": loads[0]["device"],
     }

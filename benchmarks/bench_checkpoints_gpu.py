@@ -98,22 +98,22 @@ def round_trip(directory: Path, sizes: dict, setting, ep: int) -> dict[str, obje
         assert prints[0] == prints[1], "the fingerprints differ"
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         command = [sys.executable, __file__, "--compare", str(original), str(export)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        row["round trip"] = f"{len(prints[0])} equal fingerprints, {done.stdout.split(chr(10))[-2]}"
+        completed = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert completed.returncode == 0, completed.stderr
+        row["round trip"] = f"{len(prints[0])} equal fingerprints, {completed.stdout.split(chr(10))[-2]}"
     dist.barrier()
     return row
 
 
 def checksums(model, optimizer) -> dict[str, int]:
     """Of this rank's bits: a sum of integers, so the order does not matter."""
-    found = {}
+    sums = {}
     for name, parameter in model.named_parameters():
         fields = {"": parameter, **optimizer.state.get(parameter, {})}
         for field, value in fields.items():
             local = (value.to_local() if hasattr(value, "to_local") else value).detach()
-            found[f"{name} {field}"] = int(local.contiguous().view(-1).view(torch.int32).sum(dtype=torch.int64))
-    return found
+            sums[f"{name} {field}"] = int(local.contiguous().view(-1).view(torch.int32).sum(dtype=torch.int64))
+    return sums
 
 
 def sharded_model(sizes: dict, setting, state) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

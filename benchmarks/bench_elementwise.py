@@ -45,9 +45,9 @@ def median_ms(function: Callable[[], object], milliseconds: int) -> float:
     """Of so many milliseconds of repetitions, ten at least."""
 
     def measured(warm_up: int, repetitions: int) -> float:
-        found = do_bench(function, warmup=warm_up, rep=repetitions, return_mode="median")
-        assert isinstance(found, float)  # a list for quantiles alone
-        return found
+        median = do_bench(function, warmup=warm_up, rep=repetitions, return_mode="median")
+        assert isinstance(median, float)  # a list for quantiles alone
+        return median
 
     return measured(0, max(milliseconds, int(10 * measured(25, 1))))
 
@@ -134,9 +134,11 @@ def measure(operation: str, option: str, function: Callable, inputs: list[Tensor
         ]
 
     exact = run_both(implementations(operation)["eager"], fresh(torch.float32), [g.float() for g in gradients])
-    found = run_both(function, fresh(torch.bfloat16), [g.clone() for g in gradients])
-    error = max(float((a.detach().float() - b.detach()).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
-    del exact, found
+    results_bf16 = run_both(function, fresh(torch.bfloat16), [g.clone() for g in gradients])
+    error = max(
+        float((a.detach().float() - b.detach()).norm() / b.norm()) for a, b in zip(results_bf16, exact, strict=True)
+    )
+    del exact, results_bf16
     forward = median_ms(lambda: function(*inputs), milliseconds)
     both = median_ms(lambda: run_both(function, inputs, gradients), milliseconds)
     return {

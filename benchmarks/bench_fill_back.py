@@ -69,7 +69,7 @@ def measure(tokens: int, hidden: int, share: float) -> list[dict]:
     embeddings = torch.randn(1, tokens, hidden, generator=generator).chunk(n, dim=1)[state.sp_rank].clone()
     features = torch.randn(count, hidden, generator=generator).chunk(n)[state.sp_rank].clone()
     weights = torch.randn(1, tokens, hidden, generator=generator).chunk(n, dim=1)[state.sp_rank]
-    mine = mask.chunk(n, dim=1)[state.sp_rank].contiguous()
+    local_mask = mask.chunk(n, dim=1)[state.sp_rank].contiguous()
     moved = (n - 1) / n
     bytes_of = {
         "exchange": 4 * moved * (2 * tokens * hidden + count * hidden) / n,
@@ -80,16 +80,16 @@ def measure(tokens: int, hidden: int, share: float) -> list[dict]:
     for name, way in WAYS.items():
         seconds = []
         for _ in range(REPEATS):
-            inputs = [one.clone().requires_grad_() for one in (embeddings, features)]
+            inputs = [tensor.clone().requires_grad_() for tensor in (embeddings, features)]
             dist.barrier()
             started = time.perf_counter()
-            out = way(*inputs, mine, state)
+            out = way(*inputs, local_mask, state)
             (out * weights).sum().backward()
             dist.barrier()
             seconds.append(time.perf_counter() - started)
-        found = (out.detach(), inputs[0].grad, inputs[1].grad)
-        expected = expected or found
-        for actual, reference in zip(found, expected, strict=True):
+        results = (out.detach(), inputs[0].grad, inputs[1].grad)
+        expected = expected or results
+        for actual, reference in zip(results, expected, strict=True):
             torch.testing.assert_close(actual, reference, rtol=0, atol=0)
         row = {"ranks": n, "tokens": tokens, "hidden": hidden, "features": count, "way": name}
         rows.append(row | {"ms": round(1e3 * min(seconds), 1), "received_MB": round(2 * bytes_of[name] / 1e6, 1)})

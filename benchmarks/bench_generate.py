@@ -116,7 +116,7 @@ def main() -> int:
         slowest = max(seconds, key=seconds.__getitem__)
         print(
             f"{len(seconds)} types: wall {wall:.0f} s in two processes, cpu {sum(seconds.values()):.0f} s; slowest: {slowest}, "
-            f"cpu {seconds[slowest]:.2f} s; over 2 s: {sum(one > 2 for one in seconds.values())}"
+            f"cpu {seconds[slowest]:.2f} s; over 2 s: {sum(duration > 2 for duration in seconds.values())}"
         )
         append(f"every type ({len(seconds)})", 1, wall, sum(seconds.values()))
         append(f"slowest: {slowest}", 1, seconds[slowest], seconds[slowest])

@@ -68,8 +68,8 @@ def draw(old: Release, models: list[str], count: int, seed: int) -> dict[str, li
         except PatchgenError as error:
             print(f"{model}: {old.origin} is refused: {str(error).splitlines()[0]}", flush=True)
             continue
-        kept = json.loads(generated.provenance)["symbols"]
-        methods += [(model, name) for name in methods_of(generated.upstream.text) if name.partition(".")[0] in kept]
+        symbols = json.loads(generated.provenance)["symbols"]
+        methods += [(model, name) for name in methods_of(generated.upstream.text) if name.partition(".")[0] in symbols]
     drawn: dict[str, list[str]] = {}
     for model, name in sorted(random.Random(seed).sample(methods, count)):
         drawn.setdefault(model, []).append(name)
@@ -78,16 +78,16 @@ def draw(old: Release, models: list[str], count: int, seed: int) -> dict[str, li
 
 def methods_of(text: str) -> dict[str, str]:
     """`Class.method` -> source, of the methods that a class defines once."""
-    found: dict[str, list[str]] = {}
+    sources_by_name: dict[str, list[str]] = {}
     for node in ast.parse(text).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for member in node.body:
             if isinstance(member, ast.FunctionDef):
-                start = min([member.lineno, *(one.lineno for one in member.decorator_list)])
+                start = min([member.lineno, *(decorator.lineno for decorator in member.decorator_list)])
                 lines = text.splitlines()[start - 1 : member.end_lineno]
-                found.setdefault(f"{node.name}.{member.name}", []).append(textwrap.dedent("\n".join(lines)))
-    return {name: sources[0] for name, sources in found.items() if len(sources) == 1}
+                sources_by_name.setdefault(f"{node.name}.{member.name}", []).append(textwrap.dedent("\n".join(lines)))
+    return {name: sources[0] for name, sources in sources_by_name.items() if len(sources) == 1}
 
 
 def override(old: Upstream, targets: list[str]) -> ModelConfig:
@@ -100,8 +100,8 @@ def override(old: Upstream, targets: list[str]) -> ModelConfig:
 
 def moved(model: str, targets: list[str], made_with: str, to: str, root: Path, config: ModelConfig) -> list[dict]:
     """A row per target: its change according to the wheels, and according to `patchgen upgrade`."""
-    found = compare_model(model, to, root, config=config)
-    sites = {site.symbol: site for site in found.sites if site.kind == "hand edit"}
+    comparison = compare_model(model, to, root, config=config)
+    sites = {site.symbol: site for site in comparison.sites if site.kind == "hand edit"}
     before, after = (methods_of(text_in(version, model)) for version in (made_with, to))
     rows = []
     for target in targets:

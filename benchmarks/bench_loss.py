@@ -68,12 +68,17 @@ def quack(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def options() -> dict[str, Callable]:
-    found = {"upstream": upstream, "upstream compiled": torch.compile(upstream), "chunked": chunked, "linear": linear}
+    functions = {
+        "upstream": upstream,
+        "upstream compiled": torch.compile(upstream),
+        "chunked": chunked,
+        "linear": linear,
+    }
     if importlib.util.find_spec("liger_kernel"):
-        found["liger"] = liger
+        functions["liger"] = liger
     if importlib.util.find_spec("quack"):
-        found["quack"] = quack
-    return found
+        functions["quack"] = quack
+    return functions
 
 
 def gradients(function: Callable, head: nn.Linear, hidden: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
@@ -103,9 +108,9 @@ def main() -> None:
             for name in arguments.options:
                 function = options()[name]
                 run = functools.partial(gradients, function, head, hidden, labels)
-                found = run()
-                error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
-                del found
+                computed = run()
+                error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(computed, exact, strict=True))
+                del computed
                 torch.cuda.synchronize()
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()

@@ -149,14 +149,14 @@ def liger(problem: Problem) -> Tensor:
 
 
 def implementations() -> dict[str, Callable[[Problem], Tensor]]:
-    found = {"transformers": transformers_grouped_mm}
-    found["torch"] = functools.partial(ours, "torch")
-    found["triton"] = functools.partial(ours, "triton")
+    functions = {"transformers": transformers_grouped_mm}
+    functions["torch"] = functools.partial(ours, "torch")
+    functions["triton"] = functools.partial(ours, "triton")
     if importlib.util.find_spec("sonicmoe"):
-        found["sonic"] = functools.partial(ours, "sonic")
+        functions["sonic"] = functools.partial(ours, "sonic")
     if importlib.util.find_spec("liger_kernel"):
-        found["liger"] = liger
-    return found
+        functions["liger"] = liger
+    return functions
 
 
 # ----------------------------------------------------------------------------------------------- checks
@@ -292,8 +292,8 @@ def memory_of(function: Callable[[Problem], Tensor], problem: Problem) -> tuple[
 
 def versions() -> str:
     names = ("torch", "triton", "transformers", "liger-kernel", "sonic-moe", "quack-kernels")
-    found = [f"{name} {importlib.metadata.version(name)}" for name in names if _has(name)]
-    return ", ".join([torch.cuda.get_device_name(), f"cuda {torch.version.cuda}", *found])
+    installed = [f"{name} {importlib.metadata.version(name)}" for name in names if _has(name)]
+    return ", ".join([torch.cuda.get_device_name(), f"cuda {torch.version.cuda}", *installed])
 
 
 def _has(distribution: str) -> bool:

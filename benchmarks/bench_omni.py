@@ -113,7 +113,7 @@ def step(model: nn.Module, inputs: dict, dtype: torch.dtype) -> float:
 def measure(model: nn.Module, inputs: dict, dtype: torch.dtype, device: str) -> tuple[float, dict, dict]:
     """Loss and gradients (on the host) of one step, then time and peak memory of the next ones."""
     value = step(model, inputs, dtype)
-    found = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
     times = []
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -125,7 +125,7 @@ def measure(model: nn.Module, inputs: dict, dtype: torch.dtype, device: str) -> 
             torch.cuda.synchronize()
         times.append((time.perf_counter() - started) * 1e3)
     peak = round(torch.cuda.max_memory_allocated() / 2**30, 1) if device == "cuda" else ""
-    return value, found, {"loss": round(value, 5), "ms": round(sorted(times)[1], 1), "peak GiB": peak}
+    return value, gradients, {"loss": round(value, 5), "ms": round(sorted(times)[1], 1), "peak GiB": peak}
 
 
 def main() -> None:
@@ -144,26 +144,26 @@ def main() -> None:
     sizes = {"side": 8, "frames": 400} if tiny else {}
     inputs = batch_of(config, arguments.images, arguments.sounds, device, **sizes)
     name = "Qwen3OmniMoeThinkerForConditionalGeneration"
-    theirs, ours = getattr(upstream, name), getattr(generated, name)
+    upstream_class, generated_class = getattr(upstream, name), getattr(generated, name)
     own_attention = arguments.attention if device == "cuda" else "patchgen_sdpa"
     kernels = {"fused_moe": "auto", "causal_lm_loss": "auto", "rms_norm": "compiled", "swiglu": "compiled"}
     if device == "cpu":
         kernels = {"fused_moe": "torch", "causal_lm_loss": "chunked"}
 
     cases = (
-        ("upstream, fp32", theirs, "sdpa", torch.float32, {}),
-        ("upstream", theirs, "sdpa", torch.bfloat16, {}),
-        ("generated", ours, own_attention, torch.bfloat16, kernels),
+        ("upstream, fp32", upstream_class, "sdpa", torch.float32, {}),
+        ("upstream", upstream_class, "sdpa", torch.bfloat16, {}),
+        ("generated", generated_class, own_attention, torch.bfloat16, kernels),
     )
     weights, reference, bar, rows, wrong = None, None, {}, [], []
     for who, model_class, attention_name, dtype, choices in cases:
         model = build(model_class, config, attention_name, weights, dtype, device)
         weights = weights or {key: value.cpu() for key, value in model.state_dict().items()}
         with seams.using(**choices):
-            _, found, row = measure(model, inputs, dtype, device)
-        reference = reference or found
+            _, computed, row = measure(model, inputs, dtype, device)
+        reference = reference or computed
         floor = 1e-4 * max(float(g.norm()) for g in reference.values())  # gradients that cancel are rounding only
-        errors = {k: float((found[k] - g).norm() / g.norm().clamp(min=floor)) for k, g in reference.items()}
+        errors = {k: float((computed[k] - g).norm() / g.norm().clamp(min=floor)) for k, g in reference.items()}
         if who == "upstream":
             bar = errors
         if who == "generated":
@@ -173,7 +173,7 @@ def main() -> None:
         row |= {"audio frames": inputs["feature_attention_mask"].numel()}
         rows.append(row)
         print(" | ".join(f"{row[column]}" for column in COLUMNS[3:]), flush=True)
-        del model, found
+        del model, computed
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()

@@ -62,9 +62,9 @@ def timed(run: Callable[[], object], repeats: int, device: str) -> float:
         run()
         if device == "cuda":
             torch.cuda.synchronize()
-        taken = torch.tensor(time.perf_counter() - started, device=device)
-        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-        times.append(float(taken) * 1e3)
+        elapsed = torch.tensor(time.perf_counter() - started, device=device)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        times.append(float(elapsed) * 1e3)
     return statistics.median(times[2:])
 
 

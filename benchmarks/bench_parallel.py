@@ -121,8 +121,8 @@ def make_batch(tokens: int, state: ParallelState, sizes: dict, document: int, se
     ids = torch.randint(0, sizes["vocab_size"], (1, length), generator=generator)
     positions = torch.arange(length) % document
     full_batch = {"input_ids": ids, "labels": ids, "position_ids": positions[None]}
-    mine = batch.slice_batch(full_batch, sp=state.sp, sp_rank=state.sp_rank)
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in mine.items()}
+    local_batch = batch.slice_batch(full_batch, sp=state.sp, sp_rank=state.sp_rank)
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in local_batch.items()}
 
 
 def train_step(model: nn.Module, inputs: dict, optimizer, state: ParallelState, items: Tensor) -> Tensor:
@@ -372,8 +372,8 @@ class waits:
         if "synchroniz" not in str(message):
             return
         frames = [frame for frame in traceback.extract_stack() if "warnings.py" not in frame.filename]
-        ours = [frame for frame in frames if "patchgen" in frame.filename or "runtime" in frame.filename]
-        frame = (ours or frames)[-1]
+        project_frames = [frame for frame in frames if "patchgen" in frame.filename or "runtime" in frame.filename]
+        frame = (project_frames or frames)[-1]
         self.places[f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"] += 1
 
 

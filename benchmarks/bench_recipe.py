@@ -100,9 +100,9 @@ def kill_all(process: subprocess.Popen) -> None:
         everyone = [parent, *parent.children(recursive=True)]
     except psutil.NoSuchProcess:
         return
-    for one in everyone:  # the parent first: it would start again what ends
+    for member in everyone:  # the parent first: it would start again what ends
         try:
-            one.send_signal(signal.SIGKILL)
+            member.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue
     process.wait()
@@ -112,7 +112,7 @@ def kill_all(process: subprocess.Popen) -> None:
 def complete_checkpoint(run: Path) -> int | None:
     """The step of the newest checkpoint under its final name, which it gets when all of it is on the disk."""
     steps = [
-        int(found[1]) for path in run.glob("checkpoints/step-*") if (found := re.fullmatch(r"step-(\d+)", path.name))
+        int(match[1]) for path in run.glob("checkpoints/step-*") if (match := re.fullmatch(r"step-(\d+)", path.name))
     ]
     return max(steps, default=None)
 
@@ -177,14 +177,14 @@ def compare(before: list[dict], after: list[dict], saved: int) -> dict:
         second[step]["loss"] for step in sorted(second) if step <= saved
     ]:
         raise RecipeFailed(f"The resumed run did not keep the losses of the steps up to its checkpoint, {saved}.")
-    both = sorted(step for step in first.keys() & second.keys() if step > saved)
-    if not both:
+    common_steps = sorted(step for step in first.keys() & second.keys() if step > saved)
+    if not common_steps:
         raise RecipeFailed(f"No step after the checkpoint, {saved}, was taken by both runs.")
-    found: dict = {"checkpoint of step": saved, "steps of both": both, "last step": max(second)}
+    comparison: dict = {"checkpoint of step": saved, "steps of both": common_steps, "last step": max(second)}
     for key in ("loss", "grad_norm"):
-        apart = [abs(second[step][key] - first[step][key]) / abs(first[step][key]) for step in both]
-        found |= {f"{key}: first step after": apart[0], f"{key}: largest": max(apart)}
-    return found
+        apart = [abs(second[step][key] - first[step][key]) / abs(first[step][key]) for step in common_steps]
+        comparison |= {f"{key}: first step after": apart[0], f"{key}: largest": max(apart)}
+    return comparison
 
 
 def write_steps(before: list[dict], after: list[dict], path: Path) -> None:

@@ -31,15 +31,17 @@ def main() -> None:
     parser.add_argument("--proofs", nargs="*", default=[], metavar="RELEASE=FOLDER")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    folders = {release: Path(folder) for release, _, folder in (one.partition("=") for one in options.proofs)}
+    folders = {
+        release: Path(folder) for release, _, folder in (argument.partition("=") for argument in options.proofs)
+    }
     rows = []
     for version in options.releases:
         release = releases.find(version).release
         rows += [row(model, release, folders.get(version, provenance.generated_root())) for model in committed()]
-        found = [one for one in rows if one["release"] == version]
-        generate = sum(one["generation"] == "generates" for one in found)
-        proven = sum(one["proof"] == "proven" for one in found)
-        print(f"{version}: {generate} of {len(found)} generate, {proven} proven")
+        rows_of_version = [candidate for candidate in rows if candidate["release"] == version]
+        generate = sum(result["generation"] == "generates" for result in rows_of_version)
+        proven = sum(result["proof"] == "proven" for result in rows_of_version)
+        print(f"{version}: {generate} of {len(rows_of_version)} generate, {proven} proven")
         write(options.output, rows)
 
 

@@ -30,11 +30,11 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--picture", type=Path, help="a PNG of the page at the loss")
     arguments = parser.parse_args()
-    found = compare_model(arguments.model, arguments.to, provenance.generated_root()) if arguments.to else None
+    comparison = compare_model(arguments.model, arguments.to, provenance.generated_root()) if arguments.to else None
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{arguments.model}.html"
         start = time.perf_counter()
-        file.write_text(upgrade.page(found) if found else model.page(arguments.model), encoding="utf-8")
+        file.write_text(upgrade.page(comparison) if comparison else model.page(arguments.model), encoding="utf-8")
         print(f"{arguments.model}: written in {time.perf_counter() - start:.2f} s, {file.stat().st_size / 1e6:.2f} MB")
         page = chromium.Page(1400, 820)
         opened, jumps = [], []
@@ -52,7 +52,7 @@ def main() -> None:
             f"{lines} rows: opened in {min(opened):.2f} to {max(opened):.2f} s; a jump to the next site takes "
             f"{1000 * median:.0f} ms, at most {1000 * longest:.0f} ms"
         )
-        if arguments.picture is not None and not found:
+        if arguments.picture is not None and not comparison:
             page.open(file)
             page.ask("location.hash = sites.find((one) => one.dataset.site.startsWith('fused_loss')).id")
             page.settle()

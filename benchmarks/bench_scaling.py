@@ -66,20 +66,23 @@ def parts_of(gpus: int, tokens: tuple[int, ...], options: tuple[str, ...]) -> tu
     replayed = ("FSDP, graph", f"{half}, peer memory, graph", f"{full}, peer memory, graph")
     table = (*replayed, THEIRS, "FSDP", f"{half}, peer memory", f"{full}, peer memory")
     more = (f"{full} x SP2, peer memory", "SP2", f"{half} x SP2, peer memory", full, "FSDP, collectives")
-    kept = sorted(tokens)[len(tokens) // 2]
+    median_tokens = sorted(tokens)[len(tokens) // 2]
     first, second = (
-        Part(tuple(name for name in names if name in LAYOUTS), tokens, kept, options) for names in (table, more)
+        Part(tuple(name for name in names if name in LAYOUTS), tokens, median_tokens, options)
+        for names in (table, more)
     )
     return first, second
 
 
 def recomputed(part: Part, rows: list[dict]) -> Part | None:
     """The first two layouts, with recomputing, at the lengths at which one of them has no result without."""
-    done = {(row_layout(row), row["tokens/GPU"]) for row in rows if row["ckpt"] == "none" and "loss 1" in row}
-    both = replace(part, layouts=part.layouts[:2])
-    cases = {(name, tokens) for name, mode, tokens in both.all_cases() if mode == "none"}
-    missing = {tokens for _, tokens in cases - done}
-    return replace(both, tokens=tuple(sorted(missing)), keeps_up_to=0) if missing else None
+    completed_cases = {
+        (row_layout(row), row["tokens/GPU"]) for row in rows if row["ckpt"] == "none" and "loss 1" in row
+    }
+    two_layouts = replace(part, layouts=part.layouts[:2])
+    cases = {(name, tokens) for name, mode, tokens in two_layouts.all_cases() if mode == "none"}
+    missing = {tokens for _, tokens in cases - completed_cases}
+    return replace(two_layouts, tokens=tuple(sorted(missing)), keeps_up_to=0) if missing else None
 
 
 def row_layout(row: dict) -> str:
@@ -224,9 +227,9 @@ def main() -> int:
     run_recipe(arguments, out, settings, end - time.monotonic())
     print(f"after {time.monotonic() - began:.0f} s", flush=True)
     measure(more, arguments.gpus, rows, log, end, arguments.silence)
-    found = last_rows(rows)
-    report(found, arguments.gpus)
-    write(found, arguments.gpus)
+    latest_rows = last_rows(rows)
+    report(latest_rows, arguments.gpus)
+    write(latest_rows, arguments.gpus)
     print(f"{time.monotonic() - began:.0f} s in all", flush=True)
     return 0
 

@@ -58,13 +58,13 @@ def class_of(name: str) -> str:
 
 def union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same time in spans that do not overlap."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def total(spans: list[tuple[int, int]]) -> int:
@@ -87,9 +87,9 @@ def summary(events: list[tuple[str, int, int]], steps: int) -> list[tuple[str, f
     wall = max(end for _, _, end in events) - min(start for _, start, _ in events)
     computing, busy = total(union(spans[False])), total(union(spans[True] + spans[False]))
     parts = {"a step": wall, "computing": computing, "exchange alone": busy - computing, "nothing": wall - busy}
-    found = [(kind, time, counts[kind]) for kind, time in times.most_common()]
-    found += [(part, time, 0) for part, time in parts.items()]
-    return [(what, time / 1e6 / steps, count / steps) for what, time, count in found]
+    totals = [(kind, time, counts[kind]) for kind, time in times.most_common()]
+    totals += [(part, time, 0) for part, time in parts.items()]
+    return [(what, time / 1e6 / steps, count / steps) for what, time, count in totals]
 
 
 def account(step: Callable[[int], object], steps: int) -> list[str]:
@@ -101,9 +101,9 @@ def account(step: Callable[[int], object], steps: int) -> list[str]:
     recorded = profiler.profiler
     assert recorded is not None and recorded.kineto_results is not None, "nothing was profiled"
     events = [
-        (one.name(), one.start_ns(), one.start_ns() + one.duration_ns())
-        for one in recorded.kineto_results.events()
-        if one.device_type() == DeviceType.CUDA
+        (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in recorded.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA
     ]
     lines = [f"  {time:8.2f} ms {count:7.0f} x {what}" for what, time, count in summary(events, steps)]
     by_name = Counter()

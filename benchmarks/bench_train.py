@@ -105,9 +105,9 @@ def layers_that_fit(sizes: dict, memory: int, world: int) -> int:
             model = registry.build_model(config_of(sizes | {"num_hidden_layers": layers}))
         return sum(parameter.numel() for parameter in model.parameters())
 
-    one, two = count(1), count(2)
+    one_layer, two_layers = count(1), count(2)
     budget = memory * SHARE_FOR_STATE * world / BYTES_PER_PARAMETER
-    return max(1, min(48, int((budget - (2 * one - two)) // (two - one))))
+    return max(1, min(48, int((budget - (2 * one_layer - two_layers)) // (two_layers - one_layer))))
 
 
 # ------------------------------------------------------------------------------------------ the two models
@@ -182,11 +182,11 @@ def inputs_of(
     vocabulary = setting.sizes["vocab_size"]
     rows = [packed_row(tokens, vocabulary, step * 10_000 + index) for index in range(first, first + state.sp)]
     full_batch = {key: torch.cat([row[key] for row in rows], dim=1) for key in rows[0]}
-    mine = slice_batch(full_batch, sp=state.sp, sp_rank=state.sp_rank)
-    bounds = mine.get("cu_seq_lens_q")
+    local_batch = slice_batch(full_batch, sp=state.sp, sp_rank=state.sp_rank)
+    bounds = local_batch.get("cu_seq_lens_q")
     lengths = bounds.diff().tolist() if bounds is not None else [tokens * state.sp]
     device = "cpu" if on_host else setting.device
-    inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in mine.items()}
+    inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in local_batch.items()}
     return inputs, setting.cost.flops(lengths) / state.sp
 
 
@@ -246,8 +246,8 @@ def profile(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
     inputs, _ = inputs_of(tokens, state, setting, 0)
     items = loss.count_items([inputs], setting.device)
     synchronise(setting)
-    both = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=both) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
         started = time.perf_counter()
         step(model, optimizer, inputs, state, items)
         synchronise(setting)

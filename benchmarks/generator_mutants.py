@@ -101,16 +101,19 @@ def drawn(text: str, seed: str) -> Iterator[tuple[int, Mutant]]:
     orders = [generator.sample(places, len(places)) for _ in OPERATORS]
     turns = list(zip(OPERATORS, map(iter, orders), strict=True))
     generator.shuffle(turns)
-    seen = {text}
+    drawn_texts = {text}
     while turns:
         for turn in list(turns):
             operator, waiting = turn
-            found = next((one for one in (_one_of(operator, place, generator) for place in waiting) if one), None)
-            if found is None:
+            mutant = next(
+                (candidate for candidate in (_one_of(operator, place, generator) for place in waiting) if candidate),
+                None,
+            )
+            if mutant is None:
                 turns.remove(turn)
-            elif found[1].text not in seen:
-                seen.add(found[1].text)
-                yield found
+            elif mutant[1].text not in drawn_texts:
+                drawn_texts.add(mutant[1].text)
+                yield mutant
 
 
 def _one_of(operator, place: Place, generator: random.Random) -> tuple[int, Mutant] | None:

@@ -70,10 +70,13 @@ class Executed:
         place, stem = f"{module}:{line}", Path(module).stem
         chosen = {t: set(ran) for t, ran in self.by_test.items() if place in self.on_import or place in ran}
         below = [f"{module}:{number}" for number in range(line + 1, line + 5)]
-        among = {one: sum(one in ran for ran in chosen.values()) for one in below}
-        rare = {test: sum(1 / among[one] for one in below if one in ran) for test, ran in chosen.items()}
+        among = {place_below: sum(place_below in ran for ran in chosen.values()) for place_below in below}
+        rare = {
+            test: sum(1 / among[place_below] for place_below in below if place_below in ran)
+            for test, ran in chosen.items()
+        }
         worth = {
-            test: sum(one.startswith(f"{module}:") for one in ran) / (0.3 + self.seconds[test])
+            test: sum(ran_place.startswith(f"{module}:") for ran_place in ran) / (0.3 + self.seconds[test])
             for test, ran in chosen.items()
         }
         return sorted(chosen, key=lambda t: (-round(rare[t], 6), -catches[t], stem not in t, -worth[t], t))
@@ -134,9 +137,16 @@ class Copy:
         before = set(sys.modules)
         self._enter()
         pytest.main([*OPTIONS, "--collect-only", TESTS])
-        ours = {"patchgen", "__main__", "conftest", *(path.stem for path in self.folder.glob(f"{TESTS}/**/*.py"))}
-        found = (name for name in sys.modules if name not in before and name.partition(".")[0] not in ours)
-        listed.write_text("\n".join(found), encoding="utf-8")
+        project_packages = {
+            "patchgen",
+            "__main__",
+            "conftest",
+            *(path.stem for path in self.folder.glob(f"{TESTS}/**/*.py")),
+        }
+        module_names = (
+            name for name in sys.modules if name not in before and name.partition(".")[0] not in project_packages
+        )
+        listed.write_text("\n".join(module_names), encoding="utf-8")
 
     def _record(self, files: list[str], record: Path, known: Executed) -> None:
         recorder = Recorder(self.folder, known)
@@ -244,8 +254,8 @@ class Recorder:
         self._usable, self._started = True, 0.0
 
     def find_spec(self, name: str, path: object = None, target: object = None):
-        package, _, rest = name.partition(".")
-        part, _, module = rest.partition(".")
+        package, _, submodule = name.partition(".")
+        part, _, module = submodule.partition(".")
         if package != "patchgen" or part not in PARTS or not module:
             return None
         file = str(self._folder / "patchgen" / part / f"{module}.py")

@@ -91,7 +91,7 @@ def sample_mutants(count: int, seed: str, only: list[str]) -> Iterator[tuple]:
     for module, text in texts.items():
         if not only or module in only:
             share = max(2, round(count * text.count("\n") / lines))
-            yield from ((module, *one) for one in islice(drawn(text, f"{seed} {module}"), share))
+            yield from ((module, *mutant) for mutant in islice(drawn(text, f"{seed} {module}"), share))
 
 
 @functools.cache

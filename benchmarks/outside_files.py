@@ -168,23 +168,29 @@ def main() -> None:
     parser.add_argument("--alone", help="the name of one file; its row goes to stdout")
     options = parser.parse_args()
     if options.alone:
-        (found,) = (one for one in FILES if one.name == options.alone)
-        print(json.dumps(measured(found, options.wheels)))
+        (chosen,) = (candidate for candidate in FILES if candidate.name == options.alone)
+        print(json.dumps(measured(chosen, options.wheels)))
         return
     rows = []
     with options.output.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
-        for one in FILES:
-            if options.only and one.name not in options.only:
+        for outside_file in FILES:
+            if options.only and outside_file.name not in options.only:
                 continue
             started = time.perf_counter()
-            command = [sys.executable, __file__, str(options.wheels), "--alone", one.name]  # files may be called alike
-            found = subprocess.run(command, capture_output=True, text=True)
-            if found.returncode:
-                sys.exit(f"{one.name}:\n{found.stderr[-3000:]}")
+            command = [
+                sys.executable,
+                __file__,
+                str(options.wheels),
+                "--alone",
+                outside_file.name,
+            ]  # files may be called alike
+            completed = subprocess.run(command, capture_output=True, text=True)
+            if completed.returncode:
+                sys.exit(f"{outside_file.name}:\n{completed.stderr[-3000:]}")
             rows.append(
-                json.loads(found.stdout.splitlines()[-1]) | {"seconds": f"{time.perf_counter() - started:.0f}"}
+                json.loads(completed.stdout.splitlines()[-1]) | {"seconds": f"{time.perf_counter() - started:.0f}"}
             )
             writer.writerow(rows[-1])
             file.flush()
@@ -194,34 +200,34 @@ def main() -> None:
     print(f"\n{date.today()}, patchgen {patchgen.__version__}, {versions}")
 
 
-def written(one: OutsideFile, wheels: Path, root: Path) -> Path:
+def written(outside_file: OutsideFile, wheels: Path, root: Path) -> Path:
     """The folder of the adapted copy."""
-    (wheel,) = wheels.glob(f"{one.wheel}-*.whl")
+    (wheel,) = wheels.glob(f"{outside_file.wheel}-*.whl")
     (folder := root / "code").mkdir()
-    edits = dict.fromkeys(one.edits, 0)
+    edits = dict.fromkeys(outside_file.edits, 0)
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             path = Path(name)
-            if path.parent != Path(one.folder) or not path.name.startswith(("modeling_", "configuration_")):
+            if path.parent != Path(outside_file.folder) or not path.name.startswith(("modeling_", "configuration_")):
                 continue
             text = archive.read(name).decode()
-            for edit in (*ADAPTATIONS, *one.edits):
+            for edit in (*ADAPTATIONS, *outside_file.edits):
                 text, count = re.subn(edit[0], edit[1].replace("\\", r"\\"), text)
                 edits |= {edit: edits[edit] + count} if edit in edits else {}
             (folder / path.name).write_text(text, encoding="utf-8")
     unused = [pattern for (pattern, _), count in edits.items() if not count]
     if unused:
-        raise SystemExit(f"{one.name} of {wheel.name} has none of {unused}: another release?")
-    if one.config:
-        (folder / f"patchgen_{name_of(folder)}.py").write_text(one.config, encoding="utf-8")
+        raise SystemExit(f"{outside_file.name} of {wheel.name} has none of {unused}: another release?")
+    if outside_file.config:
+        (folder / f"patchgen_{name_of(folder)}.py").write_text(outside_file.config, encoding="utf-8")
     return folder
 
 
-def measured(one: OutsideFile, wheels: Path) -> dict[str, str]:
+def measured(outside_file: OutsideFile, wheels: Path) -> dict[str, str]:
     """The row of one file."""
-    row = dict.fromkeys(FIELDS, "") | {"file": one.name, "from": one.wheel.replace("_", "-")}
+    row = dict.fromkeys(FIELDS, "") | {"file": outside_file.name, "from": outside_file.wheel.replace("_", "-")}
     with tempfile.TemporaryDirectory() as root:
-        folder = written(one, wheels, Path(root))
+        folder = written(outside_file, wheels, Path(root))
         try:
             generated = pipeline.generate(load(name_of(folder), source=folder))
         except PatchgenError as refusal:
@@ -244,9 +250,9 @@ def proven(model: registry.GeneratedModel, *, has_experts: bool) -> dict[str, st
         proof = verify_model(model, variants=("base",), implementations=("torch", "chunked"))
     except UPSTREAM_REFUSALS as error:
         return {"as a run computes": f"the file itself does not run: {type(error).__name__}: {first_line(error)}"}
-    found, path = verdict.of(proof), proof.training
-    outcome = found.words.removesuffix(".")
-    if found.status == verdict.PROVEN and path is not None:
+    outcome_of_proof, path = verdict.of(proof), proof.training
+    outcome = outcome_of_proof.words.removesuffix(".")
+    if outcome_of_proof.status == verdict.PROVEN and path is not None:
         outcome += f", {path.worst:.0e}" + (", documents in rows of their own" if path.separates_documents else "")
     pool = RankPool(2)
     try:
@@ -263,11 +269,11 @@ def proven(model: registry.GeneratedModel, *, has_experts: bool) -> dict[str, st
 
 def on_ranks(results: Sequence[media_ranks.RankResult], layout: str) -> str:
     """The worst difference, or the first reason."""
-    reason = next((one.reason for one in results if one.reason), "")
+    reason = next((result.reason for result in results if result.reason), "")
     if reason:
         message = reason.strip().splitlines()[-1].rpartition("Error: ")[2]
         return f"no: {message.partition(', and ')[0]}"
-    return f"{layout}: {max(max(one.loss, one.gradient) for one in results):.0e} in {len(results)} cases"
+    return f"{layout}: {max(max(result.loss, result.gradient) for result in results):.0e} in {len(results)} cases"
 
 
 def first_line(error: Exception) -> str:

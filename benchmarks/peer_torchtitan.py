@@ -237,8 +237,8 @@ def full_weight(name: str, shape: torch.Size, device: str) -> Tensor:
     prefix = f"model.layers.{layer}."
     if inner not in HALVES:
         return named_weights.weight_of(prefix + LAYER_NAMES[inner], shape, device)
-    both = named_weights.weight_of(prefix + GATE_UP, (shape[0], 2 * shape[1], shape[2]), device)
-    return both.chunk(2, dim=1)[HALVES[inner]]
+    gate_up = named_weights.weight_of(prefix + GATE_UP, (shape[0], 2 * shape[1], shape[2]), device)
+    return gate_up.chunk(2, dim=1)[HALVES[inner]]
 
 
 def _keep_uncompiled(moe: Any) -> None:
