@@ -63,7 +63,7 @@ def check_imports(module: Module, upstream: Upstream) -> None:
         elif name.split(".")[0] == "transformers" and not statement.level:
             missing += _not_in_transformers(name, [alias.name for alias in statement.names])
     if missing:
-        listed = "".join(f"\n  {one}" for one in dict.fromkeys(missing))
+        listed = "".join(f"\n  {message}" for message in dict.fromkeys(missing))
         raise ConfigError(f"{upstream.given or upstream.origin} imports what does not exist:{listed}")
 
 
@@ -84,7 +84,7 @@ def _not_in_transformers(module: str, names: Sequence[str]) -> Iterator[str]:
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if "__getattr__" in functions or any(dotted(call.func) == "_LazyModule" for call in calls(tree)):
         return  # another lazy module
-    known = {one for node in ast.walk(tree) if isinstance(node, ast.stmt) for one in bound_names(node)}
+    known = {name for node in ast.walk(tree) if isinstance(node, ast.stmt) for name in bound_names(node)}
     for name in names:
         if "*" not in known and name not in known and not _is_module(release, f"{path}/{name}"):
             yield f"{module}.{name}: {release.origin} has no such name; remove it from the file, or define it there"

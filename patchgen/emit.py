@@ -48,10 +48,12 @@ def with_imports(module: Module, upstream: Upstream) -> Module:
     blocks = [block for block in parts if block is not None]
     start = next((i for i, b in enumerate(blocks) if not (b.is_docstring or _is_future(b))), len(blocks))
     end = next((i for i, b in enumerate(blocks) if i >= start and not b.is_import), len(blocks))
-    rest = blocks[end:]
-    if rest and not rest[0].text.startswith("\n"):
-        rest[0] = rest[0].with_text("\n" + rest[0].text)
-    return _explained(module.with_blocks([*blocks[:start], *_in_order(blocks[start:end], upstream.version), *rest]))
+    code_blocks = blocks[end:]
+    if code_blocks and not code_blocks[0].text.startswith("\n"):
+        code_blocks[0] = code_blocks[0].with_text("\n" + code_blocks[0].text)
+    return _explained(
+        module.with_blocks([*blocks[:start], *_in_order(blocks[start:end], upstream.version), *code_blocks])
+    )
 
 
 def _in_order(imports: Sequence[Block], version: str | None) -> list[Block]:
@@ -62,20 +64,20 @@ def _in_order(imports: Sequence[Block], version: str | None) -> list[Block]:
     """
     first = next((i for i, b in enumerate(imports) if _place(b)[2].split(".")[0] == "transformers"), len(imports))
     head, tail = list(imports[:first]), list(imports[first:])
-    ours = Block(text=OPS_IMPORT)
-    position = next((i for i, block in enumerate(head) if _place(block) > _place(ours)), len(head))
+    ops_import = Block(text=OPS_IMPORT)
+    position = next((i for i, block in enumerate(head) if _place(block) > _place(ops_import)), len(head))
     guard = [Block(text=f'ops.require_transformers(__file__, made_from="{version}")\n')] if version else []
     bound = [name for block in tail for name in block.binds]
     is_sorted = version is not None and len({*bound}) == len(bound) and "*" not in bound
     if is_sorted:
         tail.sort(key=_place)
-    placed = [*head[:position], ours, *head[position:], *guard, *tail]
-    moved = {id(block) for block in (ours, *guard, *(tail if is_sorted else ()))}
+    placed = [*head[:position], ops_import, *head[position:], *guard, *tail]
+    moved = {id(block) for block in (ops_import, *guard, *(tail if is_sorted else ()))}
     sections = [_place(block)[0] if block.is_import else None for block in placed]
     lead = imports[0].text if imports else ""
-    between = ["" if one == other else "\n" for one, other in itertools.pairwise(sections)]
+    between = ["" if section == next_section else "\n" for section, next_section in itertools.pairwise(sections)]
     gaps = [lead[: len(lead) - len(lead.lstrip("\n"))], *between]
-    beside = zip((ours, *placed), placed, gaps, strict=False)
+    beside = zip((ops_import, *placed), placed, gaps, strict=False)
     return [
         block.with_text(gap + block.text.lstrip("\n")) if moved & {id(before), id(block)} else block
         for before, block, gap in beside
@@ -93,14 +95,14 @@ def _place(block: Block) -> tuple[int, bool, str]:
 
 def _explained(module: Module) -> Module:
     """Says at the first use of an operation what it does on one rank: on its line, or in the comment of the pass above."""
-    told = table("one_rank.toml")
+    descriptions = table("one_rank.toml")
     blocks: list[Block] = []
     for block in module:
         lines = block.text.split("\n")
         inside = {line for s in block.statements for line in inside_strings(s)}
         uses = [node for s in block.statements for node in walk(s) if isinstance(node, ast.Attribute)]
         for node in sorted(uses, key=lambda node: node.lineno):
-            if dotted(node) != f"ops.{node.attr}" or (comment := told.get(node.attr)) is None:
+            if dotted(node) != f"ops.{node.attr}" or (comment := descriptions.get(node.attr)) is None:
                 continue
             line = node.lineno - 1
             ends = not lines[line].endswith("\\") and line + 2 not in inside  # with it, what stands on the line
@@ -113,7 +115,7 @@ def _explained(module: Module) -> Module:
                 lines[line] += f"  # {comment}"
             else:
                 continue  # at its next use
-            del told[node.attr]
+            del descriptions[node.attr]
         blocks.append(block.with_text("\n".join(lines)))
     return module.with_blocks(blocks)
 
@@ -170,8 +172,8 @@ def check_stands_alone(module: Module) -> None:
 
 def header(module: Module, upstream: Upstream, outcomes: Sequence[tuple[str, Outcome]], command: str) -> str:
     """Our record above upstream's own comments, which stay (but for the banner that says not to edit upstream's file)."""
-    told = [(name, summary(outcome)) for name, outcome in outcomes if name != "hand_edits"]
-    passes = [{"name": name, "summary": words} for name, words in told if words != NOTHING]
+    summaries = [(name, summary(outcome)) for name, outcome in outcomes if name != "hand_edits"]
+    passes = [{"name": name, "summary": words} for name, words in summaries if words != NOTHING]
     edits = [f"{hit.site}: {hit.what}" for name, outcome in outcomes if name == "hand_edits" for hit in outcome.hits]
     record = render(
         "header.jinja",
@@ -202,8 +204,8 @@ def lines_beside_banner(text: str) -> list[int]:
 def summary(outcome: Outcome) -> str:
     """One phrase for the header and the table: hits, what upstream does already, notes."""
     parts = ((outcome.hits, "{} hit{}"), (outcome.upstream, "upstream {}"), (outcome.notes, "{} note{}"))
-    told = [text.format(len(found), "" if len(found) == 1 else "s") for found, text in parts if found]
-    return ", ".join(told) or NOTHING
+    phrases = [text.format(len(entries), "" if len(entries) == 1 else "s") for entries, text in parts if entries]
+    return ", ".join(phrases) or NOTHING
 
 
 def diff(
@@ -275,10 +277,10 @@ def _with_used_names(block: Block, used: set[str]) -> Block | None:
         return block
     lines: list[str] = []
     for statement in (s for s in block.statements if isinstance(s, ast.Import | ast.ImportFrom)):
-        kept = [a for a in statement.names if (a.asname or a.name.split(".")[0]) in used or a.name == "*"]
-        if kept:
+        used_aliases = [a for a in statement.names if (a.asname or a.name.split(".")[0]) in used or a.name == "*"]
+        if used_aliases:
             statement = copy.copy(statement)
-            statement.names = kept
+            statement.names = used_aliases
             lines.append(ast.unparse(statement) + "\n")
     if not lines:
         return None

@@ -48,7 +48,9 @@ class Step:
         left, right = self.before.text.splitlines(), self.outcome.module.text.splitlines()
         for _ in range(2):
             pairs = enumerate(zip(left, right, strict=False))
-            same = next((number for number, (one, other) in pairs if one != other), min(len(left), len(right)))
+            same = next(
+                (number for number, (old_line, new_line) in pairs if old_line != new_line), min(len(left), len(right))
+            )
             left, right = left[same:][::-1], right[same:][::-1]
         return emit.changed_lines("\n".join(difflib.unified_diff(left, right, lineterm="")))
 
@@ -175,8 +177,8 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     Raises:
         PatchgenError: the source does not parse, a pass misses, or the result would not stand alone.
     """
-    own = Path(upstream.config_file) if upstream.config_file else None
-    config = (config or config_for(upstream.model, own)).for_heads(heads)
+    config_file = Path(upstream.config_file) if upstream.config_file else None
+    config = (config or config_for(upstream.model, config_file)).for_heads(heads)
     original = source.parse(upstream.text, upstream.path)
     anatomy = study(original, upstream)
     if not anatomy.classes:
@@ -196,9 +198,9 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     emit.check_parses(text, upstream.path)
 
     roots = config.kept or default_roots(original, anatomy)
-    kept = {block.line for block in module if block.line}
-    dropped = [block.name for block in original if block.name and block.line not in kept]
-    before, before_lines = _what_stayed(original, kept)
+    kept_lines = {block.line for block in module if block.line}
+    dropped = [block.name for block in original if block.name and block.line not in kept_lines]
+    before, before_lines = _what_stayed(original, kept_lines)
     body = emit.without_banner(original.header) + text[len(record) :]
     named = provenance.shown_root()
     diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines, root=named)
@@ -215,13 +217,13 @@ def generate_whole(
     Raises:
         PatchgenError: as `generate`, for any of them.
     """
-    found, release = [generate(upstream, heads=heads)], upstream.release
+    generated, release = [generate(upstream, heads=heads)], upstream.release
     if release is None:  # a file on disk has no parts: they are found in a release
-        return found
-    for one in found:  # grows
-        named = [name for name in one.parts if name not in {other.model for other in found} and not has(name)]
-        found += [generate(load_from(release, name)) for name in dict.fromkeys(named)]
-    return found
+        return generated
+    for part in generated:  # grows
+        named = [name for name in part.parts if name not in {other.model for other in generated} and not has(name)]
+        generated += [generate(load_from(release, name)) for name in dict.fromkeys(named)]
+    return generated
 
 
 def _take_heads(heads: Sequence[str], anatomy: Anatomy) -> None:
@@ -234,7 +236,7 @@ def _take_heads(heads: Sequence[str], anatomy: Anatomy) -> None:
         return
     release, models = anatomy.upstream.release, [name for name in anatomy.classes if anatomy.is_model(name)]
     maps = [release.auto_map(name) for name in AUTO_CLASS_MAPPINGS.values()] if release else []
-    served = {name for one in maps for name in one.values()} if release else {*models}
+    served = {name for auto_map in maps for name in auto_map.values()} if release else {*models}
     refused = {name: why for name in models if (why := _why_refused(name, anatomy, served))}
     for head in heads:
         if head not in models or head in refused:
@@ -261,14 +263,14 @@ def _why_refused(name: str, anatomy: Anatomy, served: set[str]) -> str:
     )
 
 
-def _what_stayed(original: Module, kept: set[int]) -> tuple[str, list[int]]:
+def _what_stayed(original: Module, kept_lines: set[int]) -> tuple[str, list[int]]:
     """Upstream's text without banner and dropped blocks, and the number in upstream's file of each line of it."""
     parts = [emit.without_banner(original.header)]
     numbers = [i + 1 for i in emit.lines_beside_banner(original.header)]
     line = original.header.count("\n")
     for block in original:
         length = block.text.count("\n")
-        if block.line in kept or block.is_import:
+        if block.line in kept_lines or block.is_import:
             parts.append(block.text)
             numbers += range(line + 1, line + length + 1)
         line += length

@@ -51,7 +51,7 @@ def with_project_passes(kinds: Sequence[type[Pass]]) -> tuple[type[Pass], ...]:
     """
     passes = list(kinds)
     for kind in _project_passes():
-        names = [one.name for one in passes]
+        names = [known_pass.name for known_pass in passes]
         if kind.name in names:
             raise ConfigError(
                 f"{inspect.getfile(kind)}: a pass named '{kind.name}' exists already. To fix: give yours another name."
@@ -68,25 +68,34 @@ def with_project_passes(kinds: Sequence[type[Pass]]) -> tuple[type[Pass], ...]:
 
 def _project_passes() -> list[type[Pass]]:
     current = current_project()
-    found: list[type[Pass]] = []
+    project_passes: list[type[Pass]] = []
     if current is None:
-        return found
+        return project_passes
     for path in current.passes:
         file = current.folder / path
         if not file.is_file():
             raise ConfigError(f"{current.file}: `passes` names {path}, but there is no file {file}.")
         module = load(file)
-        kinds = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Pass)]
-        kinds = [one for one in kinds if one.__module__ == module.__name__ and not inspect.isabstract(one)]
+        kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Pass)]
+        kinds = [
+            candidate
+            for candidate in kinds
+            if candidate.__module__ == module.__name__ and not inspect.isabstract(candidate)
+        ]
         attributes = ("name", "purpose", "expects")
-        missing = [f"{one.__name__}.{name}" for one in kinds for name in attributes if not hasattr(one, name)]
+        missing = [
+            f"{pass_class.__name__}.{name}"
+            for pass_class in kinds
+            for name in attributes
+            if not hasattr(pass_class, name)
+        ]
         if not kinds or missing:
             wrong = f"does not define {', '.join(missing)}" if missing else "defines no subclass of Pass"
             raise ConfigError(
                 f"{file} {wrong}. A pass has a name, a purpose and expects: see `patchgen explain fused_ops`."
             )
-        found += kinds
-    return found
+        project_passes += kinds
+    return project_passes
 
 
 def load(file: Path) -> ModuleType:

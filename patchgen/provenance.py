@@ -135,16 +135,16 @@ def _parts(module: Module, anatomy: Anatomy) -> list[dict[str, object]]:
 
 def _passes_of(steps: Sequence[Step], module: Module, anatomy: Anatomy) -> dict[str, list[str]]:
     """Class or function -> the passes that have a site in it, or the seam that a function is handed to."""
-    found: dict[str, list[str]] = {}
+    passes_by_name: dict[str, list[str]] = {}
     for step in steps:
         for hit in (*step.outcome.hits, *step.outcome.upstream) if step.rewrites else ():
-            found.setdefault(hit.site.partition(".")[0], []).append(step.name)
+            passes_by_name.setdefault(hit.site.partition(".")[0], []).append(step.name)
     for call in (call for block in module for statement in block.statements for call in calls(statement)):
         if dotted(call.func).startswith("ops."):
             for argument in call.args:
                 if dotted(argument) in anatomy.functions:
-                    found.setdefault(dotted(argument), [dotted(call.func)])
-    return found
+                    passes_by_name.setdefault(dotted(argument), [dotted(call.func)])
+    return passes_by_name
 
 
 def read(directory: Path) -> Record:
@@ -187,14 +187,16 @@ def drifted_edits(directory: Path, generated: Generated) -> list[str]:
     """
     if not (directory / "provenance.json").is_file():
         return []
-    known = {(one["verb"], one["target"]): one for one in read(directory).get("edits", ())}
-    found: list[str] = []
+    known = {
+        (edit_record["verb"], edit_record["target"]): edit_record for edit_record in read(directory).get("edits", ())
+    }
+    drifted: list[str] = []
     record: Record = json.loads(generated.provenance)
     for edit in record.get("edits", ()):
         before = known.get((edit["verb"], edit["target"]), edit)
         if before["edit"] == edit["edit"] and before["upstream"] != edit["upstream"]:
-            found.append(edit["target"])
-    return found
+            drifted.append(edit["target"])
+    return drifted
 
 
 def refuse_drifted_edits(directory: Path, generated: Generated, reviewed: Collection[str] = ()) -> None:

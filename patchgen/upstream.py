@@ -132,11 +132,11 @@ class Release:
 
     @functools.cached_property
     def _auto_maps(self) -> dict[str, dict[str, str]]:
-        found: dict[str, dict[str, str]] = {}
+        maps: dict[str, dict[str, str]] = {}
         for name in AUTO_FILES:
             for table, pairs in _tables(self.read(f"models/auto/{name}.py") or ""):
-                found.setdefault(table, {}).update(pairs)
-        return found
+                maps.setdefault(table, {}).update(pairs)
+        return maps
 
     def auto_map(self, name: str) -> dict[str, str]:
         """One of upstream's `..._MAPPING_NAMES`: model type -> class name (the first one where there are several)."""
@@ -164,11 +164,11 @@ class Release:
     @functools.cached_property
     def _defining(self) -> dict[str, list[str]]:
         """Class -> the modeling files that define it."""
-        found: dict[str, list[str]] = {}
+        files_of_class: dict[str, list[str]] = {}
         for path in self.all_modeling_files:
             for name in re.findall(r"\nclass (\w+)\(", self.read(path) or ""):
-                found.setdefault(name, []).append(path)
-        return found
+                files_of_class.setdefault(name, []).append(path)
+        return files_of_class
 
     def known_models(self) -> list[str]:
         return sorted({*self.modeling_files, *self.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")})
@@ -283,15 +283,15 @@ def name_of(source: Path) -> str:
 
 def _modeling_file(model: str | None, source: Path) -> Path:
     if source.is_dir():
-        found = sorted(source.glob("modeling_*.py"))
-        preferred = [file for file in found if file.stem == f"modeling_{model}"]
-        if not preferred and len(found) != 1:
-            names = ", ".join(file.name for file in found) or "none"
+        modeling_files = sorted(source.glob("modeling_*.py"))
+        preferred = [file for file in modeling_files if file.stem == f"modeling_{model}"]
+        if not preferred and len(modeling_files) != 1:
+            names = ", ".join(file.name for file in modeling_files) or "none"
             raise UpstreamNotFound(
                 f"{source} should hold modeling_{model or 'NAME'}.py or a single modeling_*.py; found: {names}. "
                 "Name the file itself with --source."
             )
-        source = (preferred or found)[0]
+        source = (preferred or modeling_files)[0]
     if not source.is_file():
         raise UpstreamNotFound(f"There is no file {source} (given as --source).")
     return source
@@ -338,47 +338,47 @@ def _moved(text: str) -> str:
 
 def _siblings(source: Path, text: str) -> dict[str, str]:
     """The files beside a modeling file that it imports relatively; a generated file takes copies along."""
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     pending = [text]
     while pending:
         try:
             tree = ast.parse(pending.pop())
         except SyntaxError:
-            return found  # the parser of the modeling file reports it with its place
+            return files  # the parser of the modeling file reports it with its place
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
                 file = source.with_name(node.module.split(".")[0] + ".py")
-                if file.is_file() and file.name not in found and file != source:
-                    found[file.name] = _moved(_read_source(file))
-                    pending.append(found[file.name])
-    return found
+                if file.is_file() and file.name not in files and file != source:
+                    files[file.name] = _moved(_read_source(file))
+                    pending.append(files[file.name])
+    return files
 
 
 def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
     """The configuration classes of a `configuration_*.py`, by name; what a class does not state it has from its base."""
-    found: dict[str, ConfigClass] = {}
+    configs: dict[str, ConfigClass] = {}
     for node in (node for block in parse(text, path) for node in block.statements if isinstance(node, ast.ClassDef)):
         values: dict[str, ast.expr] = {}
         for statement in node.body:
             match statement:
                 case ast.Assign([ast.Name(name), *_], value) | ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
                     values[name] = value
-        base = next((found[name] for name in map(ast.unparse, node.bases) if name in found), ConfigClass("", None))
+        base = next((configs[name] for name in map(ast.unparse, node.bases) if name in configs), ConfigClass("", None))
         model_type = values.get("model_type")
         sub_configs = dict(base.sub_configs)
         for table in ("sub_configs", "sub_configs_defaults"):  # the second name since 5.2x
             sub_configs |= _sub_configs(values.get(table))
-        found[node.name] = ConfigClass(
+        configs[node.name] = ConfigClass(
             name=node.name,
             model_type=_text(model_type) if isinstance(model_type, ast.Constant) else base.model_type,
             sub_configs=sub_configs,
         )
-    return found
+    return configs
 
 
 def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
     """Reads `{"text_config": TextConfig, "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="x")}`."""
-    found: dict[str, SubConfig] = {}
+    sub_configs: dict[str, SubConfig] = {}
     for key, value in zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ():
         if (name := _text(key)) is None:
             continue
@@ -387,11 +387,11 @@ def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
             given = {keyword.arg: keyword.value for keyword in value.keywords}
             stated = dict(zip(("config_class",), value.args, strict=False)) | given
         config_class, kind = stated.get("config_class"), stated.get("model_type")
-        found[name] = SubConfig(
+        sub_configs[name] = SubConfig(
             "AutoConfig" if config_class is None else ast.unparse(config_class),
             _text(kind),
         )
-    return found
+    return sub_configs
 
 
 def _text(node: ast.expr | None) -> str | None:

@@ -89,9 +89,9 @@ def result(place: Place) -> Iterator[Change]:
         changed = ast.parse(f"if result.loss is not None:\n    {code}\nreturn result").body
         yield code, place.replaced(named, *changed), {}
     for code in ("sum((loss, loss.detach().std(unbiased=False) + 0.1))", "torch.stack((loss, loss * loss)).sum()"):
-        found = next(k.value for k in call.keywords if k.arg == "loss")
+        loss_value = next(k.value for k in call.keywords if k.arg == "loss")
         changed = ast.parse(f"{code} if loss is not None else None", mode="eval").body
-        yield code, place.with_expression(found, changed), {}
+        yield code, place.with_expression(loss_value, changed), {}
 
 
 def _result_with_loss(statement: ast.stmt) -> ast.Call | None:

@@ -108,10 +108,10 @@ class _Progress:
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> _Progress:
-        found = cls(set())
+        progress = cls(set())
         for row in rows:
-            found.add(row)
-        return found
+            progress.add(row)
+        return progress
 
     def add(self, row: Row) -> None:
         self.known.add(row["mutant"])
@@ -202,14 +202,14 @@ def _cpu_time_limit(seconds: float) -> Generator[None, None, None]:
 def _cached_walk() -> Generator[None, None, None]:
     """Replaces `ast.walk` by one that caches the nodes below each class and function, in the same order: passes walk the
     same ones again and again, which is half of the generator's time. A pass that changes code parses a new tree."""
-    found: dict[int, list[ast.AST]] = {}  # the lists keep their roots alive, so no id is used again
+    nodes_below: dict[int, list[ast.AST]] = {}  # the lists keep their roots alive, so no id is used again
 
     def walk(node: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             return iter(_below(node))
-        if id(node) not in found:
-            found[id(node)] = _below(node)
-        return iter(found[id(node)])
+        if id(node) not in nodes_below:
+            nodes_below[id(node)] = _below(node)
+        return iter(nodes_below[id(node)])
 
     before, ast.walk = ast.walk, walk
     try:
@@ -221,9 +221,9 @@ def _cached_walk() -> Generator[None, None, None]:
 def _below(node: ast.AST) -> list[ast.AST]:
     """The nodes of a tree, breadth first."""
     nodes = [node]
-    for one in nodes:  # the list grows while it is read
-        for name in one._fields:
-            value = getattr(one, name, None)
+    for parent in nodes:  # the list grows while it is read
+        for name in parent._fields:
+            value = getattr(parent, name, None)
             if is_list(value):
                 nodes += [item for item in value if isinstance(item, ast.AST)]
             elif isinstance(value, ast.AST):
@@ -259,10 +259,14 @@ class _RankJudge:
             self.close()
             self._pool = RankPool(2)
         self._num_judged += 1
-        found = mutants_on_ranks.verdict(self._pool, subject)
-        if found.kind == WRONG:
-            return {"verdict": WRONG, "detail": found.detail, "ranks": WRONG}
-        return {"ranks": found.kind, "ranks_by": found.by, "ranks_detail": found.detail}
+        verdict_on_ranks = mutants_on_ranks.verdict(self._pool, subject)
+        if verdict_on_ranks.kind == WRONG:
+            return {"verdict": WRONG, "detail": verdict_on_ranks.detail, "ranks": WRONG}
+        return {
+            "ranks": verdict_on_ranks.kind,
+            "ranks_by": verdict_on_ranks.by,
+            "ranks_detail": verdict_on_ranks.detail,
+        }
 
     def __enter__(self) -> _RankJudge:
         return self

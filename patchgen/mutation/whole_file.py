@@ -92,7 +92,13 @@ def _set_attributes(place: Place) -> list[str]:
     """The attributes of `self` in the statement that its class assigns."""
     assigns = [node for node in ast.walk(place.owner or ast.Pass()) if isinstance(node, ast.Assign)]
     assigned = {own_attribute(target) for node in assigns for target in node.targets} - {"config", "training"}
-    return sorted({name for one in expressions(place.statement) if (name := own_attribute(one)) in assigned and name})
+    return sorted(
+        {
+            name
+            for expression in expressions(place.statement)
+            if (name := own_attribute(expression)) in assigned and name
+        }
+    )
 
 
 def attribute_renamed(place: Place) -> Iterator[Change]:
@@ -246,11 +252,11 @@ def other_body(place: Place) -> Iterator[Change]:
         last = name.rpartition(".")[2]
         if not name.startswith(("nn.functional.", "F.", "torch.")) or last in _bound_here(place.source):
             continue
-        own = f"def {last}(*args, **kwargs):\n    return {name}(*args, **kwargs) * 1.25"
-        holder = "class own_functions:\n    @staticmethod\n" + textwrap.indent(own, "    ")
+        definition = f"def {last}(*args, **kwargs):\n    return {name}(*args, **kwargs) * 1.25"
+        holder = "class own_functions:\n    @staticmethod\n" + textwrap.indent(definition, "    ")
         changed = copy.deepcopy(node)
         changed.func = ast.Name(last, ast.Load())
-        yield f"{name} -> a function of this file", place.with_expression(node, changed, own), {}
+        yield f"{name} -> a function of this file", place.with_expression(node, changed, definition), {}
         through = copy.deepcopy(node)
         through.func = ast.parse(f"own_functions.{last}", mode="eval").body
         yield f"{name} -> an object's method", place.with_expression(node, through, holder), {}
@@ -351,12 +357,15 @@ def class_of_same_name(place: Place) -> Iterator[Change]:
     """A class that the class builds, or a table that it reads, is replaced by one of the same name in another module."""
     if place.owner is None:
         return
-    own = slice(first_line(place.owner) - 1, place.owner.end_lineno)
-    code = "".join(place.source.lines[own])
+    class_lines = slice(first_line(place.owner) - 1, place.owner.end_lineno)
+    code = "".join(place.source.lines[class_lines])
     for name in sorted(set(re.findall(r"\bnn\.([A-Z]\w+)\(", code)) - {"Module", "ModuleList", "Parameter"}):
         if name not in _bound_here(place.source):
             lines = [*place.source.lines]
-            lines[own] = [f"from .{OTHER_MODULE} import {name}\n\n\n", re.sub(rf"\bnn\.{name}\(", f"{name}(", code)]
+            lines[class_lines] = [
+                f"from .{OTHER_MODULE} import {name}\n\n\n",
+                re.sub(rf"\bnn\.{name}\(", f"{name}(", code),
+            ]
             text = "".join(lines)
             yield f"nn.{name} -> {name} of another module", text, {OTHER_MODULE: OTHER_LAYER.format(name=name)}
     for name in sorted(set(OTHERS) & {n.id for n in ast.walk(place.owner) if isinstance(n, ast.Name)}):
@@ -390,14 +399,14 @@ def attribute_renamed_everywhere(place: Place) -> Iterator[Change]:
 
 
 def _needed(name: str, blocks: Mapping[str, ast.AST]) -> set[str]:
-    found, pending = set[str](), [name]
+    needed, pending = set[str](), [name]
     while pending:
         current = pending.pop()
-        if current in found or current not in blocks:
+        if current in needed or current not in blocks:
             continue
-        found.add(current)
+        needed.add(current)
         pending += [n.id for n in ast.walk(blocks[current]) if isinstance(n, ast.Name)]
-    return found
+    return needed
 
 
 FILE_OPERATORS = (

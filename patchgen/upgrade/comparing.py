@@ -40,9 +40,15 @@ class Texts:
         """The four texts of one symbol, and its lines; of a class only the head, unless `with_members`."""
         sides = {"old_upstream": self.old.text, "new_upstream": self.new.text}
         sides |= {"generated_now": self.now, "generated_then": self.then}
-        found = {name: (symbols_of(text).get(symbol), text) for name, text in sides.items()}
-        texts = {name: one.text(text, with_members=with_members) if one else "" for name, (one, text) in found.items()}
-        lines = {f"{side}_line": one.line if (one := found[f"{side}_upstream"][0]) else 0 for side in ("old", "new")}
+        symbols_and_texts = {name: (symbols_of(text).get(symbol), text) for name, text in sides.items()}
+        texts = {
+            name: one.text(text, with_members=with_members) if one else ""
+            for name, (one, text) in symbols_and_texts.items()
+        }
+        lines = {
+            f"{side}_line": symbol_of_side.line if (symbol_of_side := symbols_and_texts[f"{side}_upstream"][0]) else 0
+            for side in ("old", "new")
+        }
         return texts | lines
 
 
@@ -88,8 +94,8 @@ def compare_model(
         sites += _changed_hits(record, then, texts)
         sites += _differently_generated(sites, texts)
         sites += missing_imports(texts.then, after, new.path)
-    kept = (set(record["symbols"]), set((then or record)["symbols"]))
-    sites += drift_of_helpers(before, after, old, new, kept)
+    kept_symbols = (set(record["symbols"]), set((then or record)["symbols"]))
+    sites += drift_of_helpers(before, after, old, new, kept_symbols)
     verdict = max((site.verdict for site in sites), default=SAME)
     reason = next((site.reason for site in sites if site.verdict == PERSON), VERDICT_NAMES[verdict])
     return ModelUpgrade(model, *versions, verdict, reason, tuple(sites), now, texts.then)
@@ -122,7 +128,7 @@ def _drift_of_model(texts: Texts, record: Record, then: Record | None, config: M
     edited = {edit.target.partition(".")[0] for edit in config.edits}
     kept_old = set(record["symbols"]) | edited
     kept_new = set(then["symbols"]) | edited if then else kept_old | {name for name in new if name not in old}
-    found: list[Site] = []
+    sites: list[Site] = []
     for name in dict.fromkeys((*old, *new)):
         owner = name.partition(".")[0]
         sides = [_kept(side, name, owner, kept) for side, kept in ((old, kept_old), (new, kept_new))]
@@ -133,8 +139,8 @@ def _drift_of_model(texts: Texts, record: Record, then: Record | None, config: M
         kind = "added" if sides[0] is None else "gone" if sides[1] is None else "changed"
         passes, reason = _passes_at(name, owner, record, then)
         sources = texts.of(name, with_members=kind != "changed")
-        found.append(Site("model", kind, texts.new.path, name, passes, REVIEW, reason, **sources))
-    return found
+        sites.append(Site("model", kind, texts.new.path, name, passes, REVIEW, reason, **sources))
+    return sites
 
 
 def _kept(side: Mapping[str, Symbol], name: str, owner: str, kept: set[str]) -> Symbol | None:
@@ -159,19 +165,19 @@ def _passes_at(name: str, owner: str, record: Record, then: Record | None) -> tu
 
 def _hits(record: Record) -> dict[tuple[str, str], str]:
     """(pass, site) -> what the pass did there, or found upstream doing."""
-    found: dict[tuple[str, str], str] = {}
+    hits: dict[tuple[str, str], str] = {}
     for step in record["passes"]:
         kind = pass_named(step["name"])
         rewrites = kind is not None and issubclass(kind, SitePass)
         for hit in (*step["hits"], *(step["upstream"] if rewrites else ())) if step["name"] not in PLUMBING else ():
-            found[step["name"], hit["site"]] = hit["what"]
-    return found
+            hits[step["name"], hit["site"]] = hit["what"]
+    return hits
 
 
 def _with_edits(sites: list[Site], edits: list[Site], texts: Texts) -> list[Site]:
     """The sites with those of hand edits: a change under a hand edit is reviewed with the edit."""
     targets = {edit.symbol: edit for edit in edits}
-    found: list[Site] = []
+    result: list[Site] = []
     for site in sites:
         edit = targets.get(site.symbol.partition(".")[0], targets.get(site.symbol))
         if site.symbol in targets or (edit is not None and site.kind == "added"):
@@ -179,9 +185,9 @@ def _with_edits(sites: list[Site], edits: list[Site], texts: Texts) -> list[Site
         if edit is not None:
             reason = f"replaced by a hand edit: {edit.reason}"
             site = replace(site, passes=("hand_edits",), verdict=edit.verdict, reason=reason)
-        found.append(site)
+        result.append(site)
     generated = [{k: v for k, v in texts.of(edit.symbol).items() if k.startswith("generated")} for edit in edits]
-    return [replace(edit, **sides) for edit, sides in zip(edits, generated, strict=True)] + found
+    return [replace(edit, **sides) for edit, sides in zip(edits, generated, strict=True)] + result
 
 
 # -------------------------------------------------------------------------------------------------- generation

@@ -22,8 +22,8 @@ def drift_under_edits(
     The target is compared with the hash in the record, taken when the edit was written or last reviewed; without one, with
     the release that the committed file was generated from.
     """
-    parsed = [source.parse(one.text, one.path) for one in (old, new)]
-    recorded = {(one["verb"], one["target"]): one for one in record.get("edits", ())}
+    parsed = [source.parse(upstream_file.text, upstream_file.path) for upstream_file in (old, new)]
+    recorded = {(edit_record["verb"], edit_record["target"]): edit_record for edit_record in record.get("edits", ())}
     for edit in edits:
         if isinstance(edit, AddMethod):
             yield from _added_upstream(edit, parsed[1], new.path)
@@ -90,7 +90,7 @@ def _line(edit: Edit, nodes: list[ast.stmt], module: Module) -> int:
 
 
 def _first_line(node: ast.stmt) -> int:
-    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
 
 
 def _block(edit: Edit, module: Module) -> Block:

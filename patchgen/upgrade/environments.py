@@ -32,10 +32,10 @@ def python_for(target: LocatedRelease, python: Path | None = None) -> Path:
         return Path(sys.executable)
     python = python or _environment(target)
     version = target.release.version
-    found = _imported_version(python)
-    if found != version:
+    imported = _imported_version(python)
+    if imported != version:
         raise UpstreamNotFound(
-            f"{python} should have transformers {version} and has {found}. To fix: install it there, give another --python, "
+            f"{python} should have transformers {version} and has {imported}. To fix: install it there, give another --python, "
             "or omit --python to create an environment."
         )
     return python

@@ -74,12 +74,12 @@ def _only_moved(old: dict[SymbolPlace, Symbol], new: dict[SymbolPlace, Symbol]) 
     for place in new:
         if place not in old:
             added.setdefault(place[1], []).append(place)
-    found: set[SymbolPlace] = set()
+    moved: set[SymbolPlace] = set()
     for place in old:
         for other in added.get(place[1], ()) if place not in new else ():
             if old[place].same_as(new[other]):
-                found |= {place, other}
-    return found
+                moved |= {place, other}
+    return moved
 
 
 def _is_listed_with_its_class(
@@ -100,9 +100,9 @@ def _differs_in_annotation_only(place: SymbolPlace, a: Symbol | None, b: Symbol 
 
 def _route(place: SymbolPlace, reached: list[dict[SymbolPlace, SymbolPlace | None]]) -> str:
     """How the model's file leads to a symbol: `create_causal_mask -> sdpa_mask`."""
-    found = reached[0] if place in reached[0] else reached[1]
+    reached_symbols = reached[0] if place in reached[0] else reached[1]
     names = [place[1]]
-    while (via := found[place]) is not None:
+    while (via := reached_symbols[place]) is not None:
         names.append(via[1])
         place = via
     return " -> ".join(reversed(names))
@@ -147,12 +147,14 @@ def _rebound_names(
         files, place = (before.require_file(path), after.require_file(path)), "config" if is_config(path) else "helper"
         for name, texts in _rebound(*files, before, after) if files[0] is not files[1] else ():
             readers = [(path, reader) for reader in _readers(name, files[1])]
-            routes = [_route(one, reached) for one in readers if one in reached[0] and one in reached[1]]
+            routes = [_route(reader, reached) for reader in readers if reader in reached[0] and reader in reached[1]]
             if routes:
-                route = min(routes, key=lambda one: one.count("->"))
+                route = min(routes, key=lambda route_text: route_text.count("->"))
                 reason = f"{explanation}; the file leads to it: {route} -> {name}"
                 site = Site(place, "changed", f"transformers/{path}", name, (), REVIEW, reason, *texts)
-                is_run = place == "config" or any(one in run[0] and one in run[1] for one in readers)
+                is_run = place == "config" or any(
+                    reader_place in run[0] and reader_place in run[1] for reader_place in readers
+                )
                 yield replace(site, is_run=is_run)
 
 
@@ -166,14 +168,19 @@ def _rebound(a: File, b: File, before: Library, after: Library) -> Iterator[tupl
 
 def _is_same_elsewhere(old: set[str], new: set[str], before: Library, after: Library) -> bool:
     """Whether the imported symbols are unchanged, but in another file now."""
-    found: list[set[tuple[str, str]]] = []
+    forms: list[set[tuple[str, str]]] = []
     for library, names in ((before, old), (after, new)):
         places = [library.locate(name) for name in names]
-        symbols = [_symbol(library, (one[0], one[1][0])) if one and one[1] else None for one in places]
-        found.append(
-            {(name.rpartition(".")[2], one.form if one else name) for name, one in zip(names, symbols, strict=True)}
+        symbols = [
+            _symbol(library, (located[0], located[1][0])) if located and located[1] else None for located in places
+        ]
+        forms.append(
+            {
+                (name.rpartition(".")[2], symbol.form if symbol else name)
+                for name, symbol in zip(names, symbols, strict=True)
+            }
         )
-    return found[0] == found[1]
+    return forms[0] == forms[1]
 
 
 def _readers(name: str, file: File) -> list[str]:
@@ -200,7 +207,7 @@ def _is_missing(dotted: str, module: str, library: Library) -> bool:
         return False
     base = "/".join(module.split(".")[1:])
     files = (library.file(f"{base}.py"), library.file(f"{base}/__init__.py".lstrip("/")))
-    file = next((one for one in files if one is not None), None)
+    file = next((candidate for candidate in files if candidate is not None), None)
     return file is None or (not _has_unlisted_names(file) and dotted.rpartition(".")[2] not in exported(file))
 
 

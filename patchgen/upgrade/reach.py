@@ -107,17 +107,17 @@ class Library:
     def _closure(
         self, roots: Iterable[SymbolPlace], entries: Mapping[SymbolPlace, list[SymbolPlace]], follows: Follows | None
     ) -> dict[SymbolPlace, SymbolPlace | None]:
-        found: dict[SymbolPlace, SymbolPlace | None] = dict.fromkeys(roots)
-        pending = list(found)
+        predecessors: dict[SymbolPlace, SymbolPlace | None] = dict.fromkeys(roots)
+        pending = list(predecessors)
         while pending:
             place = pending.pop()
             if place not in self._reached:
                 self._reached[place] = tuple(self._leads_to(place))
             for other in entries.get(place, self._reached[place]):
-                if other not in found and (follows is None or follows(place, other)):
-                    found[other] = place
+                if other not in predecessors and (follows is None or follows(place, other)):
+                    predecessors[other] = place
                     pending.append(other)
-        return found
+        return predecessors
 
     def _entries(self, table: SymbolPlace, classes: list[str]) -> list[SymbolPlace]:
         """A table's entries for classes: their key is a part of a class name, "ForCausalLM" for example."""
@@ -141,7 +141,7 @@ class Library:
         owner, _, member = name.partition(".")
         is_class = not member and any(isinstance(node, ast.ClassDef) for node in symbol.nodes)
         if is_class:
-            yield from ((path, one) for one in self._members(file, owner))
+            yield from ((path, member_place) for member_place in self._members(file, owner))
         for node in symbol.nodes:
             for table in _tables_by_class(node):
                 self._by_class |= set(self._names_in(file, table, with_annotations=False))
@@ -170,10 +170,10 @@ class Library:
                 yield from self._places_of(file, meaning)
 
     def _places_of(self, file: File, meaning: str) -> Iterator[SymbolPlace]:
-        found = self._locate_in(file, meaning[1:].split("."), 0) if meaning.startswith(".") else self.locate(meaning)
-        if found is None or not found[1] or found[0].startswith(AUTO):
+        located = self._locate_in(file, meaning[1:].split("."), 0) if meaning.startswith(".") else self.locate(meaning)
+        if located is None or not located[1] or located[0].startswith(AUTO):
             return
-        path, (name, *attributes) = found
+        path, (name, *attributes) = located
         yield path, name
         if attributes:
             yield from self._attribute_of(path, name, attributes[0])
@@ -191,13 +191,13 @@ class Library:
 
     def members_of(self, path: str, owner: str, attribute: str) -> list[SymbolPlace]:
         """The definition of an attribute in a class, or in the first of its bases that has it."""
-        seen, pending = set[SymbolPlace](), [(path, owner)]
+        visited, pending = set[SymbolPlace](), [(path, owner)]
         while pending:
             place = pending.pop(0)
             file = self.file(place[0])
-            if place in seen or file is None or place[1] not in file.symbols:
+            if place in visited or file is None or place[1] not in file.symbols:
                 continue
-            seen.add(place)
+            visited.add(place)
             if f"{place[1]}.{attribute}" in file.symbols:
                 return [(place[0], f"{place[1]}.{attribute}")]
             heads = [node for node in file.symbols[place[1]].nodes if isinstance(node, ast.ClassDef)]
@@ -232,17 +232,17 @@ class Library:
                         roots[place] = None
                 for attribute in _self_attributes(node) if "." in name else ():
                     roots.update(dict.fromkeys(self._inherited(file, owner, attribute)))
-        found = self.reached_from((place for place in roots if place[0] != path), kept, follows)
-        return {place: via for place, via in found.items() if place[0] != path}
+        reached = self.reached_from((place for place in roots if place[0] != path), kept, follows)
+        return {place: via for place, via in reached.items() if place[0] != path}
 
     def _inherited(self, file: File, owner: str, attribute: str) -> Iterator[SymbolPlace]:
         """The definition of an attribute that a class of the file inherits from another file."""
-        pending, seen = [owner], set[str]()
+        pending, visited = [owner], set[str]()
         while pending:
             name = pending.pop(0)
-            if name in seen or f"{name}.{attribute}" in file.symbols:
+            if name in visited or f"{name}.{attribute}" in file.symbols:
                 return
-            seen.add(name)
+            visited.add(name)
             for head in file.symbols[name].nodes if name in file.symbols else ():
                 for base in getattr(head, "bases", ()):
                     meaning = file.names.resolve(base) or ""
@@ -296,7 +296,9 @@ def _expressions(node: ast.AST, with_annotations: bool) -> Iterator[ast.expr]:
 def _tables_by_class(node: ast.AST) -> Iterator[ast.expr]:
     """The tables in which code looks up the name of its class: `kind = self.__class__.__name__`, then `kind in TABLE`."""
     assigned = (child for child in ast.walk(node) if isinstance(child, ast.Assign))
-    names = {ast.unparse(one.targets[0]) for one in assigned if ast.unparse(one.value) in CLASS_NAMES}
+    names = {
+        ast.unparse(assignment.targets[0]) for assignment in assigned if ast.unparse(assignment.value) in CLASS_NAMES
+    }
     for child in ast.walk(node) if names else ():
         if isinstance(child, ast.Compare) and isinstance(child.ops[0], ast.In | ast.NotIn):
             yield from child.comparators[:1] if ast.unparse(child.left) in names else ()
@@ -304,14 +306,14 @@ def _tables_by_class(node: ast.AST) -> Iterator[ast.expr]:
 
 def _self_attributes(node: ast.AST) -> set[str]:
     """The attributes of `self`, `cls` and `super()` that code reads."""
-    found: set[str] = set()
+    attributes: set[str] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
             owner = child.value
             is_super = isinstance(owner, ast.Call) and getattr(owner.func, "id", "") == "super"
             if is_super or (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
-                found.add(child.attr)
-    return found
+                attributes.add(child.attr)
+    return attributes
 
 
 def exported(file: File) -> set[str]:

@@ -69,7 +69,14 @@ def _in_wheel(path: Path) -> LocatedRelease:
 
 def _in_folder(path: Path) -> LocatedRelease:
     candidates = (path, path / PACKAGE, path / "src" / PACKAGE)
-    root = next((one for one in candidates if (one / "models").is_dir() and (one / "__init__.py").is_file()), None)
+    root = next(
+        (
+            candidate
+            for candidate in candidates
+            if (candidate / "models").is_dir() and (candidate / "__init__.py").is_file()
+        ),
+        None,
+    )
     if root is None or root.name != PACKAGE:
         raise UpstreamNotFound(
             f"{path} contains no transformers: searched for the package 'transformers', with models/, there and in "
@@ -81,10 +88,10 @@ def _in_folder(path: Path) -> LocatedRelease:
 
 def _version(root: Path | zipfile.Path, path: Path) -> str:
     text = (root / "__init__.py").read_text(encoding="utf-8") if (root / "__init__.py").is_file() else ""
-    found = re.search(r"^__version__ = [\"']([^\"']+)[\"']", text, re.MULTILINE)
-    if found is None:
+    match = re.search(r"^__version__ = [\"']([^\"']+)[\"']", text, re.MULTILINE)
+    if match is None:
         raise UpstreamNotFound(f"{path}: transformers/__init__.py defines no __version__, so it is not a release.")
-    return found[1]
+    return match[1]
 
 
 def installed() -> str:

@@ -43,7 +43,7 @@ class Symbol:
         return min((node.lineno for node in self.nodes if isinstance(node, ast.stmt | ast.expr | ast.arg)), default=0)
 
     def same_as(self, other: Symbol) -> bool:
-        annotations = [one.annotation for one in (self, other) if one.annotation is not None]
+        annotations = [symbol.annotation for symbol in (self, other) if symbol.annotation is not None]
         differs = len(annotations) == 2 and normal_form(annotations[0]) != normal_form(annotations[1])
         return self.form == other.form and not differs
 
@@ -65,19 +65,21 @@ def symbols_of(text: str, *, is_config: bool = False) -> Mapping[str, Symbol]:
 
 def symbols_of_statements(nodes: list[ast.stmt], *, is_config: bool) -> dict[str, Symbol]:
     """The same for the statements of a parsed file."""
-    found: dict[str, Symbol] = {}
+    symbols: dict[str, Symbol] = {}
     others: list[ast.stmt] = []
     for node in nodes:
         if isinstance(node, ast.ClassDef):
-            found.update((symbol.name, symbol) for symbol in _of_class(node, is_config))
+            symbols.update((symbol.name, symbol) for symbol in _of_class(node, is_config))
         elif isinstance(node, ast.Import | ast.ImportFrom) or _is_docstring(node):
             continue
         elif names := bound_names(node):
-            found.update((name, _bound(name, node, found.get(name))) for name in names if not _is_imported(node, name))
+            symbols.update(
+                (name, _bound(name, node, symbols.get(name))) for name in names if not _is_imported(node, name)
+            )
         else:
             others.append(node)
-    found.pop("__all__", None)
-    return found | ({OTHER: Symbol(OTHER, tuple(others), tuple(others))} if others else {})
+    symbols.pop("__all__", None)
+    return symbols | ({OTHER: Symbol(OTHER, tuple(others), tuple(others))} if others else {})
 
 
 def _bound(name: str, node: ast.stmt, earlier: Symbol | None) -> Symbol:
@@ -142,7 +144,7 @@ def _is_imported(node: ast.stmt, name: str) -> bool:
     if not isinstance(node, ast.If | ast.Try | ast.With):
         return False
     imports = (n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom))
-    return any(name in bound_names(one) for one in imports)
+    return any(name in bound_names(statement) for statement in imports)
 
 
 def _is_docstring(node: ast.stmt) -> bool:
@@ -156,5 +158,5 @@ def _source_of(source: str, lines: list[str], node: ast.AST) -> str:
         return ast.unparse(node)
     if not isinstance(node, ast.stmt):
         return ast.get_source_segment(source, node) or ast.unparse(node)
-    start = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+    start = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
     return "\n".join(lines[start - 1 : node.end_lineno])
