@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from patchgen.anatomy import known
 from patchgen.anatomy.classes import calls, own_attribute, parameter_names, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.initialisation import METHOD
@@ -23,7 +24,7 @@ from patchgen.errors import Missed
 # fmt: off
 MODULE_CONTENTS = {
     "parameters", "named_parameters", "get_parameter", "_parameters", "state_dict", "get_submodule",
-    "modules", "named_modules", "children", "named_children", "_modules",
+    "modules", "named_modules", "children", "named_children", "_modules", "__dict__",
 }
 # fmt: on
 
@@ -92,21 +93,31 @@ def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Ite
         runs = function.name != "__init__" and (not name or function.name in named)
         shared_properties = {id(_first_parameter(node)) for node in walk(function)}
         for node in walk(function):
-            match node:
-                case ast.Attribute(value, read, ast.Load()) | ast.Call(
-                    ast.Name("getattr"), [value, ast.Constant(read), *_]
+            for value, read in _readings(anatomy, node):
+                is_own = isinstance(value, ast.Name) and value.id == "self"
+                built = [b.target for b in anatomy.builds(name) if b.attribute == own_attribute(value)] if name else []
+                is_other = name not in lineage_names if is_own else bool(built) and not lineage_names & set(built)
+                reads_contents = read in MODULE_CONTENTS and runs and id(node) not in shared_properties
+                if (read in stacks and not is_other) or (
+                    reads_contents and _may_hold(anatomy, name, value, lineage_names)
                 ):
-                    is_own = isinstance(value, ast.Name) and value.id == "self"
-                    built = (
-                        [b.target for b in anatomy.builds(name) if b.attribute == own_attribute(value)] if name else []
-                    )
-                    is_other = name not in lineage_names if is_own else bool(built) and not lineage_names & set(built)
-                    reads_contents = read in MODULE_CONTENTS and runs and id(node) not in shared_properties
-                    if (read in stacks and not is_other) or (
-                        reads_contents and _may_hold(anatomy, name, value, lineage_names)
-                    ):
-                        return f"{name or function.name} reads {ast.unparse(node)}"
+                    return f"{name or function.name} reads {ast.unparse(node)}"
     return ""
+
+
+def _readings(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """The attributes that an expression reads, each with its module; `__dict__` where the source does not say which."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        yield node.value, node.attr
+    if not isinstance(node, ast.Call):
+        return
+    called = anatomy.names.resolve(node.func)
+    if called == "operator.attrgetter":  # of whatever the getter is called with
+        paths = [str(path.value) if isinstance(path, ast.Constant) else "__dict__" for path in node.args]
+        yield from ((node, read) for path in paths for read in path.split("."))
+    elif called in ("builtins.getattr", "builtins.vars") and node.args and not known.is_of_config(node.args[0]):
+        name = node.args[1] if len(node.args) > 1 else None
+        yield node.args[0], str(name.value) if isinstance(name, ast.Constant) else "__dict__"
 
 
 def _first_parameter(node: ast.AST) -> ast.expr | None:

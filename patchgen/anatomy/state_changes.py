@@ -32,8 +32,9 @@ DEFAULT = re.compile(r"(\w+) = \1 if \1 is not None else self\.config(\.\w+)+")
 class StateChanges:
     """The statements that give an attribute of `self` a value for the next call, made of data of this call.
 
-    These are changes in place (`self.load += ...`, `self.load[i] = ...`, `self.load.add_(...)`), and a new value of a
-    buffer that checkpoints keep (others hold positions, say); in the forward, and in what it calls of the file.
+    These are changes in place (`self.load += ...`, `self.load[i] = ...`, `self.load.add_(...)`, `out=self.load`), a new
+    value of a buffer that checkpoints keep (others hold positions, say), and one made of the old (`self.load = self.load +
+    ...`); by `setattr` too; in the forward, and in what it calls of the file.
     """
 
     def __init__(self, anatomy: Anatomy, owner: str) -> None:
@@ -57,25 +58,37 @@ class StateChanges:
             is_chosen = conditions and (values_in(*conditions) - flags(function)) & derived
             return bool(is_chosen or values_in(*values) & derived)
 
-        for node, conditions in _in_order(function.body):
+        for statement, conditions in _in_order(function.body):
+            node = self._as_assignment(statement)
             parts = [part for part in ast.iter_child_nodes(node) if not isinstance(part, BODIES)]
             for target, value in _pairs(node):
-                is_changed = self._is_changed(node, target, aliases)
+                is_changed = self._is_changed(node, target, aliases) or _is_of_the_old(target, value)
                 if is_changed and reads(conditions, _uncast(value), *_indices(target)):
-                    yield ast.unparse(node)
+                    yield ast.unparse(statement)
                 if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name):
                     attribute = _state_of(value, aliases)
                     aliases.pop(target.id, None)
                     if attribute and not values_in(*_indices(value)) & derived:
                         aliases[target.id] = attribute  # a part by a tensor of indices would be a copy
             for call in calls(*parts):
-                holder = call.func.value if isinstance(call.func, ast.Attribute) and is_in_place(call.func) else None
-                is_changed = holder is not None and self._is_tensor(_state_of(holder, aliases))
-                if is_changed and reads(conditions, *call.args, *(one.value for one in call.keywords)):
-                    yield ast.unparse(node)
-                if (called := self._anatomy.called(self._owner, call)) is not None:
+                called = self._anatomy.called(self._owner, call)
+                is_changed = any(
+                    self._is_tensor(_state_of(target, aliases)) for target in _outputs(call, called is None)
+                )
+                if is_changed and reads(conditions, *call.args, *(keyword.value for keyword in call.keywords)):
+                    yield ast.unparse(statement)
+                if called is not None:
                     yield from self._of_called(called, call, derived, aliases)
         self._running.pop()
+
+    def _as_assignment(self, node: ast.AST) -> ast.AST:
+        """`self.load = value` for `setattr(self, "load", value)`; other statements as they are."""
+        match node:
+            case ast.Expr(ast.Call(function, [ast.Name("self") as owner, ast.Constant(str(name)), value])) if (
+                self._anatomy.names.resolve(function) == "builtins.setattr"
+            ):
+                return ast.Assign([ast.Attribute(owner, name, ast.Store())], value)
+        return node
 
     def _of_called(
         self, function: FunctionNode, call: ast.Call, derived: set[str], aliases: dict[str, str]
@@ -102,6 +115,21 @@ class StateChanges:
     def _is_tensor(self, attribute: str | None) -> bool:
         """Whether an attribute may be a tensor, which a name for it changes in place."""
         return bool(attribute) and not known.is_number(self._anatomy, self._owner, attribute)
+
+
+def _is_of_the_old(target: ast.expr, value: ast.expr) -> bool:
+    """Whether an attribute gets a value that is computed of its value of the call before."""
+    attribute = own_attribute(target)
+    return attribute is not None and any(own_attribute(node) == attribute for node in walk(value))
+
+
+def _outputs(call: ast.Call, is_library: bool) -> Iterator[ast.expr]:
+    """The tensors that a call changes: of a method like `mul_`, and the `out` of a function that is not of the file."""
+    if isinstance(call.func, ast.Attribute) and is_in_place(call.func):
+        yield call.func.value
+    for keyword in call.keywords if is_library else ():
+        if keyword.arg == "out":
+            yield from keyword.value.elts if isinstance(keyword.value, ast.Tuple | ast.List) else [keyword.value]
 
 
 def _state_of(node: ast.AST, aliases: dict[str, str]) -> str | None:
