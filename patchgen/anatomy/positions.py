@@ -23,10 +23,10 @@ POSITIONS = "position_ids"
 
 
 def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
-    """Whether a forward that is given no positions takes `0, 1, 2, ...` behind those of a cache.
+    """Whether a forward that is called without positions uses `0, 1, 2, ...`, continued after those of a cache.
 
-    What stores to them must be known: plain assignments in `if position_ids is None:`, and elsewhere another shape.
-    Another name for the positions counts as theirs.
+    False if they are stored to by anything but plain assignments in `if position_ids is None:` and, elsewhere, reshapes. Other
+    names for the positions count as theirs.
     """
     forward = _with_one_name(forward)
     nodes, bound = list(walk(forward)), stored(forward)
@@ -40,7 +40,7 @@ def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
                 if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
                     return False
                 values |= {name: inlined(node.value, values) for name in stored(node)}
-            if POSITIONS in values and not _is_arange(anatomy, forward, _reshaped(values[POSITIONS])):
+            if POSITIONS in values and not _is_arange(anatomy, forward, _without_reshapes(values[POSITIONS])):
                 return False
             known |= {node for statement in branch.body for node in walk(statement)}
         is_stack = test.startswith((f"{POSITIONS}.ndim == 3", f"{POSITIONS}.shape[0] == 4"))
@@ -54,7 +54,11 @@ def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
     for node in nodes:
         match node:
             case ast.Assign([ast.Name(name) as target], value):
-                if name == POSITIONS and isinstance(base := _reshaped(value), ast.Name) and base.id == POSITIONS:
+                if (
+                    name == POSITIONS
+                    and isinstance(base := _without_reshapes(value), ast.Name)
+                    and base.id == POSITIONS
+                ):
                     known.add(target)
     changed: list[ast.AST] = [
         node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) and node not in known
@@ -92,26 +96,26 @@ def _is_arange(anatomy: Anatomy, forward: FunctionNode, value: ast.expr) -> bool
     return False
 
 
-def _reshaped(value: ast.expr) -> ast.expr:
-    """The positions that an expression shapes or repeats by rows, or moves behind the length of a cache."""
+def _without_reshapes(value: ast.expr) -> ast.expr:
+    """The expression without its reshapes, repeats by rows, and an added length of a cache."""
     match value:
         case (
             ast.Call(ast.Attribute(inner, "expand"))
             | ast.Call(ast.Attribute(inner, "unsqueeze"), [ast.Constant(0)])
             | ast.Call(ast.Attribute(inner, "repeat"), [_, *_, ast.Constant(1)])
         ):
-            return _reshaped(inner)
+            return _without_reshapes(inner)
         case ast.Call(ast.Attribute(inner, "view"), [*rows, ast.UnaryOp(ast.USub(), ast.Constant(1))]):
-            return _reshaped(inner) if all(ast.unparse(row) == "1" for row in rows) else value
+            return _without_reshapes(inner) if all(ast.unparse(row) == "1" for row in rows) else value
         case ast.Subscript(inner, index) if ast.unparse(index) == "(None, ...)":
-            return _reshaped(inner)
+            return _without_reshapes(inner)
         case ast.BinOp(inner, ast.Add(), past) if _is_start(past):
-            return _reshaped(inner)
+            return _without_reshapes(inner)
     return value
 
 
 def _is_start(length: ast.expr) -> bool:
-    """Whether it is the length that transformers' caches tell, or 0."""
+    """Whether an expression is 0 or the length of a cache (`get_seq_length`)."""
     match length:
         case ast.IfExp(_, if_true, if_false):
             return _is_start(if_true) and _is_start(if_false)

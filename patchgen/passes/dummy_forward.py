@@ -1,4 +1,4 @@
-"""A tower without input on this rank takes part all the same."""
+"""Runs every tower on every rank, also where the batch has no input for it."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DummyForward(SitePass):
     purpose = "A tower with no input on this rank runs on a minimal one; its features enter as zero times their mean."
     expects = "one hit per model that calls get_<modality>_features in its forward"
     EXAMPLES = (
-        Example("""in the place of the call, so that towers run in one order on all ranks
+        Example("""before the call, so that towers run in one order on all ranks
         class ExampleModel(ExamplePreTrainedModel):
             def get_audio_features(self, input_features):
                 return self.audio_tower(input_features)
@@ -45,7 +45,7 @@ class DummyForward(SitePass):
         return f"hands {', '.join(media)} to a tower" if media else ""
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Models that run a tower in another way: nothing stands in for their input."""
+        """Media that this pass gives no minimal input for."""
         return [
             f"{info.name}: {media} goes to {', '.join(callees)}, not to a get_<modality>_features, or is required: "
             "every rank must hold it"

@@ -258,9 +258,9 @@ def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
     """One tensor in; a norm that the class builds, times a sigmoid, and nothing learned beside what it builds."""
     forward = info.methods.get("forward")
     targets = [anatomy.classes.get(build.target or "") for build in info.builds]
-    is_norm = any(target is not None and Role.NORM in target.roles for target in targets)
+    builds_norm = any(target is not None and Role.NORM in target.roles for target in targets)
     parameters = [call for call in info.built.values() if anatomy.names.resolve(call.func) == PARAMETER]
-    if forward is None or not is_norm or parameters or len(parameter_names(forward)) != 1:
+    if forward is None or not builds_norm or parameters or len(parameter_names(forward)) != 1:
         return False
     products = [n for n in ast.walk(forward) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]
     return "sigmoid" in anatomy.names.operations(*products)

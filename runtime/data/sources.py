@@ -17,7 +17,9 @@ READERS = {"jsonl": JsonLines, "parquet": Parquet, "text": TextFiles}
 def open_source(source: SourceConfig) -> Any:
     """The `records.Source` of a configuration; a `records.Sequence` unless it is a streamed dataset."""
     if source.media_root is not None and not Path(source.media_root).expanduser().is_dir():
-        raise DataError(f"The media_root of {source.path}, {source.media_root}, is not a folder. To fix: name the folder.")
+        raise DataError(
+            f"The media_root of {source.path}, {source.media_root}, is not a folder. To fix: name the folder."
+        )
     if source.path.startswith(BUILTIN):
         return open_builtin(source.path.removeprefix(BUILTIN), source.split)
     format = source.format if source.format != "auto" else detect_format(source.path)

@@ -1,14 +1,14 @@
 """Batches of samples that are read and prepared while training: streams, and multimodal samples.
 
 Each rank reads its share (`record_stream.py`), so ranks do not know each other's lengths. With a limited number of epochs
-they agree at every batch whether any rank has one left; ranks without get a batch of padding. Endless streams need no
+they agree at every batch whether any rank has one left; a rank that has none gets a batch of padding. Endless streams need no
 agreement.
 
 A position contains the stream's position at an earlier record, and which samples since then still wait: these are read and
 prepared again. The positions of all ranks determine which records are left over, so any number of ranks can share them:
 
-    2 ranks   rank 0 has used  0 2 4         waits: 6     next: 8        leftover: 3 6, and all from 5 on
-              rank 1 has used  1             waits: 3     next: 5
+    2 ranks   rank 0 has used  0 2 4         waits: 6     next: 8        leftover: 3 and 6, which wait; 5 and 7, which
+              rank 1 has used  1             waits: 3     next: 5        rank 1 has not read; and all from 8 on
     3 ranks   3 5 6 7 in turn:   3 7 | 5 | 6     then from 8 on every third
 """
 

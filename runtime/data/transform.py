@@ -42,7 +42,7 @@ from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.parallel.batch_fields import rule_of
 
 FIRST_ROWS = 8
-TEXT_ROWS = 4  # of multimodal positions: text, time, height, width
+POSITION_ROWS = 4  # of multimodal positions: text, time, height, width; the row of the text may be missing
 
 
 class InvalidReturn(BadSample):
@@ -212,7 +212,8 @@ def load(spec: str) -> Callable[[dict[str, Any]], Any]:
     if not callable(function):
         function_names = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
         raise DataError(
-            f"data.sources[].transform = {spec!r}: {place} has no function {name!r}, only {', '.join(function_names) or 'none'}."
+            f"data.sources[].transform = {spec!r}: {place} has no function {name!r}; its functions: "
+            f"{', '.join(function_names) or 'none'}."
         )
     return function
 
@@ -277,9 +278,9 @@ def _inputs(where: str, spec: str, returned: Mapping[str, Any]) -> dict[str, Ten
         raise wrong("an attention_mask with zeros, expected samples without padding")
     positions = out.get("position_ids")
     if positions is not None and positions.ndim == 2:
-        if len(positions) not in (TEXT_ROWS - 1, TEXT_ROWS):
+        if len(positions) not in (POSITION_ROWS - 1, POSITION_ROWS):
             raise wrong(f"position_ids of shape {tuple(positions.shape)}, expected (n,), (3, n) or (4, n)")
-        if len(positions) < TEXT_ROWS:
+        if len(positions) < POSITION_ROWS:
             out["position_ids"] = torch.cat([torch.arange(len(ids))[None].to(positions.dtype), positions])
     out["input_ids"], out["labels"] = out["input_ids"].long(), out["labels"].long()
     if not bool((out["labels"][1:] != IGNORED).any()):

@@ -107,7 +107,7 @@ class Report:
 
 
 def format_entry(entry: Entry) -> str:
-    """A row of the table, with advice if the check failed."""
+    """A row of the table, with its advice, if it has any."""
     width, finding = max(len(check.name) for check in CHECKS), entry.finding
     text = f"not checked: {finding.summary}" if finding.status == NOT_CHECKED else finding.summary
     lines = [*_wrapped(f"{entry.check:<{width}}  {SIGNS[finding.status]:<6}  ", text)]
@@ -127,12 +127,12 @@ def examine(
 
     Args:
         skip: names of checks that do not run.
-        memory: the most bytes that a model may take; a larger one is loaded layer by layer. None: nine tenths of the free
+        memory: limit of a model's size in bytes; a larger model is loaded layer by layer. None: nine tenths of the free
             memory.
         on_entry: called with each entry as soon as its check has run.
 
     Raises:
-        RecipeError: `skip` names no check.
+        RecipeError: a name in `skip` is not that of a check.
     """
     require_names(skip)
     patient, report = Patient(recipe, memory=memory), Report(recipe.name)

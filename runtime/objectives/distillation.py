@@ -2,9 +2,10 @@
 
     loss = sum over the k tokens and the tail of  p_teacher (log p_teacher - log p_student)
 
-A mean over tokens with a loss. The remaining probability is one event ("the tail"), so that the student puts no more there
-than the teacher. As TRL's distillation computes it (forward KL, `loss_top_k`, `loss_add_tail`). The teacher is the model of
-section `teacher`, with the student's tokenizer; k of its logits are stored per token, and full logits of neither.
+Summed over the tokens that have a loss; the step divides by their number. All other tokens are one event ("the tail"), so that
+the student also matches the probability outside the k tokens. This equals TRL's forward KL with `loss_top_k` and
+`loss_add_tail`. The teacher is the model of section `teacher`, with the student's tokenizer; k of its log-probabilities and their
+ids are stored per token, the full logits of neither model are.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from patchgen.runtime.objectives.base import Objective
 from patchgen.runtime.objectives.batch import Batch
 
 MAX_TOP_LOG_PROB = -1e-7
-"""Upper bound of the summed log-probability of the k tokens: an empty tail would have an infinite logarithm."""
+"""Upper bound of the summed log-probability of the k tokens: at 0, the logarithm of the tail would be infinite."""
 
 
 @dataclass(frozen=True)
 class Distillation(Objective):
-    """Distillation.
+    """Forward KL from the teacher's distribution over its most likely tokens.
 
     Attributes:
-        top_k: number of the teacher's tokens.
-        temperature: the logits of both are divided by it.
-        next_token: weight of the next-token loss; the teacher's loss has the remaining weight.
+        top_k: number of the teacher's most likely tokens that count one by one.
+        temperature: divides the logits of both models in the distillation term.
+        next_token: weight of the next-token loss; the distillation term has the remaining weight.
     """
 
     top_k: int = 64
@@ -70,6 +71,6 @@ class Distillation(Objective):
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:
-    """`(C, k + 1)`: the log-probabilities of the k tokens, and of all others together."""
+    """`(s, k + 1)`: the log-probabilities `(s, k)` of the k tokens, and of all others together."""
     top = log_probs.logsumexp(1, keepdim=True).clamp(max=MAX_TOP_LOG_PROB)
     return torch.cat([log_probs, torch.log(-torch.expm1(top))], dim=1)

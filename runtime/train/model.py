@@ -60,9 +60,11 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
             else AutoConfig.from_pretrained(model.source, trust_remote_code=False)
         )
     except StrictDataclassError as error:
-        refused = "its defaults, so name a folder with a config.json" if is_type else "this config.json"
+        values, advice = (
+            ("its defaults", " To fix: name a folder with a config.json.") if is_type else ("this config.json", "")
+        )
         raise RecipeError(
-            f"model.source = '{model.source}': transformers' config class refuses {refused} ({one_line(error)})."
+            f"model.source = '{model.source}': transformers' config class refuses {values} ({one_line(error)}).{advice}"
         ) from error
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
@@ -80,10 +82,10 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
                 f"modeling_{kind}.py as model.code, and generate the file that trains with `patchgen generate {kind} "
                 "--source FOLDER`."
             ) from error
-        near = difflib.get_close_matches(model.source, list(CONFIG_MAPPING), n=3)
+        close_matches = ", ".join(difflib.get_close_matches(model.source, list(CONFIG_MAPPING), n=3))
         raise RecipeError(
             f"model.source = '{model.source}' is neither a folder with a config.json, nor a reachable model on the Hub, "
-            f"nor a model type{f' (near: {chr(44).join(near)})' if near else ''}.\n{error}"
+            f"nor a model type{f' (did you mean {close_matches}?)' if close_matches else ''}.\n{error}"
         ) from error
     if not model.overrides:
         return config
@@ -401,7 +403,7 @@ def allowed_differences(recipe: Recipe, model: nn.Module) -> dict[str, tuple[str
 
 
 def is_from_checkpoint(recipe: Recipe, model: nn.Module) -> bool:
-    """Whether all weights come from a checkpoint, none are random."""
+    """Whether all weights must come from a checkpoint: one is given, and none of its weights may be missing."""
     return find_weights(recipe.model) is not None and not allowed_differences(recipe, model)["allow_missing"]
 
 
@@ -413,7 +415,7 @@ def initial_names(model: nn.Module) -> list[str]:
 
 
 def check_model(recipe: Recipe, model: PreTrainedModel, state: ParallelState, kernels: Mapping[str, str]) -> str:
-    """Checks that sequence slices compute what the full sequence does; returns a report of what runs where."""
+    """Refuses a model that computes something else on sequence slices; returns a report of what runs where."""
     from patchgen.runtime.parallel import selfcheck
 
     with parallel.using(state):

@@ -41,7 +41,7 @@ def count(row: Mapping[str, Any], num_sources: int) -> Tensor:
 
 
 class Sources:
-    """Accumulates the figures of each source between steps.
+    """Accumulates the losses of each source between steps.
 
     Args:
         names: of the sources.

@@ -42,7 +42,9 @@ def test_a_cache_that_does_not_fit_names_the_folder(tmp_path):
     for limit in (16, 2000):
         command = [sys.executable, "-c", script, str(tmp_path), str(limit)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
-        assert "do not fit into the cache folder" in done.stdout and "too large" in done.stdout, done.stdout + done.stderr
+        assert "do not fit into the cache folder" in done.stdout and "too large" in done.stdout, (
+            done.stdout + done.stderr
+        )
         assert not list((tmp_path / "small").glob("*.tmp"))
 
 

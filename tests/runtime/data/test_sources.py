@@ -158,5 +158,7 @@ def test_made_up_texts_are_named_by_what_they_are_made_of(monkeypatch):
 
 def test_a_media_folder_that_is_missing_is_named(tmp_path):
     source = SourceConfig("builtin:vision", media_root=str(tmp_path / "images"))
-    with pytest.raises(DataError, match=r"media_root of builtin:vision, .*images, is not a folder. To fix: name the folder"):
+    with pytest.raises(
+        DataError, match=r"media_root of builtin:vision, .*images, is not a folder. To fix: name the folder"
+    ):
         open_source(source)

@@ -143,7 +143,7 @@ WRONG = {
     "masked": "returned an attention_mask with zeros",
     "odd_positions": r"returned position_ids of shape \(5, 2\), expected \(n,\), \(3, n\) or \(4, n\)",
     "raises": "refuses the row: KeyError: 'gone'.*All of the first 5 rows of",
-    "not_a_function": "own.py has no function 'not_a_function', only fields, inputs, masked,",
+    "not_a_function": "own.py has no function 'not_a_function'; its functions: fields, inputs, masked,",
     "gone.py:f": "there is no file gone.py",
     "gone_module:f": "gone_module cannot be imported: ModuleNotFoundError.*searched on Python.s path and in /",
 }
