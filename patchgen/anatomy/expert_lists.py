@@ -235,7 +235,7 @@ def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
             gate_input == up_input == x
         ):
             pass
-        case ("call", down, ("mul", ("call", up, gate_input), ("call", act, ("call", gate, up_input)))) if (
+        case ("call", down, ("mul", ("call", up, up_input), ("call", act, ("call", gate, gate_input)))) if (
             gate_input == up_input == x
         ):
             pass
@@ -399,7 +399,7 @@ def _check_around(body: Sequence[ast.stmt], position: int, born: int, accumulato
 def _superseded(
     body: Sequence[ast.stmt],
     replaced: Collection[int],
-    loop_terms: dict[int, dict[str, Term]],
+    terms_above: dict[int, dict[str, Term]],
     below: Sequence[ast.stmt],
 ) -> tuple[int, ...]:
     """The statements that made masks and the like for the loop alone, less those whose result something else reads.
@@ -407,7 +407,7 @@ def _superseded(
     Raises:
         Missed: rows that are repeated for the loop are read elsewhere.
     """
-    gone = dict(loop_terms)
+    gone = dict(terms_above)
     while True:
         remaining = [(i, s) for i, s in enumerate(body) if i not in gone and i not in replaced]
         remaining += [(len(body), s) for s in below]

@@ -24,7 +24,7 @@ from patchgen.errors import Missed
 # fmt: off
 MODULE_CONTENTS = {
     "parameters", "named_parameters", "get_parameter", "_parameters", "state_dict", "get_submodule",
-    "modules", "named_modules", "children", "named_children", "_modules", "__dict__",
+    "modules", "named_modules", "children", "named_children", "_modules", "__dict__", "__getattr__", "__getattribute__",
 }
 # fmt: on
 
@@ -107,7 +107,7 @@ def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Ite
 
 def _readings(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
     """The attributes that an expression reads, each with its module; `__dict__` where the source does not say which."""
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and not _is_no_module(anatomy, node.value):
         yield node.value, node.attr
     if not isinstance(node, ast.Call):
         return
@@ -115,9 +115,16 @@ def _readings(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, str]]
     if called == "operator.attrgetter":  # of whatever the getter is called with
         paths = [str(path.value) if isinstance(path, ast.Constant) else "__dict__" for path in node.args]
         yield from ((node, read) for path in paths for read in path.split("."))
-    elif called in ("builtins.getattr", "builtins.vars") and node.args and not known.is_of_config(node.args[0]):
+    elif called in ("builtins.getattr", "builtins.vars") and node.args and not _is_no_module(anatomy, node.args[0]):
         name = node.args[1] if len(node.args) > 1 else None
         yield node.args[0], str(name.value) if isinstance(name, ast.Constant) else "__dict__"
+
+
+def _is_no_module(anatomy: Anatomy, value: ast.expr) -> bool:
+    """Whether it is a configuration, or something of another file, as `torch` in `getattr(torch, name)`."""
+    meaning = anatomy.names.resolve(value)
+    is_of_config = known.is_of_config(value) or ast.unparse(value) == "self.config"
+    return is_of_config or (meaning is not None and not meaning.startswith("."))
 
 
 def _first_parameter(node: ast.AST) -> ast.expr | None:

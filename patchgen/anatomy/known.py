@@ -100,7 +100,7 @@ def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
 
 def is_of_config(value: ast.AST) -> bool:
     """Whether it is `config`, `self.config` or an attribute: by transformers' contract no tensor."""
-    return dotted(value) in ("config", "self.config") or dotted(value).startswith(("config.", "self.config."))
+    return dotted(value) == "config" or dotted(value).startswith(("config.", "self.config."))
 
 
 def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:

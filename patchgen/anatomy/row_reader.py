@@ -50,7 +50,7 @@ class RowReader:
         known: Collection[str] = (),
         groups: bool = False,
     ) -> None:
-        self._anatomy, self._owner, self._local, self._seen = anatomy, owner, local, visited
+        self._anatomy, self._owner, self._local, self._visited = anatomy, owner, local, visited
         self._fixed, self._known, self._groups = fixed, known, groups
         self._modules: dict[str, list[ast.expr]] = {}  # loop variable -> the modules that it may be
         self.values, self._attention_functions, self._memo = dict(values), set[str](), dict[ast.expr, Value]()
@@ -428,9 +428,9 @@ class RowReader:
         values = {name: self.value(value) for name, value in arguments(call, names).items() if name}
         if not any(map(has_rows, values.values())) and not self._passes_rows(call):
             return None
-        if (owner, function.name) in self._seen:
+        if (owner, function.name) in self._visited:
             return next(filter(has_rows, values.values()), None)
-        visited, local = self._seen | {(owner, function.name)}, local_names(function)
+        visited, local = self._visited | {(owner, function.name)}, local_names(function)
         fixed, known, groups = self._fixed, self._known, self._groups
         reader = RowReader(self._anatomy, owner, local, values, visited, fixed=fixed, known=known, groups=groups)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
@@ -23,7 +23,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.graph import Anatomy
 
 CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
-ASKED, ASKED_BY_CALL = ("device", "dtype", "shape"), ("size", "dim", "numel")
+ASKED, ASKED_BY_CALL = ("device", "dtype", "shape"), ("size", "dim", "numel", "get_device")
 SHARING = ("detach", "view", "view_as", "squeeze", "unsqueeze")  # methods whose result is the same memory
 BODIES = ast.stmt | ast.ExceptHandler | ast.match_case
 DEFAULT = re.compile(r"(\w+) = \1 if \1 is not None else self\.config(\.\w+)+")
@@ -34,7 +34,8 @@ class StateChanges:
 
     These are changes in place (`self.load += ...`, `self.load[i] = ...`, `self.load.add_(...)`, `out=self.load`), a new
     value of a buffer that checkpoints keep (others hold positions, say), and one made of the old (`self.load = self.load +
-    ...`); by `setattr` too; in the forward, and in what it calls of the file.
+    ...`); by `setattr` too; in the forward, and in what it calls of the file. Not seen: a value that was read into a local
+    name above, lists and other containers, globals.
     """
 
     def __init__(self, anatomy: Anatomy, owner: str) -> None:
@@ -53,6 +54,7 @@ class StateChanges:
             return
         self._running.append(function)
         derived, aliases = derived_from(function, data), dict(aliases)
+        renewed = set[str]()  # attributes that every call gives a value above
 
         def reads(conditions: Iterable[ast.AST], *values: ast.AST) -> bool:
             is_chosen = conditions and (values_in(*conditions) - flags(function)) & derived
@@ -62,9 +64,10 @@ class StateChanges:
             node = self._as_assignment(statement)
             parts = [part for part in ast.iter_child_nodes(node) if not isinstance(part, BODIES)]
             for target, value in _pairs(node):
-                is_changed = self._is_changed(node, target, aliases) or _is_of_the_old(target, value)
+                is_changed = self._is_changed(node, target, aliases) or self._is_of_the_old(target, value, renewed)
                 if is_changed and reads(conditions, _uncast(value), *_indices(target)):
                     yield ast.unparse(statement)
+                renewed |= {own_attribute(target)} if not conditions and isinstance(node, ast.Assign) else set()
                 if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name):
                     attribute = _state_of(value, aliases)
                     aliases.pop(target.id, None)
@@ -112,15 +115,18 @@ class StateChanges:
             return bool(attribute)
         return self._buffers.get(own_attribute(target) or "", False)
 
+    def _is_of_the_old(self, target: ast.expr, value: ast.expr, renewed: Container[str]) -> bool:
+        """Whether an attribute gets a value that is computed here of its value of the call before."""
+        attribute = own_attribute(target)
+        if attribute is None or attribute in renewed:
+            return False
+        # What a function of the file makes of it may be a table that grows with the sizes alone.
+        elsewhere = [node for call in calls(value) if self._anatomy.called(self._owner, call) for node in walk(call)]
+        return any(own_attribute(node) == attribute and node not in elsewhere for node in walk(value))
+
     def _is_tensor(self, attribute: str | None) -> bool:
         """Whether an attribute may be a tensor, which a name for it changes in place."""
         return bool(attribute) and not known.is_number(self._anatomy, self._owner, attribute)
-
-
-def _is_of_the_old(target: ast.expr, value: ast.expr) -> bool:
-    """Whether an attribute gets a value that is computed of its value of the call before."""
-    attribute = own_attribute(target)
-    return attribute is not None and any(own_attribute(node) == attribute for node in walk(value))
 
 
 def _outputs(call: ast.Call, is_library: bool) -> Iterator[ast.expr]:
@@ -220,6 +226,8 @@ def values_in(*nodes: ast.AST) -> set[str]:
             case ast.Attribute(attr=name) if name in ASKED:
                 continue
             case ast.Call(ast.Attribute(attr=name)) if name in ASKED_BY_CALL:
+                continue
+            case ast.Call(ast.Name("len")):
                 continue
             case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
                 continue

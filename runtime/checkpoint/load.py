@@ -192,9 +192,9 @@ def match_checkpoint(
     reported = {name for name in state if any(problem.startswith(f"{name} ") for problem in assembly.problems)}
     missing = [name for name in state if owners.get(name, name) not in loaded_names and name not in reported]
     problems += [
-        f"allow_missing: {pattern!r} names no parameter of the model"
+        f"allow_missing: {pattern!r} names no parameter or buffer of the model: remove or correct it"
         for pattern in allow_missing
-        if not fnmatch.filter(state, pattern)
+        if not any(_matches_pattern(name, [pattern]) for name in state)
     ]
     upstream_allows = _patterns(model, "_keys_to_ignore_on_load_missing")
     initialised = [

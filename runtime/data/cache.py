@@ -120,8 +120,8 @@ def _array(file: Path) -> np.ndarray:
 
 def _build(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> None:
     unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
-    unfinished.mkdir()
     try:
+        unfinished.mkdir()
         _write(unfinished, source, encoder, skip_bad=skip_bad)
         try:
             os.rename(unfinished, folder)
@@ -144,7 +144,7 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
     counters = Counters()
     lengths = []
     per_document: dict[str, list[float]] = {"splits": [], "labels": []}
-    max_over_ranks = 0
+    largest_id = 0
     any_targets, type_of_targets = False, np.dtype(bool)
     contents = hashlib.sha256()
     with (
@@ -160,7 +160,7 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
                 continue
             ids = encoded.ids.astype(np.uint32)
             tokens.write(ids.data)  # `tofile` would hide the reason of an error
-            max_over_ranks = max(max_over_ranks, int(encoded.ids.max()))
+            largest_id = max(largest_id, int(encoded.ids.max()))
             any_targets |= encoded.targets is not None
             mask = np.ones(len(encoded.ids), dtype=bool) if encoded.targets is None else encoded.targets
             targets.write(mask.data)
@@ -179,11 +179,11 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
         )
 
     bounds = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
-    np.save(folder / "bounds.npy", bounds)
+    _save(folder / "bounds.npy", bounds)
     for name, type_ in (("splits", np.int64), ("labels", np.float64)):
         if per_document[name]:
-            np.save(folder / f"{name}.npy", np.array(per_document[name], dtype=type_))
-    _raw_to_npy(folder / "tokens", np.uint32, np.uint16 if max_over_ranks < 2**16 else np.uint32, int(bounds[-1]))
+            _save(folder / f"{name}.npy", np.array(per_document[name], dtype=type_))
+    _raw_to_npy(folder / "tokens", np.uint32, np.uint16 if largest_id < 2**16 else np.uint32, int(bounds[-1]))
     if any_targets:
         _raw_to_npy(folder / "targets", type_of_targets, type_of_targets, int(bounds[-1]))
     else:
@@ -216,11 +216,17 @@ def _raw_to_npy(path: Path, raw_type: Any, type_: Any, length: int) -> None:
     """Converts `path`.raw to `path`.npy in blocks: a source need not fit into memory."""
     raw = path.with_suffix(".raw")
     written = np.memmap(raw, dtype=raw_type, mode="r", shape=(length,))
-    block = 2**24
-    with path.with_suffix(".npy").open("wb") as out:  # not mapped: on a full disk, a write to a map ends the process
-        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(type_)), "fortran_order": False, "shape": (length,)}
-        np.lib.format.write_array_header_1_0(out, header)
-        for start in range(0, length, block):
-            out.write(written[start : start + block].astype(type_).data)
+    _save(path.with_suffix(".npy"), written, type_)
     del written
     raw.unlink()
+
+
+def _save(file: Path, array: np.ndarray, type_: Any = None) -> None:
+    """Writes an array `(n,)` in blocks. Neither mapped (on a full disk, a write to a map ends the process) nor by `np.save`
+    (its error has no reason)."""
+    type_, block = np.dtype(type_ or array.dtype), 2**24
+    with file.open("wb") as out:
+        header = {"descr": np.lib.format.dtype_to_descr(type_), "fortran_order": False, "shape": array.shape}
+        np.lib.format.write_array_header_1_0(out, header)
+        for start in range(0, len(array), block):
+            out.write(array[start : start + block].astype(type_).data)

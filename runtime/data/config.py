@@ -55,7 +55,7 @@ class SourceConfig:
         row_format: format of the rows; auto: the one that the columns of each row match
         columns: other column names: name in the format -> name in the data, as {prompt: question}
         name: the source's name in logs and pages; none: its path
-        media_root: folder of relative media paths; none: that of the data
+        media_root: folder of relative media paths, for multimodal data; none: that of the data
     """
 
     path: str
@@ -112,7 +112,7 @@ class DataConfig:
         packing: fill batches with the samples that fit best; otherwise in order
         separate_modalities: pairs of modalities that are not combined in one row; none: those that the model cannot distinguish
             in one row, as tested before the run
-        pool: size of the pool of samples that wait for a batch, in batches of tokens; none: 64, multimodal 4
+        pool: size of the pool of samples that wait for a batch, in batches of tokens, without packing too; none: 64, multimodal 4
         pad_batches: pad every batch to tokens_per_batch, so that all have one shape
         max_length: most tokens of a sample, of a pair each half; none: tokens_per_batch, for pairs half of it
         on_long: handling of longer samples; split (plain text only) keeps all tokens
@@ -173,11 +173,6 @@ class DataConfig:
                 raise ValueError(
                     f"data.{name} is for kind {' or '.join(kinds)}; data.kind = {self.kind} would ignore it. To fix: remove it."
                 )
-        if self.pool is not None and not self.packing:
-            raise ValueError(
-                "data.pool is the choice that packing has; with data.packing = false, samples stay in order and it would have "
-                "no effect. To fix: remove it."
-            )
         if not self.sources:
             raise ValueError("data.sources is empty: name at least one source, for example builtin:stdlib.")
         weighted = [source.path for source in self.sources if source.weight is not None]

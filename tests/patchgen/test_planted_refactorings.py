@@ -181,8 +181,11 @@ def test_state_made_of_data_is_named(edits: tuple[tuple[str, str], ...], named: 
         (before_the_head("scale = self.vocab_size", "scale *= hidden_states.mean()"),),
         (before_the_head("self.track(hidden_states.shape)"), (LOSS, LOSS + TRACK), BUFFER),
         (before_the_head("seen = self.seen", "seen = seen + hidden_states", "seen += hidden_states"), BUFFER),
+        (before_the_head("self.seen = self.grown(hidden_states, self.seen)"), (LOSS, LOSS + "    def grown(self, x, table):\n        return table if len(table) >= x.shape[1] else torch.arange(x.shape[1])\n\n")),
+        (before_the_head("self.seen = hidden_states", "self.seen = self.seen * 2"),),
+        (before_the_head("self.seen = max(self.seen, len(hidden_states))"),),
     ],
-    ids=["positions", "positions by place", "a device", "a dtype", "a count of calls", "shapes", "a number", "a method of sizes", "a new tensor"],
+    ids=["positions", "positions by place", "a device", "a dtype", "a count of calls", "shapes", "a number", "a method of sizes", "a new tensor", "a table that grows", "a value of this call", "a length"],
 )  # fmt: skip
 def test_what_is_no_state_of_data_is_not_named(edits: tuple[tuple[str, str], ...]):
     assert terms_of(*edits) == ""

@@ -27,11 +27,12 @@ def keys(folder: Path) -> set[str]:
 def test_a_cache_that_does_not_fit_names_the_folder(tmp_path):
     """A limit on the size of files, where no disk can be full on demand; nothing unfinished stays behind."""
     make_corpus(tmp_path)
+    (tmp_path / "short.jsonl").write_text('{"text": "a"}\n' * 600)
     script = (
         "import resource, signal, sys\n"
         "from corpora import DataConfig, SourceConfig, train_tokenizer\n"
         "from patchgen.runtime.data import DataError, build_loader\n"
-        "source = SourceConfig(sys.argv[1] + '/a.jsonl')\n"
+        "source = SourceConfig(sys.argv[1] + sys.argv[3])\n"
         "config = DataConfig(sources=(source,), cache_dir=sys.argv[1] + '/small', on_long='split')\n"
         "tokenizer = train_tokenizer(config, vocab_size=300)\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -39,8 +40,8 @@ def test_a_cache_that_does_not_fit_names_the_folder(tmp_path):
         "try:\n    build_loader(config, tokenizer=tokenizer, batch_index=0, num_batches=1)\n"
         "except DataError as error:\n    print(error)\n"
     )
-    for limit in (16, 2000):
-        command = [sys.executable, "-c", script, str(tmp_path), str(limit)]
+    for limit, name in ((16, "a"), (2000, "a"), (4096, "short")):  # of the last, the bounds do not fit
+        command = [sys.executable, "-c", script, str(tmp_path), str(limit), f"/{name}.jsonl"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
         assert "do not fit into the cache folder" in done.stdout and "too large" in done.stdout, (
             done.stdout + done.stderr

@@ -64,7 +64,6 @@ def test_the_recipes_that_ship_are_valid_and_survive_printing(path):
         ("train", "5", "train: input should be a mapping of keys to values, not 5"),
         ("data.max_frames", "8", "data.max_frames is for kind multimodal; data.kind = text would ignore it"),
         ("data.learn", "last", "data.learn is for kind chat or multimodal; data.kind = text would ignore it"),
-        ("data", "{packing: false, pool: 8}", "data.pool is the choice that packing has"),
         ("data.sources.0.media_root", "images", "has a media_root, which data.kind = text would ignore"),
         ("data.seed", "-1", "data.seed must be 0 or more, not -1"),
         ("data.sources.0.path", "*.jsonl", "To fix: quote texts that YAML would read otherwise"),
