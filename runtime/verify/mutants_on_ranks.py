@@ -153,13 +153,33 @@ def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mut
             model, local_batch, state, pad=reference.pad, fsdp=layout.fsdp, kernels=kernels
         )
     except Exception as error:
-        return _verdict_on_error(error, where)
+        verdict = _verdict_on_error(error, where)
+        if verdict.kind == mutants.WRONG and _fails_upstream(reference, full_batches, case):
+            return mutants.Verdict(
+                mutants.NOT_RUN, f"{where}: upstream's changed class fails under the attention of a run, too"
+            )
+        return verdict
     actual = _step(reference, loss, gradients)
     verdict = _judge(reference, full_batches, case, where, actual)
     if verdict.kind == mutants.WRONG:
         with _training_conditions(reference):
             verdict = _judge(reference, full_batches, case, where, actual)
     return verdict
+
+
+def _fails_upstream(reference: ReferenceModel, full_batches: list, case: str) -> bool:
+    """Whether upstream's changed class raises in a step under the attention of a run, as in a change in place of what it saved."""
+    try:
+        with _training_conditions(reference):
+            _reference_step(reference, full_batches, case)
+    except Exception:
+        return True
+    return False
+
+
+def _reference_step(reference: ReferenceModel, full_batches: list, case: str) -> Step:
+    packed_rows = [0] * len(full_batches) if case == PACKED else None
+    return _step(reference, *reference.loss_and_gradients(full_batches, packed_rows=packed_rows))
 
 
 @contextlib.contextmanager
@@ -190,10 +210,8 @@ def _with_mask(function: Callable) -> Callable:
 
 
 def _judge(reference: ReferenceModel, full_batches: list, case: str, where: str, actual: Step) -> mutants.Verdict:
-    packed_rows = [0] * len(full_batches) if case == PACKED else None
-
     def reference_step(_: torch.nn.Module) -> Step:
-        return _step(reference, *reference.loss_and_gradients(full_batches, packed_rows=packed_rows))
+        return _reference_step(reference, full_batches, case)
 
     expected = reference_step(reference.model)
     differences = {"loss": difference(actual.outputs["loss"], expected.outputs["loss"])}

@@ -9,6 +9,7 @@ from patchgen.mutation.edits import Mutant
 from patchgen.runtime.verify import mutants, mutants_on_ranks
 from patchgen.runtime.verify.mutants_on_ranks import Subject
 
+ATTENDED = "attn_output = attn_output.reshape(*input_shape, -1).contiguous()"
 PROJECTED = "hidden_states = self.norm(hidden_states)"
 
 
@@ -17,10 +18,10 @@ def judge() -> mutants.Judge:
     return mutants.Judge(upstream.load("mixtral"))
 
 
-def subject(judge: mutants.Judge, new: str, generated_from: str | None = None) -> Subject:
+def subject(judge: mutants.Judge, new: str, generated_from: str | None = None, old: str = PROJECTED) -> Subject:
     origin = judge.origin
-    assert PROJECTED in origin.text
-    text = origin.text.replace(PROJECTED, new)
+    assert old in origin.text
+    text = origin.text.replace(old, new)
     verdict = judge.verdict(Mutant("edited", "", "", text, False))
     assert verdict.kind == mutants.EQUAL, verdict
     files = dict(verdict.files) if generated_from is None else pipeline.generate(origin).files
@@ -40,6 +41,13 @@ def test_a_change_that_the_generated_file_lacks_is_wrong(two_ranks, judge):
 def test_tokens_that_are_mixed_without_attention_are_refused_at_the_start(two_ranks, judge):
     rolled = mutants_on_ranks.verdict(two_ranks, subject(judge, f"{PROJECTED}.roll(1, -2)"))
     assert rolled.kind == mutants.REFUSED and rolled.by == "runtime/parallel/selfcheck.py", rolled
+
+
+def test_what_upstream_cannot_train_under_the_attention_of_a_run_is_no_fault_of_ours(two_ranks, judge):
+    """A change in place of what torch's attention saved for its backward; eager attention saves a copy."""
+    in_place = subject(judge, f"{ATTENDED}; attn_output *= 1.25", old=ATTENDED)
+    verdict = mutants_on_ranks.verdict(two_ranks, in_place)
+    assert verdict.kind in (mutants.EQUAL, mutants.NOT_RUN), verdict
 
 
 def test_a_mutant_that_no_layout_compares_is_not_run(judge, monkeypatch):
