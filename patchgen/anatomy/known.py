@@ -99,7 +99,7 @@ def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
 
 
 def is_of_config(value: ast.AST) -> bool:
-    """Whether it is `config`, `self.config` or an attribute: by transformers' contract no tensor."""
+    """Whether it is `config`, or an attribute of `config` or `self.config`: by transformers' contract no tensor."""
     return dotted(value) == "config" or dotted(value).startswith(("config.", "self.config."))
 
 

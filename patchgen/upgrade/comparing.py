@@ -42,8 +42,8 @@ class Texts:
         sides |= {"generated_now": self.now, "generated_then": self.then}
         symbols_and_texts = {name: (symbols_of(text).get(symbol), text) for name, text in sides.items()}
         texts = {
-            name: one.text(text, with_members=with_members) if one else ""
-            for name, (one, text) in symbols_and_texts.items()
+            name: symbol_of_side.text(text, with_members=with_members) if symbol_of_side else ""
+            for name, (symbol_of_side, text) in symbols_and_texts.items()
         }
         lines = {
             f"{side}_line": symbol_of_side.line if (symbol_of_side := symbols_and_texts[f"{side}_upstream"][0]) else 0

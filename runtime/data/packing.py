@@ -92,9 +92,9 @@ class Pool(Generic[Key]):
         return not any(pair <= combined for pair in self._separate)
 
     def _remove(self, key: Key) -> int:
-        length, arrival = self._waiting.pop(key)
+        length, negated_arrival = self._waiting.pop(key)
         self._modalities.pop(key, None)
         if self.best_fit:
-            del self._by_length[bisect_left(self._by_length, (length, arrival))]
+            del self._by_length[bisect_left(self._by_length, (length, negated_arrival))]
         self.tokens -= length
         return length

@@ -290,7 +290,7 @@ def find_head_and_config(
     head = find_head(config, custom)
     if head.config_class is not type(config):
         config = next(sub for sub in _sub_configs(config) if type(sub) is head.config_class)
-    part_files(head, config)
+    part_files(head, config)  # raises for a part without a generated file
     return head, config
 
 

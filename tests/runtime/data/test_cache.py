@@ -32,21 +32,23 @@ def test_a_cache_that_does_not_fit_names_the_folder(tmp_path):
         "import resource, signal, sys\n"
         "from corpora import DataConfig, SourceConfig, train_tokenizer\n"
         "from patchgen.runtime.data import DataError, build_loader\n"
-        "source = SourceConfig(sys.argv[1] + sys.argv[3])\n"
-        "config = DataConfig(sources=(source,), cache_dir=sys.argv[1] + '/small', on_long='split')\n"
-        "tokenizer = train_tokenizer(config, vocab_size=300)\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))\n"
-        "try:\n    build_loader(config, tokenizer=tokenizer, batch_index=0, num_batches=1)\n"
-        "except DataError as error:\n    print(error)\n"
+        "_, most = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "for limit, name in ((16, 'a'), (2000, 'a'), (4096, 'short')):  # of the last, the bounds do not fit\n"
+        "    source = SourceConfig(f'{sys.argv[1]}/{name}.jsonl')\n"
+        "    config = DataConfig(sources=(source,), cache_dir=sys.argv[1] + '/small', on_long='split')\n"
+        "    tokenizer = train_tokenizer(config, vocab_size=300)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))\n"
+        "    try:\n        build_loader(config, tokenizer=tokenizer, batch_index=0, num_batches=1)\n"
+        "    except DataError as error:\n        print(error)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))\n"
     )
-    for limit, name in ((16, "a"), (2000, "a"), (4096, "short")):  # of the last, the bounds do not fit
-        command = [sys.executable, "-c", script, str(tmp_path), str(limit), f"/{name}.jsonl"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
-        assert "do not fit into the cache folder" in done.stdout and "too large" in done.stdout, (
-            done.stdout + done.stderr
-        )
-        assert not list((tmp_path / "small").glob("*.tmp"))
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stdout + done.stderr
+    assert all("do not fit into the cache folder" in line and "too large" in line for line in lines), lines
+    assert not list((tmp_path / "small").glob("*.tmp"))
 
 
 def test_processes_that_start_together_end_with_the_same_tokens(tmp_path):
