@@ -9,9 +9,8 @@ import os
 import shlex
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from patchgen import __version__, emit, project_code
 from patchgen.anatomy import Anatomy, Role
@@ -25,9 +24,9 @@ from patchgen.upstream import Upstream
 
 if TYPE_CHECKING:
     from patchgen.model_configs import ModelConfig
+    from patchgen.passes.base import Hit
     from patchgen.pipeline import Generated, Step
-
-Record = dict[str, Any]  # what `json` reads of `provenance.json`
+    from patchgen.runtime.verify.record_types import HitRecord, PartRecord, PassRecord, Provenance
 
 
 def generated_root() -> Path:
@@ -84,22 +83,27 @@ def record(
     nodes = {name: info.node for name, info in anatomy.classes.items()} | anatomy.functions
     nodes |= {name: before.block(name).node for name in added}
     hashes = [_sha256(text.encode()) for text in files.values()]
-    facts = {
+    facts: Provenance = {
         "model": upstream.model,
         "patchgen": __version__,
-        "upstream": {name: getattr(upstream, name) for name in ("version", "module", "path", "sha256")},
+        "upstream": {
+            "version": upstream.version,
+            "module": upstream.module,
+            "path": upstream.path,
+            "sha256": upstream.sha256,
+        },
         "command": command(upstream, asked),
         "roots": list(roots),
         "heads": heads,
-        **({"asked": list(asked)} if asked else {}),
+        "asked": list(asked),
         "model_types": [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind],
         "classes": models,
         # a pass that finds nothing changes no record
         "passes": [_ran(step) for step in steps if emit.summary(step.outcome) != emit.NOTHING],
         "census": census(anatomy, heads, _passes_of(steps, module, anatomy)),
-        **({"parts": parts} if (parts := _parts(module, anatomy)) else {}),
+        "parts": _parts(module, anatomy),
         "dropped": list(dropped),
-        **({"edits": targets} if (targets := targets_record(config.edits, before)) else {}),
+        "edits": targets_record(config.edits, before),
         "symbols": {
             name: symbol_hash(node)
             for name, node in nodes.items()
@@ -108,15 +112,20 @@ def record(
         "generated_sha256": hashes[0],
         "other_sha256": dict(zip(list(files)[1:], hashes[1:], strict=True)),
     }
-    return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+    written = {name: value for name, value in facts.items() if value or name not in ("asked", "parts", "edits")}
+    return json.dumps(written, indent=2, ensure_ascii=False) + "\n"
 
 
-def _ran(step: Step) -> dict[str, object]:
-    hits = {name: [asdict(hit) for hit in getattr(step.outcome, name)] for name in ("hits", "upstream")}
-    return {"name": step.name, **hits, "notes": list(step.outcome.notes)}
+def _ran(step: Step) -> PassRecord:
+    hits, by_upstream = ([_hit(hit) for hit in found] for found in (step.outcome.hits, step.outcome.upstream))
+    return {"name": step.name, "hits": hits, "upstream": by_upstream, "notes": list(step.outcome.notes)}
 
 
-def _parts(module: Module, anatomy: Anatomy) -> list[dict[str, object]]:
+def _hit(hit: Hit) -> HitRecord:
+    return {"site": hit.site, "line": hit.line, "what": hit.what}
+
+
+def _parts(module: Module, anatomy: Anatomy) -> list[PartRecord]:
     """The language models of other files that the classes build: what builds them, and what the default config builds."""
     return [
         {
@@ -147,7 +156,7 @@ def _passes_of(steps: Sequence[Step], module: Module, anatomy: Anatomy) -> dict[
     return passes_by_name
 
 
-def read(directory: Path) -> Record:
+def read(directory: Path) -> Provenance:
     """The record in a folder of `generated_models`.
 
     Raises:
@@ -162,12 +171,12 @@ def read(directory: Path) -> Record:
         raise StaleFile(f"{path} is not JSON: {error}. Generate the model again with --force.") from error
 
 
-def edited_files(directory: Path, facts: Record) -> list[str]:
+def edited_files(directory: Path, facts: Provenance) -> list[str]:
     """The files of a generated model that are not what its record says was written; a missing one is among them."""
     return [name for name, sha256 in _recorded(facts).items() if _sha256_of(directory / name) != sha256]
 
 
-def _recorded(facts: Record) -> dict[str, str | None]:
+def _recorded(facts: Provenance) -> dict[str, str | None]:
     """File name -> the hash of what was written."""
     return {f"modeling_{facts.get('model')}.py": facts.get("generated_sha256"), **facts.get("other_sha256", {})}
 
@@ -191,7 +200,7 @@ def drifted_edits(directory: Path, generated: Generated) -> list[str]:
         (edit_record["verb"], edit_record["target"]): edit_record for edit_record in read(directory).get("edits", ())
     }
     drifted: list[str] = []
-    record: Record = json.loads(generated.provenance)
+    record: Provenance = json.loads(generated.provenance)
     for edit in record.get("edits", ()):
         before = known.get((edit["verb"], edit["target"]), edit)
         if before["edit"] == edit["edit"] and before["upstream"] != edit["upstream"]:

@@ -7,8 +7,9 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from patchgen import emit, model_configs, pipeline, provenance, upstream
 from patchgen.errors import PatchgenError
@@ -16,10 +17,11 @@ from patchgen.errors import PatchgenError
 if TYPE_CHECKING:
     from patchgen.pipeline import Generated
     from patchgen.runtime.verify.proof import Proof
+    from patchgen.runtime.verify.record_types import CoverageRow, GenerationFacts, RowProofFacts
+    from patchgen.runtime.verify.verdict import Verdict
 
 PROVEN, EAGER_ONLY, GENERATED, FAILED = "proven", "proven, eager only", "generated", "failed"
 """The first three equal those of `runtime/verify/verdict.py`, which belongs to the runtime."""
-Row = dict[str, Any]  # of the record, or a part of one
 TEXT = "text"
 MAX_REASON = 240
 """Characters of a reason in a row."""
@@ -27,6 +29,21 @@ CAUSAL_MAP = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 # Kernels that need no compiler: every seam is compared in `patchgen verify`, a sweep compares these.
 COMPARED_IMPLEMENTATIONS = ("torch", "chunked")
 PASSES_NOT_COUNTED = ("prune", "absolute_imports", "checkpoint_mapping")
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What a sweep found out about a model type.
+
+    Attributes:
+        generated: the digest of the generated text, or of the refusal in its place.
+        row: None where it is the text whose proof is current: then the row stays, with these facts of the generation.
+    """
+
+    model_type: str
+    generated: str
+    facts: GenerationFacts
+    row: CoverageRow | None
 
 
 def set_worker_environment() -> None:
@@ -62,34 +79,46 @@ def generated_digest(model_type: str, version: str) -> str:
     return generate(model_type, version)[2]
 
 
-def examine(model_type: str, version: str, *, takes_media: bool = False, known: str = "") -> Row:
+def examine(model_type: str, version: str, *, takes_media: bool = False, known: str = "") -> Examined:
     """Generates and proves one model type; the row has its status and, if it is not proven, the reason.
 
     Args:
         takes_media: whether the head that takes images, videos or audio is proven, instead of the causal one.
         known: the digest of generated text whose proof is current: if generation gives the same text, it is not proven
-            again, and the row has only the facts of the generation.
+            again.
     """
     from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS
 
     start = time.perf_counter()
     models, refusal, models_digest = generate(model_type, version)
     if not models:
-        return row(model_type, FAILED, refusal, generated=models_digest, seconds=time.perf_counter() - start)
+        return unproven(model_type, FAILED, refusal, models_digest, seconds=time.perf_counter() - start)
     facts = _facts(model_type, models)
     if models_digest == known:
-        return {"model_type": model_type, **facts, "generated": models_digest}
+        return Examined(model_type, models_digest, facts, row=None)
     generation = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
         try:
-            outcome = _prove(model_type, write(models, Path(folder)), takes_media=takes_media)
+            type_verdict, proof = _prove(model_type, write(models, Path(folder)), takes_media=takes_media)
+            status, reason = type_verdict.status, type_verdict.reason
         except UPSTREAM_REFUSALS as error:  # the head that takes media is not found
-            outcome = {"status": GENERATED, "reason": short_reason(error)}
+            status, reason, proof = GENERATED, short_reason(error), None
     seconds = time.perf_counter() - start
-    return row(model_type, **facts, **outcome, generated=models_digest, seconds=seconds, generation_seconds=generation)
+    proven = row(model_type, status, reason, facts, proof, seconds=seconds, generation_seconds=generation)
+    return Examined(model_type, models_digest, facts, proven)
 
 
-def _facts(model_type: str, models: list[Generated]) -> Row:
+def unproven(model_type: str, status: str, reason: str, generated: str, *, seconds: float = 0.0) -> Examined:
+    """A type of which nothing but a reason is known."""
+    found = row(model_type, status, reason, seconds=seconds)
+    return Examined(model_type, generated, _nothing_generated(), found)
+
+
+def _nothing_generated() -> GenerationFacts:
+    return {"hits": {}, "notes": 0, "config_lines": 0, "changed_lines": 0, "moe": False}
+
+
+def _facts(model_type: str, models: list[Generated]) -> GenerationFacts:
     generated = models[0]
     name = model_type if model_type.isidentifier() else model_type.replace("-", "_")
     hits = {step.name: len(step.outcome.hits) for step in generated.steps if step.outcome.hits}
@@ -103,7 +132,8 @@ def _facts(model_type: str, models: list[Generated]) -> Row:
     }
 
 
-def _prove(model_type: str, directory: Path, *, takes_media: bool) -> Row:
+def _prove(model_type: str, directory: Path, *, takes_media: bool) -> tuple[Verdict, RowProofFacts | None]:
+    """The verdict, and what was compared; None if nothing was."""
     from patchgen.runtime.verify.reference_model import head_with_media
     from patchgen.runtime.verify.report import training_record
     from patchgen.runtime.verify.verify_model import judge
@@ -111,16 +141,14 @@ def _prove(model_type: str, directory: Path, *, takes_media: bool) -> Row:
     head = head_with_media(directory) if takes_media else upstream.open_release().auto_map(CAUSAL_MAP).get(model_type)
     type_verdict, proof = judge(directory, implementations=COMPARED_IMPLEMENTATIONS, head=head)
     if proof is None:
-        return {"status": type_verdict.status, "reason": type_verdict.reason}
-    return {
-        "status": type_verdict.status,
-        "reason": type_verdict.reason,
-        "loss_difference": max((case.loss.relative for case in proof.cases), default=0.0),
-        "gradient_difference": max((case.gradient.relative for case in proof.cases), default=0.0),
+        return type_verdict, None
+    return type_verdict, {
         "inputs": _inputs(proof),
         "refused_inputs": proof.refused_inputs,
         "inputs_without_rule": _without_rule(model_type, directory, proof) if takes_media else [],
         "training": training_record(proof.training) if proof.training is not None else None,
+        "loss_difference": max((case.loss.relative for case in proof.cases), default=0.0),
+        "gradient_difference": max((case.gradient.relative for case in proof.cases), default=0.0),
     }
 
 
@@ -139,29 +167,36 @@ def _inputs(proof: Proof) -> list[str]:
     return [kind for kind in MEDIA_CASES if any(case.name == kind for case in proof.cases)]
 
 
-def row(model_type: str, status: str, reason: str, **facts: object) -> Row:
+def row(
+    model_type: str,
+    status: str,
+    reason: str,
+    facts: GenerationFacts | None = None,
+    proof: RowProofFacts | None = None,
+    *,
+    family: str = TEXT,
+    seconds: float = 0.0,
+    generation_seconds: float = 0.0,
+) -> CoverageRow:
     """A row of the record; facts that are not given are empty."""
-    values: Row = {
-        "model_type": model_type,
-        "status": status,
-        "reason": reason,
-        "hits": {},
-        "notes": 0,
-        "config_lines": 0,
-        "changed_lines": 0,
-        "moe": False,
-        "family": TEXT,
+    nothing_proven: RowProofFacts = {
         "inputs": [],
         "refused_inputs": {},
         "inputs_without_rule": [],
         "training": None,
         "loss_difference": None,
         "gradient_difference": None,
-        "seconds": 0.0,
-        "generation_seconds": 0.0,
-        **facts,
     }
-    return {name: round(one, 2) if name.endswith("seconds") else one for name, one in values.items()}
+    return {
+        "model_type": model_type,
+        "status": status,
+        "reason": reason,
+        **(facts or _nothing_generated()),
+        "family": family,
+        **(proof or nothing_proven),
+        "seconds": round(seconds, 2),
+        "generation_seconds": round(generation_seconds, 2),
+    }
 
 
 def short_reason(error: object) -> str:

@@ -1,6 +1,5 @@
 """generate, check, list."""
 
-# pyright: basic
 from __future__ import annotations
 
 import difflib
@@ -10,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.progress import track
@@ -23,7 +23,10 @@ from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFo
 from patchgen.pipeline import Generated
 from patchgen.runtime.registry import installed_directory
 from patchgen.runtime.verify import records
-from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, named
+from patchgen.runtime.verify.committed_models import Committed, committed, named
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import Provenance
 
 CURRENT, STALE, UNCHECKED = "current", "stale", "unchecked"
 PASSES_NOT_LISTED = ("prune", "absolute_imports")
@@ -238,7 +241,7 @@ def _state(name: str) -> str:
     return state
 
 
-def _state_without_source(name: str, directory: Path, record: dict) -> str:
+def _state_without_source(name: str, directory: Path, record: Provenance) -> str:
     """A model generated from a file outside any release: only the hashes in its record can be compared."""
     edited = provenance.edited_files(directory, record)
     for file_name in edited:
@@ -273,8 +276,8 @@ def list_models() -> None:
     for model in map(Committed, committed()):
         hits = [p["name"] for p in model.record["passes"] if p["hits"] and p["name"] not in PASSES_NOT_LISTED]
         version, lines = str(model.record["upstream"]["version"]), str(model.changed_lines)
-        status = "stale proof" if IN_ONE_PROCESS in model.proofs else "not proven"
-        proof = model.present_proofs.get(IN_ONE_PROCESS, {"status": status})
-        releases = ", ".join(proof.get("transformers", ())) or "-"
-        table.add_row(model.name, version, ", ".join(hits), lines, proof["status"], releases)
+        proof = model.present_proof
+        status = proof["status"] if proof else "stale proof" if model.proof else "not proven"
+        releases = ", ".join(proof["transformers"] if proof else ()) or "-"
+        table.add_row(model.name, version, ", ".join(hits), lines, status, releases)
     console.print(table)

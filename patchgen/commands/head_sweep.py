@@ -1,6 +1,5 @@
 """sweep --family heads: the heads that are not language models, one row per class in records/heads.json and docs/heads.md."""
 
-# pyright: basic
 from __future__ import annotations
 
 import json
@@ -8,9 +7,10 @@ import multiprocessing
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.progress import track
 
@@ -22,6 +22,9 @@ from patchgen.errors import ConfigError
 from patchgen.runtime.verify import records, source_keys
 from patchgen.runtime.verify.committed_models import page_of, records_folder
 from patchgen.templates import render
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import HeadRow, HeadsRecord
 
 FAMILY, FILE = "heads", "heads.json"
 MAPS = {
@@ -88,13 +91,13 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
     return 0 if (len(proven) == len(swept) if only else proven) else 1
 
 
-def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[dict]:
+def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[HeadRow]:
     """The rows of a type: each of its heads generated separately and proven."""
     from patchgen.runtime.verify.verify_model import judge
 
     release = upstream.open_release(version)
     sources = source_keys.model_sources(model_type, release)
-    found = []
+    found: list[HeadRow] = []
     for kind, head in heads.items():
         start = time.perf_counter()
         models, reason, digest = examination.generate(model_type, release.version, [head])
@@ -107,45 +110,56 @@ def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[dic
                     status, reason = outcome.status, outcome.reason
                 except Exception as error:  # upstream's code runs here and may raise anything
                     status, reason = GENERATED, examination.short_reason(error)
-        row = {"model_type": model_type, "kind": kind, "head": head, "status": status, "reason": reason}
-        seconds = round(time.perf_counter() - start, 2)
-        made_with = records.row_key(digest, records.present_key() | {"transformers": version})
-        found.append({**row, "seconds": seconds, "sources": sources, "made_with": made_with})
+        row: HeadRow = {
+            "model_type": model_type,
+            "kind": kind,
+            "head": head,
+            "status": status,
+            "reason": reason,
+            "seconds": round(time.perf_counter() - start, 2),
+            "sources": sources,
+            "made_with": records.row_key(digest, records.present_key() | {"transformers": version}),
+        }
+        found.append(row)
     return found
 
 
-def read(path: Path) -> dict[tuple[str, str], dict]:
-    """The rows of a record by type and kind."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-    return {(row["model_type"], row["kind"]): row for row in rows}
+def read(path: Path) -> dict[tuple[str, str], HeadRow]:
+    """The rows of a record by type and kind; empty if there is none."""
+    if not path.is_file():
+        return {}
+    record: HeadsRecord = json.loads(path.read_text(encoding="utf-8"))
+    return {(row["model_type"], row["kind"]): row for row in record["rows"]}
 
 
-def write(path: Path, rows: Mapping[tuple[str, str], dict]) -> None:
+def write(path: Path, rows: Mapping[tuple[str, str], HeadRow]) -> None:
     """Writes the record and its page, each atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [rows[place] for place in sorted(rows)]
-    record = json.dumps({"key": records.present_key(), "rows": ordered}, indent=1) + "\n"
+    record: HeadsRecord = {"key": records.present_key(), "rows": ordered}
     page_path = page_of(path)
     page_path.parent.mkdir(parents=True, exist_ok=True)
-    provenance.write_whole({path: record, page_path: page(ordered)})
+    provenance.write_whole({path: json.dumps(record, indent=1) + "\n", page_path: page(ordered)})
 
 
-def page(rows: list[dict]) -> str:
+def page(rows: Sequence[HeadRow]) -> str:
     """The text of `heads.md`. It follows from the record alone."""
     types = {row["model_type"]: {r["kind"]: r for r in rows if r["model_type"] == row["model_type"]} for row in rows}
     return render("heads.jinja", kinds=list(MAPS), types=types, counts=counts(rows), proven=PROVEN)
 
 
-def counts(rows: Iterable[Mapping]) -> str:
+def counts(rows: Iterable[HeadRow]) -> str:
     """How many are proven, kind by kind."""
     rows = list(rows)
     statuses = {kind: [row["status"] for row in rows if row["kind"] == kind] for kind in MAPS}
     return ", ".join(f"{kind}: {found.count(PROVEN)} of {len(found)}" for kind, found in statuses.items())
 
 
-def stale_types(path: Path, release: upstream.Release, wanted: Mapping[str, Mapping] | None = None) -> list[str]:
+def stale_types(
+    path: Path, release: upstream.Release, wanted: Mapping[str, Mapping[str, str]] | None = None
+) -> list[str]:
     """The types with a head whose row is missing or stale."""
-    rows, key, found = read(path), records.wanted_key(), []
+    rows, key, found = read(path), records.wanted_key(), list[str]()
     for model_type, heads in (wanted or heads_of(release)).items():
         sources = source_keys.model_sources(model_type, release)
         for kind, head in heads.items():

@@ -1,11 +1,16 @@
 """docs/models.md: what each committed model was proven on, from the records beside the generated files."""
 
-# pyright: basic
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from patchgen.runtime.verify import source_keys
-from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, docs
+from patchgen.runtime.verify.committed_models import Committed, committed, docs
 from patchgen.templates import render
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import CaseRecord, HitRecord
 
 MEDIA_CASES = ("images", "video", "audio", "sound", "mixed", "packed media", "handed in")
 
@@ -28,16 +33,15 @@ def rows() -> list[dict[str, object]]:
 def _row(name: str) -> dict[str, object]:
     model = Committed(name)
     passes = {step["name"]: step for step in model.record["passes"]}
-    proof = model.present_proofs.get(IN_ONE_PROCESS, {})
-    cases = proof.get("cases", [])
+    proof = model.present_proof
+    cases = proof["cases"] if proof else []
     ran = dict.fromkeys(case["case"] for case in cases)
-    syncs = passes.get("host_sync_lint", {"upstream": [], "notes": []})
-    compared = ("loss", "outputs", "gradient")
+    syncs = passes.get("host_sync_lint")
     hits = {step: len(found["hits"]) for step, found in passes.items() if found["hits"]}
     return {
         "name": name,
-        "status": proof.get("status", "not proven"),
-        "head": proof.get("head", ""),
+        "status": proof["status"] if proof else "not proven",
+        "head": proof["head"] if proof else "",
         "text": [case for case in ran if case not in MEDIA_CASES],
         "media": [kind for kind in MEDIA_CASES if kind in ran],
         "takes_media": "fill_back" in hits,
@@ -45,21 +49,25 @@ def _row(name: str) -> dict[str, object]:
         "parts": [part["default"]["model"] for part in model.record.get("parts", ())],
         "variants": list(dict.fromkeys(case["variant"] for case in cases)),
         "steps": len(cases),
-        "equal": sum(all(case[part]["equal"] for part in compared) for case in cases),
-        "refused": proof.get("refused_inputs", {}),
-        "without_gradient": len(proof.get("without_gradient", [])),
+        "equal": sum(_is_equal(case) for case in cases),
+        "refused": proof["refused_inputs"] if proof else {},
+        "without_gradient": len(proof["without_gradient"]) if proof else 0,
         "hits": hits,
         "lines": model.changed_lines,
         "config_lines": len(source_keys.own_config(name).splitlines()),
-        "syncs": _allowed_syncs(syncs["upstream"]),
-        "open_syncs": syncs["notes"],
+        "syncs": _allowed_syncs(syncs["upstream"] if syncs else ()),
+        "open_syncs": syncs["notes"] if syncs else [],
         "ranks": rank_results(model),
     }
 
 
-def _allowed_syncs(hits: list[dict]) -> list[dict[str, str]]:
+def _is_equal(case: CaseRecord) -> bool:
+    return all(difference["equal"] for difference in (case["loss"], case["outputs"], case["gradient"]))
+
+
+def _allowed_syncs(hits: Iterable[HitRecord]) -> list[dict[str, str]]:
     """The host syncs that stay: each distinct site, code and reason once."""
-    found = {}
+    found: dict[tuple[str, str, str], None] = {}
     for hit in hits:
         code, _, why = hit["what"].rpartition("`: ")
         found[hit["site"], code.strip("`"), why] = None
@@ -68,10 +76,8 @@ def _allowed_syncs(hits: list[dict]) -> list[dict[str, str]]:
 
 def rank_results(model: Committed) -> dict[str, str]:
     """Layout -> the largest difference over its batches, or how many failed, for the present file."""
-    found = {}
-    for layout, result in model.present_proofs.items():
-        if layout == IN_ONE_PROCESS:
-            continue
+    found: dict[str, str] = {}
+    for layout, result in model.present_rank_proofs.items():
         cases = result["cases"].values()
         failed = sum("failed" in case for case in cases)
         worst = max((max(float(case["loss"]), float(case["gradient"])) for case in cases), default=0.0)

@@ -3,11 +3,11 @@
 python -m patchgen.commands.support_matrix      # writes them again
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patchgen.commands import models_page
 from patchgen.commands.examination import EAGER_ONLY, PROVEN
@@ -17,6 +17,9 @@ from patchgen.runtime.verify import records
 from patchgen.runtime.verify.committed_models import Committed, committed, docs
 from patchgen.runtime.verify.records import LAYOUTS
 from patchgen.templates import render
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import CoverageRow, RankCell
 
 NOT_MEASURED = "not measured"
 
@@ -31,18 +34,18 @@ def support_matrix() -> str:
         if (ranks := of_text.get(name) or of_text.get(f"{name}_text") or {}) or not of_media[name]
     }
     media = {name: found for name, found in of_media.items() if found}
-    counts = []
+    counts: list[str] = []
     for layout, name in LAYOUTS.items():
         compared = [cell for ranks in of_text.values() if (cell := ranks.get(layout)) and cell.get("applies", True)]
         counts.append(f"{sum(not result['reason'] for result in compared)} of {len(compared)} with {name}")
     return render("support_matrix.jinja", text=text, media=media, counts=counts, not_measured=NOT_MEASURED)
 
 
-def _text_rows() -> list[dict]:
+def _text_rows() -> list[CoverageRow]:
     return [row for (takes_media, _), row in records.read(records.path_in(None)).items() if not takes_media]
 
 
-def _cell(result: dict | None) -> str:
+def _cell(result: RankCell | None) -> str:
     if result is None or not result.get("applies", True):
         return NOT_MEASURED
     if result["reason"]:
@@ -95,7 +98,7 @@ def _between(text: str, what: str, inside: str, name: str) -> str:
 
 def write() -> list[Path]:
     """Writes the matrix into docs/parallel.md and the counts into README.md; an installation without these files has neither."""
-    written = []
+    written: list[Path] = []
     for path, made in ((docs() / "parallel.md", page), (docs().parent / "README.md", readme)):
         if path.is_file():
             path.write_text(made(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,14 +1,14 @@
 """sweep: generate and prove every model type of a family, one row each in docs/coverage.md and records/coverage.json."""
 
-# pyright: basic
 from __future__ import annotations
 
 import difflib
 import multiprocessing
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.progress import track
 
@@ -24,14 +24,20 @@ from patchgen.commands.examination import (
     GENERATED,
     PROVEN,
     TEXT,
+    Examined,
     examine,
     generated_digest,
     row,
     set_worker_environment,
+    unproven,
 )
 from patchgen.errors import ConfigError
 from patchgen.runtime.verify import records, source_keys
 from patchgen.runtime.verify.committed_models import page_of
+
+if TYPE_CHECKING:
+    from patchgen.runtime.document_rows import Separated
+    from patchgen.runtime.verify.record_types import CoverageRow, RankCell
 
 VISION, AUDIO, OMNI = "vision", "audio", "omni"
 MEDIA = (VISION, AUDIO, OMNI)
@@ -56,19 +62,17 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     todo = [k for k in wanted if not known[k] or rows[takes_media, k].get("sources") != sources[k]]
     results = _run({kind: known[kind] for kind in todo}, release.version, jobs, takes_media=takes_media)
     for found in track(results, "sweeping", len(todo), console=console, disable=not console.is_terminal):
-        kind = found["model_type"]
-        found["family"] = _family(kind, release) if takes_media else TEXT
-        place = (takes_media, kind)
-        before = rows.get(place, {})
-        generated = found.pop("generated")
-        made_with = records.row_key(generated, key)
-        kept = before if "status" not in found else {"ranks": records.cells_that_hold(before, key, generated)}
-        rows[place] = {**kept, **found, "sources": sources[kind], "made_with": made_with}
-        if not records.needs_ranks(rows[place]):
-            rows[place].pop("ranks", None)
+        kind = found.model_type
+        new = _merged(rows.get((takes_media, kind)), found, key)
+        new["family"] = _family(kind, release) if takes_media else TEXT
+        new["sources"] = sources[kind]
+        new["made_with"] = records.row_key(found.generated, key)
+        if not records.needs_ranks(new):
+            new.pop("ranks", None)
+        rows[takes_media, kind] = new
         records.write(path, rows)
         if not console.is_terminal:
-            outcome = f"{rows[place]['status']} {rows[place]['reason']}" if "status" in found else "unchanged"
+            outcome = f"{new['status']} {new['reason']}" if found.row else "unchanged"
             console.print(f"{kind}: {outcome}", soft_wrap=True, markup=False)
     records.write(path, rows)
     if output is None:
@@ -89,13 +93,22 @@ def _takes_media(family: str) -> bool:
     return family in (*MEDIA, "media")
 
 
-def _proven_digest(row: Mapping | None, key: Mapping[str, str]) -> str:
+def _merged(before: CoverageRow | None, found: Examined, key: Mapping[str, str]) -> CoverageRow:
+    """The new row of a type, with the comparisons on ranks that hold; or the one before with what generation gives now."""
+    if found.row is None:
+        assert before is not None, "only a text that a row proves is known"
+        return {**before, **found.facts}
+    cells = records.cells_that_hold(before, key, found.generated) if before else {}
+    return {"ranks": cells, **found.row}
+
+
+def _proven_digest(row: CoverageRow | None, key: Mapping[str, str]) -> str:
     """The digest of the generated text that a row proves; empty if the row is missing or stale."""
-    generated = (row or {}).get("made_with", {}).get("generated", "")
-    return generated if records.holds(row, key, generated) else ""
+    generated = records.generated_of(row) if row else None
+    return generated if generated and records.holds(row, key, generated) else ""
 
 
-def _summary(swept: list[dict], path: Path, *, is_asked_by_name: bool) -> int:
+def _summary(swept: Sequence[CoverageRow], path: Path, *, is_asked_by_name: bool) -> int:
     statuses = (PROVEN, EAGER_ONLY, GENERATED, FAILED)
     counts = {status: sum(one["status"] == status for one in swept) for status in statuses}
     moe = sum(one["status"] == PROVEN and one["moe"] for one in swept)
@@ -134,23 +147,33 @@ def sweep_ranks(
     wanted = [place for place in places if records.needs_ranks(rows[place])]
     present = records.present_digests([rows[place] for place in wanted], release, jobs=2)
     todo = [place for place in wanted if fresh or not records.cell_holds(rows[place], layout, key, present[place[1]])]
-    separates = {place[1]: (rows[place].get("training") or {}).get("separates_documents", False) for place in todo}
-    options = {"takes_media": takes_media, "sp": sp, "ep": ep, "world": world}
-    for found in parallel_coverage.sweep(separates, **options) if todo else ():
-        cell = {"difference": found.worst, "reason": found.reason, "applies": found.applies}
-        cell["made_with"] = records.cell_key(found.generated, key)
+    separates: dict[str, Separated] = {place[1]: _separates_documents(rows[place]) for place in todo}
+    results = parallel_coverage.sweep(separates, takes_media=takes_media, sp=sp, ep=ep, world=world) if todo else ()
+    for found in results:
+        cell: RankCell = {
+            "difference": found.worst,
+            "reason": found.reason,
+            "applies": found.applies,
+            "made_with": records.cell_key(found.generated, key),
+        }
         rows[takes_media, found.model_type].setdefault("ranks", {})[layout] = cell
         records.write(path, rows)
     if output is None:
         support_matrix.write()
-    cells = [cell for place in wanted if (cell := rows[place]["ranks"][layout])["applies"]]
+    cells = [cell for place in wanted if (cell := rows[place].get("ranks", {})[layout])["applies"]]
     agreeing = sum(not cell["reason"] for cell in cells)
     console.print(f"{agreeing} of {len(cells)} agree on {world} ranks with {layout}; written: {path}", soft_wrap=True)
     return 0 if (agreeing == len(cells) if only else agreeing) else 1
 
 
-def _run(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[dict]:
-    """Rows as they are finished. A type that crashes its process is a failed row; the others continue.
+def _separates_documents(row: CoverageRow) -> Separated:
+    """Whether a run computes the packed documents of a type in rows of their own, as its proof found."""
+    training = row.get("training")
+    return training["separates_documents"] if training else False
+
+
+def _run(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:
+    """Types as they are finished. A type that crashes its process is a failed row; the others continue.
 
     Args:
         todo: model type -> the digest of the generated text that is proven already.
@@ -165,7 +188,7 @@ def _run(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool)
                 pool.submit(examine, kind, version, takes_media=takes_media, known=known): kind
                 for kind, known in remaining.items()
             }
-            broken = []
+            broken: list[str] = []
             for future in as_completed(futures):
                 kind = futures[future]
                 try:
@@ -178,7 +201,7 @@ def _run(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool)
         if broken:
             reason = "its process died (out of memory, or a crash in native code)"
             del remaining[broken[0]]
-            yield row(broken[0], GENERATED, reason, generated=generated_digest(broken[0], version))
+            yield unproven(broken[0], GENERATED, reason, generated_digest(broken[0], version))
 
 
 def types_of(family: str, release: upstream.Release) -> list[str]:
@@ -233,7 +256,7 @@ def _candidates(release: upstream.Release, *, takes_media: bool) -> list[str]:
 def _family(model_type: str, release: upstream.Release) -> str:
     """The kind of media that the models of a type take."""
     anatomy = _anatomy(model_type, release)
-    inputs = {name for info in anatomy.classes for name in media.takes_media(anatomy, info)} if anatomy else set()
+    inputs = {name for info in anatomy.classes for name in media.takes_media(anatomy, info)} if anatomy else set[str]()
     audio = {name for name in inputs if name in AUDIO_INPUTS or "audio" in name}
     if not inputs:
         return TEXT

@@ -8,7 +8,7 @@ import copy
 import difflib
 import functools
 from dataclasses import asdict, dataclass
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, is_list
@@ -18,6 +18,9 @@ from patchgen.passes.prune import without_mentions
 from patchgen.rewrite import Editor, format_code
 from patchgen.runtime.code_hash import short_hash, symbol_hash, without_docstrings
 from patchgen.source import Block, Module
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import EditRecord
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ def target_of(edit: Edit, module: Module) -> list[ast.stmt]:
     return [member for member in block.members if isinstance(member, FunctionNode) and member.name == method]
 
 
-def targets_record(edits: tuple[Edit, ...], module: Module) -> list[dict[str, str]]:
+def targets_record(edits: tuple[Edit, ...], module: Module) -> list[EditRecord]:
     """For each edit its verb, its target, a hash of the edit, and one of the target as upstream has it."""
     return [
         {

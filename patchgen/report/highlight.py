@@ -1,13 +1,23 @@
 """Python as HTML, a string per line, in few classes: a page of 4,000 lines has to open at once."""
 
-# pyright: basic
 from __future__ import annotations
 
-from markupsafe import escape
-from pygments.lexers import PythonLexer
-from pygments.token import Comment, Keyword, Name, Number, Operator, String, _TokenType
+from typing import Protocol
 
-CLASSES: dict[_TokenType, str] = {
+from markupsafe import escape
+from pygments.lexers import find_lexer_class_by_name
+from pygments.token import Comment, Keyword, Name, Number, Operator, String
+
+
+class Token(Protocol):
+    """The kind of a piece of text, as pygments names it."""
+
+    @property
+    def parent(self) -> Token | None: ...
+    def __hash__(self) -> int: ...
+
+
+CLASSES: dict[Token, str] = {
     Keyword: "k",
     Operator.Word: "k",
     String: "s",
@@ -25,7 +35,8 @@ def highlighted(text: str) -> list[str]:
     if not text:
         return []
     lines: list[list[str]] = [[]]
-    for token, value in PythonLexer(stripnl=False, ensurenl=False).get_tokens(text.removesuffix("\n")):
+    lexer = find_lexer_class_by_name("python")(stripnl=False, ensurenl=False)
+    for token, value in lexer.get_tokens(text.removesuffix("\n")):
         kind = _class_of(token)
         for number, part in enumerate(value.split("\n")):
             if number:
@@ -42,7 +53,7 @@ def struck(line: str) -> str:
     return f"{line[: len(line) - len(code)]}<s>{code}</s>" if code else line
 
 
-def _class_of(token: _TokenType | None) -> str:
+def _class_of(token: Token | None) -> str:
     while token is not None:
         if token in CLASSES:
             return CLASSES[token]

@@ -1,6 +1,5 @@
 """The page over all committed models: what the reviewer of a pull request opens first."""
 
-# pyright: basic
 from __future__ import annotations
 
 import os
@@ -39,7 +38,7 @@ def row(name: str, folder: Path, refusal: str = "") -> ModelRow:
     model = Committed(name)
     passes = {step["name"]: step for step in model.record["passes"]}
     hits = {kind: len(step["hits"]) for kind, step in passes.items() if step["hits"] and kind not in PLUMBING}
-    edits = passes.get("hand_edits", {}).get("hits", ())
+    edits = passes["hand_edits"]["hits"] if "hand_edits" in passes else ()
     files = {"file": f"modeling_{name}.py", "diff": f"modeling_{name}.diff", "provenance": "provenance.json"}
     return ModelRow(
         name=name,

@@ -1,11 +1,11 @@
 """The page of one model: upstream and generated side by side, the hits of each pass, the census, the proofs."""
 
-# pyright: basic
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from patchgen import emit, pipeline, upstream
 from patchgen.anatomy.census import COVERED
@@ -17,6 +17,9 @@ from patchgen.report.sections import PLUMBING, Code, side_by_side
 from patchgen.runtime.verify.committed_models import Committed
 from patchgen.templates import render
 from patchgen.upgrade import releases
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import Provenance
 
 GOLDEN_ANGLE = 137.508
 
@@ -55,7 +58,7 @@ def page(name: str) -> str:
     """
     model = Committed(name)
     generated = regenerated(model)
-    facts = json.loads(generated.provenance)
+    facts: Provenance = json.loads(generated.provenance)
     colours = hues()
     code = side_by_side(lines.trace(generated), generated.steps[0].before.text, generated.text, colours)
     return render(
@@ -94,7 +97,7 @@ def differing(model: Committed, generated: Generated) -> list[str]:
 
 def _passes(generated: Generated, code: Code, colours: Mapping[str, int]) -> list[PassEntry]:
     kinds = {kind.name: kind for kind in all_passes()}
-    found = []
+    found: list[PassEntry] = []
     for step in generated.steps:
         outcome = step.outcome
         if step.name in PLUMBING or not (outcome.hits or outcome.upstream or outcome.notes):
@@ -131,7 +134,7 @@ def _census(census: Mapping[str, str], code: Code) -> dict[str, list[Entry]]:
     return {kind: entries for kind, entries in groups.items() if entries}
 
 
-def _provenance(facts: Mapping, model: Committed) -> dict[str, str]:
+def _provenance(facts: Provenance, model: Committed) -> dict[str, str]:
     origin = facts["upstream"]
     return {
         "made from": f"transformers {origin['version']}" if origin["version"] else "a file",

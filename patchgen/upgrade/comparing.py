@@ -8,14 +8,13 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patchgen import pipeline, provenance
 from patchgen.errors import PassMismatch, PatchgenError, UpstreamNotFound
 from patchgen.model_configs import ModelConfig, config_for
 from patchgen.passes import pass_named
 from patchgen.passes.base import SitePass
-from patchgen.provenance import Record
 from patchgen.upgrade import releases
 from patchgen.upgrade.edits import drift_under_edits
 from patchgen.upgrade.findings import PERSON, REVIEW, SAME, VERDICT_NAMES, ModelUpgrade, Site
@@ -23,6 +22,9 @@ from patchgen.upgrade.helpers import drift_of_helpers, missing_imports
 from patchgen.upgrade.reach import Library
 from patchgen.upgrade.symbols import OTHER, Symbol, symbols_of
 from patchgen.upstream import Upstream, load, load_from
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import Provenance
 
 PLUMBING = ("prune", "absolute_imports", "hand_edits")
 
@@ -85,7 +87,7 @@ def compare_model(
     config = config or config_for(model)
     generated, refusal = _generated(new, config, record.get("asked", ()))
     texts = Texts(old, new, now, generated.text if generated else "")
-    then: Record | None = json.loads(generated.provenance) if generated else None
+    then: Provenance | None = json.loads(generated.provenance) if generated else None
     sites = _drift_of_model(texts, record, then, config)
     sites = _with_edits(sites, list(drift_under_edits(config.edits, record, old, new, reviewed)), texts)
     if refusal is not None:
@@ -101,7 +103,7 @@ def compare_model(
     return ModelUpgrade(model, *versions, verdict, reason, tuple(sites), now, texts.then)
 
 
-def _old_upstream(model: str, record: Record) -> tuple[Upstream, Library]:
+def _old_upstream(model: str, record: Provenance) -> tuple[Upstream, Library]:
     """The file that the committed one was generated from, and its release."""
     version = record["upstream"]["version"]
     if version is not None:
@@ -122,7 +124,7 @@ def _generated(
 # --------------------------------------------------------------------------------------------------- the model's file
 
 
-def _drift_of_model(texts: Texts, record: Record, then: Record | None, config: ModelConfig) -> list[Site]:
+def _drift_of_model(texts: Texts, record: Provenance, then: Provenance | None, config: ModelConfig) -> list[Site]:
     """The symbols of the modeling file that changed, without those that prune drops on both sides."""
     old, new = symbols_of(texts.old.text), symbols_of(texts.new.text)
     edited = {edit.target.partition(".")[0] for edit in config.edits}
@@ -149,7 +151,7 @@ def _kept(side: Mapping[str, Symbol], name: str, owner: str, kept: set[str]) -> 
     return symbol if owner in kept or not (is_definition or name != owner) else None
 
 
-def _passes_at(name: str, owner: str, record: Record, then: Record | None) -> tuple[tuple[str, ...], str]:
+def _passes_at(name: str, owner: str, record: Provenance, then: Provenance | None) -> tuple[tuple[str, ...], str]:
     """The passes that have a site in a symbol, or else elsewhere in its class, and the reason to list the symbol."""
     hits = _hits(record) | (_hits(then) if then else {})
     at = [step for step, site in hits if site == name]
@@ -157,13 +159,14 @@ def _passes_at(name: str, owner: str, record: Record, then: Record | None) -> tu
         return tuple(dict.fromkeys(at)), f"a site of {', '.join(dict.fromkeys(at))}"
     in_class = dict.fromkeys(step for step, site in hits if site.partition(".")[0] == owner)
     if in_class:
-        return tuple(
-            in_class
-        ), f"in {owner}, where {', '.join(in_class)} {'has' if len(in_class) == 1 else 'have'} a site"
+        return (
+            tuple(in_class),
+            f"in {owner}, where {', '.join(in_class)} {'has' if len(in_class) == 1 else 'have'} a site",
+        )
     return (), "copied as upstream wrote it"
 
 
-def _hits(record: Record) -> dict[tuple[str, str], str]:
+def _hits(record: Provenance) -> dict[tuple[str, str], str]:
     """(pass, site) -> what the pass did there, or found upstream doing."""
     hits: dict[tuple[str, str], str] = {}
     for step in record["passes"]:
@@ -207,7 +210,7 @@ def _refused(error: PatchgenError, sites: list[Site], texts: Texts) -> list[Site
     ]
 
 
-def _changed_hits(record: Record, then: Record, texts: Texts) -> list[Site]:
+def _changed_hits(record: Provenance, then: Provenance, texts: Texts) -> list[Site]:
     """Passes with more, fewer or other hits, and symbols with another reason in the census."""
     old, new = _hits(record), _hits(then)
     path, found = texts.new.path, list[Site]()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patchgen import source
 from patchgen.passes.hand_edits import AddMethod, Edit, OverrideMethod, normal_form, target_of, targets_record
-from patchgen.provenance import Record
 from patchgen.source import Block, Module
 from patchgen.upgrade.findings import PERSON, REVIEW, Site
 from patchgen.upstream import Upstream
 
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import Provenance
+
 
 def drift_under_edits(
-    edits: Sequence[Edit], record: Record, old: Upstream, new: Upstream, reviewed: Collection[str]
+    edits: Sequence[Edit], record: Provenance, old: Upstream, new: Upstream, reviewed: Collection[str]
 ) -> Iterator[Site]:
     """A site for each edit whose target changed or is gone, with old upstream, new upstream and the edit.
 

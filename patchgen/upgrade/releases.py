@@ -15,7 +15,7 @@ from patchgen.upstream import Release, open_release
 from patchgen.wheels import cached_wheel, installed_version
 
 if TYPE_CHECKING:
-    from patchgen.provenance import Record
+    from patchgen.runtime.verify.record_types import Provenance
 
 PACKAGE = "transformers"
 
@@ -103,7 +103,7 @@ def installed() -> str:
     return open_release().version
 
 
-def user_source(model: str, record: Record) -> Path:
+def user_source(model: str, record: Provenance) -> Path:
     """The file or folder that a model outside any release was generated from, by the command in its record.
 
     Raises:

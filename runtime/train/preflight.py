@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -48,6 +48,8 @@ from patchgen.runtime.verify.verify_model import judge
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from patchgen.runtime.verify.record_types import TrainingRecord
 
 IMPLEMENTATIONS = ("torch", "chunked")
 """Seam implementations compared in addition to the run's own; they need no compiler."""
@@ -225,7 +227,7 @@ def _upstream_class(generated: registry.GeneratedModel, head: type[PreTrainedMod
 
 def _type_verdict(
     generated: registry.GeneratedModel, head: type[PreTrainedModel]
-) -> tuple[verdict.Verdict, Mapping[str, Any] | None]:
+) -> tuple[verdict.Verdict, TrainingRecord | None]:
     """The verdict on a head and the record of its training path: the recorded one if it applies here, else computed now."""
     assert head.config_class is not None, "a generated head names its configuration"
     recorded = report.read_training(generated.directory, generated.file, head.__name__)
@@ -236,7 +238,7 @@ def _type_verdict(
     return type_verdict, report.training_record(path) if path is not None else None
 
 
-def _has_current_attention(recorded: Mapping[str, Any], config_class: type[PreTrainedConfig]) -> bool:
+def _has_current_attention(recorded: TrainingRecord, config_class: type[PreTrainedConfig]) -> bool:
     """Whether a recorded comparison ran with the attention that would be chosen on a CPU now."""
     chosen = attention_kinds.choose(report.read_kinds(recorded), small_config(config_class).config, device_type="cpu")
     return chosen == recorded["compared_with"]

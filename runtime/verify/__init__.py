@@ -27,5 +27,6 @@
 | `report.py` | the table and `verify.json` |
 | `source_closure.py` | the code that a proof depends on, as a hash |
 | `source_keys.py` | what a recorded result depends on: these hashes, the generator's, and releases |
+| `record_types.py` | the types of what the records hold |
 | `records.py` | the rows of records/coverage.json, and whether they are still valid |
 """

@@ -6,10 +6,14 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patchgen import emit, provenance
 from patchgen.errors import UpstreamNotFound
 from patchgen.runtime.compatibility import digest
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import LayoutRecord, ProofRecord, Provenance, RankProofRecord
 
 IN_ONE_PROCESS = ""
 
@@ -25,7 +29,7 @@ class Committed:
         return provenance.generated_root() / self.name
 
     @functools.cached_property
-    def record(self) -> dict:
+    def record(self) -> Provenance:
         """`provenance.json`."""
         return provenance.read(self.folder)
 
@@ -35,22 +39,36 @@ class Committed:
         return emit.changed_lines((self.folder / f"modeling_{self.name}.diff").read_text(encoding="utf-8"))
 
     @functools.cached_property
-    def proofs(self) -> dict[str, dict]:
-        """Every recorded proof: `IN_ONE_PROCESS` as in `verify.json`, and by the name of a layout on ranks."""
-        paths = (self.folder / "verify.json", self.folder / "verify_ranks.json")
-        in_one_process, ranks = (
-            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in paths
-        )
-        proofs = {IN_ONE_PROCESS: in_one_process} if in_one_process else {}
-        return proofs | {
-            name: {"sha256": ranks["sha256"], **layout} for name, layout in ranks.get("layouts", {}).items()
-        }
+    def proof(self) -> ProofRecord | None:
+        """The recorded proof in one process: `verify.json`."""
+        path = self.folder / "verify.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    @functools.cached_property
+    def _on_ranks(self) -> RankProofRecord | None:
+        path = self.folder / "verify_ranks.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     @property
-    def present_proofs(self) -> dict[str, dict]:
-        """The proofs of the present generated file."""
-        present = digest(self.folder / f"modeling_{self.name}.py")
-        return {layout: proof for layout, proof in self.proofs.items() if proof.get("sha256") == present}
+    def layouts(self) -> list[str]:
+        """Every layout that has a recorded proof: `IN_ONE_PROCESS`, and those on ranks."""
+        on_ranks = self._on_ranks["layouts"] if self._on_ranks else {}
+        return [*([IN_ONE_PROCESS] if self.proof else []), *on_ranks]
+
+    @property
+    def present_proof(self) -> ProofRecord | None:
+        """The proof in one process, if it is of the present generated file."""
+        return self.proof if self.proof and self.proof.get("sha256") == self._present else None
+
+    @property
+    def present_rank_proofs(self) -> dict[str, LayoutRecord]:
+        """The proofs on ranks of the present generated file, by the name of the layout."""
+        ranks = self._on_ranks
+        return ranks["layouts"] if ranks and ranks["sha256"] == self._present else {}
+
+    @property
+    def _present(self) -> str:
+        return digest(self.folder / f"modeling_{self.name}.py")
 
 
 def committed() -> list[str]:

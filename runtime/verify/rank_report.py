@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify.media_ranks import RankResult
 from patchgen.runtime.verify.report import one_digit
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import LayoutRecord, MadeWith, RankCaseRecord, RankProofRecord
 
 FILE_NAME = "verify_ranks.json"
 
@@ -25,9 +29,7 @@ def print_results(model: str, layout: str, results: Sequence[RankResult]) -> Non
         )
 
 
-def write_results(
-    file: Path, layout: str, results: Sequence[RankResult], made_with: Mapping[str, str] | None = None
-) -> Path:
+def write_results(file: Path, layout: str, results: Sequence[RankResult], made_with: MadeWith) -> Path:
     """Writes one layout into the record next to a generated file; other layouts of the same file are kept.
 
     Args:
@@ -35,23 +37,23 @@ def write_results(
     """
     path = file.parent / FILE_NAME
     sha256 = digest(file)
-    before = json.loads(path.read_text()) if path.is_file() else {}
-    layouts = before.get("layouts", {}) if before.get("sha256") == sha256 else {}
+    before: RankProofRecord | None = json.loads(path.read_text()) if path.is_file() else None
+    layouts: dict[str, LayoutRecord] = before["layouts"] if before and before["sha256"] == sha256 else {}
     layouts[layout] = {
-        "cases": {
-            result.case: {"loss": one_digit(result.loss), "gradient": one_digit(result.gradient)}
-            | ({"failed": result.reason.strip().splitlines()[-1]} if result.reason else {})
-            for result in results
-        },
+        "cases": {result.case: _case_record(result) for result in results},
         "towers": towers_of(results),
-        "made_with": dict(made_with or {}),
+        "made_with": made_with,
     }
-    record = {
-        "sha256": sha256,
-        "layouts": dict(sorted(layouts.items())),
-    }
+    record: RankProofRecord = {"sha256": sha256, "layouts": dict(sorted(layouts.items()))}
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
+
+
+def _case_record(result: RankResult) -> RankCaseRecord:
+    record: RankCaseRecord = {"loss": one_digit(result.loss), "gradient": one_digit(result.gradient)}
+    if result.reason:
+        record["failed"] = result.reason.strip().splitlines()[-1]
+    return record
 
 
 def towers_of(results: Sequence[RankResult]) -> dict[str, str]:

@@ -16,12 +16,23 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patchgen import __version__, provenance, upstream
 from patchgen.commands.examination import FAILED, PROVEN, TEXT, generated_digest, set_worker_environment
 from patchgen.runtime.verify import source_closure, source_keys
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, page_of, records_folder
 from patchgen.templates import render
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import (
+        CoverageRecord,
+        CoverageRow,
+        HeadRow,
+        MadeWith,
+        RankCell,
+        RowMadeWith,
+    )
 
 FILE = "coverage.json"
 LAYOUTS = {"sp2": "sp 2", "ep2": "ep 2"}
@@ -35,27 +46,29 @@ def path_in(folder: Path | None) -> Path:
     return (folder or records_folder()) / FILE
 
 
-def read(path: Path) -> dict[Place, dict]:
+def read(path: Path) -> dict[Place, CoverageRow]:
     """The rows of a record; empty if there is none."""
     if not path.is_file():
         return {}
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    rows = ({"family": TEXT, "inputs": [], "inputs_without_rule": [], **row} for row in rows)
+    record: CoverageRecord = json.loads(path.read_text(encoding="utf-8"))
+    rows: list[CoverageRow] = [
+        {"family": TEXT, "inputs": [], "inputs_without_rule": [], **row} for row in record["rows"]
+    ]
     return {(row["family"] != TEXT, row["model_type"]): row for row in rows}
 
 
-def write(path: Path, rows: Mapping[Place, dict]) -> None:
+def write(path: Path, rows: Mapping[Place, CoverageRow]) -> None:
     """Writes the record and its page atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     key = present_key()
     ordered = [rows[place] for place in sorted(rows)]
-    record = json.dumps({"key": key, "rows": ordered}, indent=1) + "\n"
+    record: CoverageRecord = {"key": key, "rows": ordered}
     page_path = page_of(path)
     page_path.parent.mkdir(parents=True, exist_ok=True)
-    provenance.write_whole({path: record, page_path: page(key, ordered)})
+    provenance.write_whole({path: json.dumps(record, indent=1) + "\n", page_path: page(key, ordered)})
 
 
-def page(key: Mapping[str, str], rows: list[dict]) -> str:
+def page(key: Mapping[str, str], rows: list[CoverageRow]) -> str:
     """The text of `coverage.md`, from the record alone."""
     older = [row["model_type"] for row in rows if not _was_made_by(row, key)]
     layouts = sorted({layout for row in rows for layout in row.get("ranks", {})}, reverse=True)
@@ -80,51 +93,57 @@ def wanted_key() -> dict[str, str]:
     return present_key() | source_keys.wanted_versions()
 
 
-def made_with(prover: str, key: Mapping[str, str]) -> dict[str, str]:
+def made_with(prover: str, key: Mapping[str, str]) -> MadeWith:
     """The key that is recorded with a proof."""
     return {"prover": prover, "transformers": key["transformers"], "torch": key["torch"]}
 
 
-def row_key(generated: str, key: Mapping[str, str]) -> dict[str, str]:
+def row_key(generated: str, key: Mapping[str, str]) -> RowMadeWith:
     """The key of a row."""
     return {"generated": generated, **made_with(key["prover"], key)}
 
 
-def cell_key(generated: str, key: Mapping[str, str]) -> dict[str, str]:
+def cell_key(generated: str, key: Mapping[str, str]) -> RowMadeWith:
     """The key of a comparison on ranks."""
     return {"generated": generated, **made_with(key["rank_prover"], key)}
 
 
-def _was_made_by(row: Mapping, key: Mapping[str, str]) -> bool:
+def _was_made_by(row: CoverageRow | HeadRow, key: Mapping[str, str]) -> bool:
     """Whether a row was made with these sources and releases, whatever its bytes are."""
-    made = row.get("made_with", {})
+    made: Mapping[str, object] = row.get("made_with", {})
     # A refusal of the generator depends on neither prover nor torch.
     needed = ("transformers",) if row["status"] == FAILED else ("prover", "transformers", "torch")
     return all(made.get(name) == key[name] for name in needed)
 
 
-def _may_hold(row: Mapping, key: Mapping[str, str]) -> bool:
+def _may_hold(row: CoverageRow, key: Mapping[str, str]) -> bool:
     """Whether a row, or one of its comparisons on ranks, is valid if generation still gives its bytes."""
-    return _was_made_by(row, key) or bool(cells_that_hold(row, key, row.get("made_with", {}).get("generated")))
+    return _was_made_by(row, key) or bool(cells_that_hold(row, key, generated_of(row)))
 
 
-def holds(row: Mapping | None, key: Mapping[str, str], generated: str | None) -> bool:
+def generated_of(row: CoverageRow | HeadRow) -> str | None:
+    """The digest of the bytes that a row is of; None if it was not swept in one process."""
+    made = row.get("made_with")
+    return made["generated"] if made else None
+
+
+def holds(row: CoverageRow | HeadRow | None, key: Mapping[str, str], generated: str | None) -> bool:
     """Whether a row is valid, given the bytes that generation gives now."""
-    return row is not None and _was_made_by(row, key) and row["made_with"]["generated"] == generated
+    return row is not None and _was_made_by(row, key) and generated_of(row) == generated
 
 
-def cell_holds(row: Mapping, layout: str, key: Mapping[str, str], generated: str | None) -> bool:
+def cell_holds(row: CoverageRow, layout: str, key: Mapping[str, str], generated: str | None) -> bool:
     """Whether a comparison on ranks is valid, given the bytes that generation gives now."""
     cell = row.get("ranks", {}).get(layout)
     return cell is not None and generated is not None and cell.get("made_with") == cell_key(generated, key)
 
 
-def cells_that_hold(row: Mapping, key: Mapping[str, str], generated: str | None) -> dict[str, dict]:
+def cells_that_hold(row: CoverageRow, key: Mapping[str, str], generated: str | None) -> dict[str, RankCell]:
     """The valid comparisons of a row on ranks."""
     return {layout: cell for layout, cell in row.get("ranks", {}).items() if cell_holds(row, layout, key, generated)}
 
 
-def needs_ranks(row: Mapping) -> bool:
+def needs_ranks(row: CoverageRow) -> bool:
     """Whether a type is compared on ranks: it is proven in one process, or not yet examined."""
     return row["status"] == PROVEN or "made_with" not in row
 
@@ -168,11 +187,11 @@ def stale_rows(path: Path, *, missing: Mapping[bool, Iterable[str]], jobs: int =
     return [one for one in found if one.names]
 
 
-def present_digests(rows: Iterable[Mapping], release: upstream.Release, jobs: int) -> dict[str, str]:
+def present_digests(rows: Iterable[CoverageRow], release: upstream.Release, jobs: int) -> dict[str, str]:
     """Digests of the bytes that generation gives now, by model type; generates only types whose sources have changed."""
     rows = list(rows)
     unchanged = (row for row in rows if row.get("sources") == source_keys.model_sources(row["model_type"], release))
-    found = {row["model_type"]: row["made_with"]["generated"] for row in unchanged}
+    found = {row["model_type"]: generated for row in unchanged if (generated := generated_of(row))}
     todo = list(dict.fromkeys(row["model_type"] for row in rows if row["model_type"] not in found))
     return found | (_digests(todo, release.version, jobs) if todo else {})
 
@@ -189,7 +208,7 @@ def stale_proofs(names: Iterable[str]) -> list[Stale]:
     key = wanted_key()
     old: dict[bool, list[str]] = {False: [], True: []}
     for name in names:
-        for layout in Committed(name).proofs:
+        for layout in Committed(name).layouts:
             if not proof_holds(name, layout, key):
                 old[layout != IN_ONE_PROCESS].append(f"{name} on {layout}" if layout else name)
     found = (
@@ -206,8 +225,9 @@ def proof_holds(name: str, layout: str = IN_ONE_PROCESS, key: Mapping[str, str] 
         key: the required sources and releases; default: the present ones.
     """
     key = key or present_key()
-    proof = Committed(name).present_proofs.get(layout)
+    model = Committed(name)
+    proof = model.present_rank_proofs.get(layout) if layout else model.present_proof
     wanted = made_with(key["rank_prover" if layout else "prover"], key)
-    made = proof.get("made_with", {}) if proof is not None else {}
+    made: Mapping[str, object] = proof.get("made_with", {}) if proof is not None else {}
     # a machine without torch compares the other versions only
     return proof is not None and all(made.get(name) == value for name, value in wanted.items() if value)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -21,6 +21,15 @@ from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.proof import Proof
 from patchgen.runtime.verify.seam_proof import FAILED, PASSED
 from patchgen.runtime.verify.training_path import TrainingPath
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.record_types import (
+        DifferenceRecord,
+        MadeWith,
+        ProofFacts,
+        ProofRecord,
+        TrainingRecord,
+    )
 
 FILE_NAME = "verify.json"
 
@@ -80,7 +89,7 @@ def _print_training(path: TrainingPath, console: Console) -> None:
         console.print(f"FAILED {failure}", style="red", markup=False, highlight=False)
 
 
-def write_proof(proof: Proof, directory: Path, made_with: Mapping[str, str] | None = None) -> Path:
+def write_proof(proof: Proof, directory: Path, made_with: MadeWith) -> Path:
     """Writes `verify.json` into `directory` and returns its path.
 
     Its content depends on the proof alone: no times, no paths. Other releases that the same generated file was proven with
@@ -90,11 +99,11 @@ def write_proof(proof: Proof, directory: Path, made_with: Mapping[str, str] | No
         made_with: the sources and releases that the proof depends on.
     """
     path = directory / FILE_NAME
-    record: dict[str, Any] = proof_record(proof) | {"made_with": dict(made_with or {})}
+    record: ProofRecord = {**proof_record(proof), "made_with": made_with}
     if copies := _copied_files(directory, proof.model):
         record["copies"] = copies
     if path.is_file():
-        before = json.loads(path.read_text())
+        before: ProofRecord = json.loads(path.read_text())
         if before.get("sha256") == proof.file_sha256:
             others = set(before["transformers"]) - {transformers.__version__}
             record["transformers"] = sorted(others.union(record["transformers"]), key=Version)
@@ -108,8 +117,8 @@ def _copied_files(directory: Path, model: str) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def proof_record(proof: Proof) -> dict[str, object]:
-    """The content of `verify.json`."""
+def proof_record(proof: Proof) -> ProofFacts:
+    """The content of `verify.json`, without what the proof depends on."""
     found = verdict.of(proof)
     return {
         "model": proof.model,
@@ -120,7 +129,7 @@ def proof_record(proof: Proof) -> dict[str, object]:
         "sha256": proof.file_sha256,
         "transformers": [transformers.__version__] if proof.is_equal else [],
         "torch": torch.__version__.partition("+")[0],
-        "config": _plain(proof.overrides),
+        "config": _plain_fields(proof.overrides),
         "cases": [
             {
                 "case": case.name,
@@ -156,11 +165,13 @@ def proof_record(proof: Proof) -> dict[str, object]:
     }
 
 
-def read_training(directory: Path, file: Path, head: str) -> dict | None:
+def read_training(directory: Path, file: Path, head: str) -> TrainingRecord | None:
     """The training path in the record next to a generated file; None unless the record proves this file and head with the
     installed releases and the present code."""
     path = directory / FILE_NAME
-    record = json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return None
+    record: ProofRecord = json.loads(path.read_text())
     holds = (
         record.get("status") == verdict.PROVEN
         and record.get("made_with", {}).get("prover") == source_closure.prover()
@@ -173,12 +184,12 @@ def read_training(directory: Path, file: Path, head: str) -> dict | None:
     return record.get("training") if holds else None
 
 
-def read_kinds(training: Mapping[str, Any]) -> tuple[Kind, ...]:
+def read_kinds(training: TrainingRecord) -> tuple[Kind, ...]:
     """What each kind of layer requires of its attention, from the record of a training path."""
     return tuple(Kind(one["layers"], one["config"], tuple(one["asked"])) for one in training["asked"])
 
 
-def training_record(path: TrainingPath) -> dict[str, object]:
+def training_record(path: TrainingPath) -> TrainingRecord:
     """The record of the comparison of the training path."""
     return {
         "attention": path.attention,
@@ -188,8 +199,9 @@ def training_record(path: TrainingPath) -> dict[str, object]:
         "seams": dict(path.seams),
         "checks": {
             check.name: {
-                kind: f"{found.relative:.0e}"
-                for kind, found in (("loss", check.loss), ("logits", check.logits), ("gradient", check.gradient))
+                "loss": f"{check.loss.relative:.0e}",
+                "logits": f"{check.logits.relative:.0e}",
+                "gradient": f"{check.gradient.relative:.0e}",
             }
             for check in path.checks
         },
@@ -198,7 +210,7 @@ def training_record(path: TrainingPath) -> dict[str, object]:
     }
 
 
-def _number(found: Difference) -> dict[str, object]:
+def _number(found: Difference) -> DifferenceRecord:
     return {
         "equal": found.is_equal,
         "absolute": one_digit(found.absolute),
@@ -215,12 +227,16 @@ def _cell(found: Difference) -> str:
     return "[green]equal[/green]" if found.is_equal else f"{found.absolute:.1e} ({found.relative:.1e} rel.)"
 
 
-def _plain(overrides: object) -> object:
-    if isinstance(overrides, dict):
-        return {str(key): _plain(value) for key, value in sorted(overrides.items(), key=lambda item: str(item[0]))}
-    if isinstance(overrides, (list, tuple)):
-        return [_plain(item) for item in overrides]
-    return overrides
+def _plain_fields(overrides: Mapping[str, object]) -> dict[str, object]:
+    return {str(key): _plain(value) for key, value in sorted(overrides.items(), key=lambda item: str(item[0]))}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return _plain_fields(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _describe_overrides(overrides: object) -> str:

@@ -57,7 +57,7 @@ def test_the_page_of_a_model_has_its_passes_census_proofs_and_provenance(models,
             assert hit["site"] in plain and hit["what"].split("`")[0] in plain
     assert all(symbol in plain for symbol in record["census"])
     assert record["generated_sha256"] in page and record["command"] in page
-    cases = {case["case"] for case in Committed(MODEL).proofs[""]["cases"]}
+    cases = {case["case"] for case in Committed(MODEL).proof["cases"]}
     assert all(f"<td>{case}" in page for case in cases)
     assert not OUTSIDE.search(page)
     keys = set(re.findall(r' id="([^"]+)"', page))

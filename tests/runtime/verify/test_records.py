@@ -83,8 +83,8 @@ def record_of(path: Path, **changes: object) -> Path:
     cells = {name: {"difference": 0.0, "reason": "", "applies": True} for name in records.LAYOUTS}
     cells = {name: cell | {"made_with": records.cell_key(bytes_, key)} for name, cell in cells.items()}
     sources = source_keys.model_sources("llama", release)
-    rows = {(False, "llama"): row("llama", "proven", "", sources=sources, made_with=made_with, ranks=cells)}
-    records.write(path, rows)
+    proven = {**row("llama", "proven", ""), "sources": sources, "made_with": made_with, "ranks": cells}
+    records.write(path, {(False, "llama"): proven})
     return path
 
 

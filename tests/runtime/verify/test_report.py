@@ -11,12 +11,14 @@ from stand_in import write_stand_in
 from patchgen.runtime.verify.report import print_proof, proof_record, write_proof
 from patchgen.runtime.verify.verify_model import verify_model
 
+MADE_WITH = {"prover": "these sources", "transformers": transformers.__version__, "torch": "of this machine"}
+
 
 def test_two_runs_write_the_same_bytes_without_paths(tmp_path):
     first = write_stand_in(tmp_path / "one", "mixtral")
     second = write_stand_in(tmp_path / "two", "mixtral")
     for folder in (first, second):
-        write_proof(verify_model(folder, variants=("base",), implementations=()), folder)
+        write_proof(verify_model(folder, variants=("base",), implementations=()), folder, MADE_WITH)
     text = (first / "verify.json").read_text()
     assert text == (second / "verify.json").read_text()
     assert str(tmp_path) not in text
@@ -34,12 +36,12 @@ def test_releases_stay_listed_while_the_file_is_the_same(tmp_path):
     proof = verify_model(folder, variants=("base",), implementations=())
     record = proof_record(proof) | {"transformers": ["5.9.0"]}
     (folder / "verify.json").write_text(json.dumps(record))
-    both = json.loads(write_proof(proof, folder).read_text())["transformers"]
+    both = json.loads(write_proof(proof, folder, MADE_WITH).read_text())["transformers"]
     assert both == ["5.9.0", transformers.__version__]
     proof.failures.append("something differs")
-    assert json.loads(write_proof(proof, folder).read_text())["transformers"] == ["5.9.0"]
+    assert json.loads(write_proof(proof, folder, MADE_WITH).read_text())["transformers"] == ["5.9.0"]
     proof.file_sha256 = "of another file"
-    assert json.loads(write_proof(proof, folder).read_text())["transformers"] == []
+    assert json.loads(write_proof(proof, folder, MADE_WITH).read_text())["transformers"] == []
 
 
 def test_a_failed_proof_claims_no_release_and_prints_why(tmp_path):
