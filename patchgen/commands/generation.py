@@ -278,6 +278,6 @@ def list_models() -> None:
         version, lines = str(model.record["upstream"]["version"]), str(model.changed_lines)
         proof = model.present_proof
         status = proof["status"] if proof else "stale proof" if model.proof else "not proven"
-        releases = ", ".join(proof["transformers"] if proof else ()) or "-"
+        releases = ", ".join(proof.get("transformers", ()) if proof else ()) or "-"
         table.add_row(model.name, version, ", ".join(hits), lines, status, releases)
     console.print(table)

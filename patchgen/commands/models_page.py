@@ -34,14 +34,14 @@ def _row(name: str) -> dict[str, object]:
     model = Committed(name)
     passes = {step["name"]: step for step in model.record["passes"]}
     proof = model.present_proof
-    cases = proof["cases"] if proof else []
+    cases = proof.get("cases", []) if proof else []
     ran = dict.fromkeys(case["case"] for case in cases)
     syncs = passes.get("host_sync_lint")
     hits = {step: len(found["hits"]) for step, found in passes.items() if found["hits"]}
     return {
         "name": name,
-        "status": proof["status"] if proof else "not proven",
-        "head": proof["head"] if proof else "",
+        "status": proof.get("status", "not proven") if proof else "not proven",
+        "head": proof.get("head", "") if proof else "",
         "text": [case for case in ran if case not in MEDIA_CASES],
         "media": [kind for kind in MEDIA_CASES if kind in ran],
         "takes_media": "fill_back" in hits,
@@ -50,8 +50,8 @@ def _row(name: str) -> dict[str, object]:
         "variants": list(dict.fromkeys(case["variant"] for case in cases)),
         "steps": len(cases),
         "equal": sum(_is_equal(case) for case in cases),
-        "refused": proof["refused_inputs"] if proof else {},
-        "without_gradient": len(proof["without_gradient"]) if proof else 0,
+        "refused": proof.get("refused_inputs", {}) if proof else {},
+        "without_gradient": len(proof.get("without_gradient", [])) if proof else 0,
         "hits": hits,
         "lines": model.changed_lines,
         "config_lines": len(source_keys.own_config(name).splitlines()),

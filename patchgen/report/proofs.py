@@ -42,7 +42,7 @@ def verdict(model: Committed) -> str:
 def releases(model: Committed) -> list[str]:
     """The releases of transformers that the present file was proven with."""
     proof = model.present_proof
-    return proof["transformers"] if proof else []
+    return proof.get("transformers", []) if proof else []
 
 
 def tables(model: Committed) -> list[Table]:
@@ -66,9 +66,9 @@ def _in_one_process(proof: ProofRecord) -> list[Table]:
     columns = ("operation", "kernel", "status", "calls", "gradients", "reason")
     tables += [Table("kernels", "Kernels", columns, seams)] if seams else []
     left_out = {
-        **proof["not_compared"],
-        **proof["refused_inputs"],
-        **proof["refused_variants"],
+        **proof.get("not_compared", {}),
+        **proof.get("refused_inputs", {}),
+        **proof.get("refused_variants", {}),
     }
     rows = (
         *((name, str(why)) for name, why in left_out.items()),
@@ -98,11 +98,11 @@ def _eager_form(proof: ProofRecord) -> Table:
 
 def _as_a_run_computes(path: TrainingRecord) -> Table:
     checks = tuple(
-        (name, _number(check["loss"]), _number(check["logits"]), _number(check["gradient"]))
-        for name, check in path["checks"].items()
+        (name, _number(check.get("loss")), _number(check.get("logits")), _number(check.get("gradient")))
+        for name, check in path.get("checks", {}).items()
     )
-    seams = ", ".join(f"{seam} {kernel}" for seam, kernel in path["seams"].items()) or "no seams"
-    caption = f"As a run computes: {path['attention']}, {seams}"
+    seams = ", ".join(f"{seam} {kernel}" for seam, kernel in path.get("seams", {}).items()) or "no seams"
+    caption = f"As a run computes: {path.get('attention')}, {seams}"
     return Table("as a run computes", caption, ("check", "loss", "logits", "gradients"), checks)
 
 
@@ -120,7 +120,7 @@ def _layout(model: Committed, name: str, proof: LayoutRecord) -> tuple[str, ...]
     failed = [case for case, found in cases.items() if "failed" in found]
     differences = ([found["loss"] for found in cases.values()], [found["gradient"] for found in cases.values()])
     worst = [_number(max(found, key=float, default=None)) for found in differences]
-    towers = "; ".join(f"{tower}: {how}" for tower, how in proof["towers"].items())
+    towers = "; ".join(f"{tower}: {how}" for tower, how in proof.get("towers", {}).items())
     holds = records.proof_holds(model.name, name, records.wanted_key())
     outcome = f"{len(failed)} of {len(cases)} failed: {', '.join(failed)}" if failed else f"{len(cases)} equal"
     return (name, outcome, *worst, towers, "yes" if holds else OUTDATED)

@@ -52,7 +52,7 @@ class Committed:
     @property
     def layouts(self) -> list[str]:
         """Every layout that has a recorded proof: `IN_ONE_PROCESS`, and those on ranks."""
-        on_ranks = self._on_ranks["layouts"] if self._on_ranks else {}
+        on_ranks = self._on_ranks.get("layouts", {}) if self._on_ranks else {}
         return [*([IN_ONE_PROCESS] if self.proof else []), *on_ranks]
 
     @property
@@ -64,7 +64,7 @@ class Committed:
     def present_rank_proofs(self) -> dict[str, LayoutRecord]:
         """The proofs on ranks of the present generated file, by the name of the layout."""
         ranks = self._on_ranks
-        return ranks["layouts"] if ranks and ranks["sha256"] == self._present else {}
+        return ranks.get("layouts", {}) if ranks and ranks.get("sha256") == self._present else {}
 
     @property
     def _present(self) -> str:

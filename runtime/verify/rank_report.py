@@ -38,7 +38,7 @@ def write_results(file: Path, layout: str, results: Sequence[RankResult], made_w
     path = file.parent / FILE_NAME
     sha256 = digest(file)
     before: RankProofRecord | None = json.loads(path.read_text()) if path.is_file() else None
-    layouts: dict[str, LayoutRecord] = before["layouts"] if before and before["sha256"] == sha256 else {}
+    layouts: dict[str, LayoutRecord] = before.get("layouts", {}) if before and before.get("sha256") == sha256 else {}
     layouts[layout] = {
         "cases": {result.case: _case_record(result) for result in results},
         "towers": towers_of(results),
