@@ -4,7 +4,6 @@ A class is on the way if code on the way reads the attribute that holds it, a fu
 rewrote is named with the reason; what nothing is known of is `UNREAD`.
 """
 
-# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -279,7 +278,8 @@ class _Code(ast.NodeVisitor):
                 self._resolved(called) == "builtins.getattr"
             ):
                 return ast.Attribute(owner, name, ast.Load())
-        return node
+            case _:
+                return node
 
     def _bound(self, node: ast.AST) -> Iterator[ast.AST]:
         """What is called, a table without its key; for a name of the function all that it is made of."""

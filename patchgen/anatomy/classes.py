@@ -1,6 +1,5 @@
 """One class of an upstream file: bases, methods, the attributes that its __init__ sets, the classes that it builds."""
 
-# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -258,7 +257,8 @@ def _constructed(call: ast.Call) -> ast.expr:
     match call.func:
         case ast.Attribute(owner, name) if name in CONSTRUCTORS:
             return owner
-    return call.func
+        case _:
+            return call.func
 
 
 def _constructions(method: FunctionNode, resolve: Resolve) -> Iterator[tuple[ast.Call, str | None, bool]]:

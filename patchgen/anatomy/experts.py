@@ -3,7 +3,6 @@
 The options of the fused call (activation, biases, layout) come from that code.
 """
 
-# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -132,7 +131,8 @@ def _first_parameter(node: ast.AST) -> ast.expr | None:
     match node:
         case ast.Attribute(ast.Call(ast.Name("next"), [ast.Call(read)]), "dtype" | "device"):
             return read
-    return None
+        case _:
+            return None
 
 
 def _may_hold(anatomy: Anatomy, name: str, module: ast.expr, lineage_names: set[str]) -> bool:
@@ -167,7 +167,8 @@ def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | Non
                 targets or (values and all(isinstance(value, ast.Call) for value in values))
             )
             return {target for target in targets if target} if is_known else None
-    return None
+        case _:
+            return None
 
 
 def _read_batched(anatomy: Anatomy, owner: str, result: Term | None, counts: Sequence[str]) -> ExpertsFormula:
@@ -200,7 +201,8 @@ def _weighted(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) 
     match added:
         case ("mul", output, ("routing", ("value", weights), ("value", index))):
             return _formula(anatomy, owner, output, index, weights, counts)
-    raise Missed("the expert output times its routing weight", term_text(added))
+        case _:
+            raise Missed("the expert output times its routing weight", term_text(added))
 
 
 def _formula(

@@ -1,6 +1,5 @@
 """Tables of torch's operations and modules, and which attributes are numbers from the config."""
 
-# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -86,7 +85,8 @@ def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:
             return bool(held) and all(anatomy.is_a(value, *MATRIX_MODULES) for value in held)
         case ast.Attribute(inner, "T" | "mT") | ast.Call(ast.Attribute(inner, "t" | "transpose" | "to")):
             return is_matrix(anatomy, owner, inner)
-    return False
+        case _:
+            return False
 
 
 def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
@@ -95,7 +95,8 @@ def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
         case ast.Call(parameter, [ast.Call(maker, [_, _])]):
             meanings = (anatomy.names.resolve(parameter), anatomy.names.resolve(maker))
             return meanings[0] == "torch.nn.Parameter" and meanings[1] in MAKERS
-    return False
+        case _:
+            return False
 
 
 def is_of_config(value: ast.AST) -> bool:

@@ -3,7 +3,6 @@
 This is the rule of `PreTrainedModel.__init__` and `PreTrainedModel.loss_function`.
 """
 
-# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast

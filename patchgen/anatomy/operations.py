@@ -1,6 +1,5 @@
 """torch's operations on the terms of `interpreter`, with torch's parameters: None for what is not understood."""
 
-# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -130,7 +129,8 @@ def operation(name: str, *given: Any) -> Term | None:
             return ("repeated", x)  # each token once per expert of it: the choice has a place for each
         case "sum", ("mul", ("column", weights), ("slots of", x, selection)), ("const", 1):
             return ("combined", x, selection, weights)
-    return _chosen(name, *given)
+        case _:
+            return _chosen(name, *given)
 
 
 def _chosen(name: str, *given: Any) -> Term | None:
@@ -184,7 +184,8 @@ def _chosen(name: str, *given: Any) -> Term | None:
             return ("table", selection)
         case "numpy" | "cpu" | "tolist", ("counts", _):
             return given[0]
-    return None
+        case _:
+            return None
 
 
 def _reshaped(term: Term, sizes: tuple[Term, ...]) -> Term | None:
@@ -203,7 +204,8 @@ def _reshaped(term: Term, sizes: tuple[Term, ...]) -> Term | None:
             return ("routing", *chosen)
         case ("rows", *_), (("const", -1), (kind, *_)) if kind != "const":
             return term
-    return None
+        case _:
+            return None
 
 
 def _cast(term: Term, dtype: Term) -> Term | None:
@@ -217,7 +219,8 @@ def _cast(term: Term, dtype: Term) -> Term | None:
             return ("cast", term, dtype)
         case ("mul" | "sum", *_), ("dtype" | "library" | "value" | "zeros", *_):
             return ("cast", term)
-    return None
+        case _:
+            return None
 
 
 def _integers(terms: tuple[Term, ...]) -> list[int]:

@@ -6,7 +6,6 @@
 The statements are put into one another until one expression is left. Whatever is not known in it makes the loss unread.
 """
 
-# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -152,7 +151,8 @@ def _tokens(logits: list[str], labels: list[str]) -> tuple[str, str, str, str] |
             mask = _mask(kept, one, name)
             is_known = form == SHIFTED and mask and mask == _mask(chosen, other, name)
             return (name, label, form, mask) if is_known and asked == f"{mask} is not None" else None
-    return None
+        case _:
+            return None
 
 
 def _mask(kept: str, cut: str, logits: str) -> str:
@@ -168,7 +168,8 @@ def _mask(kept: str, cut: str, logits: str) -> str:
                 return ""
             found = plain or cropped
             return found["name"] if found else ""
-    return ""
+        case _:
+            return ""
 
 
 def _is_moved(value: ast.expr | None, name: str) -> bool:

@@ -1,6 +1,5 @@
 """Whether the forward of a model uses a projection to its vocabulary."""
 
-# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -77,4 +76,5 @@ def _counts_words(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozense
             return True  # of a config, or of the model where nothing else is known of it
         case ast.Call(function, [_, ast.Constant(name), *_]) if name == SIZE:
             return anatomy.names.resolve(function) == "builtins.getattr"
-    return any(_counts_words(anatomy, of, part, visited | {size}) for of, part in parts)
+        case _:
+            return any(_counts_words(anatomy, of, part, visited | {size}) for of, part in parts)

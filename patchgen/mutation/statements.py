@@ -1,6 +1,5 @@
 """Operators on statements: dropped, repeated, moved; a branch, an early return, a residual, a loss term."""
 
-# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -66,7 +65,8 @@ def _assigned(place: Place) -> tuple[str, ast.expr] | tuple[None, None]:
     match place.statement:
         case ast.Assign([ast.Name(name)], value):
             return name, value
-    return None, None
+        case _:
+            return None, None
 
 
 def branched(place: Place) -> Iterator[Change]:

@@ -1,6 +1,5 @@
 """Features of earlier tower layers, added in the language model, are those of this rank's tokens."""
 
-# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
@@ -67,7 +66,8 @@ def _name_of_levels(node: ast.AST) -> str | None:
     match node:
         case ast.Assign([ast.Name(name)], ast.Attribute(attr=attribute)) if attribute == FEATURES:
             return name
-    return None
+        case _:
+            return None
 
 
 def _is_scatter(call: ast.Call) -> bool:
