@@ -346,8 +346,10 @@ def _siblings(source: Path, text: str) -> dict[str, str]:
         except SyntaxError:
             return files  # the parser of the modeling file reports it with its place
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-                file = source.with_name(node.module.split(".")[0] + ".py")
+            if not isinstance(node, ast.ImportFrom) or node.level != 1:
+                continue
+            for module in [node.module] if node.module else [alias.name for alias in node.names]:
+                file = source.with_name(module.split(".")[0] + ".py")
                 if file.is_file() and file.name not in files and file != source:
                     files[file.name] = _moved(_read_source(file))
                     pending.append(files[file.name])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from patchgen import source
-from patchgen.anatomy.classes import FunctionNode
+from patchgen.anatomy.classes import FunctionNode, auto_class, walk
 from patchgen.anatomy.graph import Anatomy, references, study
 from patchgen.anatomy.names import Names
 from patchgen.errors import SourceSyntaxError
@@ -27,24 +28,77 @@ class Imported:
 
 
 def imported_code(anatomy: Anatomy, module: Module) -> Iterator[Imported]:
-    """What the classes and functions in `module` use of other models' files and of files beside this one."""
+    """What the classes and functions in `module` use of other models' files and of files beside this one, by whichever
+    files it is passed on."""
     nodes = {n: i.node for n, i in anatomy.classes.items()} | anatomy.functions
     used = {name: references(node) for name, node in nodes.items() if module.has(name)}
     read: dict[str, Anatomy | None] = {}
     for name, meaning in anatomy.names.imported().items():
-        origin, _, original = meaning.rpartition(".")
         users = tuple(user for user, names in used.items() if name in names)
-        is_model = origin.startswith(("transformers.models.", f"{anatomy.upstream.package}."))
-        if not users or not is_model or "configuration_" in origin or origin.startswith("transformers.models.auto"):
+        if not users or not _is_of_a_model(anatomy, meaning):
             continue
-        if origin not in read:
-            read[origin] = _study(anatomy, origin)
-        other = read[origin]
-        if other is None or original in other.classes or original in other.functions:
-            yield Imported(original, users, origin, other)
+        is_module = _study(anatomy, meaning, read) is not None  # of which its members are used
+        uses = {user: _members(anatomy, nodes[user], meaning) if is_module else {meaning} for user in users}
+        for code in sorted(set[str]().union(*uses.values())):
+            part = defined(anatomy, code, tuple(user for user in users if code in uses[user]), read)
+            if part is not None:
+                yield part
 
 
-def _study(anatomy: Anatomy, origin: str) -> Anatomy | None:
+def auto_classes_in(part: Imported) -> set[str]:
+    """The Auto classes that an imported function or class refers to, itself or in the code of models that it names."""
+    pending, auto_classes, known = [part], set[str](), set[tuple[str, str]]()
+    while pending:
+        current = pending.pop()
+        other = current.anatomy
+        if other is None or (current.module, current.name) in known:
+            continue
+        known.add((current.module, current.name))
+        node = other.functions.get(current.name) or other.classes[current.name].node
+        meanings = {other.names.resolve(child) or "" for child in walk(node)}
+        auto_classes |= set(map(auto_class, meanings)) - {""}
+        local = [dataclasses.replace(current, name=meaning[1:]) for meaning in meanings if meaning.startswith(".")]
+        pending += [piece for piece in local if piece.name in {*other.classes, *other.functions}]
+        pending += filter(None, (defined(other, meaning) for meaning in meanings))
+    return auto_classes
+
+
+def _is_of_a_model(anatomy: Anatomy, meaning: str) -> bool:
+    """Whether a name is of another modeling file, or of a file beside this one."""
+    is_near = meaning.startswith(("transformers.models.", f"{anatomy.upstream.package}."))
+    return is_near and "configuration_" not in meaning and not meaning.startswith("transformers.models.auto.")
+
+
+def _members(anatomy: Anatomy, node: ast.AST, module: str) -> set[str]:
+    """What a piece of code reads of a module, by its full name."""
+    meanings = {anatomy.names.resolve(child) or "" for child in walk(node) if isinstance(child, ast.Attribute)}
+    return {meaning for meaning in meanings if meaning.rpartition(".")[0] == module}
+
+
+def defined(
+    anatomy: Anatomy, meaning: str, users: tuple[str, ...] = (), read: dict[str, Anatomy | None] | None = None
+) -> Imported | None:
+    """The class or function that a name is, in the model's file that defines it; None for other values."""
+    read = {} if read is None else read
+    passed_on: set[str] = set()
+    while _is_of_a_model(anatomy, meaning) and meaning not in passed_on:
+        passed_on.add(meaning)
+        origin, _, name = meaning.rpartition(".")
+        other = _study(anatomy, origin, read)
+        if other is None or name in other.classes or name in other.functions:
+            return Imported(name, users, origin, other)
+        anatomy, meaning = other, other.names.imported().get(name, "")
+    return None
+
+
+def _study(anatomy: Anatomy, origin: str, read: dict[str, Anatomy | None]) -> Anatomy | None:
+    """The anatomy of a module; None where its source cannot be read."""
+    if origin not in read:
+        read[origin] = _read_and_study(anatomy, origin)
+    return read[origin]
+
+
+def _read_and_study(anatomy: Anatomy, origin: str) -> Anatomy | None:
     upstream = anatomy.upstream
     text = upstream.siblings.get(f"{origin.rpartition('.')[2]}.py")
     if text is None and upstream.release is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Build
 from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, auto_class, calls, walk
+from patchgen.anatomy.imported import auto_classes_in, defined, imported_code
 from patchgen.anatomy.names import Names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor
@@ -57,10 +58,12 @@ class LocalClasses(SitePass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Auto classes that are used in any other way than to construct from a config, or to load whole checkpoints."""
-        if "Auto" not in module.text:
-            return ()
         names = Names([statement for block in module for statement in block.statements], anatomy.upstream.base_of)
-        signs: list[str] = []
+        signs = [
+            f"{part.users[0]} uses {part.name} of {part.module}, which uses {auto}"
+            for part in imported_code(anatomy, module)
+            for auto in sorted(auto_classes_in(part))
+        ]
         for block in module:
             known = {"from_pretrained", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
             for statement in block.statements:
@@ -122,14 +125,21 @@ def _is_elsewhere(anatomy: Anatomy, build: Build) -> bool:
 
 
 def _foreign(anatomy: Anatomy, info: ClassInfo) -> list[str]:
-    """The constructions whose class is called like an auto class and is none, or is not known."""
+    """The constructions from a config of what is neither an Auto class nor known to be a class of one model."""
     called = [call for method in info.methods.values() for call in calls(method)]
-    callee_owners = [
-        (c, c.func.value) for c in called if isinstance(c.func, ast.Attribute) and c.func.attr in CONSTRUCTORS
-    ]
-    built = [(call, anatomy.names.resolve(kind)) for call, kind in callee_owners]
-    others = [(call, meaning or "Auto") for call, meaning in built if not auto_class(meaning)]
-    return [ast.unparse(call) for call, meaning in others if "Auto" in meaning.rpartition(".")[2]]
+    owners = [(c, c.func.value) for c in called if isinstance(c.func, ast.Attribute) and c.func.attr in CONSTRUCTORS]
+    built = [(call, anatomy.names.resolve(owner) or "") for call, owner in owners]
+    return [ast.unparse(call) for call, meaning in built if not (auto_class(meaning) or _is_class(anatomy, meaning))]
+
+
+def _is_class(anatomy: Anatomy, meaning: str) -> bool:
+    """Whether a name stands for a class of this file or for one of transformers or of another file that can be read."""
+    if meaning.startswith("."):
+        return meaning[1:] in anatomy.classes
+    part = defined(anatomy, meaning)
+    if part is not None:
+        return part.anatomy is not None and part.name in part.anatomy.classes
+    return meaning.startswith("transformers.") and not meaning.startswith("transformers.models.")
 
 
 def _elsewhere(target: str) -> str:

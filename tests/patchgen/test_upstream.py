@@ -145,12 +145,13 @@ def test_every_model_that_is_named_as_near_has_a_file():
 def test_a_file_on_disk_brings_its_configuration_and_the_modules_beside_it(tmp_path: Path):
     (tmp_path / "modeling_tiny.py").write_text(MODELING + "\n\nfrom .extra import helper\n\nhelper()\n")
     (tmp_path / "configuration_tiny.py").write_text(CONFIGURATION)
-    (tmp_path / "extra.py").write_text("from .more import x as helper\n")
+    (tmp_path / "extra.py").write_text("from .more import x as helper\nfrom . import whole, absent\n")
     (tmp_path / "more.py").write_text("def x(): ...\n")
+    (tmp_path / "whole.py").write_text("def y(): ...\n")
     for source in (tmp_path, tmp_path / "modeling_tiny.py"):
         origin = upstream.load("tiny", source=source)
         assert origin.version is None
-        assert set(origin.siblings) == {"configuration_tiny.py", "extra.py", "more.py"}
+        assert set(origin.siblings) == {"configuration_tiny.py", "extra.py", "more.py", "whole.py"}
         assert origin.configs["TinyConfig"].model_type == "tiny"
 
 

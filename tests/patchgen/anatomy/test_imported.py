@@ -7,7 +7,7 @@ from generation_cases import written
 
 from patchgen import source
 from patchgen.anatomy import study
-from patchgen.anatomy.imported import imported_code
+from patchgen.anatomy.imported import auto_classes_in, imported_code
 from patchgen.upstream import open_release
 
 FILE = """
@@ -69,3 +69,45 @@ def test_who_is_no_longer_in_the_file_uses_nothing():
     left = source.parse(origin.text.replace("class First", "class Gone", 1), origin.path)
     users = {one.name: one.users for one in imported_code(study(module, origin), left)}
     assert users["LlamaMLP"] == ("Second",) and "Part" not in users
+
+
+PARTS_ON = """
+from torch import nn
+from . import parts
+from .passing import Part, Round
+from .parts import make_tower
+
+class First(nn.Module):
+    def forward(self, x):
+        return parts.Part()(x) + parts.CONSTANT + Part()(x) + Round()(x)
+
+class Second(nn.Module):
+    def forward(self, x):
+        return parts.helper(make_tower(x))
+"""
+CHAIN = {
+    "parts.py": "import transformers\nfrom .further import build\nCONSTANT = 1\nclass Part: pass\ndef helper(x): return x\n"
+    "def make_tower(config): return build(config)\n",
+    "passing.py": "from .parts import Part\nfrom .circle import Round\n",
+    "circle.py": "from .passing import Round\n",
+    "further.py": "from transformers import AutoModel as Tower\ndef build(config): return Inner(config)\n"
+    "class Inner:\n    def __new__(cls, config): return Tower.from_config(config)\n",
+}
+
+
+def test_code_of_a_module_and_code_that_files_pass_on_is_found_where_it_is_defined():
+    origin = written(PARTS_ON, siblings=CHAIN, release=open_release())
+    module = source.parse(origin.text, origin.path)
+    parts = {(part.name, part.module, part.users) for part in imported_code(study(module, origin), module)}
+    assert parts == {
+        ("Part", f"{HERE}.parts", ("First",)),
+        ("helper", f"{HERE}.parts", ("Second",)),
+        ("make_tower", f"{HERE}.parts", ("Second",)),
+    }
+
+
+def test_auto_classes_are_found_through_all_that_an_imported_function_names():
+    origin = written(PARTS_ON, siblings=CHAIN, release=open_release())
+    module = source.parse(origin.text, origin.path)
+    autos = {part.name: auto_classes_in(part) for part in imported_code(study(module, origin), module)}
+    assert autos == {"Part": set(), "helper": set(), "make_tower": {"AutoModel"}}
