@@ -35,6 +35,7 @@ DATA = "data"  # computed from what the function is handed, or by a module
 CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
 LINEAR = "torch.nn.Linear"
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+EXPONENTIALS = {"softmax", "log_softmax", "logsumexp", "exp", "exp2"}  # a softmax, or what one is written out with
 
 
 class Flow:
@@ -196,7 +197,7 @@ class Attention(Flow):
     def operation(self, name: str, operands: Sequence[Marks]) -> Marks | None:
         if name in PRODUCTS:
             return self.product(operands)
-        return self._softmax(operands) if name == "softmax" else None
+        return self._softmax(operands) if name in EXPONENTIALS else None
 
     def _softmax(self, operands: Sequence[Marks]) -> Marks:
         marks = _joined(operands)
