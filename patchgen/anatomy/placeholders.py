@@ -5,24 +5,34 @@ from __future__ import annotations
 
 import ast
 
-from patchgen.anatomy.classes import FunctionNode, parameter_names, stored, targets, walk
+from patchgen.anatomy.classes import FunctionNode, base_name, parameter_names, stored, targets, walk
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import TOKENS
 
 FACTS = ("device", "dtype")  # of a tensor, that others are moved to
 
 
-def compares_features(method: FunctionNode, test: ast.expr) -> bool:
-    """Whether a check reads both what is computed from the tokens and what is not: placeholders and features."""
-    tokens, bound = TOKENS & {*parameter_names(method)}, list[tuple[set[str], set[str]]]()
-    for node in walk(method):
+def made_of(function: FunctionNode, sources: set[str]) -> set[str]:
+    """The names whose values a function computes from those of `sources`, them included, also by writing into parts of them."""
+    bound, names = list[tuple[set[str], set[str]]](), {*sources}
+    for node in walk(function):
         match node:
             case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr() if node.value is not None:
-                bound.append((_values(node.value), {*stored(*targets(node))}))
+                bound.append((_values(node.value), {*stored(*targets(node)), *map(base_name, targets(node))} - {""}))
             case ast.For(target, over) | ast.comprehension(target, over):
                 bound.append((_values(over), {*stored(target)}))
+            case ast.Expr(
+                ast.Call(ast.Attribute() as changed) as call
+            ):  # in place: `rows.index_copy_(0, where, features)`
+                bound.append((_values(call), {base_name(changed)} - {"", "self"}))
     for _ in bound:
-        tokens |= {name for read, names in bound if read & tokens for name in names}
+        names |= {name for read, written in bound if read & names for name in written}
+    return names
+
+
+def compares_features(method: FunctionNode, test: ast.expr) -> bool:
+    """Whether a check reads both what is computed from the tokens and what is not: placeholders and features."""
+    tokens = made_of(method, TOKENS & {*parameter_names(method)})
     outer = {name for node in walk(test) if (name := _owner(node)) not in local_names(method)}
     read = _values(test) - outer
     return bool(read & tokens) and bool(read - tokens)

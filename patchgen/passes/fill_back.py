@@ -15,11 +15,12 @@ from patchgen.anatomy.classes import (
     calls,
     dotted,
     own_attribute,
+    parameter_names,
 )
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.placeholders import compares_features
+from patchgen.anatomy.placeholders import compares_features, made_of
 from patchgen.anatomy.positions import POSITIONS
-from patchgen.anatomy.roles import own_methods
+from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS, own_methods
 from patchgen.anatomy.towers import towers_held_whole
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, insert_first
@@ -64,6 +65,9 @@ class FillBack(SitePass):
         """),
     )
 
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        return super().why(info, anatomy) or _fills(anatomy, info)
+
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info = anatomy.classes[site.block]
         language = language_parts(anatomy, info)
@@ -77,8 +81,10 @@ class FillBack(SitePass):
             if isinstance(call.func, ast.Attribute) and f".{call.func.attr}" == SCATTER
         ]
         odd = [c for name, c in scatters if len(c.args) != 2 or base_name(c.func) not in embeddings[name]]
-        if odd or not language:
+        unread = not scatters and self.role not in info.roles
+        if odd or unread or not language:
             what = f"`{editor.code(odd[0])}`" if odd else "a language model that takes no inputs_embeds"
+            what = "features put into the embeddings by other means than masked_scatter" if unread else what
             code = 'ops.require_whole_sequence("the inputs of this model")'
             return Rewritten(insert_first(block, "forward", code, self.mark), f"refuses slices: {what}")
         if not scatters:
@@ -140,6 +146,18 @@ def _embeddings(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> dict[s
     }
     inside = {name: _scattered(function, set(map(base_name, returned[name]))) for name, function in methods.items()}
     return {"forward": names, **inside}
+
+
+def _fills(anatomy: Anatomy, info: ClassInfo) -> str:
+    """Why a forward puts features of its media into the embeddings that it hands on, in whatever form; else empty."""
+    forward = info.methods.get("forward")
+    parameters = {*parameter_names(forward)} if forward is not None else set[str]()
+    media = parameters & {*PIXELS, *AUDIO_INPUTS}
+    if forward is None or not media or not parameters & TOKENS:
+        return ""
+    handed = {base_name(k.value) for call in calls(forward) for k in call.keywords if k.arg == "inputs_embeds"}
+    filled = handed & embedding_names(anatomy, forward, language_parts(anatomy, info)) & made_of(forward, media)
+    return f"hands on {', '.join(sorted(filled))}, computed from its media, as inputs_embeds" if filled else ""
 
 
 def _called(value: ast.expr) -> str:

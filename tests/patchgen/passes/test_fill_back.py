@@ -60,3 +60,27 @@ def test_a_check_of_what_tokens_say_against_what_they_do_not_lets_slices_pass(ch
     written = applied(FillBack(), text).module.text
     assert written.count("not ops.is_sliced() and (") == (passes is not None)
     assert passes is None or f"if not ops.is_sliced() and ({passes}):" in written
+
+
+@pytest.mark.parametrize(
+    "filled",
+    [
+        "inputs_embeds[mask[..., 0]] = image_features",
+        "inputs_embeds = torch.where(mask, image_features[mask.cumsum(1)], inputs_embeds)",
+        "inputs_embeds = merge(inputs_embeds, mask, image_features)",
+        "inputs_embeds += mask * image_features",
+        "inputs_embeds.index_copy_(1, mask, image_features)",
+    ],
+)
+def test_features_that_are_filled_in_by_other_means_refuse_slices(filled: str):
+    scatter = "inputs_embeds = inputs_embeds.masked_scatter(mask, image_features)"
+    assert scatter in BEFORE
+    outcome = applied(FillBack(), BEFORE.replace(scatter, filled))
+    assert 'ops.require_whole_sequence("the inputs of this model")' in outcome.module.text
+    assert "other means than masked_scatter" in outcome.hits[0].what
+
+
+def test_embeddings_without_features_are_no_site():
+    scatter = "inputs_embeds = inputs_embeds.masked_scatter(mask, image_features)"
+    text = BEFORE.replace(scatter, "inputs_embeds = inputs_embeds.to(image_features.dtype)")
+    assert not applied(FillBack(), text).hits
