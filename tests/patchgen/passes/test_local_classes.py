@@ -16,20 +16,23 @@ IMPORT = "from ..auto import AutoModel\n"
 BUILD = "from transformers import AutoModel\n\n\ndef build(config):\n    return AutoModel.from_config(config)\n"
 USES = "uses build of transformers.models.qwen3_asr.parts, which uses AutoModel"
 UNKNOWN = "Tower.from_config"
+BUILT, BY_NAME = "build(config.audio_config)", "Tower.from_config(config.audio_config)"
+PASSED_ON = {"on.py": "from .parts import build\n", "parts.py": BUILD}
+RENAMED = {"parts.py": "from transformers import AutoModel\n\nTower = AutoModel\n"}
+ALIAS = {"parts.py": "from transformers import AutoModel as Tower\n"}
 
 
 @pytest.mark.parametrize(
     ("imports", "tower", "siblings", "reason"),
     [
-        ("from .parts import build\n", "build(config.audio_config)", {"parts.py": BUILD}, USES),
-        ("from . import parts\n", "parts.build(config.audio_config)", {"parts.py": BUILD}, USES),
-        ("from .on import build\n", "build(config.audio_config)", {"on.py": "from .parts import build\n", "parts.py": BUILD}, USES),
-        ("from .parts import Tower\n", "Tower.from_config(config.audio_config)", {"parts.py": "from transformers import AutoModel\n\nTower = AutoModel\n"}, UNKNOWN),
-        ("from .parts import Tower\n", "Tower.from_config(config.audio_config)", {"parts.py": "from transformers import AutoModel as Tower\n"}, UNKNOWN),
-        ("from .parts import Tower\n", "Tower.from_config(config.audio_config)", {}, UNKNOWN),
+        pytest.param("from .parts import build\n", BUILT, {"parts.py": BUILD}, USES, id="a function"),
+        pytest.param("from . import parts\n", f"parts.{BUILT}", {"parts.py": BUILD}, USES, id="of a module"),
+        pytest.param("from .on import build\n", BUILT, PASSED_ON, USES, id="a function that is passed on"),
+        pytest.param("from .parts import Tower\n", BY_NAME, RENAMED, UNKNOWN, id="another name there"),
+        pytest.param("from .parts import Tower\n", BY_NAME, ALIAS, UNKNOWN, id="an alias there"),
+        pytest.param("from .parts import Tower\n", BY_NAME, {}, UNKNOWN, id="no source"),
     ],
-    ids=["a function", "a function of a module", "a function that is passed on", "another name there", "an alias there", "no source"],
-)  # fmt: skip
+)
 def test_a_tower_built_in_another_file_is_refused(imports: str, tower: str, siblings: dict[str, str], reason: str):
     origin = load(MODEL)
     assert origin.text.count(TOWER) == 1 and origin.text.count(IMPORT) == 1
