@@ -46,6 +46,7 @@ class Anatomy:
     tables: dict[str, ast.expr] = field(default_factory=dict[str, ast.expr])
     names: Names = field(default_factory=lambda: Names([]))
     attends: Attends = field(default_factory=Attends)  # what `flow.Attention` has read
+    others: dict[str, Anatomy | None] = field(default_factory=dict[str, "Anatomy | None"])  # what `imported` has read
 
     def still_in(self, module: Module) -> list[ClassInfo]:
         """The classes that no pass has dropped, in upstream order."""

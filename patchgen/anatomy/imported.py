@@ -22,9 +22,9 @@ class Imported:
     """A class or function of another modeling file that code of this file names."""
 
     name: str
-    users: tuple[str, ...]  # the classes and functions of this file
     module: str
-    anatomy: Anatomy | None  # of the other file; None where its source cannot be read
+    anatomy: Anatomy | None  # of the file that defines it; None where its source cannot be read
+    users: tuple[str, ...] = ()  # the classes and functions of this file
 
 
 def imported_code(anatomy: Anatomy, module: Module) -> Iterator[Imported]:
@@ -32,21 +32,38 @@ def imported_code(anatomy: Anatomy, module: Module) -> Iterator[Imported]:
     files it is passed on."""
     nodes = {n: i.node for n, i in anatomy.classes.items()} | anatomy.functions
     used = {name: references(node) for name, node in nodes.items() if module.has(name)}
-    read: dict[str, Anatomy | None] = {}
     for name, meaning in anatomy.names.imported().items():
-        users = tuple(user for user, names in used.items() if name in names)
+        users = [user for user, names in used.items() if name in names]
         if not users or not _is_of_a_model(anatomy, meaning):
             continue
-        is_module = _study(anatomy, meaning, read) is not None  # of which its members are used
+        is_module = _study(anatomy, meaning) is not None  # of which its members are used
         uses = {user: _members(anatomy, nodes[user], meaning) if is_module else {meaning} for user in users}
-        for code in sorted(set[str]().union(*uses.values())):
-            part = defined(anatomy, code, tuple(user for user in users if code in uses[user]), read)
+        for code in sorted(set[str]().union(*uses.values())) or [meaning]:  # or it is handed on
+            part = definition(anatomy, code)
             if part is not None:
-                yield part
+                yield dataclasses.replace(
+                    part, users=tuple(user for user in users if code in uses[user] or not uses[user])
+                )
+
+
+def definition(anatomy: Anatomy, meaning: str) -> Imported | None:
+    """The class or function that a name stands for (`Names.resolve`), in the file that defines it: this one, another model's
+    or one beside it. None for other values and for what libraries define."""
+    passed_on: set[str] = set()
+    while meaning not in passed_on:
+        passed_on.add(meaning)
+        origin, _, name = meaning.rpartition(".")
+        if origin and not _is_of_a_model(anatomy, meaning):
+            break
+        other = _study(anatomy, origin) if origin else anatomy
+        if other is None or name in other.classes or name in other.functions:
+            return Imported(name, origin or anatomy.upstream.module, other)
+        anatomy, meaning = other, other.names.imported().get(name, "")
+    return None
 
 
 def auto_classes_in(part: Imported) -> set[str]:
-    """The Auto classes that an imported function or class refers to, itself or in the code of models that it names."""
+    """The Auto classes that a class or function refers to, itself or in the code of models that it names."""
     pending, auto_classes, known = [part], set[str](), set[tuple[str, str]]()
     while pending:
         current = pending.pop()
@@ -57,16 +74,14 @@ def auto_classes_in(part: Imported) -> set[str]:
         node = other.functions.get(current.name) or other.classes[current.name].node
         meanings = {other.names.resolve(child) or "" for child in walk(node)}
         auto_classes |= set(map(auto_class, meanings)) - {""}
-        local = [dataclasses.replace(current, name=meaning[1:]) for meaning in meanings if meaning.startswith(".")]
-        pending += [piece for piece in local if piece.name in {*other.classes, *other.functions}]
-        pending += filter(None, (defined(other, meaning) for meaning in meanings))
+        pending += filter(None, (definition(other, meaning) for meaning in meanings))
     return auto_classes
 
 
 def _is_of_a_model(anatomy: Anatomy, meaning: str) -> bool:
     """Whether a name is of another modeling file, or of a file beside this one."""
     is_near = meaning.startswith(("transformers.models.", f"{anatomy.upstream.package}."))
-    return is_near and "configuration_" not in meaning and not meaning.startswith("transformers.models.auto.")
+    return is_near and "configuration_" not in meaning and not f"{meaning}.".startswith("transformers.models.auto.")
 
 
 def _members(anatomy: Anatomy, node: ast.AST, module: str) -> set[str]:
@@ -75,39 +90,25 @@ def _members(anatomy: Anatomy, node: ast.AST, module: str) -> set[str]:
     return {meaning for meaning in meanings if meaning.rpartition(".")[0] == module}
 
 
-def defined(
-    anatomy: Anatomy, meaning: str, users: tuple[str, ...] = (), read: dict[str, Anatomy | None] | None = None
-) -> Imported | None:
-    """The class or function that a name is, in the model's file that defines it; None for other values."""
-    read = {} if read is None else read
-    passed_on: set[str] = set()
-    while _is_of_a_model(anatomy, meaning) and meaning not in passed_on:
-        passed_on.add(meaning)
-        origin, _, name = meaning.rpartition(".")
-        other = _study(anatomy, origin, read)
-        if other is None or name in other.classes or name in other.functions:
-            return Imported(name, users, origin, other)
-        anatomy, meaning = other, other.names.imported().get(name, "")
-    return None
+def _study(anatomy: Anatomy, module: str) -> Anatomy | None:
+    """The anatomy of a module of models; None where its source cannot be read."""
+    if module not in anatomy.others:
+        anatomy.others[module] = other = _read_and_study(anatomy, module)
+        if other is not None:
+            other.others = anatomy.others
+    return anatomy.others[module]
 
 
-def _study(anatomy: Anatomy, origin: str, read: dict[str, Anatomy | None]) -> Anatomy | None:
-    """The anatomy of a module; None where its source cannot be read."""
-    if origin not in read:
-        read[origin] = _read_and_study(anatomy, origin)
-    return read[origin]
-
-
-def _read_and_study(anatomy: Anatomy, origin: str) -> Anatomy | None:
-    upstream = anatomy.upstream
-    text = upstream.siblings.get(f"{origin.rpartition('.')[2]}.py")
+def _read_and_study(anatomy: Anatomy, module: str) -> Anatomy | None:
+    upstream, (package, _, name) = anatomy.upstream, module.rpartition(".")
+    text = upstream.siblings.get(f"{name}.py") if package == upstream.package else None
     if text is None and upstream.release is not None:
-        text = upstream.release.read(origin.removeprefix("transformers.").replace(".", "/") + ".py")
+        text = upstream.release.read(module.removeprefix("transformers.").replace(".", "/") + ".py")
     try:
         parsed = source.parse(text or "")
     except SourceSyntaxError:
         return None
-    return study(parsed, dataclasses.replace(upstream, text=text, module=origin)) if text is not None else None
+    return study(parsed, dataclasses.replace(upstream, text=text, module=module)) if text is not None else None
 
 
 def library_module(anatomy: Anatomy, name: str) -> Module:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Build
 from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, auto_class, calls, walk
-from patchgen.anatomy.imported import auto_classes_in, defined, imported_code
+from patchgen.anatomy.imported import auto_classes_in, definition, imported_code
 from patchgen.anatomy.names import Names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor
-from patchgen.source import Block, Module
+from patchgen.source import Block, Module, bound_names
 
 
 class LocalClasses(SitePass):
@@ -58,12 +58,14 @@ class LocalClasses(SitePass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Auto classes that are used in any other way than to construct from a config, or to load whole checkpoints."""
-        names = Names([statement for block in module for statement in block.statements], anatomy.upstream.base_of)
         signs = [
             f"{part.users[0]} uses {part.name} of {part.module}, which uses {auto}"
             for part in imported_code(anatomy, module)
             for auto in sorted(auto_classes_in(part))
         ]
+        if "Auto" not in module.text:
+            return signs
+        names = Names([statement for block in module for statement in block.statements], anatomy.upstream.base_of)
         for block in module:
             known = {"from_pretrained", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
             for statement in block.statements:
@@ -133,13 +135,16 @@ def _foreign(anatomy: Anatomy, info: ClassInfo) -> list[str]:
 
 
 def _is_class(anatomy: Anatomy, meaning: str) -> bool:
-    """Whether a name stands for a class of this file or for one of transformers or of another file that can be read."""
-    if meaning.startswith("."):
-        return meaning[1:] in anatomy.classes
-    part = defined(anatomy, meaning)
-    if part is not None:
-        return part.anatomy is not None and part.name in part.anatomy.classes
-    return meaning.startswith("transformers.") and not meaning.startswith("transformers.models.")
+    """Whether a name stands for a model of this file or of another that can be read, built as transformers builds one; or for
+    a class that transformers exports."""
+    part = definition(anatomy, meaning)
+    if part is None:
+        return meaning.startswith("transformers.") and not meaning.startswith("transformers.models.")
+    other = part.anatomy
+    if other is None or part.name not in other.classes or not other.is_model(part.name):
+        return False
+    members = {name for info in other.lineage(part.name) for member in info.node.body for name in bound_names(member)}
+    return members.isdisjoint(CONSTRUCTORS)
 
 
 def _elsewhere(target: str) -> str:

@@ -214,6 +214,7 @@ CLASSES = (
     changed("local_classes", "qwen3_vl", "AutoModel under an alias", (IMPORT, IMPORT.replace("AutoModel\n", "AutoModel as Any\n")), ("AutoModel.from_config", "Any.from_config"), because="imports tell what an alias is", gives="Qwen3VLTextModel._from_config("),
     changed("local_classes", "qwen3_vl", "through the module", (IMPORT, "from .. import auto\n"), ("AutoModel.from_config", "auto.AutoModel.from_config"), because="the import says what it is", gives="Qwen3VLTextModel._from_config("),
     changed("local_classes", "qwen3_vl", "AutoModel of another module", (IMPORT, "from .parts import AutoModel\n")),
+    changed("local_classes", "qwen3_vl", "AutoModel of this file", (IMPORT, "from .parts import build\n\n\nclass AutoModel:\n    from_config = build\n")),
     changed("local_classes", "qwen3_vl", "AutoModel of another module in __init__", ("        " + TEXT_MODEL, "        from .parts import AutoModel\n\n        " + TEXT_MODEL)),
     changed("local_classes", "qwen3_vl", "AutoModel imported in __init__", ("        " + TEXT_MODEL, "        from transformers import AutoModel\n\n        " + TEXT_MODEL), because="the function's own import says what it is", gives="Qwen3VLTextModel._from_config("),
     changed("local_classes", "qwen3_vl", "config by keyword", (TEXT_MODEL, TEXT_MODEL.replace("(config", "(config=config")), because="", gives="Qwen3VLTextModel._from_config(config=config.text_config)"),

@@ -76,10 +76,11 @@ from torch import nn
 from . import parts
 from .passing import Part, Round
 from .parts import make_tower
+from . import tables
 
 class First(nn.Module):
     def forward(self, x):
-        return parts.Part()(x) + parts.CONSTANT + Part()(x) + Round()(x)
+        return parts.Part()(x) + parts.CONSTANT + Part()(x) + Round()(x) + getattr(tables, x.name)
 
 class Second(nn.Module):
     def forward(self, x):
@@ -90,6 +91,8 @@ CHAIN = {
     "def make_tower(config): return build(config)\n",
     "passing.py": "from .parts import Part\nfrom .circle import Round\n",
     "circle.py": "from .passing import Round\n",
+    "tables.py": "",
+    "make_tower.py": "def something_else(): ...\n",  # no module of `make_tower`, which is of another
     "further.py": "from transformers import AutoModel as Tower\ndef build(config): return Inner(config)\n"
     "class Inner:\n    def __new__(cls, config): return Tower.from_config(config)\n",
 }
@@ -103,6 +106,7 @@ def test_code_of_a_module_and_code_that_files_pass_on_is_found_where_it_is_defin
         ("Part", f"{HERE}.parts", ("First",)),
         ("helper", f"{HERE}.parts", ("Second",)),
         ("make_tower", f"{HERE}.parts", ("Second",)),
+        ("tables", HERE, ("First",)),  # whose members are not told
     }
 
 
@@ -110,4 +114,4 @@ def test_auto_classes_are_found_through_all_that_an_imported_function_names():
     origin = written(PARTS_ON, siblings=CHAIN, release=open_release())
     module = source.parse(origin.text, origin.path)
     autos = {part.name: auto_classes_in(part) for part in imported_code(study(module, origin), module)}
-    assert autos == {"Part": set(), "helper": set(), "make_tower": {"AutoModel"}}
+    assert autos == {"Part": set(), "helper": set(), "make_tower": {"AutoModel"}, "tables": set()}

@@ -93,6 +93,10 @@ POOLS = "class Pools(nn.Module):\n    def forward(self, x):\n        return (x @
         (PROJECTIONS + forward("w = self.drop(self.soft(x @ x.mT))", "return w @ x"), WRITTEN),
         (SCORES + forward("w = self.scores(x, k=x).softmax(-1)", "return w @ x"), WRITTEN),
         (forward("w = x @ x", "if x.any():", "    w = w + 1", "return w.softmax(-1) @ x"), WRITTEN),
+        (forward("s = x @ x", "w = torch.exp(s - s.amax(-1, True))", "return (w / w.sum(-1, True)) @ x"), WRITTEN),
+        (forward("s = x @ x", "return (s - torch.logsumexp(s, -1, True)).exp() @ x"), WRITTEN),
+        (forward("return nn.functional.log_softmax(x @ x, -1).exp() @ x"), WRITTEN),
+        (PROJECTIONS + forward("return torch.exp(x) @ x"), None),  # of no product
         (PROJECTIONS + forward("return torch.matmul(x, x).softmax(-1)"), None),  # nothing is weighed
         (PROJECTIONS + forward("return torch.matmul(x.softmax(-1), x)"), None),
         (

@@ -42,12 +42,32 @@ def test_a_tower_built_in_another_file_is_refused(imports: str, tower: str, sibl
     assert reason in str(refusal.value)
 
 
-def test_a_class_that_another_file_defines_may_be_built():
+OWN_BUILD = "\n\nclass Tower(PreTrainedModel):\n    from_config = make\n"
+
+
+@pytest.mark.parametrize(
+    ("above", "tower"),
+    [
+        ("", "type(self.parent)"),
+        ("from .parts import make" + OWN_BUILD, "Tower"),
+        ("class Tower:\n    from_config = make\n", "Tower"),
+        ("from .parts import Tower\n", "Tower"),
+    ],
+    ids=["a value", "a constructor of its own", "no model", "one of another file"],
+)
+def test_a_class_that_is_not_built_as_transformers_builds_models_is_refused(above: str, tower: str):
+    origin, parts = (
+        load(MODEL),
+        {"parts.py": f"from transformers import PreTrainedModel\ndef make(config): ...\n{OWN_BUILD}"},
+    )
+    text = origin.text.replace(TOWER, f"self.audio_tower = {tower}.from_config(config.audio_config)")
+    text = text.replace("class Qwen3ASRAudioAttention(", f"{above}\n\nclass Qwen3ASRAudioAttention(", 1)
+    with pytest.raises(PassMismatch, match=r"local_classes(?s:.*)\.from_config"):
+        pipeline.generate(dataclasses.replace(origin, text=text, siblings=parts))
+
+
+def test_a_model_that_another_file_defines_may_be_built():
     origin = load(MODEL)
-    tower = "type(self.parent)._from_config(config.audio_config)"
-    text = origin.text.replace(TOWER, f"self.audio_tower = {tower}")
-    with pytest.raises(PassMismatch, match="local_classes"):
-        pipeline.generate(dataclasses.replace(origin, text=text))
     text = origin.text.replace(TOWER, "self.audio_tower = Tower._from_config(config.audio_config)")
     text = text.replace(IMPORT, IMPORT + "from ..whisper.modeling_whisper import WhisperEncoder as Tower\n")
     generated = pipeline.generate(dataclasses.replace(origin, text=text))
