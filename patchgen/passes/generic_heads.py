@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from patchgen.anatomy import Anatomy, Build
-from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, calls, dotted, plain_assignments
+from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, auto_class, calls, dotted, plain_assignments
 from patchgen.anatomy.graph import references
 from patchgen.anatomy.imported import library_module, library_names
 from patchgen.passes.base import Example, Missed, Outcome, Rewritten, Site, SitePass
@@ -76,14 +76,15 @@ class GenericHeads(SitePass):
         package, _, name = generic.rpartition(".")
         origin = library_module(anatomy, package)
         written = origin.block(name)
-        _require_plain(written, node)
+        builds = _auto_builds(origin, generic)
+        _require_plain(written, builds, node)
         if clash := next(
             (n for n in sorted(references(written.node)) if origin.has(n) and _defines(anatomy, n)), None
         ):
             raise Missed(f"{clash} of {package}, for which this file has another", node)
         if above := next((member for member in node.body if "super()" in ast.unparse(member)), None):
             raise Missed(f"no member that calls {written.name}'s by super()", above)
-        build = next(_auto_builds(written.node))
+        build = builds[0]
         auto, config = dotted(build.func).rpartition(".")[0], ast.unparse(build.args[0])
         target = anatomy.target_of(Build(site.block, None, None, auto_class=auto, config=config))
         if target not in anatomy.classes:
@@ -121,9 +122,9 @@ class GenericHeads(SitePass):
         return replace(outcome, added=tuple(heads))
 
 
-def _require_plain(written: Block, head: ast.ClassDef) -> None:
+def _require_plain(written: Block, builds: list[ast.Call], head: ast.ClassDef) -> None:
     """Raises Missed unless all that a generic class is stands in its own body, and its model is built once."""
-    node, builds = written.node, list(_auto_builds(written.node))
+    node = written.node
     decorators = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())]
     if not isinstance(node, ast.ClassDef) or node.bases or decorators not in ([], ["auto_docstring"]):
         raise Missed("a generic class without bases and decorators of its own", node)
@@ -143,13 +144,17 @@ def generic_base(anatomy: Anatomy, name: str) -> str | None:
         package, _, base_name = (anatomy.names.resolve(base) or "").rpartition(".")
         if package.startswith("transformers.") and not package.startswith("transformers.models."):
             origin = library_module(anatomy, package)
-            if origin.has(base_name) and any(_auto_builds(origin.block(base_name).node)):
+            if origin.has(base_name) and _auto_builds(origin, f"{package}.{base_name}"):
                 return f"{package}.{base_name}"
     return None
 
 
-def _auto_builds(node: ast.AST) -> Iterator[ast.Call]:
-    return (c for c in calls(node) if getattr(c.func, "attr", "") in CONSTRUCTORS and "Auto" in ast.unparse(c.func))
+def _auto_builds(origin: Module, generic: str) -> list[ast.Call]:
+    """The calls of a class of transformers that build by an Auto class."""
+    package, _, name = generic.rpartition(".")
+    names, code = library_names(origin, package), calls(origin.block(name).node)
+    built = [(c, c.func.value) for c in code if isinstance(c.func, ast.Attribute) and c.func.attr in CONSTRUCTORS]
+    return [call for call, owner in built if auto_class(names.resolve(owner))]
 
 
 def _members(block: Block) -> list[ast.stmt]:
