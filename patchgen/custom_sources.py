@@ -53,14 +53,17 @@ def check_imports(module: Module, upstream: Upstream) -> None:
     """
     if upstream.version is not None or upstream.module.startswith("transformers."):
         return
-    siblings = f"{upstream.package}."
+    beside = f"{upstream.package}."
     missing: list[str] = []
     for statement in (node for block in module for node in block.statements if isinstance(node, ast.ImportFrom)):
         name = statement.module or ""
-        file = f"{name.removeprefix(siblings).split('.')[0]}.py"
-        if name.startswith(siblings) and file not in upstream.siblings:
-            missing.append(f"{file}, which it imports: put the file beside {upstream.origin}")
-        elif name.split(".")[0] == "transformers" and not statement.level:
+        modules = (
+            [alias.name for alias in statement.names] if name == upstream.package else []
+        )  # `from . import parts`
+        modules += [name.removeprefix(beside).split(".")[0]] if name.startswith(beside) else []
+        absent = [f"{module_name}.py" for module_name in modules if f"{module_name}.py" not in upstream.siblings]
+        missing += [f"{file}, which it imports: put the file beside {upstream.origin}" for file in absent]
+        if name.split(".")[0] == "transformers" and not statement.level:
             missing += _not_in_transformers(name, [alias.name for alias in statement.names])
     if missing:
         listed = "".join(f"\n  {message}" for message in dict.fromkeys(missing))

@@ -72,8 +72,9 @@ class AbsoluteImports(Pass):
 
 
 def _is_neighbour(node: ast.ImportFrom, neighbours: set[str]) -> bool:
-    """Whether this imports from a module that is copied along with the generated file."""
-    return node.level == 1 and bool(node.module) and node.module.split(".")[0] in neighbours
+    """Whether this imports from modules, or imports modules, that are copied along with the generated file."""
+    modules = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+    return node.level == 1 and neighbours.issuperset(modules)
 
 
 def _is_dynamic(anatomy: Anatomy, call: ast.Call) -> bool:

@@ -83,8 +83,9 @@ class FillBack(SitePass):
         odd = [c for name, c in scatters if len(c.args) != 2 or base_name(c.func) not in embeddings[name]]
         unread = not scatters and self.role not in info.roles
         if odd or unread or not language:
-            what = f"`{editor.code(odd[0])}`" if odd else "a language model that takes no inputs_embeds"
-            what = "features put into the embeddings by other means than masked_scatter" if unread else what
+            other_merge = "features put into the embeddings by other means than masked_scatter"
+            no_model = "a language model that takes no inputs_embeds"
+            what = other_merge if unread else f"`{editor.code(odd[0])}`" if odd else no_model
             code = 'ops.require_whole_sequence("the inputs of this model")'
             return Rewritten(insert_first(block, "forward", code, self.mark), f"refuses slices: {what}")
         if not scatters:

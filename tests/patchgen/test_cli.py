@@ -120,6 +120,21 @@ def test_a_file_names_its_model_and_its_config_stands_beside_it(tmp_path: Path):
         invoke("generate", "--source", str(source), "--config", str(tmp_path / "missing.py"), "--output", str(out))
 
 
+def test_a_module_that_a_file_imports_whole_goes_along_with_it(tmp_path: Path):
+    source, out = tmp_path / "modeling_own.py", tmp_path / "out"
+    text = upstream.load(MODEL).text.replace("import torch\n", "import torch\nfrom . import parts\n", 1)
+    source.write_text(
+        text.replace("super().__init__()\n", "super().__init__()\n        self.limit = parts.LIMIT\n", 1)
+    )
+    (tmp_path / f"configuration_{MODEL}.py").write_text(configuration(MODEL))
+    with pytest.raises(ConfigError, match=r"parts\.py, which it imports: put the file beside"):
+        invoke("generate", "--source", str(source), "--output", str(out))
+    (tmp_path / "parts.py").write_text("LIMIT = 7\n")
+    invoke("generate", "--source", str(source), "--output", str(out))
+    assert (out / "own" / "parts.py").read_text() == "LIMIT = 7\n"
+    assert "\nfrom . import parts\n" in (out / "own" / "modeling_own.py").read_text()
+
+
 def test_all_refusals_of_a_file_are_told_at_once(tmp_path: Path):
     source, text = tmp_path / "modeling_own.py", upstream.load("qwen3_moe").text
     text = text.replace("self.act_fn(gate) * up", "self.act_fn(gate) + up").replace(
