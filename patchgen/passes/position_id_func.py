@@ -6,7 +6,8 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import own_attribute
+from patchgen.anatomy.classes import calls, own_attribute, stored, walk
+from patchgen.anatomy.positions import POSITIONS
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
@@ -55,6 +56,8 @@ class PositionIdFunc(SitePass):
             below = _model_below(anatomy, site.block)
             code = f"{header}return self.{below}.{NAME}()"
             return Rewritten(append_method(block, code, self.mark), f"that of self.{below}")
+        if call := _call_without_them(anatomy, site.block):
+            raise Missed(f"{POSITIONS} of {SOURCE}, computed above the call that they are handed to", call)
         names = sorted(_read_attributes(anatomy, site.block) - {"config"})
         heavy = [name for name in names if _is_module(anatomy, site.block, name)]
         if heavy:
@@ -70,6 +73,32 @@ def _model_below(anatomy: Anatomy, name: str) -> str | None:
         if build.attribute and build.target and anatomy.method(build.target, SOURCE):
             return build.attribute
     return None
+
+
+def _call_without_them(anatomy: Anatomy, name: str) -> ast.Call | None:
+    """The first call of the forward that hands positions on where no statement above has computed any by the method: a run,
+    which computes them so, would train on other positions than upstream does."""
+    method = anatomy.method(name, "forward")
+    nodes = sorted(walk(method[1]), key=lambda node: getattr(node, "lineno", 0)) if method is not None else ()
+    for node in nodes:
+        if (
+            isinstance(node, ast.Assign)
+            and POSITIONS in {*stored(*node.targets)}
+            and _computes(anatomy, name, node.value)
+        ):
+            return None
+        if isinstance(node, ast.Call) and any(keyword.arg == POSITIONS for keyword in node.keywords):
+            return node
+    return None
+
+
+def _computes(anatomy: Anatomy, name: str, value: ast.expr) -> bool:
+    """Whether an expression calls the method, or one of the class that does."""
+    called = [own_attribute(call.func) for call in calls(value)]
+    for attribute in called:  # grows
+        method = anatomy.method(name, attribute or "")
+        called += [a for call in calls(method[1]) if (a := own_attribute(call.func)) not in called] if method else []
+    return SOURCE in called
 
 
 def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:

@@ -164,12 +164,17 @@ HEADS = (
     changed("prune", "qwen3_omni_moe", "the root of the config renamed", ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeThinkerHead")),
 )  # fmt: skip
 
+OWN_POSITIONS = "        if position_ids is None:\n            position_ids = self.compute_3d_position_ids("
+
 MEDIA = (
     changed("vision_sp", "qwen3_vl", "the layers renamed", ("enumerate(self.blocks)", "enumerate(self.stages)"), ("self.blocks = ", "self.stages = "), because="they are known by the loop", gives="ops.tower_rows(self.stages, "),
     changed("audio_sp", "qwen3_omni_moe", "the layers run backwards", ("        for encoder_layer in self.layers:\n            layer_outputs", "        for encoder_layer in reversed(self.layers):\n            layer_outputs"), because="the order of layers is no matter of slices", gives="# patchgen: audio_sp"),
     changed("fill_back", "qwen3_vl", "features put where they belong by another operation", ("masked_scatter(image_mask, image_embeds)", "index_put((image_mask,), image_embeds)")),
     changed("deepstack_sp", "qwen3_vl", "features put where they belong by another operation", ("masked_scatter(image_mask, image_embeds)", "index_put((image_mask,), image_embeds)")),
     changed("position_id_func", "qwen3_vl", "the positions renamed", ("get_rope_index", "rope_index_of")),
+    changed("position_id_func", "qwen3_vl", "the default positions below the call", (OWN_POSITIONS, "        outputs = self.language_model(position_ids=position_ids, inputs_embeds=inputs_embeds)\n" + OWN_POSITIONS)),
+    changed("position_id_func", "qwen3_vl", "no default positions", (OWN_POSITIONS, "        if position_ids is None:\n            other_ids = self.compute_3d_position_ids(")),
+    changed("position_id_func", "qwen3_vl", "positions of another method", ("            position_ids = self.compute_3d_position_ids(", "            position_ids = self.compute_plain_position_ids(")),
     changed("max_seqlen", "qwen3_vl", "the longest computed by hand", ('max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})', "max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()"), because="a maximum of differences is what the pass serves", gives="ops.max_seqlen("),
 )  # fmt: skip
 
