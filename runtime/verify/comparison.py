@@ -85,7 +85,7 @@ def floating_tensors(value: object, path: str = "") -> list[tuple[str, Tensor]]:
         items = enumerate(value)
     else:
         return []
-    return [found for key, item in items for found in floating_tensors(item, f"{path}.{key}" if path else str(key))]
+    return [pair for key, item in items for pair in floating_tensors(item, f"{path}.{key}" if path else str(key))]
 
 
 def difference(actual: Tensor | None, expected: Tensor | None, *, floor: float = 0.0) -> Difference:

@@ -54,11 +54,11 @@ def gradient_sensitivity(
 ) -> dict[str, float]:
     """How far perturbed weights move upstream's own gradients; 0 where that is more than rounding."""
     perturbed = [perturbed_step(model, reference, seed)[1] for seed in range(NUM_PERTURBATIONS)]
-    moved = {
+    movements = {
         name: max(relative_difference(gradients.get(name), expected[name], floor) for gradients in perturbed)
         for name in expected
     }
-    return {name: size if size <= WELL_CONDITIONED else 0.0 for name, size in moved.items()}
+    return {name: size if size <= WELL_CONDITIONED else 0.0 for name, size in movements.items()}
 
 
 def beyond_rounding(
@@ -77,24 +77,26 @@ def beyond_rounding(
     if not differences:
         return {}
     perturbed = [perturbed_step(model, reference, seed) for seed in range(NUM_PERTURBATIONS)]
-    return {key: found for key, found in differences.items() if not is_rounding(key, actual, expected, perturbed)}
+    return {key: value for key, value in differences.items() if not is_rounding(key, actual, expected, perturbed)}
 
 
 def is_rounding(key: str, actual: Step, expected: Step, perturbed: Sequence[Step]) -> bool:
     """Whether upstream's own result moves about as far when its weights are perturbed."""
     pick = _picker(key)
-    ours, theirs = pick(actual), pick(expected)
-    if ours is None or theirs is None or ours.shape != theirs.shape:
+    result, reference = pick(actual), pick(expected)
+    if result is None or reference is None or result.shape != reference.shape:
         return False
-    others = [other for step in perturbed if (other := pick(step)) is not None]
-    moved = max((float((other.double() - theirs.double()).norm()) for other in others), default=0.0)
+    tensors = [tensor for step in perturbed if (tensor := pick(step)) is not None]
+    movement = max((float((tensor.double() - reference.double()).norm()) for tensor in tensors), default=0.0)
     largest = max_gradient_norm(expected) if key.startswith("gradient of ") else 0.0
-    norm = max(float(theirs.double().norm()), GRADIENT_FLOOR * largest)
-    rounding_error = torch.finfo(theirs.dtype).eps * largest
-    if not theirs.any():  # all terms of its sum cancel upstream; another order of operations leaves a rounding error
-        return float(ours.double().norm()) <= rounding_error
+    norm = max(float(reference.double().norm()), GRADIENT_FLOOR * largest)
+    rounding_error = torch.finfo(reference.dtype).eps * largest
+    if (
+        not reference.any()
+    ):  # all terms of its sum cancel upstream; another order of operations leaves a rounding error
+        return float(result.double().norm()) <= rounding_error
     limit = max(WELL_CONDITIONED * norm, ROUNDING_FACTOR * rounding_error)  # a few rounding errors are no choice
-    return moved <= limit and float((ours.double() - theirs.double()).norm()) <= ROUNDING_FACTOR * moved
+    return movement <= limit and float((result.double() - reference.double()).norm()) <= ROUNDING_FACTOR * movement
 
 
 def _picker(key: str) -> Callable[[Step], Tensor | None]:

@@ -44,57 +44,60 @@ class Correspondence:
         """Whether both models have the same tensor names."""
         return not self.conversions
 
-    def to_generated(self, theirs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def to_generated(self, upstream: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Upstream's tensors by the generated model's names.
 
         A tensor built from None only is None. Otherwise None becomes zeros: an expert without tokens has no gradient
         upstream, and zeros in a stack.
         """
         if self.is_identity:
-            return dict(theirs)
-        used = {part.name for moved in self.conversions.values() for part in leaves(moved)}
-        unchanged = {name: tensor for name, tensor in theirs.items() if name not in used}
-        return unchanged | {name: _convert(moved, theirs) for name, moved in self.conversions.items()}
+            return dict(upstream)
+        converted = {part.name for conversion in self.conversions.values() for part in leaves(conversion)}
+        unchanged = {name: tensor for name, tensor in upstream.items() if name not in converted}
+        return unchanged | {name: _convert(conversion, upstream) for name, conversion in self.conversions.items()}
 
-    def existing(self, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def existing(self, upstream: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`to_generated` without the tensors that are None."""
-        return {name: tensor for name, tensor in self.to_generated(theirs).items() if tensor is not None}
+        return {name: tensor for name, tensor in self.to_generated(upstream).items() if tensor is not None}
 
-    def step(self, theirs: Step) -> Step:
+    def step(self, upstream: Step) -> Step:
         """Upstream's step with its gradients by the generated model's names."""
-        return theirs if self.is_identity else replace(theirs, gradients=self.to_generated(theirs.gradients))
+        return upstream if self.is_identity else replace(upstream, gradients=self.to_generated(upstream.gradients))
 
-    def to_upstream(self, model: PreTrainedModel, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_upstream(self, model: PreTrainedModel, generated: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a generated model by upstream's names."""
-        return dict(ours) if self.is_identity else disassemble(model, ours, layout=None, origin=None)
+        return dict(generated) if self.is_identity else disassemble(model, generated, layout=None, origin=None)
 
 
 def correspondence(upstream: PreTrainedModel, generated: PreTrainedModel) -> Correspondence:
     """The correspondence of two models with one config."""
-    theirs, ours = dict(upstream.named_parameters()), dict(generated.named_parameters())
+    upstream_parameters, generated_parameters = dict(upstream.named_parameters()), dict(generated.named_parameters())
     stored = {
-        name: leaf(name, tensor.shape, tensor.dtype, None) for name, tensor in theirs.items() if name not in ours
+        name: leaf(name, tensor.shape, tensor.dtype, None)
+        for name, tensor in upstream_parameters.items()
+        if name not in generated_parameters
     }
     if not stored:
         return Correspondence()
-    found = assemble(generated, stored)
+    assembled = assemble(generated, stored)
     conversions = {
-        name: moved
-        for name, moved in found.parameters.items()
-        if name not in theirs and not isinstance(moved.origin, Leaf)  # a mere renaming is a structural difference
+        name: conversion
+        for name, conversion in assembled.parameters.items()
+        if name not in upstream_parameters
+        and not isinstance(conversion.origin, Leaf)  # a mere renaming is a structural difference
     }
-    return Correspondence(conversions, tuple(found.problems))
+    return Correspondence(conversions, tuple(assembled.problems))
 
 
-def _convert(moved: LazyTensor, theirs: Mapping[str, Tensor | None]) -> Tensor | None:
-    existing = [one for part in leaves(moved) if (one := theirs.get(part.name)) is not None]
+def _convert(conversion: LazyTensor, upstream: Mapping[str, Tensor | None]) -> Tensor | None:
+    existing = [tensor for part in leaves(conversion) if (tensor := upstream.get(part.name)) is not None]
     if not existing:
         return None
-    out = torch.zeros(moved.shape, dtype=existing[0].dtype)
-    plan = plan_reads(moved, full_region(moved.shape), out)
+    out = torch.zeros(conversion.shape, dtype=existing[0].dtype)
+    plan = plan_reads(conversion, full_region(conversion.shape), out)
     for part, bounds_by_dim, target in plan.reads:
-        if (one := theirs.get(part.name)) is not None:
-            target.copy_(one.detach()[tuple(slice(*bounds) for bounds in bounds_by_dim)])
+        if (tensor := upstream.get(part.name)) is not None:
+            target.copy_(tensor.detach()[tuple(slice(*bounds) for bounds in bounds_by_dim)])
         else:
             target.zero_()
     plan.finish()

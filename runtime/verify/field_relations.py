@@ -53,10 +53,10 @@ def relate_parts(parts: Mapping[str, SmallConfig], source: str) -> None:
 
 def distinct_placeholders(parts: Mapping[str, SmallConfig], special_ids: Iterator[int]) -> None:
     """Gives the placeholders of each modality a different id."""
-    found: dict[int, str] = {}
+    name_of_token: dict[int, str] = {}
     for part in parts.values():
         for name in sizes.PLACEHOLDERS:
-            if type(token := vars(part.config).get(name)) is int and found.setdefault(token, name) != name:
+            if type(token := vars(part.config).get(name)) is int and name_of_token.setdefault(token, name) != name:
                 setattr(part.config, name, next(special_ids))
 
 
@@ -79,10 +79,10 @@ def vocabulary_map(
 
 def layer_numbers(values: Mapping[str, object], parts: Mapping[str, SmallConfig]) -> dict[str, object]:
     """The fields among `values` with numbers of layers that a small tower lacks, mapped to its layers in the same order."""
-    found: dict[str, object] = {}
+    small_numbers: dict[str, object] = {}
     for name, value in values.items():
         if TEXT_LAYER_FIELD.match(name) and isinstance(value, (list, tuple)) and "text_config" in parts:
-            found[name] = list(range(1, len(value) + 1))
+            small_numbers[name] = list(range(1, len(value) + 1))
             parts["text_config"].config.num_hidden_layers = len(value) + 1
         match = TOWER_LAYER_FIELD.match(name)
         tower = parts.get(f"{match[1]}_config") if match else None
@@ -92,8 +92,8 @@ def layer_numbers(values: Mapping[str, object], parts: Mapping[str, SmallConfig]
             continue
         small = [_small_layer_number(number, numbers, count) for number in numbers]
         if small != list(numbers):
-            found[name] = type(value)(small) if isinstance(value, (list, tuple)) else small[0]
-    return found
+            small_numbers[name] = type(value)(small) if isinstance(value, (list, tuple)) else small[0]
+    return small_numbers
 
 
 def _small_layer_number(number: int, numbers: list[int] | tuple[int, ...], count: int) -> int:

@@ -51,7 +51,7 @@ def kind_of(class_name: str) -> str | None:
 
     for kind, mapping in MAPPINGS.items():
         served = getattr(modeling_auto, mapping).values()
-        if any(class_name in ((one,) if isinstance(one, str) else one) for one in served):
+        if any(class_name in ((names,) if isinstance(names, str) else names) for names in served):
             if kind == CONDITIONAL:
                 return kind if _is_encoder_decoder(class_name) else None
             return None if kind == BASE and _is_language_model(class_name) else kind
@@ -181,9 +181,9 @@ def as_language_model(model_class: type[PreTrainedModel], kind: str, *, unpacked
 
     signature = inspect.signature(model_class.forward)
     labels_parameter = inspect.signature(forward).parameters["labels"]
-    others = [one for name, one in signature.parameters.items() if name != "labels"]
-    at = next((i for i, one in enumerate(others) if one.kind in (one.VAR_KEYWORD, one.KEYWORD_ONLY)), len(others))
-    forward.__signature__ = signature.replace(parameters=[*others[:at], labels_parameter, *others[at:]])
+    inputs = [p for name, p in signature.parameters.items() if name != "labels"]
+    at = next((i for i, p in enumerate(inputs) if p.kind in (p.VAR_KEYWORD, p.KEYWORD_ONLY)), len(inputs))
+    forward.__signature__ = signature.replace(parameters=[*inputs[:at], labels_parameter, *inputs[at:]])
     members = {"__init__": __init__, "forward": forward, "__module__": model_class.__module__}
     return type(model_class.__name__, (model_class,), members)
 
@@ -254,7 +254,7 @@ def _packed_loss(
     fields = {**rows, "shift_labels": targets, "document_sources": torch.zeros(len(per_document), dtype=torch.long)}
     if kind == CLASSIFICATION:
         objective = classification.Classification(num_labels(model.config))
-        fields["document_labels"] = torch.cat([_row_classes(model, one) for one in per_document])
+        fields["document_labels"] = torch.cat([_row_classes(model, labels) for labels in per_document])
     else:
         objective = tokens.QuestionAnswering()
     _, batch = split(fields, state, targets.device, model.config.get_text_config().pad_token_id)

@@ -32,8 +32,8 @@ def without_rule(head: type, model_type: str, fed: Iterable[str]) -> list[str]:
         head: a generated class; loading it (`registry.GeneratedModel.load`) has registered its own rules.
         fed: the names of tensors in the cases of its proof; flags of a whole batch are not packed.
     """
-    taken = inspect.signature(head.forward).parameters
-    return sorted(name for name in {*processor_outputs(model_type), *fed} if name in taken and name not in RULES)
+    parameters = inspect.signature(head.forward).parameters
+    return sorted(name for name in {*processor_outputs(model_type), *fed} if name in parameters and name not in RULES)
 
 
 def processor_outputs(model_type: str) -> frozenset[str]:
@@ -44,13 +44,13 @@ def processor_outputs(model_type: str) -> frozenset[str]:
 @functools.cache
 def _processors() -> dict[str, set[str]]:
     """The names of the processors of each model type."""
-    found: dict[str, set[str]] = {}
+    names_by_type: dict[str, set[str]] = {}
     for file in (MODELS / "auto").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Assign) and MAPPING.search(ast.unparse(node.targets[0])):
                 for kind, value in _entries(node.value):
-                    found.setdefault(kind, set()).update(_constants(value))
-    return found
+                    names_by_type.setdefault(kind, set()).update(_constants(value))
+    return names_by_type
 
 
 def _entries(table: ast.expr) -> Iterator[tuple[str, ast.expr]]:
@@ -60,8 +60,8 @@ def _entries(table: ast.expr) -> Iterator[tuple[str, ast.expr]]:
             pairs = zip(node.keys, node.values, strict=True)
         else:
             pairs = [node.elts] if isinstance(node, ast.Tuple) and len(node.elts) == 2 else []
-        named = ((key, value) for key, value in pairs if isinstance(key, ast.Constant))
-        yield from ((key.value, value) for key, value in named if isinstance(key.value, str))
+        constant_keys = ((key, value) for key, value in pairs if isinstance(key, ast.Constant))
+        yield from ((key.value, value) for key, value in constant_keys if isinstance(key.value, str))
 
 
 def _constants(node: ast.AST) -> Iterator[str]:
@@ -75,16 +75,16 @@ def _declared_outputs(name: str) -> frozenset[str]:
     if file is None:
         return frozenset()
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    node = next(one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name)
+    node = next(statement for statement in tree.body if isinstance(statement, ast.ClassDef) and statement.name == name)
     inherited = (_declared_outputs(base.id) for base in node.bases if isinstance(base, ast.Name) and base.id != name)
     return frozenset(_own_outputs(node)).union(*inherited)
 
 
 def _own_outputs(node: ast.ClassDef) -> Iterator[str]:
-    for one in node.body:
-        names = [target.id for target in getattr(one, "targets", ()) if isinstance(target, ast.Name)]
-        if OUTPUT_NAMES in (*names, getattr(one, "name", None)):
-            yield from _constants(one)
+    for statement in node.body:
+        names = [target.id for target in getattr(statement, "targets", ()) if isinstance(target, ast.Name)]
+        if OUTPUT_NAMES in (*names, getattr(statement, "name", None)):
+            yield from _constants(statement)
 
 
 @functools.cache

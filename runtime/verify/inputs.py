@@ -74,16 +74,16 @@ def text_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: 
         Case("step", {"input_ids": ids, "labels": labels, NUM_ITEMS: torch.tensor(ITEMS_OF_STEP)}),
     )
     parameters = inspect.signature(model_class.forward).parameters
-    taken = set(parameters)
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and "labels" in taken:
-        taken |= {NUM_ITEMS} if getattr(model_class, "accepts_loss_kwargs", True) else set()
+    input_names = set(parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()) and "labels" in input_names:
+        input_names |= {NUM_ITEMS} if getattr(model_class, "accepts_loss_kwargs", True) else set()
     kind = head_kinds.kind_of(model_class.__name__)
     if kind is not None:
-        taken -= {NUM_ITEMS}  # only language models' losses are means over a step
-    cases = tuple(case for case in cases if case.batch.keys() <= taken | {"labels"})
+        input_names -= {NUM_ITEMS}  # only language models' losses are means over a step
+    cases = tuple(case for case in cases if case.batch.keys() <= input_names | {"labels"})
     if kind is not None:
         return tuple(Case(one.name, head_kinds.head_batch(kind, config, parameters, one.batch)) for one in cases)
-    if "labels" in taken:
+    if "labels" in input_names:
         return cases
     return tuple(Case(one.name, {k: v for k, v in one.batch.items() if k != "labels"}) for one in cases)
 
@@ -100,10 +100,10 @@ def special_ids(config: PreTrainedConfig) -> list[int]:
     """The special tokens of the config and of its sub-configs."""
     from transformers import PreTrainedConfig
 
-    found = []
+    ids = []
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            found += special_ids(value)
+            ids += special_ids(value)
         elif sizes.is_special_id(name) and value is not None:
-            found += value if isinstance(value, (list, tuple)) else [value]
-    return found
+            ids += value if isinstance(value, (list, tuple)) else [value]
+    return ids

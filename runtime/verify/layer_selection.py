@@ -46,18 +46,18 @@ def select_layers(values: Mapping[str, Any], num_layers: int, min_layers: int) -
         kind = tuple(repr(value[layer]) for value in per_layer.values())
         kind += tuple(layer in value for value in indices.values())
         kinds.setdefault(kind, layer)
-    kept = sorted(kinds.values())
+    layers = sorted(kinds.values())
     for name, value in indices.items():
         if name.endswith("_indexes") and len(value) > 1:  # outputs of tower layers: one alone has no order to test
-            kept = sorted({*kept, *value[:2]})
+            layers = sorted({*layers, *value[:2]})
     if values.get("num_kv_shared_layers"):
-        kept.append(kept[-1])  # the last layers reuse the keys of an earlier layer of their own kind
-    while len(kept) < min_layers:
-        kept.append(kept[-1])
-    overrides: dict[str, list] = {name: [value[layer] for layer in kept] for name, value in per_layer.items()}
+        layers.append(layers[-1])  # the last layers reuse the keys of an earlier layer of their own kind
+    while len(layers) < min_layers:
+        layers.append(layers[-1])
+    overrides: dict[str, list] = {name: [value[layer] for layer in layers] for name, value in per_layer.items()}
     for name, value in indices.items():
-        overrides[name] = [new for new, old in enumerate(kept) if old in value]
-    return LayerSelection(tuple(kept), overrides)
+        overrides[name] = [new for new, old in enumerate(layers) if old in value]
+    return LayerSelection(tuple(layers), overrides)
 
 
 def _is_index_list(name: str, value: object, num_layers: int) -> bool:

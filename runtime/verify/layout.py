@@ -24,10 +24,10 @@ class Layout:
     fsdp: bool = False
 
     def __post_init__(self) -> None:
-        for option, size, who in (("--sp", self.sp, "a sequence"), ("--ep", self.ep, "the experts")):
+        for option, size, shared in (("--sp", self.sp, "a sequence"), ("--ep", self.ep, "the experts")):
             if self.ranks % size:
                 raise ConfigError(
-                    f"{option} {size} does not divide --ranks {self.ranks}: the ranks that share {who} form equal groups."
+                    f"{option} {size} does not divide --ranks {self.ranks}: the ranks that share {shared} form equal groups."
                 )
         if self.ep > 1 and not self.fsdp:
             raise ConfigError(f"--ep {self.ep} needs FSDP2, which divides experts over ranks. To fix: add --fsdp.")

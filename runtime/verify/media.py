@@ -92,22 +92,22 @@ class MediaMaker:
         """The modalities that the forward of a class takes and that can be made here."""
         parameters = inspect.signature(model_class.forward).parameters
         names = {IMAGE: (CROPS, FLAT_PATCHES), AUDIO: (WAVEFORM, SOUND_FRAMES)}
-        return tuple(kind for kind, one in INPUTS.items() if {one, *names.get(kind, ())} & parameters.keys())
+        return tuple(kind for kind, argument in INPUTS.items() if {argument, *names.get(kind, ())} & parameters.keys())
 
     @staticmethod
     def taken_by(model_class: type) -> dict[str, str]:
         """Every modality that the forward of a class takes, with the name of the argument."""
         parameters = inspect.signature(model_class.forward).parameters
         names = {kind: (INPUTS[kind], *OTHER_INPUTS.get(kind, ())) for kind in INPUTS}
-        found = {
+        argument_of = {
             kind: next((name for name in arguments if name in parameters), None) for kind, arguments in names.items()
         }
-        return {kind: name for kind, name in found.items() if name is not None}
+        return {kind: name for kind, name in argument_of.items() if name is not None}
 
     def item(self, kind: str, number: int) -> Item:
         """An item of a modality; different numbers have different sizes."""
-        found = {IMAGE: self._image, VIDEO: self._video, AUDIO: self._audio}[kind](number)
-        return replace(found, arguments=found.arguments | self._declared_inputs(kind))
+        item = {IMAGE: self._image, VIDEO: self._video, AUDIO: self._audio}[kind](number)
+        return replace(item, arguments=item.arguments | self._declared_inputs(kind))
 
     def _declared_inputs(self, kind: str) -> dict[str, Tensor]:
         """The inputs of a modality that the model's class declares with an example: a row of numbers per item."""
@@ -135,8 +135,8 @@ class MediaMaker:
 
     def _count_features(self, item: Item) -> int:
         method = self._features(item.kind)
-        named = set(self._parameters(item.kind))
-        arguments = {name: value for name, value in item.arguments.items() if name in named or not named}
+        parameters = set(self._parameters(item.kind))
+        arguments = {name: value for name, value in item.arguments.items() if name in parameters or not parameters}
         training = self.model.training
         self.model.eval()
         try:
@@ -149,7 +149,7 @@ class MediaMaker:
 
     def has_features(self, kind: str) -> bool:
         """Whether a method of the model computes the features of a modality."""
-        return any(hasattr(one, f"get_{kind}_features") for one in (self.model, *self.model.children()))
+        return any(hasattr(module, f"get_{kind}_features") for module in (self.model, *self.model.children()))
 
     def _features(self, kind: str) -> Callable[..., Any]:
         """The method of the model or of its inner model that computes features of a modality."""
@@ -162,12 +162,12 @@ class MediaMaker:
     def _parameters(self, kind: str) -> dict[str, inspect.Parameter]:
         """The named parameters of the method; if it forwards `**kwargs`, also those of the inner model's method."""
         name = f"get_{kind}_features"
-        found = dict(inspect.signature(self._features(kind)).parameters)
-        if any(one.kind is one.VAR_KEYWORD for one in found.values()):
+        parameters = dict(inspect.signature(self._features(kind)).parameters)
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             inner = [getattr(model, name) for model in self.model.children() if hasattr(model, name)]
             # The inner model's parameters win: what it requires is required even if the head has a default.
-            found |= {n: one for method in inner for n, one in inspect.signature(method).parameters.items()}
-        return {n: one for n, one in found.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+            parameters |= {n: p for method in inner for n, p in inspect.signature(method).parameters.items()}
+        return {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
     # ------------------------------------------------------------------------------------------------ vision
 
@@ -190,7 +190,7 @@ class MediaMaker:
         vision = layout.tower_config(self.config, IMAGE)
         image = layout.channels(vision), *layout.image_size(vision)
         if CROPS in self.known:  # the full image, and one crop of it
-            sides = [one // vision.patch_size for one in image[1:]]
+            sides = [length // vision.patch_size for length in image[1:]]
             extra = {"image_sizes": torch.tensor([image[1:]]), "image_attention_mask": torch.ones(1, 2, *sides)}
             return Item(IMAGE, {CROPS: self._noise(1, 2, *image), **extra})
         if "aspect_ratio_ids" not in self.known:
@@ -239,7 +239,7 @@ class MediaMaker:
         if with_sizes:
             arguments["image_sizes"] = torch.tensor([[height, width]])
         extra = extra_image_inputs(self.config, self._parameters(IMAGE), dimensions, torch.zeros(()))
-        noise = {name: self._noise(*one.shape) for name, one in extra.items() if one.is_floating_point()}
+        noise = {name: self._noise(*tensor.shape) for name, tensor in extra.items() if tensor.is_floating_point()}
         return Item(IMAGE, arguments | extra | noise)
 
     def _accepted_form(self) -> tuple[tuple[int, ...], bool]:
@@ -375,7 +375,7 @@ class MediaMaker:
     def _required(self, kind: str, ending: str) -> set[str]:
         """The required arguments with the length of each sound: masks, or lengths."""
         parameters = self._parameters(kind)
-        return {name for name, one in parameters.items() if one.default is one.empty and name.endswith(ending)}
+        return {name for name, p in parameters.items() if p.default is p.empty and name.endswith(ending)}
 
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -383,10 +383,10 @@ class MediaMaker:
 
 def _names_arguments(model: object, method: str) -> bool:
     """Whether a model has the method with named parameters: heads often have `*args, **kwargs` only."""
-    found = getattr(model, method, None)
-    if found is None:
+    function = getattr(model, method, None)
+    if function is None:
         return False
-    kinds = {one.kind for one in inspect.signature(found).parameters.values()}
+    kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
     return bool(kinds - {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 
@@ -397,13 +397,15 @@ def with_sound(video: Item, audio: Item) -> Item:
 
 def collate_items(items: Iterable[Item]) -> dict[str, Any]:
     """The concatenated arguments of all items; sounds are padded to the longest."""
-    found: dict[str, list[Tensor]] = {}
+    tensors_by_name: dict[str, list[Tensor]] = {}
     for item in items:
         for name, tensor in item.arguments.items():
-            found.setdefault(name, []).append(tensor)
+            tensors_by_name.setdefault(name, []).append(tensor)
     return {
-        name: torch.cat(_same_length(name, tensors), dim=-1 if CONCATENATED_PATCHES.get(name) in found else 0)
-        for name, tensors in found.items()
+        name: torch.cat(
+            _same_length(name, tensors), dim=-1 if CONCATENATED_PATCHES.get(name) in tensors_by_name else 0
+        )
+        for name, tensors in tensors_by_name.items()
     }
 
 

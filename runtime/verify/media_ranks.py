@@ -203,16 +203,16 @@ def compare_steps(
     """
     (actual_loss, actual_gradients), (expected_loss, expected) = actual, reference_step(model)
     least = floor * max(float(gradient.abs().max()) for gradient in expected.values())
-    found = {
+    differences = {
         name: relative_difference(actual_gradients.get(name), gradient, least) for name, gradient in expected.items()
     }
-    found |= {
+    differences |= {
         parameter: math.inf
         for parameter, gradient in actual_gradients.items()
         if parameter not in expected and bool(gradient.any())
     }
-    worst = max(found, key=found.__getitem__)
-    beyond = {name: difference for name, difference in found.items() if not difference <= TOLERANCE}
+    worst = max(differences, key=differences.__getitem__)
+    beyond = {name: difference for name, difference in differences.items() if not difference <= TOLERANCE}
     if any(name in expected for name in beyond):
         sensitivity = gradient_sensitivity(model, reference_step, expected, least)
         beyond = {
@@ -221,7 +221,7 @@ def compare_steps(
             if not difference <= ROUNDING_FACTOR * sensitivity.get(name, 0.0)
         }
     loss_difference = abs(actual_loss - expected_loss) / abs(expected_loss)
-    row = {"loss": loss_difference, "gradient": found[worst], "parameter": worst}
+    row = {"loss": loss_difference, "gradient": differences[worst], "parameter": worst}
     if not loss_difference <= TOLERANCE:
         row["reason"] = f"loss {actual_loss:.7f}, upstream {expected_loss:.7f}"
     elif beyond:
@@ -283,7 +283,7 @@ def case_inputs(
         samples = (*samples, reference.builder.sample([9]))
     pieces = split_samples(samples, state.config.num_batches)
     samples = [sample for piece in pieces for sample in piece]
-    has_sound = any(AUDIO in (item.kind, *(part.kind for part in item.parts)) for one in samples for item in one.items)
+    has_sound = any(AUDIO in (item.kind, *(part.kind for part in item.parts)) for row in samples for item in row.items)
     depends_on_batch = has_sound or normalises_by_batch(reference.model)
     full_batches = [
         dict(reference.builder.case(name, piece).batch) for piece in (pieces if depends_on_batch else [samples])
@@ -370,8 +370,8 @@ def verify_on_ranks(
             if name == MIXED_RANKS:
                 results.append(_worst_step(name, pool.run(mixed_steps, model, head, **options, timeout=TIMEOUT)[0]))
                 continue
-            found = pool.run(compare, model, head, name, **options, training=training, timeout=TIMEOUT)[0]
-            results.append(RankResult(**found))
+            row = pool.run(compare, model, head, name, **options, training=training, timeout=TIMEOUT)[0]
+            results.append(RankResult(**row))
         except CaseFailed as failure:
             if NotApplicable.__name__ not in str(failure):
                 results.append(RankResult(name, reason=str(failure)))

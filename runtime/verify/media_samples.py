@@ -146,8 +146,8 @@ class SampleBuilder:
         items: list[Item] = []
         for part in parts:
             if isinstance(part, int):
-                drawn = torch.randint(len(self.drawable), (part,), generator=self.generator)
-                tokens = self.drawable[drawn].tolist()
+                indices = torch.randint(len(self.drawable), (part,), generator=self.generator)
+                tokens = self.drawable[indices].tolist()
                 ids, types = ids + tokens, types + [0] * part
                 continue
             for token, kind in self._item_tokens(part, layouts):
@@ -215,8 +215,8 @@ class SampleBuilder:
             tiles = batch["aspect_ratio_mask"].shape[1:]
             batch["cross_attention_mask"] = torch.ones(*batch["input_ids"].shape, *tiles, dtype=torch.long)
         if "image_attention_mask" in self.forward_parameters and "pixel_values" in batch:
-            seen = *batch["input_ids"].shape, batch["pixel_values"].shape[1]
-            batch["image_attention_mask"] = torch.ones(seen, dtype=torch.long)
+            mask_shape = *batch["input_ids"].shape, batch["pixel_values"].shape[1]
+            batch["image_attention_mask"] = torch.ones(mask_shape, dtype=torch.long)
         if any(item.inside for sample in samples for item in sample.items):
             batch["use_audio_in_video"] = True
         return Case(name, {key: value for key, value in batch.items() if key in self.forward_parameters})
@@ -305,7 +305,7 @@ class SampleBuilder:
 
     def _search_layout(self, kind: str, item: Item) -> PlaceholderLayout:
         """The layout of a modality whose features no method computes, with a number of tokens that upstream takes and uses."""
-        found, refusal, is_taken = None, ValueError("no number of tokens was tried"), False
+        accepted, refusal, is_taken = None, ValueError("no number of tokens was tried"), False
         layout = next(self._candidates(kind), PlaceholderLayout(int(self.drawable[2]), None, None))
         for count in range(MAX_TOKENS + 1):
             candidate = replace(layout, count=count)
@@ -314,27 +314,27 @@ class SampleBuilder:
                 self.run_upstream(batch)
             except REFUSALS as error:
                 refusal = error
-                if found is not None:
-                    return found
+                if accepted is not None:
+                    return accepted
                 continue
             is_taken = True
-            found = candidate if self._affects_logits(kind, batch) else None
-            if found is not None and not count:  # cross-attention
-                return found
-        if found is None:
+            accepted = candidate if self._affects_logits(kind, batch) else None
+            if accepted is not None and not count:  # cross-attention
+                return accepted
+        if accepted is None:
             raise ValueError(f"upstream's logits are the same whatever the {kind} is") if is_taken else refusal
-        return found
+        return accepted
 
     def _affects_logits(self, kind: str, batch: Mapping[str, Any]) -> bool:
         """Whether another item changes upstream's logits."""
         original, self.model = self.model, copy.deepcopy(self.model)
         perturb(self.model)  # gates that are initialised to zero block everything
-        other = self.maker.item(kind, 0).arguments
+        other_arguments = self.maker.item(kind, 0).arguments
         try:
-            found = [self.run_upstream({**batch, **arguments}).logits for arguments in ({}, other)]
+            logits = [self.run_upstream({**batch, **arguments}).logits for arguments in ({}, other_arguments)]
         finally:
             self.model = original
-        return not torch.equal(*found)
+        return not torch.equal(*logits)
 
     def _candidates(self, kind: str) -> Iterator[PlaceholderLayout]:
         names = [kind, IMAGE] if kind == VIDEO else [kind]  # some models write video frames with the image placeholder
@@ -355,9 +355,11 @@ class SampleBuilder:
     def _id(self, *names: str) -> int | None:
         parts = [getattr(self.config, key, None) for key in self.config.sub_configs]
         for owner in (self.config, *parts):
-            found = next((one for name in names if type(one := getattr(owner, name, None)) is int), None)
-            if found is not None:
-                return found
+            token_id = next(
+                (candidate for name in names if type(candidate := getattr(owner, name, None)) is int), None
+            )
+            if token_id is not None:
+                return token_id
         return None
 
 

@@ -53,8 +53,8 @@ def paired(upstream: PreTrainedModel, generated_class: type[PreTrainedModel], co
     generated = build_model(generated_class, config)
     pair = ModelPair(upstream, generated, correspondence(upstream, generated))
     pair.problems += [*_class_problems(pair.generated, type(upstream)), *pair.correspondence.problems]
-    theirs = pair.correspondence.to_generated(dict(pair.upstream.named_parameters()))
-    pair.problems += _tensor_problems("parameter", dict(pair.generated.named_parameters()), theirs.items())
+    converted = pair.correspondence.to_generated(dict(pair.upstream.named_parameters()))
+    pair.problems += _tensor_problems("parameter", dict(pair.generated.named_parameters()), converted.items())
     pair.problems += _tensor_problems("buffer", dict(pair.generated.named_buffers()), pair.upstream.named_buffers())
     pair.foreign = _foreign_classes(pair.generated, type(upstream))
     if pair.problems:
@@ -119,13 +119,13 @@ def _ancestors(path: str) -> list[str]:
 
 
 def _foreign_classes(generated: nn.Module, upstream_class: type[nn.Module]) -> list[str]:
-    found = {
+    class_names = {
         f"{type(module).__module__}.{type(module).__name__}"
         for module in generated.modules()
         if type(module).__module__.startswith("transformers.models.")
         and type(module).__module__ != upstream_class.__module__
     }
-    return sorted(found)
+    return sorted(class_names)
 
 
 def _tensor_problems(kind: str, generated: dict, upstream) -> list[str]:
@@ -135,11 +135,11 @@ def _tensor_problems(kind: str, generated: dict, upstream) -> list[str]:
         f"The generated model has {kind} '{name}', upstream does not." for name in generated if name not in expected
     ]
     for name in expected.keys() & generated.keys():
-        ours, theirs = generated[name], expected[name]
-        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        tensor, reference = generated[name], expected[name]
+        if (tensor.shape, tensor.dtype) != (reference.shape, reference.dtype):
             problems.append(
-                f"{kind.capitalize()} '{name}' is {ours.dtype} {list(ours.shape)} in the generated model, "
-                f"{theirs.dtype} {list(theirs.shape)} upstream."
+                f"{kind.capitalize()} '{name}' is {tensor.dtype} {list(tensor.shape)} in the generated model, "
+                f"{reference.dtype} {list(reference.shape)} upstream."
             )
     return sorted(problems)
 

@@ -88,14 +88,14 @@ def _missing(
 ) -> dict[str, str]:
     """Why modalities that the forward takes are in no case, except those that upstream does not implement."""
     covered = {name for case in cases for name in case.batch}
-    found = {}
+    reasons = {}
     for kind, name in MediaMaker.taken_by(model_class).items():
         if name in covered or kind in not_implemented:
             continue
         batches = (kind, f"{kind}s", "mixed")
         default = f"no input is made for the argument {name} of {model_class.__name__}.forward"
-        found[kind] = next((refused[batch] for batch in batches if batch in refused), default)
-    return found
+        reasons[kind] = next((refused[batch] for batch in batches if batch in refused), default)
+    return reasons
 
 
 def without_media(model: PreTrainedModel, cases: Sequence[Case]) -> tuple[Sequence[Case], str]:

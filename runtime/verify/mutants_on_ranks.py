@@ -91,14 +91,14 @@ def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
 def compare(subject: Subject) -> mutants.Verdict:
     """Runs on every rank."""
     attention.register()
-    with changed_module(subject.module, subject.text, subject.modules) as changed:
-        generated = changed.folder / "generated"
+    with changed_module(subject.module, subject.text, subject.modules) as changed_source:
+        generated = changed_source.folder / "generated"
         generated.mkdir()
         for file, text in subject.files.items():
             (generated / file).write_text(text, encoding="utf-8")
-        upstream_class = getattr(changed.load(), subject.head)
+        upstream_class = getattr(changed_source.load(), subject.head)
         try:
-            reference = ReferenceModel(registry.read_model(generated), subject.head, changed.name)
+            reference = ReferenceModel(registry.read_model(generated), subject.head, changed_source.name)
         except Exception as error:
             if _takes_training_rows(upstream_class):
                 return _verdict_on_error(error, "start")
@@ -132,15 +132,15 @@ def _takes_training_rows(upstream_class: type[PreTrainedModel]) -> bool:
 def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mutants.Verdict:
     """The verdict in one layout; "not run" if upstream in one process is no reference for it."""
     state = state_of(layout.sp, layout.ep)
-    where = f"{layout.name}, {case}"
+    place = f"{layout.name}, {case}"
     try:
         full_batches, local_batch = case_inputs(reference, case, state)
     except (NotApplicable, KeyError) as error:
-        return mutants.Verdict(mutants.NOT_RUN, f"{where}: no inputs ({error})")
+        return mutants.Verdict(mutants.NOT_RUN, f"{place}: no inputs ({error})")
     if layout.sp == 1 and case == PLAIN and _rows_are_dependent(reference, full_batches[0]):
-        return mutants.Verdict(mutants.NOT_RUN, f"{where}: upstream's logits of a row depend on the other rows")
+        return mutants.Verdict(mutants.NOT_RUN, f"{place}: upstream's logits of a row depend on the other rows")
     if case == PACKED and not _divides_by_num_items(reference, full_batches[0]):
-        return mutants.Verdict(mutants.NOT_RUN, f"{where}: upstream's loss does not use num_items_in_batch")
+        return mutants.Verdict(mutants.NOT_RUN, f"{place}: upstream's loss does not use num_items_in_batch")
     model = reference.generated()
     try:
         if layout.fsdp:
@@ -153,17 +153,17 @@ def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mut
             model, local_batch, state, pad=reference.pad, fsdp=layout.fsdp, kernels=kernels
         )
     except Exception as error:
-        verdict = _verdict_on_error(error, where)
+        verdict = _verdict_on_error(error, place)
         if verdict.kind == mutants.WRONG and _fails_upstream(reference, full_batches, case):
             return mutants.Verdict(
-                mutants.NOT_RUN, f"{where}: upstream's changed class fails under the attention of a run, too"
+                mutants.NOT_RUN, f"{place}: upstream's changed class fails under the attention of a run, too"
             )
         return verdict
     actual = _step(reference, loss, gradients)
-    verdict = _judge(reference, full_batches, case, where, actual)
+    verdict = _judge(reference, full_batches, case, place, actual)
     if verdict.kind == mutants.WRONG:
         with _training_conditions(reference):
-            verdict = _judge(reference, full_batches, case, where, actual)
+            verdict = _judge(reference, full_batches, case, place, actual)
     return verdict
 
 
@@ -209,7 +209,7 @@ def _with_mask(function: Callable) -> Callable:
     return masked
 
 
-def _judge(reference: ReferenceModel, full_batches: list, case: str, where: str, actual: Step) -> mutants.Verdict:
+def _judge(reference: ReferenceModel, full_batches: list, case: str, place: str, actual: Step) -> mutants.Verdict:
     def reference_step(_: torch.nn.Module) -> Step:
         return _reference_step(reference, full_batches, case)
 
@@ -222,7 +222,7 @@ def _judge(reference: ReferenceModel, full_batches: list, case: str, where: str,
     if not beyond:
         return mutants.Verdict(mutants.EQUAL)
     worst = max(beyond, key=lambda name: beyond[name].relative)
-    return mutants.Verdict(mutants.WRONG, f"{where}: {worst} differs by {beyond[worst].relative:.1e}")
+    return mutants.Verdict(mutants.WRONG, f"{place}: {worst} differs by {beyond[worst].relative:.1e}")
 
 
 def _step(reference: ReferenceModel, loss: float, gradients: Mapping[str, Tensor]) -> Step:
@@ -256,10 +256,10 @@ def _rows_are_dependent(reference: ReferenceModel, inputs: Mapping) -> bool:
     return difference(all_logits[:half], first).relative > TOLERANCE
 
 
-def _verdict_on_error(error: Exception, where: str) -> mutants.Verdict:
+def _verdict_on_error(error: Exception, place: str) -> mutants.Verdict:
     """Refused if the runtime raised the error on purpose, wrong if the model did."""
     file = Path(traceback.extract_tb(error.__traceback__)[-1].filename).as_posix()
-    detail = f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"[:240]
+    detail = f"{place}: {type(error).__name__}: {' '.join(str(error).split())}"[:240]
     if file.startswith(RUNTIME) and isinstance(error, ValueError | NotImplementedError):
         return mutants.Verdict(mutants.REFUSED, detail, f"runtime/{Path(file).relative_to(RUNTIME).as_posix()}")
     return mutants.Verdict(mutants.WRONG, detail)

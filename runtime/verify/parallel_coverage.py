@@ -61,8 +61,8 @@ class Row:
     @property
     def worst(self) -> float | None:
         """The largest difference; None if nothing was measured."""
-        found = (self.loss, self.gradients, self.packed_loss, self.packed_gradients)
-        return max((one for one in found if not math.isnan(one)), default=None)
+        differences = (self.loss, self.gradients, self.packed_loss, self.packed_gradients)
+        return max((difference for difference in differences if not math.isnan(difference)), default=None)
 
 
 def generated_class(head: str, file: str) -> type[PreTrainedModel]:
@@ -124,11 +124,11 @@ def start_refusal(model: GeneratedModel, head: str, state: ParallelState, separa
         return ""
     reference = ReferenceModel(model, head)
     reference.separates = separates
-    ours = reference.generated()
-    sharding.shard_model(ours, state)
+    generated = reference.generated()
+    sharding.shard_model(generated, state)
     try:
         with parallel.using(state), seams.using(**reference.seams):
-            selfcheck.require_sliceable(ours, state, vocab_size=ours.config.get_text_config().vocab_size)
+            selfcheck.require_sliceable(generated, state, vocab_size=generated.config.get_text_config().vocab_size)
     except ValueError as error:
         return f"refused at the start of a run: {error}"
     return ""
@@ -180,9 +180,9 @@ def sweep(
     pool.close()
 
 
-def _compared(pool: RankPool, model_type: str, *how: object) -> Row:
+def _compared(pool: RankPool, model_type: str, *arguments: object) -> Row:
     try:
-        return Row(**pool.run(compare, model_type, *how, timeout=240)[0])
+        return Row(**pool.run(compare, model_type, *arguments, timeout=240)[0])
     except CaseFailed as failure:
         return Row(model_type, reason=failure.first_error)
 

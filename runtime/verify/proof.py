@@ -151,8 +151,10 @@ def prove(
             actual = train_step(pair.generated, case, training=training)
         first = first or (case, expected)
         outputs, gradients = compare_outputs(actual, expected), compare_gradients(actual, expected)
-        unequal = {name: found for name, found in outputs.items() if not found.is_equal}
-        unequal |= {f"gradient of {name}": found for name, found in gradients.items() if not found.is_equal}
+        unequal = {name: deviation for name, deviation in outputs.items() if not deviation.is_equal}
+        unequal |= {
+            f"gradient of {name}": deviation for name, deviation in gradients.items() if not deviation.is_equal
+        }
         if not pair.correspondence.is_identity:
             unequal = _beyond_reordering(unequal, actual, expected, pair.upstream, upstream_step)
         proof.cases.append(_case_result(case.name, variant, outputs, gradients, expected))
@@ -192,12 +194,12 @@ def _beyond_reordering(
     upstream_step: Callable[[nn.Module], Step],
 ) -> dict[str, Difference]:
     """The differences that another order of operations does not explain."""
-    beyond = {key: found for key, found in unequal.items() if not found.relative <= REORDERED}
+    beyond = {key: deviation for key, deviation in unequal.items() if not deviation.relative <= REORDERED}
     maybe_rounding = {
-        key: found for key, found in beyond.items() if found.relative <= ROUNDING_FACTOR * WELL_CONDITIONED
+        key: deviation for key, deviation in beyond.items() if deviation.relative <= ROUNDING_FACTOR * WELL_CONDITIONED
     }
     unexplained = beyond_rounding(maybe_rounding, actual, expected, upstream, upstream_step)
-    return {key: found for key, found in beyond.items() if key not in maybe_rounding or key in unexplained}
+    return {key: deviation for key, deviation in beyond.items() if key not in maybe_rounding or key in unexplained}
 
 
 def _case_result(
@@ -215,26 +217,26 @@ def _case_result(
     )
 
 
-def _failures(where: str, unequal: Mapping[str, Difference], expected: Step) -> list[str]:
+def _failures(subject: str, unequal: Mapping[str, Difference], expected: Step) -> list[str]:
     """What is wrong with a case: the worst differing outputs and gradients, and an upstream step that tests nothing."""
     failures = []
     for kind, is_gradient in (("output", False), ("gradient of", True)):
         keys = [key for key in unequal if key.startswith("gradient of ") == is_gradient]
         ranked = sorted(keys, key=lambda key: -unequal[key].relative)
         failures += [
-            f"{where}: {kind} '{key.removeprefix('gradient of ')}' differs: {_describe(unequal[key])}."
+            f"{subject}: {kind} '{key.removeprefix('gradient of ')}' differs: {_describe(unequal[key])}."
             for key in ranked[:NUM_NAMED]
         ]
         if len(ranked) > NUM_NAMED:
-            failures.append(f"{where}: {kind} ... and {len(ranked) - NUM_NAMED} more.")
+            failures.append(f"{subject}: {kind} ... and {len(ranked) - NUM_NAMED} more.")
     if len(expected.dead()) == len(expected.gradients):
-        failures.append(f"{where}: upstream's own step gives no parameter a gradient, so nothing was compared.")
+        failures.append(f"{subject}: upstream's own step gives no parameter a gradient, so nothing was compared.")
     if not all(tensor.isfinite().all() for key, tensor in expected.outputs.items() if key in ("loss", "logits")):
-        failures.append(f"{where}: upstream's own loss or logits are not finite.")
+        failures.append(f"{subject}: upstream's own loss or logits are not finite.")
     return failures
 
 
-def _describe(found: Difference) -> str:
-    if found.absolute == float("inf"):
+def _describe(deviation: Difference) -> str:
+    if deviation.absolute == float("inf"):
         return "it exists on one side only, or its shape or dtype differs"
-    return f"absolute {found.absolute:.1e}, relative {found.relative:.1e}"
+    return f"absolute {deviation.absolute:.1e}, relative {deviation.relative:.1e}"

@@ -72,11 +72,11 @@ class RankPool:
                 if connection not in ready:
                     continue
                 try:
-                    good, value = connection.recv()
+                    succeeded, value = connection.recv()
                 except EOFError:
-                    good, value = False, "the process ended\n"
-                (results if good else errors)[rank] = value
-                if not good:
+                    succeeded, value = False, "the process ended\n"
+                (results if succeeded else errors)[rank] = value
+                if not succeeded:
                     deadline = min(deadline, time.monotonic() + 5.0)  # the others may wait for this one forever
         if len(results) == self.world:
             return [results[rank] for rank in range(self.world)]
@@ -106,12 +106,12 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="patchgen-ranks-")
         store = Path(self._folder.name) / "store"
         for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, str(store), theirs), daemon=True)
+            connection, remote = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world, str(store), remote), daemon=True)
             process.start()
-            theirs.close()
+            remote.close()
             self._processes.append(process)
-            self._connections.append(ours)
+            self._connections.append(connection)
 
 
 def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
@@ -138,8 +138,8 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
             os._exit(0)
         try:
             with seams.using(**seams.selected()):  # restores seams that a case configures
-                answer = (True, case(*args, **kwargs))
+                result = (True, case(*args, **kwargs))
         except BaseException:
-            answer = (False, traceback.format_exc())
+            result = (False, traceback.format_exc())
         with contextlib.suppress(BrokenPipeError):
-            connection.send(answer)
+            connection.send(result)

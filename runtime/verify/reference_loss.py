@@ -104,7 +104,7 @@ def _recorded_router_loss(model: nn.Module, functions: Sequence[str]) -> Iterato
     """Within the block the router loss of upstream's module returns zero and records its call."""
     call = RouterLossCall(torch.zeros((), requires_grad=True))
     module = sys.modules[type(model).__module__]
-    originals = {name: one for name in functions if inspect.isfunction(one := getattr(module, name, None))}
+    originals = {name: function for name in functions if inspect.isfunction(function := getattr(module, name, None))}
     for name, original in originals.items():
         setattr(module, name, _recording(call, original))
     try:

@@ -62,9 +62,9 @@ def training_choices(
     packed documents only in rows of their own."""
     attention.register()
     path = Comparison(upstream_class, generated_class, config, media=takes_media(upstream_class))
-    path, asked = attention_requirements(path, config, {})
+    path, kinds = attention_requirements(path, config, {})
     return (
-        cpu_attention(attention_kinds.choose(asked, config), asked, config),
+        cpu_attention(attention_kinds.choose(kinds, config), kinds, config),
         path.compared_seams,
         path.separates_documents,
     )
@@ -93,8 +93,8 @@ def training_config(upstream_class: type[PreTrainedModel]) -> PreTrainedConfig:
     """A small config as a run has it: no cache, and the router loss if the model has one."""
     config = small_config(config_class_of(upstream_class)).config
     set_router_loss(config, True)
-    for one in (config, config.get_text_config(decoder=True)):
-        one.use_cache = False
+    for part in (config, config.get_text_config(decoder=True)):
+        part.use_cache = False
     return config
 
 
@@ -134,18 +134,18 @@ class ReferenceModel:
 
     def batches(self) -> dict[str, tuple[Sample, ...]]:
         """The batches by name; items of `boundary` cross the middle of the row, those of `first` are in its first half."""
-        found = dict(self.builder.batches())
+        batches = dict(self.builder.batches())
         kinds = list(self.builder.layouts)
         item, sample = self.builder.maker.item, self.builder.sample
         if kinds:
-            found["boundary"] = tuple(sample([7, item(kinds[0], 0), 7]) for _ in range(2))
-            found["first"] = tuple(sample([1, item(kinds[0], 1), 40]) for _ in range(2))
-        found["text"] = tuple(sample([length]) for length in (13, 9, 11, 10))
-        found["plain"] = tuple(sample([16]) for _ in range(4))
-        found["three"] = tuple(sample([length]) for length in (9, 12, 7))  # multimodal position ids have three rows
+            batches["boundary"] = tuple(sample([7, item(kinds[0], 0), 7]) for _ in range(2))
+            batches["first"] = tuple(sample([1, item(kinds[0], 1), 40]) for _ in range(2))
+        batches["text"] = tuple(sample([length]) for length in (13, 9, 11, 10))
+        batches["plain"] = tuple(sample([16]) for _ in range(4))
+        batches["three"] = tuple(sample([length]) for length in (9, 12, 7))  # multimodal position ids have three rows
         if not self._refused:
-            self._refused = {name: self.refusal(name, samples) for name, samples in found.items()}
-        return {name: samples for name, samples in found.items() if not self._refused[name]}
+            self._refused = {name: self.refusal(name, samples) for name, samples in batches.items()}
+        return {name: samples for name, samples in batches.items() if not self._refused[name]}
 
     def refusal(self, name: str, samples: Sequence[Sample]) -> str:
         """Why upstream itself refuses a batch; empty if it does not."""
@@ -157,18 +157,18 @@ class ReferenceModel:
 
     def positions(self, inputs: dict[str, Any]) -> Tensor:
         """The position ids that upstream's fusion model passes to its language model; 0, 1, 2, ... if it passes none."""
-        seen: list[Tensor | None] = []
+        recorded: list[Tensor | None] = []
         decoder = self.model.get_decoder()
 
         def record(module: nn.Module, arguments: tuple, keywords: dict) -> None:
-            seen.append(keywords.get("position_ids"))
+            recorded.append(keywords.get("position_ids"))
 
         hook = decoder.register_forward_pre_hook(record, with_kwargs=True)
         self.builder.run_upstream(inputs)
         hook.remove()
         reference_loss.reset_rope_deltas(self.model)
-        if seen[0] is not None:
-            return seen[0]
+        if recorded[0] is not None:
+            return recorded[0]
         return torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["input_ids"])
 
     def loss_and_gradients(

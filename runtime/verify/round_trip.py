@@ -24,13 +24,15 @@ NUM_NAMED = 3
 def round_trip_problems(pair: ModelPair) -> list[str]:
     """The problems in either direction; both models of `pair` have the same weights."""
     with tempfile.TemporaryDirectory() as directory, _no_progress_bars():
-        ours, theirs = Path(directory) / "generated", Path(directory) / "upstream"
-        pair.generated.save_pretrained(ours)
-        pair.upstream.save_pretrained(theirs)
-        problems = _key_problems(_saved_keys(ours), _saved_keys(theirs))
-        problems += _load_problems(type(pair.upstream), ours, pair.upstream, "saved by generated, loaded by upstream")
+        generated, upstream = Path(directory) / "generated", Path(directory) / "upstream"
+        pair.generated.save_pretrained(generated)
+        pair.upstream.save_pretrained(upstream)
+        problems = _key_problems(_saved_keys(generated), _saved_keys(upstream))
         problems += _load_problems(
-            type(pair.generated), theirs, pair.generated, "saved by upstream, loaded by generated"
+            type(pair.upstream), generated, pair.upstream, "saved by generated, loaded by upstream"
+        )
+        problems += _load_problems(
+            type(pair.generated), upstream, pair.generated, "saved by upstream, loaded by generated"
         )
     return problems
 
@@ -56,12 +58,12 @@ def _saved_keys(directory: Path) -> set[str]:
     return keys
 
 
-def _key_problems(ours: set[str], theirs: set[str]) -> list[str]:
+def _key_problems(generated: set[str], upstream: set[str]) -> list[str]:
     problems = []
-    if theirs - ours:
-        problems.append(f"The generated model does not save {_some(theirs - ours)}; upstream does.")
-    if ours - theirs:
-        problems.append(f"The generated model saves {_some(ours - theirs)}; upstream does not.")
+    if upstream - generated:
+        problems.append(f"The generated model does not save {_some(upstream - generated)}; upstream does.")
+    if generated - upstream:
+        problems.append(f"The generated model saves {_some(generated - upstream)}; upstream does not.")
     return problems
 
 
@@ -85,11 +87,11 @@ def _load_problems(
         if info.get(kind)
     ]
     actual = loaded.state_dict()
-    changed = [
+    differing = [
         name
         for name, tensor in expected.state_dict().items()
         if name not in actual or not torch.equal(tensor, actual[name])
     ]
-    if changed:
-        problems.append(f"{direction}: other values in {_some(changed)}.")
+    if differing:
+        problems.append(f"{direction}: other values in {_some(differing)}.")
     return problems

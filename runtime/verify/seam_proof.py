@@ -98,8 +98,8 @@ def _prove_implementation(model: nn.Module, case: Case, expected: Step, seam: st
         with all_eager():
             return train_step(eager, case)
 
-    found = {"loss": loss, **{f"gradient of {name}": one for name, one in gradients.items()}}
-    beyond = {key: one for key, one in found.items() if not one.relative <= TOLERANCE}  # NaN is beyond
+    differences = {"loss": loss, **{f"gradient of {name}": value for name, value in gradients.items()}}
+    beyond = {key: value for key, value in differences.items() if not value.relative <= TOLERANCE}  # NaN is beyond
     if beyond_rounding(beyond, actual, expected, model, eager_step):
         name, worst = max(gradients.items(), key=lambda item: item[1].relative)
         reason = f"beyond {TOLERANCE:.0e}: loss {loss.relative:.1e}, gradient of {name} {worst.relative:.1e}"
@@ -145,9 +145,9 @@ def _executed_seams(*module_names: str) -> Iterator[set[str]]:
     def on_event(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename in files and "ops" in code.co_names:
-            executed.update(name for name in code.co_names if name in known)
+            executed.update(name for name in code.co_names if name in seam_names)
 
-    known = set(seams.names())
+    seam_names = set(seams.names())
     sys.setprofile(on_event)
     try:
         yield executed

@@ -38,15 +38,15 @@ def non_default_fields(config: PreTrainedConfig) -> dict[str, object]:
     except small.REFUSALS:
         default = {}
     declared = {field.name for field in dataclasses.fields(config)}
-    own = small.own_fields(type(config))
-    found = {}
+    declared_fields = small.own_fields(type(config))
+    fields = {}
     for name, value in vars(config).items():
         is_undeclared = name not in declared and not name.startswith("_") and name not in _METADATA
-        if name in config.sub_configs or not (name in own or is_undeclared):
+        if name in config.sub_configs or not (name in declared_fields or is_undeclared):
             continue
         if name not in default or value != default[name]:
-            found[name] = value
-    return found
+            fields[name] = value
+    return fields
 
 
 # Written when a config is saved; no options.
@@ -61,11 +61,11 @@ def _sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
 
 def with_dropout(config: PreTrainedConfig, original: PreTrainedConfig) -> PreTrainedConfig:
     """A small config with the dropout of its original."""
-    found = copy.deepcopy(config)
+    copied = copy.deepcopy(config)
     for name, value in vars(original).items():
         if sizes.is_dropout(name) and isinstance(value, (int, float)):
-            setattr(found, name, value)
+            setattr(copied, name, value)
     for name, sub in _sub_configs(original).items():
-        if vars(found).get(name) is not None:
-            setattr(found, name, with_dropout(vars(found)[name], sub))
-    return found
+        if vars(copied).get(name) is not None:
+            setattr(copied, name, with_dropout(vars(copied)[name], sub))
+    return copied

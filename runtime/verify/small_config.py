@@ -95,32 +95,32 @@ def small_config(config_class: type[PreTrainedConfig] | str, *, variant: str = "
 
 def set_router_loss(config: PreTrainedConfig, is_on: bool) -> None:
     """Switches the router loss of a model, if it has one."""
-    for one in (config, config.get_text_config(decoder=True)):
-        if hasattr(one, "output_router_logits"):
-            one.output_router_logits = is_on
+    for part in (config, config.get_text_config(decoder=True)):
+        if hasattr(part, "output_router_logits"):
+            part.output_router_logits = is_on
 
 
 def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str, ...]:
     """The variants that change a field of this config."""
     base = small_config(config_class).config
-    found = ["base"]
+    variants = ["base"]
     if "output_router_logits" in _all_fields(base):
-        found.append("router_logits")
+        variants.append("router_logits")
     text = base.get_text_config(decoder=True)
     if "tie_word_embeddings" in _all_fields(base):
         has_own = hasattr(base, "tie_word_embeddings")
-        found.append("untied" if (base if has_own else text).tie_word_embeddings else "tied")
+        variants.append("untied" if (base if has_own else text).tie_word_embeddings else "tied")
     if any(vars(text).get(switch) is False for switch in VARIANTS["experts"]):
-        found.append("experts")
+        variants.append("experts")
     window = _field(type(text), "sliding_window")
     if window is not None:
         has_switch = _field(type(text), "use_sliding_window") is not None
         by_layer = _field(type(text), "layer_types") is not None  # then the base config has both kinds of layer
         if not vars(text).get("sliding_window"):
-            found.append("window")
+            variants.append("window")
         elif has_switch or ("None" in str(window.type) and not by_layer):
-            found.append("no_window")
-    return tuple(found)
+            variants.append("no_window")
+    return tuple(variants)
 
 
 def _all_fields(config: PreTrainedConfig) -> set[str]:
@@ -175,8 +175,8 @@ def small_form(
     unclassified = [f"{key}.{name}" for key, part in parts.items() for name in part.unclassified]
     prototype = _construct(config_class, explicit | overrides)
     values = {name: vars(prototype).get(name) for name in fields}
-    own, large = _own_values(config_class, explicit, values, set(overrides), special_ids)
-    overrides |= own
+    own_values, large = _own_values(config_class, explicit, values, set(overrides), special_ids)
+    overrides |= own_values
     unclassified += large
     for name in _undeclared_ids(config_class):
         is_placeholder = name in sizes.PLACEHOLDERS  # None in checkpoints without that modality
@@ -188,7 +188,7 @@ def small_form(
     overrides |= layers_of(config_class, values, per_layer_config(prototype))
     overrides |= related(fields, values, explicit, overrides)
     source = modeling_source(config_class)
-    overrides |= {name: one for name, one in sizes.RELEASED.items() if values.get(name, one) is None}
+    overrides |= {name: released for name, released in sizes.RELEASED.items() if values.get(name, released) is None}
     overrides |= field_relations.vocabulary_map(values, parts, source, special_ids)
     overrides |= field_relations.layer_numbers(values, parts) | field_relations.chunk_lengths(values, parts)
     rope = small_rope(with_sections(config_class, values.get("rope_parameters")), overrides, values)
@@ -207,7 +207,7 @@ def _own_values(
     special_ids: SpecialIds,
 ) -> tuple[dict[str, Any], list[str]]:
     """The small values of fields that are not in `known`, and the names of large numbers that no rule covers."""
-    found: dict[str, Any] = {}
+    small_values: dict[str, Any] = {}
     large = []
     common_names = {own: common for common, own in config_class.attribute_map.items()}
     for name, field in own_fields(config_class).items():
@@ -225,12 +225,12 @@ def _own_values(
         if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
             large.append(name)
         if small != declared or name in explicit:
-            found[name] = small
+            small_values[name] = small
         elif declared is None and values[name] is None:
             rule = sizes.rule_for(*names)
             if rule is not None and rule.meaning in sizes.REQUIRED:
-                found[name] = rule.small(sys.maxsize)
-    return found, large
+                small_values[name] = rule.small(sys.maxsize)
+    return small_values, large
 
 
 def _parts(
@@ -266,20 +266,20 @@ def own_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Fi
 
 def _fields(config_class: type[PreTrainedConfig]) -> list[dataclasses.Field]:
     """The fields of a config class, and the parameters with a default of its own `__init__`."""
-    found = {field.name: field for field in dataclasses.fields(config_class)}
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
     for name, parameter in inspect.signature(config_class.__init__).parameters.items():
-        if name not in found and parameter.default is not inspect.Parameter.empty:
-            found[name] = dataclasses.field(default=parameter.default)
-            found[name].name, found[name].type = name, parameter.annotation
-    return list(found.values())
+        if name not in fields and parameter.default is not inspect.Parameter.empty:
+            fields[name] = dataclasses.field(default=parameter.default)
+            fields[name].name, fields[name].type = name, parameter.annotation
+    return list(fields.values())
 
 
 def _default_sub_configs(
     config_class: type[PreTrainedConfig], variant: Mapping
 ) -> dict[str, Callable[[SpecialIds], SmallConfig]]:
     return {
-        key: lambda ids, of=sub_class, given=given: small_form(of, given, variant, ids)
-        for key, (sub_class, given) in _sub_configs(config_class).items()
+        key: lambda ids, of=sub_class, arguments=arguments: small_form(of, arguments, variant, ids)
+        for key, (sub_class, arguments) in _sub_configs(config_class).items()
     }
 
 
@@ -287,19 +287,19 @@ def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, tuple[type[P
     """The classes of the sub-configs, with upstream's default arguments."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    found = {}
+    sub_configs = {}
     specs = getattr(config_class, "sub_configs_defaults", {})  # not in older releases
     declared: Any = config_class.sub_configs  # a class property in transformers
     for key, sub_class in declared.items():
-        given = dict(specs[key].init_kwargs) if key in specs else {}
+        arguments = dict(specs[key].init_kwargs) if key in specs else {}
         if not issubclass(sub_class, PreTrainedConfig):  # AutoConfig: the spec names the default model type
-            model_type = specs[key].model_type if key in specs else given.pop("model_type", None)
+            model_type = specs[key].model_type if key in specs else arguments.pop("model_type", None)
             if not model_type:
                 continue
             sub_class = CONFIG_MAPPING[model_type]
-        given |= sizes.UNDECLARED.get(key, {})
-        found[key] = (sub_class, given)
-    return found
+        arguments |= sizes.UNDECLARED.get(key, {})
+        sub_configs[key] = (sub_class, arguments)
+    return sub_configs
 
 
 def _undeclared_ids(config_class: type[PreTrainedConfig]) -> list[str]:

@@ -50,9 +50,9 @@ def layers_of(
     if values.get("layer_types") and len(set(values["layer_types"])) == 1:
         values = {**values, "layer_types": _with_every_kind(config_class, values)}
     selection = select_layers(values, num_layers, min_layers=sizes.LAYERS if has_pattern else 2)
-    found: dict[str, object] = {count_name: len(selection.kept)}
+    fields: dict[str, object] = {count_name: len(selection.kept)}
     if by_layer:
-        found["per_layer_config"] = {
+        fields["per_layer_config"] = {
             new: {name: small_value(value, (name,)) for name, value in by_layer[old].items()}
             | _equal_heads(by_layer[old])
             for new, old in enumerate(selection.kept)
@@ -60,8 +60,8 @@ def layers_of(
         }
     for name, per_layer in selection.overrides.items():
         small: Any = small_value(list(per_layer), (name,))
-        found[name] = type(values[name])(small)
-    return found
+        fields[name] = type(values[name])(small)
+    return fields
 
 
 def _with_every_kind(config_class: type[PreTrainedConfig], values: Mapping) -> list[str]:
@@ -69,12 +69,12 @@ def _with_every_kind(config_class: type[PreTrainedConfig], values: Mapping) -> l
     the modeling file. Windowed kinds are left out if the config has no window."""
     layer_types = list(values["layer_types"])
     has_window = bool(values.get("sliding_window"))
-    others = [kind for kind in _kinds_in_source(config_class) if kind not in layer_types]
-    others = [kind for kind in others if has_window or "sliding" not in kind]
+    missing_kinds = [kind for kind in _kinds_in_source(config_class) if kind not in layer_types]
+    missing_kinds = [kind for kind in missing_kinds if has_window or "sliding" not in kind]
     rope = values.get("rope_parameters") or {}
     if all(isinstance(parameters, dict) for parameters in rope.values()) and rope:  # per kind: it names them all
-        others = [kind for kind in others if kind in rope]
-    return layer_types[: len(layer_types) - len(others)] + others
+        missing_kinds = [kind for kind in missing_kinds if kind in rope]
+    return layer_types[: len(layer_types) - len(missing_kinds)] + missing_kinds
 
 
 def per_layer_config(config: PreTrainedConfig) -> dict[int, dict[str, object]]:
@@ -100,59 +100,59 @@ def _kinds_in_source(config_class: type[PreTrainedConfig]) -> list[str]:
 
 def related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides: Mapping) -> dict[str, object]:
     """The fields that restore relations among the defaults."""
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     small = dict(values) | dict(overrides)
     heads, key_value = "num_attention_heads", "num_key_value_heads"
     if heads in own_fields and key_value in own_fields:
         if values[heads] == values[key_value] and declared_value(own_fields[key_value]) is not None:
-            found[key_value] = small[heads]
+            fields[key_value] = small[heads]
         elif declared_value(own_fields[key_value]) is None and "kv_lora_rank" not in own_fields:
-            found[key_value] = sizes.KEY_VALUE_HEADS
+            fields[key_value] = sizes.KEY_VALUE_HEADS
     if {"head_dim", "qk_rope_head_dim"} <= own_fields.keys() and values["head_dim"] == values["qk_rope_head_dim"]:
-        found["head_dim"] = small["qk_rope_head_dim"]
+        fields["head_dim"] = small["qk_rope_head_dim"]
     parts = {"head_dim", "qk_nope_head_dim", "qk_rope_head_dim"}
     if parts <= own_fields.keys() and values["head_dim"] != values["qk_rope_head_dim"]:
-        found["head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+        fields["head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     inner = [values.get(name) for name in ("expand", "hidden_size", "num_heads", "head_dim")]
     factors = [number for number in inner if type(number) is int]
     if len(factors) == 4 and factors[0] * factors[1] == factors[2] * factors[3]:
-        found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
+        fields["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
     inner, width = (explicit.get(name) for name in ("intermediate_size", "hidden_size"))
     if type(inner) is int and type(width) is int and inner < width and width % inner == 0:  # given as a fraction
-        found["intermediate_size"] = small["hidden_size"] // (width // inner)
+        fields["intermediate_size"] = small["hidden_size"] // (width // inner)
     if {"window_size", "patch_size", "spatial_merge_size"} <= own_fields.keys():  # in pixels: two merged patches wide
-        found["window_size"] = 2 * small["patch_size"] * small["spatial_merge_size"]
+        fields["window_size"] = 2 * small["patch_size"] * small["spatial_merge_size"]
     crops = values.get("image_grid_pinpoints")
     if crops:  # sizes of crops, multiples of the image's
         unit = min(side for crop in crops for side in crop)
-        found["image_grid_pinpoints"] = [[side * sizes.IMAGE // unit for side in crop] for crop in crops]
+        fields["image_grid_pinpoints"] = [[side * sizes.IMAGE // unit for side in crop] for crop in crops]
     if {"out_hidden_size", "vision_config"} <= own_fields.keys():  # of the tower's merged patches
         tower = small["vision_config"]
-        found["out_hidden_size"] = tower.hidden_size * merge_size(tower) ** 2
+        fields["out_hidden_size"] = tower.hidden_size * merge_size(tower) ** 2
     if {"window_size", "downsample_rate"} <= own_fields.keys():  # a window becomes whole tokens
-        found["window_size"] = small["downsample_rate"] * max(1, values["window_size"] // values["downsample_rate"])
+        fields["window_size"] = small["downsample_rate"] * max(1, values["window_size"] // values["downsample_rate"])
     if {"pixel_shuffle_ratio", "projector_input_dim"} <= own_fields.keys():  # its MLP reads the shuffled patches
         merged = round(small["hidden_size"] / small["pixel_shuffle_ratio"] ** 2)
-        found |= {"intermediate_size": merged, "projector_input_dim": small["projector_output_dim"]}
+        fields |= {"intermediate_size": merged, "projector_input_dim": small["projector_output_dim"]}
     queries = values.get("projector_patch_to_query_dict")
     if queries:  # by the number of patches of an image
-        found["projector_patch_to_query_dict"] = {
+        fields["projector_patch_to_query_dict"] = {
             sizes.IMAGE_TOKENS * 4 ** (n + 1): min(count, sizes.IMAGE_TOKENS + n)
             for n, count in enumerate(queries.values())
         }
     if "axial_pos_shape" in own_fields:  # training wants the product to be the length of the sequence
-        found |= {"axial_pos_shape": [4, sizes.SEQUENCE // 4], "axial_pos_embds_dim": split(sizes.HIDDEN, [1, 3])}
+        fields |= {"axial_pos_shape": [4, sizes.SEQUENCE // 4], "axial_pos_embds_dim": split(sizes.HIDDEN, [1, 3])}
     stages = values.get("base_channels"), values.get("channel_multiplier"), values.get("hidden_size")
     if stages[0] and stages[1] and stages[0] * stages[1][-1] == stages[2]:  # of the last stage
-        found["hidden_size"] = small["base_channels"] * small["channel_multiplier"][-1]
+        fields["hidden_size"] = small["base_channels"] * small["channel_multiplier"][-1]
     middle, out = values.get("intermediate_layers_indices"), values.get("vision_output_dim")
     if middle and out == (len(middle) + 1) * values["hidden_size"]:  # of these layers, and of the last
-        found |= {"intermediate_layers_indices": [0, 1], "vision_output_dim": 3 * small["hidden_size"]}
+        fields |= {"intermediate_layers_indices": [0, 1], "vision_output_dim": 3 * small["hidden_size"]}
     if "hash_seed" in own_fields:
-        found["hash_seed"] = 0
+        fields["hash_seed"] = 0
     if "languages" in own_fields and "default_language" in own_fields:
-        found["default_language"] = values["languages"][0]
+        fields["default_language"] = values["languages"][0]
     if "attention_types" in own_fields:  # [[[kinds], repetitions]]
         kinds = values["attention_types"][0][0]
-        found |= {"attention_types": [[kinds, 1]], "num_layers": len(kinds)}
-    return found
+        fields |= {"attention_types": [[kinds, 1]], "num_layers": len(kinds)}
+    return fields

@@ -30,9 +30,9 @@ class SpecialIds(Iterator[int]):
         self._next -= 1
         return self._next + 1
 
-    def skip(self, used: SpecialIds) -> None:
+    def skip(self, sub_ids: SpecialIds) -> None:
         """Skips the ids that a sub-config took."""
-        self._next = min(self._next, used._next)
+        self._next = min(self._next, sub_ids._next)
 
 
 NO_IDS: Iterator[int] = iter(())
@@ -78,12 +78,12 @@ _SECTIONS = [24, 20, 20]
 
 def with_sections(config_class: type[PreTrainedConfig], rope: object) -> object:
     """Rotary parameters with the sections that the modeling file reads, if a config has none."""
-    read = _SECTIONS_READ.search(modeling_source(config_class))
-    if read is None or not isinstance(rope, dict) or "rope_type" not in rope or "mrope_section" in rope:
+    match = _SECTIONS_READ.search(modeling_source(config_class))
+    if match is None or not isinstance(rope, dict) or "rope_type" not in rope or "mrope_section" in rope:
         return rope
     if rope["rope_type"] == "axial":  # of a tower
         return rope
-    fallback = [int(number) for number in read[1].split(",")] if read[1] else _SECTIONS
+    fallback = [int(number) for number in match[1].split(",")] if match[1] else _SECTIONS
     return {**rope, "mrope_section": fallback}
 
 
@@ -109,11 +109,11 @@ def small_rope(rope: object, overrides: Mapping[str, Any], values: Mapping[str, 
 def split(total: int, shares: list[int]) -> list[int]:
     """Splits `total` in proportion to `shares`: each part is at least 1, and equal shares give equal parts if possible."""
     parts = [max(1, total * share // sum(shares)) for share in shares]
-    rest = total - sum(parts)
-    first = next((share for share in shares if rest % shares.count(share) == 0), None)
+    remainder = total - sum(parts)
+    first = next((share for share in shares if remainder % shares.count(share) == 0), None)
     places = [place for place, share in enumerate(shares) if share == first] or [0]
     for place in places:
-        parts[place] += rest // len(places)
+        parts[place] += remainder // len(places)
     return parts
 
 

@@ -41,35 +41,35 @@ def rank_prover() -> str:
 
 def closure(roots: Iterable[str], packages: tuple[str, ...], *, without: tuple[str, ...] = ()) -> dict[str, Path]:
     """The modules that `roots` import inside `packages`, themselves included, with their files; by name."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     waiting = [(name, _file_of(name)) for name in roots]
     while waiting:
         name, path = waiting.pop()
         if path is None:
             raise FileNotFoundError(f"There is no module {name}, which records depend on.")
-        if name in found:
+        if name in files:
             continue
-        found[name] = path
-        for other in imported(path.read_text(encoding="utf-8"), name, is_package=path.name == "__init__.py"):
-            inside = _is_in(other, packages) and not _is_in(other, without)
-            if inside and other not in found and (file := _file_of(other)) is not None:
-                waiting.append((other, file))
-    return dict(sorted(found.items()))
+        files[name] = path
+        for imported_name in imported(path.read_text(encoding="utf-8"), name, is_package=path.name == "__init__.py"):
+            belongs = _is_in(imported_name, packages) and not _is_in(imported_name, without)
+            if belongs and imported_name not in files and (file := _file_of(imported_name)) is not None:
+                waiting.append((imported_name, file))
+    return dict(sorted(files.items()))
 
 
 @functools.cache
 def imported(text: str, name: str, *, is_package: bool) -> frozenset[str]:
     """The modules that a source may import; names imported from modules are listed as if they were modules."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in _executed(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = _base(node, name, is_package)
-            found.update([base, *(f"{base}.{alias.name}" for alias in node.names)])
+            names.update([base, *(f"{base}.{alias.name}" for alias in node.names)])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
-            found.add(node.value.partition(":")[0])
-    return frozenset(found)
+            names.add(node.value.partition(":")[0])
+    return frozenset(names)
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
@@ -77,8 +77,8 @@ def _executed(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            for other in child.orelse:
-                yield from _executed(other)
+            for statement in child.orelse:
+                yield from _executed(statement)
         else:
             yield from _executed(child)
 

@@ -70,9 +70,9 @@ def wanted_versions() -> dict[str, str]:
 
 def _templates(files: Iterable[Path]) -> list[Path]:
     """The templates that these sources name."""
-    named = frozenset[str]().union(*(_named_templates(path.read_text(encoding="utf-8")) for path in files))
+    names = frozenset[str]().union(*(_named_templates(path.read_text(encoding="utf-8")) for path in files))
     folder = source_closure.ROOT / "templates"
-    return sorted(path for path in folder.rglob("*.jinja") if path.relative_to(folder).as_posix() in named)
+    return sorted(path for path in folder.rglob("*.jinja") if path.relative_to(folder).as_posix() in names)
 
 
 @functools.cache

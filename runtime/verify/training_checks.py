@@ -116,10 +116,10 @@ class Comparison:
 
     def with_separate_documents(self, how: Separated = True) -> Comparison:
         """A fresh copy of this comparison whose generated model computes packed documents in rows of their own."""
-        other = copy.copy(self)
-        other.__dict__.pop("generated", None)
-        other.separates_documents, other.checks, other.failures, other.left_out = how, [], [], {}
-        return other
+        copied = copy.copy(self)
+        copied.__dict__.pop("generated", None)
+        copied.separates_documents, copied.checks, copied.failures, copied.left_out = how, [], [], {}
+        return copied
 
     def choose(self, config: PreTrainedConfig, named_seams: Mapping[str, str | None]) -> tuple[Kind, ...]:
         """Sets the seams of a run and its position function; returns what each kind of layer requires of its attention,
@@ -133,11 +133,11 @@ class Comparison:
         self.compared_seams = {
             seam: self._runnable(model, seam) for seam in seams.AUTO_IN_TRAINING if seam in self.seams
         }
-        packed = [self.text.packed(), *(one.packed(self.positions) for one in self.media.values())]
-        with attention.recording() as asked, torch.no_grad(), all_eager():
+        packed = [self.text.packed(), *(documents.packed(self.positions) for documents in self.media.values())]
+        with attention.recording() as calls, torch.no_grad(), all_eager():
             for rows in packed:
                 model(**inputs.without_labels(inputs.trainer_inputs(rows)), use_cache=False)
-        return attention_kinds.recorded_kinds(model, asked)
+        return attention_kinds.recorded_kinds(model, calls)
 
     def _runnable(self, model: PreTrainedModel, seam: str) -> str:
         """The implementation of a seam that a run selects, or "auto" if that one needs another device."""
@@ -167,9 +167,9 @@ class Comparison:
             ("router loss", self.router_loss),
         ]
         if self.needs_media:  # the others replace tokens or are text alone
-            steps = [one for one in steps if one[0] in ("plain", "packed", "chunks", "accumulation")]
+            steps = [check for check in steps if check[0] in ("plain", "packed", "chunks", "accumulation")]
         if self.only:
-            steps = [one for one in steps if one[0] in self.only]
+            steps = [check for check in steps if check[0] in self.only]
         for name, media in self.media.items():
             if self.only:
                 steps.append(
@@ -193,25 +193,25 @@ class Comparison:
 
     def _sdpa_deviation(self, documents: Documents) -> float:
         """How far upstream's own class with sdpa, its default attention, is from itself with eager attention."""
-        other = copy.deepcopy(self.reference)
-        other.set_attn_implementation("sdpa")
+        sdpa = copy.deepcopy(self.reference)
+        sdpa.set_attn_implementation("sdpa")
         rows = documents.reference()
-        return difference(*(self._row_of_logits(model, rows) for model in (other, self.reference))).relative
+        return difference(*(self._row_of_logits(model, rows) for model in (sdpa, self.reference))).relative
 
     def causality(self) -> None:
         """Tokens at the end of a row change no logits before them, unless they do so upstream."""
         place = slice(self.plain["input_ids"].shape[1] - NUM_CHANGED, None)
-        changed = inputs.changed(self.plain, place, self.tokens)
-        upstream = [self._reference_logits(self.reference, rows)[:, : place.start] for rows in (self.plain, changed)]
+        altered = inputs.changed(self.plain, place, self.tokens)
+        upstream = [self._reference_logits(self.reference, rows)[:, : place.start] for rows in (self.plain, altered)]
         if difference(*upstream).relative > TOLERANCE:
             return  # upstream is not causal either: the other checks compare with it
-        found = difference(
-            *(self._logits(inputs.trainer_inputs(rows))[:, : place.start] for rows in (self.plain, changed))
+        deviation = difference(
+            *(self._logits(inputs.trainer_inputs(rows))[:, : place.start] for rows in (self.plain, altered))
         )
-        self.checks.append(Check("causality", logits=found))
-        if not found.relative <= TOLERANCE:
+        self.checks.append(Check("causality", logits=deviation))
+        if not deviation.relative <= TOLERANCE:
             self.failures.append(
-                f"a later token changes earlier logits by {found.relative:.0e}, relative, and upstream it does not."
+                f"a later token changes earlier logits by {deviation.relative:.0e}, relative, and upstream it does not."
             )
 
     def rows(self, name: str, rows: Batch, other_labels: int = 0) -> None:
@@ -231,15 +231,15 @@ class Comparison:
         )
         # Attention outputs at padding are undefined: a model whose upstream reads them cannot be compared.
         if len(self.failures) > num_failures and not is_real.all() and self._reads_padding_upstream(rows, is_real):
-            found = self.checks.pop()
-            self.left_out[name] = f"upstream reads the padding itself; ours differs by {found.worst:.0e}, relative"
+            check = self.checks.pop()
+            self.left_out[name] = f"upstream reads the padding itself; ours differs by {check.worst:.0e}, relative"
             del self.failures[num_failures:]
 
     def _reads_padding_upstream(self, rows: Batch, is_real: Tensor) -> bool:
         """Whether other token ids at masked positions change upstream's logits elsewhere."""
-        other = {**rows, "input_ids": torch.where(is_real, rows["input_ids"], self.tokens.others(rows["input_ids"]))}
-        found = [self._reference_logits(self.reference, one)[is_real] for one in (rows, other)]
-        return not difference(*found).relative <= TOLERANCE
+        altered = {**rows, "input_ids": torch.where(is_real, rows["input_ids"], self.tokens.others(rows["input_ids"]))}
+        logits = [self._reference_logits(self.reference, batch)[is_real] for batch in (rows, altered)]
+        return not difference(*logits).relative <= TOLERANCE
 
     def documents(self, name: str, documents: Documents, packed: Batch, chunk: int | None = None) -> None:
         """A packed row against its documents one by one."""
@@ -267,9 +267,9 @@ class Comparison:
         before, worst = logits(packed), EQUAL
         for place in self.text.bounds():
             after = logits(inputs.changed(packed, place, self.tokens))
-            others = torch.ones(before.shape[1], dtype=torch.bool)
-            others[place] = False
-            worst = worst.worst(difference(after[:, others], before[:, others]))
+            is_other = torch.ones(before.shape[1], dtype=torch.bool)
+            is_other[place] = False
+            worst = worst.worst(difference(after[:, is_other], before[:, is_other]))
         return worst
 
     def mixes_documents_upstream(self) -> bool:
@@ -277,14 +277,14 @@ class Comparison:
         parameters = inspect.signature(type(self.reference).forward).parameters
         packed = {name: self.text.packed()[name] for name in ("input_ids", "position_ids") if name in parameters}
         try:
-            found = self._leak(packed, lambda rows: self._reference_logits(self.reference, rows))
+            deviation = self._leak(packed, lambda rows: self._reference_logits(self.reference, rows))
             for documents in self.media.values():
                 rows = {n: v for n, v in documents.packed(self.positions).items() if n in parameters}
                 separate = self._row_of_logits(self.reference, documents.reference())
-                found = found.worst(difference(self._reference_logits(self.reference, rows), separate))
+                deviation = deviation.worst(difference(self._reference_logits(self.reference, rows), separate))
         except Exception:
             return True
-        return not found.relative <= TOLERANCE
+        return not deviation.relative <= TOLERANCE
 
     def upstream_error(self) -> Exception | None:
         """What upstream's own class, eager, raises in a training step on single documents."""
@@ -310,7 +310,7 @@ class Comparison:
         """One row with the router loss; over several rows a run defines it differently (docs/parallel.md)."""
         configs = (self.reference.config, self.generated.config)
         if not any(
-            hasattr(one, "output_router_logits") for c in configs for one in (c, c.get_text_config(decoder=True))
+            hasattr(part, "output_router_logits") for c in configs for part in (c, c.get_text_config(decoder=True))
         ):
             return
         row = {name: tensor[:1] for name, tensor in self.plain.items()}
@@ -400,19 +400,21 @@ class Comparison:
             return self.correspondence.step(upstream_step(model))
 
         expected = reference(self.reference)
-        found = {key: difference(actual.outputs[key], expected.outputs[key]) for key in actual.outputs}
+        values = {key: difference(actual.outputs[key], expected.outputs[key]) for key in actual.outputs}
         gradients = compare_gradients(actual, expected)
-        self.checks.append(Check(name, found["loss"], found.get("logits", EQUAL), worst_of(gradients.values())))
-        found |= {f"gradient of {key}": one for key, one in gradients.items()}
-        beyond = {key: one for key, one in found.items() if not one.relative <= TOLERANCE}
-        if all(one.relative <= ROUNDING_FACTOR * WELL_CONDITIONED for one in beyond.values()):
+        self.checks.append(Check(name, values["loss"], values.get("logits", EQUAL), worst_of(gradients.values())))
+        values |= {f"gradient of {key}": value for key, value in gradients.items()}
+        beyond = {key: value for key, value in values.items() if not value.relative <= TOLERANCE}
+        if all(value.relative <= ROUNDING_FACTOR * WELL_CONDITIONED for value in beyond.values()):
             beyond = beyond_rounding(beyond, actual, expected, self.reference, reference)
         if beyond:
             worst = max(beyond, key=lambda name: beyond[name].relative)
             key = next((key for key in ("logits", "loss") if key in beyond), worst)
             verb = "differ" if key == "logits" else "differs"
-            whose = "upstream's" if name in UNPACKED or self.only else "upstream's for the documents one by one"
-            self.failures.append(f"{_SUBJECT.get(name, name)}: {key} {verb} from {whose} by {_describe(beyond[key])}.")
+            source = "upstream's" if name in UNPACKED or self.only else "upstream's for the documents one by one"
+            self.failures.append(
+                f"{_SUBJECT.get(name, name)}: {key} {verb} from {source} by {_describe(beyond[key])}."
+            )
 
 
 UNPACKED = ("plain", "padded right", "padded left", "router loss")
@@ -425,20 +427,20 @@ _SUBJECT = {
 }
 
 
-def _describe(found: Difference) -> str:
-    if found.absolute == float("inf"):
+def _describe(deviation: Difference) -> str:
+    if deviation.absolute == float("inf"):
         return "infinity: it exists on one side only, or its shape or dtype differs"
-    return f"{found.relative:.0e}, relative"
+    return f"{deviation.relative:.0e}, relative"
 
 
 @contextlib.contextmanager
-def _selected(chosen: Mapping[str, str]) -> Iterator[None]:
-    with all_eager(), seams.using(**chosen):
+def _selected(implementations: Mapping[str, str]) -> Iterator[None]:
+    with all_eager(), seams.using(**implementations):
         yield
 
 
 def one_line_error(error: Exception) -> str:
     """An exception in one line, ending in a full stop."""
     text = " ".join(str(error).split()) or "no message"
-    named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-    return named if named.endswith((".", "!", "?")) else f"{named}."
+    message = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    return message if message.endswith((".", "!", "?")) else f"{message}."

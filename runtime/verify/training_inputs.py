@@ -61,11 +61,11 @@ class Documents:
 
     def bounds(self) -> list[slice]:
         """The places of the documents in the packed row."""
-        found, start = [], 0
+        places, start = [], 0
         for row in self.rows:
-            found.append(slice(start, start + row["input_ids"].shape[1]))
-            start = found[-1].stop
-        return found
+            places.append(slice(start, start + row["input_ids"].shape[1]))
+            start = places[-1].stop
+        return places
 
 
 def _sample(row: Mapping[str, Any], positions: Any) -> Batch:
@@ -78,8 +78,8 @@ def _sample(row: Mapping[str, Any], positions: Any) -> Batch:
     sample["position_ids"] = text
     if positions is not None:
         arguments = {name: value for name, value in row.items() if isinstance(value, Tensor) and name != "labels"}
-        found = positions(**arguments)["position_ids"]
-        sample["position_ids"] = torch.cat([text[None].to(found.dtype), found.reshape(3, -1)])
+        position_ids = positions(**arguments)["position_ids"]
+        sample["position_ids"] = torch.cat([text[None].to(position_ids.dtype), position_ids.reshape(3, -1)])
     return sample
 
 
@@ -162,7 +162,7 @@ def media_documents(model: PreTrainedModel) -> dict[str, Documents]:
     if not takes_media(type(model)):
         return {}
     builder = SampleBuilder(model)
-    found = {}
+    documents = {}
     for name, samples in builder.batches():
         if any(item.inside for sample in samples for item in sample.items):
             continue  # use_audio_in_video is one flag for a whole batch
@@ -170,8 +170,8 @@ def media_documents(model: PreTrainedModel) -> dict[str, Documents]:
         rows = tuple(dict(builder.case(name, [sample]).batch) for sample in samples)
         if not all(builder.takes([sample]) for sample in samples):
             continue
-        found[name] = Documents(rows, dict(builder.case(name, samples).batch))
-    return found
+        documents[name] = Documents(rows, dict(builder.case(name, samples).batch))
+    return documents
 
 
 def trainer_inputs(rows: Batch) -> Batch:

@@ -50,10 +50,10 @@ ON_CPU = tuple(name for name in attention.ORDER if BACKENDS[name].has_cpu_backwa
 """Attention that runs on the CPU without compiling; the fastest of these with the required features replaces any other."""
 
 
-def cpu_attention(names: Names, asked: Iterable[Kind], config: PreTrainedConfig) -> Names:
+def cpu_attention(names: Names, kinds: Iterable[Kind], config: PreTrainedConfig) -> Names:
     """The attention of a run if the CPU can compute it, else what a run on the CPU would choose."""
     runs_on_cpu = all(name in (*ON_CPU, attention.BY_LAYER) for name in attention_kinds.all_names(names))
-    return names if runs_on_cpu else attention_kinds.choose(asked, config, device_type="cpu")
+    return names if runs_on_cpu else attention_kinds.choose(kinds, config, device_type="cpu")
 
 
 @dataclass(frozen=True)
@@ -113,31 +113,33 @@ def prove_training_path(
     if (kind := head_kinds.kind_of(reference_class.__name__)) is not None:
         unpacked_only = head_kinds.takes_unpacked_only(reference_class, kind)
         reference_class, generated_class = (
-            head_kinds.as_language_model(one, kind, unpacked_only=unpacked_only)
-            for one in (reference_class, generated_class)
+            head_kinds.as_language_model(model_class, kind, unpacked_only=unpacked_only)
+            for model_class in (reference_class, generated_class)
         )
     path = Comparison(reference_class, generated_class, config, media)
     path.only = head_kinds.UNPACKED_CHECKS if unpacked_only else ()
     path.count_labels = functools.partial(head_kinds.num_items, kind)
     try:
-        path, asked = attention_requirements(path, asked_config or config, named_seams or {})
+        path, kinds = attention_requirements(path, asked_config or config, named_seams or {})
     except Exception as error:
         upstream_error = path.upstream_error()
-        what = "upstream's own class fails on a document" if upstream_error else "its first step fails"
-        failure = f"{what}: {one_line_error(upstream_error or error)}"
+        problem = "upstream's own class fails on a document" if upstream_error else "its first step fails"
+        failure = f"{problem}: {one_line_error(upstream_error or error)}"
         return TrainingPath(named_attention or "", "", failures=(failure,))
-    chosen = named_attention or attention_kinds.choose(asked, config)
-    found = TrainingPath(chosen, chosen, path.seams, asked)
-    if lacking := attention_kinds.missing_features(chosen, asked):
-        able = attention_kinds.choose(asked, config)
-        failure = f"attention '{chosen}' lacks {' and '.join(lacking)}, which the model needs; '{able}' has it."
-        return replace(found, failures=(failure,))
-    path.compared_attention = cpu_attention(chosen, asked, config)
+    attention_name = named_attention or attention_kinds.choose(kinds, config)
+    training_path = TrainingPath(attention_name, attention_name, path.seams, kinds)
+    if lacking := attention_kinds.missing_features(attention_name, kinds):
+        able = attention_kinds.choose(kinds, config)
+        failure = (
+            f"attention '{attention_name}' lacks {' and '.join(lacking)}, which the model needs; '{able}' has it."
+        )
+        return replace(training_path, failures=(failure,))
+    path.compared_attention = cpu_attention(attention_name, kinds, config)
     with single_rank() as state:
         path.state = state
         path = _run(path)
     return replace(
-        found,
+        training_path,
         compared_attention=path.compared_attention,
         checks=tuple(path.checks),
         failures=tuple(path.failures),
@@ -151,7 +153,11 @@ def _run(path: Comparison) -> Comparison:
     path.run()
     # Separate rows are for models whose packed documents mix upstream, too; in others they would hide a leak of ours.
     if path.failures and path.mixes_documents_upstream():
-        for separate in (path.with_separate_documents(how) for how in (True, LEFT) if how != path.separates_documents):
+        for separate in (
+            path.with_separate_documents(separated)
+            for separated in (True, LEFT)
+            if separated != path.separates_documents
+        ):
             separate.run()
             if not separate.failures:
                 return separate
@@ -195,7 +201,7 @@ def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
     """One record of several variants of a model; checks of all but the first carry the variant's name."""
     (_, first), *others = paths.items()
     checks, failures, left_out = list(first.checks), list(first.failures), dict(first.left_out)
-    asked = dict.fromkeys(kind for path in paths.values() for kind in path.asked)
+    kinds = dict.fromkeys(kind for path in paths.values() for kind in path.asked)
     for variant, path in others:
         checks += [replace(check, name=f"{check.name}, {variant}") for check in path.checks]
         failures += [f"variant {variant}: {failure}" for failure in path.failures]
@@ -205,7 +211,7 @@ def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
         checks=tuple(checks),
         failures=tuple(failures),
         left_out=left_out,
-        asked=tuple(asked),
+        asked=tuple(kinds),
         separates_documents=next(filter(None, (path.separates_documents for path in paths.values())), False),
     )
 

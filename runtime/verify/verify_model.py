@@ -66,14 +66,14 @@ def verify_model(
     upstream_class = getattr(generated.upstream(), head)
     generated_class = getattr(generated.load(), head)
     config_class, kind = upstream_class.config_class, head_kinds.kind_of(head)
-    chosen = tuple(variants) if variants is not None else _variants(upstream_class)
-    if not chosen:
+    selected = tuple(variants) if variants is not None else _variants(upstream_class)
+    if not selected:
         raise ValueError("`variants` is empty, so nothing would be proven. To fix: leave it out for all variants.")
     proofs: list[Proof] = []
     covered_inputs: set[str] = set()
     trained: dict[str, PreTrainedConfig] = {}
     refused: dict[str, str] = {}
-    for variant in chosen:
+    for variant in selected:
         try:
             small = small_config(config_class, variant=BASE if variant in (CHECKPOINTING, EVALUATION) else variant)
             head_kinds.with_special_tokens(small.config, kind)
@@ -143,10 +143,10 @@ def _cases(
     cases: Sequence[Case] = texts if takes_all else texts[:1]
     media = MediaCases()
     if takes_media(upstream_class):
-        built = build_model(upstream_class, config).train(variant != EVALUATION)
-        media = media_cases(built)
+        model = build_model(upstream_class, config).train(variant != EVALUATION)
+        media = media_cases(model)
         if media.cases:  # then text that upstream refuses may be left out
-            cases, refusal = without_media(built, cases)
+            cases, refusal = without_media(model, cases)
             media.refused.update({TEXT_ALONE: refusal} if refusal else {})
     return (*cases, *media.cases), media
 
