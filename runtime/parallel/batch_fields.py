@@ -196,11 +196,11 @@ def infer_item_fields(head: type) -> None:
 
     The parameters of feature methods are read from the head and from the other classes of its file, the model inside it.
     """
-    taken = inspect.signature(head.forward).parameters
-    classes = [one for one in vars(sys.modules[head.__module__]).values() if isinstance(one, type)]
-    methods = [getattr(one, name) for one in classes for name in FEATURES if hasattr(one, name)]
+    inputs = inspect.signature(head.forward).parameters
+    classes = [cls for cls in vars(sys.modules[head.__module__]).values() if isinstance(cls, type)]
+    methods = [getattr(cls, name) for cls in classes for name in FEATURES if hasattr(cls, name)]
     for name, parameter in (item for method in methods for item in inspect.signature(method).parameters.items()):
-        if name in taken and name not in RULES and "Tensor" in str(parameter.annotation):
+        if name in inputs and name not in RULES and "Tensor" in str(parameter.annotation):
             RULES[name] = ITEMS
             _INFERRED.add(name)
 

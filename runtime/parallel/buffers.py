@@ -64,7 +64,9 @@ def _sentinel(buffer: Tensor) -> Tensor:
 def _still_sentinel(buffers: Sequence[tuple[nn.Module, str]]) -> list[str]:
     """The names of the buffers that nothing has written."""
     values = {name: module.get_buffer(name) for module, name in buffers}
-    return [name for name, one in values.items() if bool(one.isnan().any()) or torch.equal(one, _sentinel(one))]
+    return [
+        name for name, buffer in values.items() if bool(buffer.isnan().any()) or torch.equal(buffer, _sentinel(buffer))
+    ]
 
 
 def _run_initialiser(model: nn.Module, path: str) -> None:
@@ -93,14 +95,14 @@ def initialiser_of(model: nn.Module, path: str) -> Callable[[nn.Module], None]:
 
 def constructed_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of a transformers model as its constructor computes them, on the CPU; {} for other modules."""
-    model_class = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+    model_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     if not hasattr(model_class, "_from_config"):
         return {}
     config = copy.deepcopy(model.config)
     attention = getattr(config, "_attn_implementation", None)
     with _parameters_on_meta(), torch.random.fork_rng(devices=[]):  # a constructor may use random numbers
-        built = model_class._from_config(config, attn_implementation=attention, dtype=model.dtype)
-    return {name: buffer for name, buffer in built.named_buffers() if not buffer.is_meta}
+        reference = model_class._from_config(config, attn_implementation=attention, dtype=model.dtype)
+    return {name: buffer for name, buffer in reference.named_buffers() if not buffer.is_meta}
 
 
 class _EmptyOnMeta(TorchFunctionMode):

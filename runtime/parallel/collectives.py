@@ -100,8 +100,8 @@ def start_all_to_all(
     receive = list(receive_sizes) if receive_sizes is not None else None
     send = list(send_sizes) if send_sizes is not None else None
     exchange = _Exchange(receive, send, group, operation)
-    received = _Launch.apply(rows, exchange)
-    return lambda: _Wait.apply(received, exchange)
+    pending = _Launch.apply(rows, exchange)
+    return lambda: _Wait.apply(pending, exchange)
 
 
 @uncompiled

@@ -99,23 +99,23 @@ class ParallelConfig:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinates of a rank in both meshes."""
-        replica, within = divmod(rank, self.num_shards)
+        replica, shard = divmod(rank, self.num_shards)
         return {
             "dp_replicate": replica,
-            "dp_shard": within // self.sp,
-            "sp": within % self.sp,
-            "ep_shard": within // self.ep,
-            "ep": within % self.ep,
+            "dp_shard": shard // self.sp,
+            "sp": shard % self.sp,
+            "ep_shard": shard // self.ep,
+            "ep": shard % self.ep,
         }
 
     def groups(self, dimension: str) -> list[list[int]]:
         """The groups of ranks that differ only in `dimension`, in the mesh that has it."""
         mesh = next(mesh for mesh in (DENSE_DIMENSIONS, EXPERT_DIMENSIONS) if dimension in mesh)
-        others = [name for name in mesh if name != dimension]
+        other_dimensions = [name for name in mesh if name != dimension]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             coordinates = self.coordinates(rank)
-            groups.setdefault(tuple(coordinates[name] for name in others), []).append(rank)
+            groups.setdefault(tuple(coordinates[name] for name in other_dimensions), []).append(rank)
         return list(groups.values())
 
 

@@ -72,9 +72,9 @@ class ExchangeReduce(ReduceScatter):
         """`output_tensor [N]` becomes the sum over ranks of their `input_tensor [world, N]` at this rank."""
         if op != dist.ReduceOp.SUM or async_op:
             raise NotImplementedError(f"Gradient exchanges compute sums, synchronously; found {op}, {async_op=}.")
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        torch.sum(received.view(self.world, -1), dim=0, dtype=output_tensor.dtype, out=output_tensor)
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(self.world, -1), dim=0, dtype=output_tensor.dtype, out=output_tensor)
 
 
 def install(
@@ -117,10 +117,10 @@ def install(
                 exchanges.append(ExchangeReduce(world, narrow))
                 module.set_custom_reduce_scatter(exchanges[-1])
     if enabled and not exchanges:
-        why = "no gradients are sharded" if narrow is not None else "there are no bytes to save"
+        reason = "no gradients are sharded" if narrow is not None else "there are no bytes to save"
         raise ValueError(
             f"exchange_gradients: gradients are computed in {compute_dtype or 'the dtype of the parameters'} and summed in "
-            f"{sum_dtype or 'the same'}, over {dist.get_world_size()} rank(s): {why}. To fix: remove it, or set "
+            f"{sum_dtype or 'the same'}, over {dist.get_world_size()} rank(s): {reason}. To fix: remove it, or set "
             "param_dtype=bfloat16 and reduce_dtype=float32 on several shards."
         )
     return exchanges
@@ -158,8 +158,8 @@ def _copy_in_for_exchanges(copy_in: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(copy_in)
     def wrapped(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
-        ours = getattr(reduce_scatter_input, _COPIED_BY_FOREACH, False)
-        (copy_in_gradients if ours else copy_in)(unsharded_grads, reduce_scatter_input, world_size)
+        by_foreach = getattr(reduce_scatter_input, _COPIED_BY_FOREACH, False)
+        (copy_in_gradients if by_foreach else copy_in)(unsharded_grads, reduce_scatter_input, world_size)
 
     return wrapped
 

@@ -145,7 +145,7 @@ def _prefetch_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
     if state is None or state.peers is None or checkpointing.is_replay() or _in_backward():
         return
     state.context.prefetches_tokens, state.context.prefetched_tokens = True, None
-    source = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+    source = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)), None)
     if source is None or source.ndim < 2 or source.is_inference() or not getattr(module, _PREFETCHES, True):
         return
     # User checkpointing may count operations, and a recomputed layer would run more of them.
@@ -228,8 +228,8 @@ class _Exchange:
         most = max(tokens.counts)
         index_offset = aligned(most * row)
         weights_offset = index_offset + aligned(most * top_k * torch.int32.itemsize)
-        returned = aligned(tokens.total * row) + tokens.total * slot
-        peers.reserve(max(weights_offset + most * slot, returned, most * peers.num_ranks * row))
+        returned_bytes = aligned(tokens.total * row) + tokens.total * slot
+        peers.reserve(max(weights_offset + most * slot, returned_bytes, most * peers.num_ranks * row))
         return cls(peers, tokens, num_experts, top_k, index_offset, weights_offset, prefetched=prefetched)
 
     @staticmethod
@@ -321,7 +321,9 @@ class _Exchange:
     def are_pending(self, rows: Tensor, weights: Tensor) -> bool:
         """Whether these gradients are in flight, because a kernel handed them over early (`early_gradients.py`)."""
         pairs = zip(self.pending_gradients[2:], (rows, weights), strict=False)
-        return bool(self.pending_gradients) and all(sent.data_ptr() == given.data_ptr() for sent, given in pairs)
+        return bool(self.pending_gradients) and all(
+            pending.data_ptr() == gradient.data_ptr() for pending, gradient in pairs
+        )
 
     def wait(self) -> None:
         """Makes later launches wait for the arrival of what was sent."""
@@ -330,8 +332,8 @@ class _Exchange:
     def wait_for_gradients(self) -> tuple[Tensor, ...]:
         """The gradients that were in flight, waited for."""
         self.peers.wait()
-        arrived, self.pending_gradients = self.pending_gradients, ()
-        return arrived
+        gradients, self.pending_gradients = self.pending_gradients, ()
+        return gradients
 
 
 # Two nodes around the overlapped computation, so that its backward overlaps too: `_WaitForTokens` starts the exchange of

@@ -85,21 +85,21 @@ def exchange_by_all_to_all(
     """
     route, exchange = _plan(state, top_k_index, num_experts)
 
-    def send(rows: Tensor, what: str) -> Callable[[], Tensor]:
+    def send(rows: Tensor, content: str) -> Callable[[], Tensor]:
         return start_all_to_all(
             rows,
             state.ep_group,
-            operation=f"send {what} to their experts",
+            operation=f"send {content} to their experts",
             receive_sizes=exchange.receive_sizes,
             send_sizes=exchange.send_sizes,
         )
 
     slots_RH = _GatherTokens.apply(hidden_states, route)
-    arriving = send(slots_RH, "tokens")
+    arriving_tokens = send(slots_RH, "tokens")
     weight_R1 = _GatherTokens.apply(top_k_weights.reshape(-1, 1), _one_slot_each(route))
     arriving_weights = send(weight_R1, "routing weights")
     overlap.compute_announced()
-    out_QH = compute(arriving(), exchange.expert_Q1, arriving_weights())
+    out_QH = compute(arriving_tokens(), exchange.expert_Q1, arriving_weights())
     back_RH = all_to_all(
         out_QH,
         state.ep_group,
@@ -130,8 +130,8 @@ def _plan(state: ParallelState, top_k_index: Tensor, num_experts: int) -> tuple[
     place_TK = place_of_slot.view(top_k_index.shape)
     if state.expert_capacity is None:
         sizes = checkpointing.remember(lambda: _exchange_sizes(state, expert_S, num_experts))
-        sent = sum(sizes.send_sizes or ())
-        return Route(slot_S[:sent], place_TK, top_k_index >= num_experts), sizes
+        num_sent = sum(sizes.send_sizes or ())
+        return Route(slot_S[:num_sent], place_TK, top_k_index >= num_experts), sizes
     return _plan_with_capacity(state, top_k_index, expert_S, slot_S, place_TK, num_experts)
 
 

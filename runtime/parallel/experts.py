@@ -50,7 +50,7 @@ def fused_moe(
         for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias))
     }
     if adapters is not None:
-        options["adapters"] = ExpertAdapters(*(_local_factors(one, num_local) for one in adapters))
+        options["adapters"] = ExpertAdapters(*(_local_factors(adapter, num_local) for adapter in adapters))
     compute = partial(experts_kernel(), num_experts=num_local, **options)
 
     def experts(rows: Tensor, index: Tensor, weights: Tensor, max_rows: int | None = None) -> Tensor:
@@ -65,9 +65,9 @@ def fused_moe(
     return exchange_by_peer_memory(*arguments, num_experts=num_experts, pushes=pushes)
 
 
-def _local_factors(added: LowRank | None, num_local: int) -> LowRank | None:
-    return added and LowRank(
-        _local_experts(added.left, num_local), _local_experts(added.right, num_local), added.scale
+def _local_factors(adapter: LowRank | None, num_local: int) -> LowRank | None:
+    return adapter and LowRank(
+        _local_experts(adapter.left, num_local), _local_experts(adapter.right, num_local), adapter.scale
     )
 
 

@@ -73,11 +73,11 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
         if gradient.numel() >= LARGE and gradient.is_contiguous() and _has_kernel(gradient)
     ]
     large_ids = {id(gradient) for gradient in large}
-    others = [gradient for gradient in gradients if id(gradient) not in large_ids]
+    small = [gradient for gradient in gradients if id(gradient) not in large_ids]
     sums = [_squares_by_kernel(large)] if large else []
-    if others:
+    if small:
         # torch does not export its foreach functions by type.
-        norms = torch._foreach_norm(others, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch._foreach_norm(small, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         sums.append(torch.stack(norms).square().sum())
     return sum(sums[1:], sums[0])
 

@@ -158,29 +158,29 @@ _DIVIDES: TensorCache[dict[int, bool]] = TensorCache(lambda _layers: {})
 
 def _heads_divide(layers: nn.Module, size: int) -> bool:
     """Whether `size` divides the heads of every attention inside; False if a number is unknown."""
-    known = _DIVIDES(layers)
-    if size not in known:
+    divides = _DIVIDES(layers)
+    if size not in divides:
         counts = [
             getattr(module, name)
             for module in layers.modules()
             for name in _HEADS
             if isinstance(getattr(module, name, None), int)
         ]
-        known[size] = bool(counts) and all(count % size == 0 for count in counts)
-    return known[size]
+        divides[size] = bool(counts) and all(count % size == 0 for count in counts)
+    return divides[size]
 
 
 def describe(model: nn.Module, size: int) -> dict[str, str]:
     """How each tower of a model that has run is computed on `size` ranks that share a sequence, by path."""
-    found: dict[str, str] = {}
+    layouts: dict[str, str] = {}
     for path, module in model.named_modules():
-        if any(path.startswith(f"{outer}.") for outer in found):
+        if any(path.startswith(f"{outer}.") for outer in layouts):
             continue
         if (divides := _DIVIDES(module).get(size)) is not None:
-            found[path] = "each rank a slice of the rows" if divides else "whole: heads do not divide"
+            layouts[path] = "each rank a slice of the rows" if divides else "whole: heads do not divide"
         elif path and is_replicated(module):
-            found[path] = "whole on every rank"
-    return found
+            layouts[path] = "whole on every rank"
+    return layouts
 
 
 # -------------------------------------------------------------------------- features to the tokens of a rank

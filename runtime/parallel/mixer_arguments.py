@@ -102,7 +102,7 @@ class Call:
             TypeError: more positional arguments than the function has parameters.
         """
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [name for name, each in inspect.signature(function).parameters.items() if each.kind in kinds]
+        names = [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind in kinds]
         if len(args) > len(names):
             raise TypeError(f"{_name(function)} takes {names}; found {len(args)} positional arguments.")
         return cls(function, roles, {**dict(zip(names, args, strict=False)), **kwargs}, len(args))
@@ -127,8 +127,8 @@ class Call:
         values = {name: value for name, value in self.values.items() if name not in dropped}
         return replace(self, values=values, positional=positional)
 
-    def with_values(self, changed: Mapping[str, Any]) -> Call:
-        return replace(self, values={**self.values, **changed})
+    def with_values(self, values: Mapping[str, Any]) -> Call:
+        return replace(self, values={**self.values, **values})
 
     def run(self) -> Any:
         values = list(self.values.items())
@@ -139,10 +139,12 @@ class Call:
 
         What only matches `**kwargs` is not checked: models pass down all arguments of their forward.
         """
-        taken = set(inspect.signature(self.function).parameters) | set(
+        parameters = set(inspect.signature(self.function).parameters) | set(
             _closure(self.function, "applicable_params", ())
         )
-        unknown = [n for n, v in self.values.items() if isinstance(v, Tensor) and n in taken and n not in self.roles]
+        unknown = [
+            n for n, v in self.values.items() if isinstance(v, Tensor) and n in parameters and n not in self.roles
+        ]
         if unknown:
             raise ValueError(
                 f"{self.name} takes the tensor '{unknown[0]}' of shape {tuple(self.values[unknown[0]].shape)}, and it is "

@@ -379,7 +379,7 @@ def _map_files(num_bytes: int, group: dist.ProcessGroup) -> list[mmap.mmap]:
     with tempfile.TemporaryDirectory(prefix="peer_memory_") as folder:
         with (Path(folder) / "bytes").open("wb") as file:
             file.truncate(num_bytes)
-        maps = [_map(Path(one) / "bytes", num_bytes) for one in gather_objects(folder, group)]
+        maps = [_map(Path(path) / "bytes", num_bytes) for path in gather_objects(folder, group)]
         dist.barrier(group)  # the files may be deleted once all have mapped them
     return maps
 

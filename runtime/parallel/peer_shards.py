@@ -122,12 +122,12 @@ class PeerShards:
             small = max(small, aligned(group.small_region * group.itemsize))
             largest = max(largest, small, *(aligned(min(PIECE, slot.numel * group.itemsize)) for slot in group.slots))
         # Two receive buffers, each for the parts that others sent, their tags, and this rank's own small parts.
-        others = self.num_ranks - 1
-        tags = aligned(others * torch.int64.itemsize)
-        turn = others * largest + tags + small
+        num_others = self.num_ranks - 1
+        tags = aligned(num_others * torch.int64.itemsize)
+        turn = num_others * largest + tags + small
         self._memory = peer_memory.allocate_shared(size + 2 * turn, self.group, self.device)
         self._turns = [
-            (start, start + others * largest, start + others * largest + tags) for start in (size, size + turn)
+            (start, start + num_others * largest, start + num_others * largest + tags) for start in (size, size + turn)
         ]
         self._largest_part = largest
         for group in groups:
@@ -184,8 +184,8 @@ class PeerShards:
     def gather(self, group: PeerGroup) -> torch.Event | None:
         """Reads the shards of all ranks into the parameters of a unit."""
         targets = [slot.param.all_gather_outputs[0] for slot in group.slots]
-        kept = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
-        with self._on(self._gathers), kept(tuple(targets)):
+        versions_preserved = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
+        with self._on(self._gathers), versions_preserved(tuple(targets)):
             if self.is_written:
                 self.memory.barrier(_READ)
                 self.is_written = False
@@ -218,11 +218,11 @@ class PeerShards:
             for begin, end in _pieces(group, slots):
                 self._send_parts(group, flat, tag, begin, end)
                 if first.is_small:
-                    own = self._view(self.rank, self._turns[self._turn][2], end - begin, group.dtype)
+                    own_part = self._view(self.rank, self._turns[self._turn][2], end - begin, group.dtype)
                 else:
                     shard = gradient[self.rank * numel :][: first.numel_of(self.rank)]
-                    own = shard[begin - start : end - start]
-                self._sum_parts(group, own, tag, summed[begin - start : end - start])
+                    own_part = shard[begin - start : end - start]
+                self._sum_parts(group, own_part, tag, summed[begin - start : end - start])
             for slot in slots:
                 _accumulate(slot, summed[slot.start - start : slot.start - start + slot.numel])
         event = self._event(self._reductions)
@@ -247,14 +247,14 @@ class PeerShards:
             begin, end: the range that is sent, in elements of the unit's region.
         """
         self._turn = 1 - self._turn
-        received, tags, own_small = self._turns[self._turn]
+        received_start, tags, own_small = self._turns[self._turn]
         small_targets, small_sources = [], []
         for rank in range(self.num_ranks):
             if rank == self.rank:
                 region = self._view(rank, own_small, group.small_region, group.dtype)
             else:
                 place = (self.rank - rank - 1) % self.num_ranks
-                region = self._view(rank, received + place * self._largest_part, end - begin, group.dtype)
+                region = self._view(rank, received_start + place * self._largest_part, end - begin, group.dtype)
                 tag_offset = tags + place * torch.int64.itemsize
                 self._view(rank, tag_offset, 1, torch.int64).copy_(group.tag_tensor(tag))
             for slot, gradient in flat:
@@ -272,12 +272,12 @@ class PeerShards:
         self.memory.barrier(_REDUCE)
 
     def _sum_parts(self, group: PeerGroup, own: Tensor, tag: int, out: Tensor) -> None:
-        received, tags, _ = self._turns[self._turn]
-        others, length = self.num_ranks - 1, len(own)
-        parts = self._view(self.rank, received, others * self._largest_part // group.itemsize, group.dtype).view(
-            others, -1
-        )
-        their_tags = self._view(self.rank, tags, others, torch.int64)
+        received_start, tags, _ = self._turns[self._turn]
+        num_others, length = self.num_ranks - 1, len(own)
+        parts = self._view(
+            self.rank, received_start, num_others * self._largest_part // group.itemsize, group.dtype
+        ).view(num_others, -1)
+        their_tags = self._view(self.rank, tags, num_others, torch.int64)
         sum_parts(own, parts[:, :length], their_tags, out[:length], rank=self.rank, tag=tag)
 
     def finish(self) -> None:

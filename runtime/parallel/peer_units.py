@@ -201,13 +201,13 @@ class PeerGroup(ZeroFillingGroup):
         self.peer_sums.note(self.tag_of([slot]), "sum", name or "a parameter")
 
     def _take_gradients(self) -> list[tuple[ShardSlot, Tensor]]:
-        found = []
+        gradients = []
         for slot in self.slots:
             computed = getattr(slot.param, "_unsharded_param", None)
             if computed is not None and computed.grad is not None:
-                found.append((slot, slot.param._get_grad_inner_tensor(computed.grad)))
+                gradients.append((slot, slot.param._get_grad_inner_tensor(computed.grad)))
                 computed.grad = None
-        return found
+        return gradients
 
     def finalize_backward(self) -> None:
         super().finalize_backward()
@@ -231,11 +231,11 @@ def _on_large_gradient(reference: weakref.ref[PeerGroup], index: int, _: Tensor)
     if not group.reduce_grads or group.has_accumulated:
         return
     group._complete.add(index)
-    for other in group._large:
-        if other not in group._complete:
+    for earlier in group._large:
+        if earlier not in group._complete:
             return
-        if group.slots[other].param._unsharded_param.grad is not None:
-            group.reduce_early(other)
+        if group.slots[earlier].param._unsharded_param.grad is not None:
+            group.reduce_early(earlier)
 
 
 def _num_storage_users(param: FSDPParam) -> int:

@@ -72,7 +72,7 @@ def describe(
         modules = ", ".join(f"{count} {label}" for label, count in users.items())
         label = name.partition(":")[0]
         lines.append(f"  {label:<16} {_implementation(name, state):<64} {modules}")
-    lines += [f"  {'experts':<16} {name} left alone: {why}" for name, why in undivided_experts(model).items()]
+    lines += [f"  {'experts':<16} {name} left alone: {reason}" for name, reason in undivided_experts(model).items()]
     lines += [f"  {line}" for line in attention_kinds.splitlines()]
     lines.append(f"{'parameters':<52} {'count':>6} {'whole':>11} {'this rank':>11}")
     for group in parameter_groups(model):
@@ -99,25 +99,25 @@ def seam_users(model: nn.Module) -> dict[str, Counter]:
 
     Experts whose config names one of transformers' implementations are not users of the seam.
     """
-    found: dict[str, Counter] = {name: Counter() for name in seams.names()}
+    users_by_seam: dict[str, Counter] = {name: Counter() for name in seams.names()}
     for module in model.modules():
-        called = called_seams(type(module).forward)
-        if SEAM in called and named_instead_of_seam(module) is not None:
-            called = called - {SEAM}
-        for name in called:
-            found[name][_class_name(module)] += 1
-    return {name: users for name, users in found.items() if users}
+        seam_names = called_seams(type(module).forward)
+        if SEAM in seam_names and named_instead_of_seam(module) is not None:
+            seam_names = seam_names - {SEAM}
+        for name in seam_names:
+            users_by_seam[name][_class_name(module)] += 1
+    return {name: users for name, users in users_by_seam.items() if users}
 
 
 def attention_users(model: nn.Module) -> dict[str, Counter]:
     """The users of each attention implementation: live modules that look it up in their config."""
-    found: dict[str, Counter] = {}
+    users: dict[str, Counter] = {}
     for module in model.modules():
         if attends(module):
             config: Any = module.config
             name = f"attention:{config._attn_implementation}"
-            found.setdefault(name, Counter())[_class_name(module)] += 1
-    return found
+            users.setdefault(name, Counter())[_class_name(module)] += 1
+    return users
 
 
 def attends(module: nn.Module) -> bool:
@@ -190,7 +190,9 @@ def _implementation(name: str, state: ParallelState | None) -> str:
         kernel = "torch" if selected == seams.EAGER else selected
         through = "" if state.peers is None else " through peer memory"
         selected = f"{kernel}, tokens exchanged over ep {state.ep}{through}"
-    return "; ".join([selected, *(f"without {other}: {reason}" for other, reason in seams.passed_over(name).items())])
+    return "; ".join(
+        [selected, *(f"without {alternative}: {reason}" for alternative, reason in seams.passed_over(name).items())]
+    )
 
 
 def _layout(parameter: nn.Parameter) -> str:
@@ -230,9 +232,9 @@ def called_seams(function: Callable) -> set[str]:
     names = {name for code in _code_objects(function) for name in code.co_names}
     for name in list(names):
         value = function.__globals__.get(name)
-        other = inspect.unwrap(value) if callable(value) else None
-        if isinstance(other, FunctionType) and other.__module__ == function.__module__:
-            names |= {inner for code in _code_objects(other) for inner in code.co_names}
+        callee = inspect.unwrap(value) if callable(value) else None
+        if isinstance(callee, FunctionType) and callee.__module__ == function.__module__:
+            names |= {inner for code in _code_objects(callee) for inner in code.co_names}
     return set(seams.names()) & names if "ops" in names else set()
 
 

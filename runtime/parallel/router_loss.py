@@ -146,10 +146,10 @@ def _tokens_of_step(step: loss.Step, num_local_B: Tensor, state: ParallelState) 
 
 
 def _require_rows(gate_logits: tuple[Tensor, ...], B: int, s: int) -> None:
-    wrong = next((logits for logits in gate_logits if logits.ndim != 2 or logits.shape[0] != B * s), None)
-    if wrong is not None:
+    mismatch = next((logits for logits in gate_logits if logits.ndim != 2 or logits.shape[0] != B * s), None)
+    if mismatch is not None:
         raise ValueError(
-            f"Router logits of shape {tuple(wrong.shape)} do not match {B} rows of {s} tokens: expected "
+            f"Router logits of shape {tuple(mismatch.shape)} do not match {B} rows of {s} tokens: expected "
             f"({B * s}, experts) in every layer."
         )
 

@@ -107,7 +107,7 @@ def attend_over_heads(
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     grouped = [_in_groups(states, size, groups, dim=2) for states in (q, k, v)]
     local_sinks = [None] * groups if sinks is None else sinks.chunk(size)[state.sp_rank].chunk(groups)
-    arriving = [
+    pending_heads = [
         start_scatter_heads(heads, state, operation=f"exchange q, k and v of {where}")
         for heads in zip(*grouped, strict=True)
     ]
@@ -118,7 +118,7 @@ def attend_over_heads(
 
     returning = [
         start_gather_heads(attend_to(arrive, sink), state, operation=f"return the heads of {where}")
-        for arrive, sink in zip(arriving, local_sinks, strict=True)
+        for arrive, sink in zip(pending_heads, local_sinks, strict=True)
     ]
     by_rank = [wait() for wait in returning]
     return (by_rank[0] if groups == 1 else torch.cat(by_rank, dim=3)).flatten(2, 3)

@@ -204,7 +204,9 @@ def check_plan(model: nn.Module, paths: Sequence[str], ep: int) -> None:
             f"{stacked or 'none'}. To fix: name those that are experts."
         )
     if not paths:
-        undivided_note = "".join(f" {name} is left alone: {why}." for name, why in undivided_experts(model).items())
+        undivided_note = "".join(
+            f" {name} is left alone: {reason}." for name, reason in undivided_experts(model).items()
+        )
         raise ValueError(
             f"ep={ep}, but {type(model).__name__} reports no expert parameters. To fix: train it with ep=1, or generate it "
             f"with the pass `parallel_plan`.{undivided_note}"
@@ -217,10 +219,10 @@ def check_plan(model: nn.Module, paths: Sequence[str], ep: int) -> None:
             )
     for owner in dict.fromkeys(path.rpartition(".")[0] for path in paths):
         module = model.get_submodule(owner)
-        others = [name for name, _ in module.named_parameters(recurse=False) if f"{owner}.{name}" not in paths]
-        if others:
+        remaining = [name for name, _ in module.named_parameters(recurse=False) if f"{owner}.{name}" not in paths]
+        if remaining:
             raise ValueError(
-                f"{owner} ({type(module).__name__}) has {others} in addition to its experts' parameters. Every rank would train "
+                f"{owner} ({type(module).__name__}) has {remaining} in addition to its experts' parameters. Every rank would train "
                 "its own copy of them on the tokens of its experts. To fix: train this model with ep=1."
             )
 
@@ -231,26 +233,26 @@ def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[n
     if layer_classes is None and not any(type(module).__name__ in names for module in model.modules()):
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         names = {type(layer).__name__ for layers in lists for layer in layers}
-    found: list[str] = []
+    paths: list[str] = []
     for path, module in model.named_modules():
-        inside = any(path.startswith(f"{outer}.") for outer in found)
-        if type(module).__name__ in names and path and not inside:
-            found.append(path)
-    if not found:
+        is_inner = any(path.startswith(f"{outer}.") for outer in paths)
+        if type(module).__name__ in names and path and not is_inner:
+            paths.append(path)
+    if not paths:
         raise ValueError(
             f"{type(model).__name__} has no modules of the classes {sorted(names) or '(none named)'}. To fix: name its "
             "repeated layers in layer_classes."
         )
     # `_no_split_modules` includes embeddings of some models, which may be tied to the head in the root.
-    repeated = [path for path in found if path.rpartition(".")[2].isdigit()]
-    return [module for path in repeated or found if _shares_nothing(module := model.get_submodule(path), model)]
+    repeated = [path for path in paths if path.rpartition(".")[2].isdigit()]
+    return [module for path in repeated or paths if _shares_nothing(module := model.get_submodule(path), model)]
 
 
 def _shares_nothing(layer: nn.Module, model: nn.Module) -> bool:
     """Whether a layer shares no parameter with another module; FSDP2 would untie shared ones."""
-    inside = Counter(id(parameter) for _, parameter in layer.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for _, parameter in layer.named_parameters(remove_duplicate=False))
     everywhere = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    return all(everywhere[parameter] == count for parameter, count in inside.items())
+    return all(everywhere[parameter] == count for parameter, count in uses.items())
 
 
 # ------------------------------------------------------------------------------------- kept in fp32
@@ -269,11 +271,15 @@ def kept_in_fp32(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.M
     if not names or param_dtype in (None, torch.float32):
         return []
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(names)))
-    kept = {path for path, _ in model.named_parameters() if pattern.search(path)}
-    owners = dict.fromkeys(path.rpartition(".")[0] for path in sorted(kept))
-    below = {path: {f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()} for path in owners}
-    separable = {path for path in owners if path and below[path] <= kept and not _is_read_from_outside(model, path)}
-    mixed = sorted(path for path in kept if path.rpartition(".")[0] not in separable)
+    in_fp32 = {path for path, _ in model.named_parameters() if pattern.search(path)}
+    owners = dict.fromkeys(path.rpartition(".")[0] for path in sorted(in_fp32))
+    parameters_of = {
+        path: {f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()} for path in owners
+    }
+    separable = {
+        path for path in owners if path and parameters_of[path] <= in_fp32 and not _is_read_from_outside(model, path)
+    }
+    mixed = sorted(path for path in in_fp32 if path.rpartition(".")[0] not in separable)
     if mixed:
         warnings.warn(
             f"{type(model).__name__} keeps {mixed[:6]} in fp32, in modules whose other parameters are {param_dtype}, or "
@@ -281,7 +287,7 @@ def kept_in_fp32(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.M
             f"{param_dtype} (and stored in fp32).",
             stacklevel=3,
         )
-    inner = {path for path in separable if any(path.startswith(f"{other}.") for other in separable)}
+    inner = {path for path in separable if any(path.startswith(f"{outer}.") for outer in separable)}
     return [model.get_submodule(path) for path in sorted(separable - inner)]
 
 
@@ -314,8 +320,8 @@ def divide_experts(model: nn.Module, paths: Sequence[str], state: ParallelState)
 def shared_by_experts(experts: Sequence[nn.Module]) -> list[nn.Module]:
     """The submodules that all experts share, e.g. a norm of their output: every rank has a gradient for them, and the sum
     over all ranks is theirs, as for any dense parameter."""
-    inside = [child for module in experts for child in module.children() if child not in experts]
-    return [child for child in inside if any(not isinstance(parameter, DTensor) for parameter in child.parameters())]
+    children = [child for module in experts for child in module.children() if child not in experts]
+    return [child for child in children if any(not isinstance(parameter, DTensor) for parameter in child.parameters())]
 
 
 def expert_placement(parameter: nn.Parameter, state: ParallelState) -> Shard:
@@ -324,8 +330,8 @@ def expert_placement(parameter: nn.Parameter, state: ParallelState) -> Shard:
     shards = state.config.ep_shard
     if local.shape[0] >= shards:
         return Shard(0)
-    inside = [dim for dim in range(1, local.ndim) if local.shape[dim] % shards == 0]
-    return Shard(inside[0]) if inside else Shard(0)
+    divisible = [dim for dim in range(1, local.ndim) if local.shape[dim] % shards == 0]
+    return Shard(divisible[0]) if divisible else Shard(0)
 
 
 def set_prefetch(layers: Sequence[nn.Module], inner: Sequence[nn.Module], ahead: int) -> None:
@@ -334,18 +340,18 @@ def set_prefetch(layers: Sequence[nn.Module], inner: Sequence[nn.Module], ahead:
     Args:
         inner: modules inside layers that are units themselves: experts, and what stays in fp32.
     """
-    known = {id(module) for module in inner}
+    unit_ids = {id(module) for module in inner}
 
     def units(layer: nn.Module) -> list[FSDPModule]:
-        inside = (module for module in layer.modules() if module is layer or id(module) in known)
-        return [module for module in inside if isinstance(module, FSDPModule)]
+        modules = (module for module in layer.modules() if module is layer or id(module) in unit_ids)
+        return [module for module in modules if isinstance(module, FSDPModule)]
 
     for place, layer in enumerate(layers):
         following = layers[place + 1 : place + 1 + ahead]
         preceding = layers[max(0, place - ahead) : place][::-1]
         assert isinstance(layer, FSDPModule), "layers are units"
-        layer.set_modules_to_forward_prefetch([unit for other in following for unit in units(other)])
-        layer.set_modules_to_backward_prefetch([unit for other in preceding for unit in units(other)])
+        layer.set_modules_to_forward_prefetch([unit for neighbour in following for unit in units(neighbour)])
+        layer.set_modules_to_backward_prefetch([unit for neighbour in preceding for unit in units(neighbour)])
 
 
 def reduce_gradients(model: nn.Module, *, is_last: bool, accumulate_unsharded: bool = False) -> None:
@@ -405,8 +411,8 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
-    for (first, first_name), *others in shared.values():
-        for module, name in others:
+    for (first, first_name), *aliases in shared.values():
+        for module, name in aliases:
             module._parameters[name] = first._parameters[first_name]
     compute_buffers(model)
 
@@ -421,9 +427,9 @@ def load_full_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     from patchgen.runtime.checkpoint.placement import shard_like
 
     targets = model.state_dict()
-    wrong = sorted(set(targets) ^ set(tensors))
-    if wrong:
-        raise ValueError(f"The tensors do not match {type(model).__name__}: {wrong[:8]} are on one side only.")
+    mismatches = sorted(set(targets) ^ set(tensors))
+    if mismatches:
+        raise ValueError(f"The tensors do not match {type(model).__name__}: {mismatches[:8]} are on one side only.")
     for name, target in targets.items():
         if isinstance(target, DTensor):
             target.to_local().copy_(shard_like(tensors[name], target))

@@ -67,10 +67,10 @@ class Layers:
                 last_input[:] = [full.clone()]
 
         def after(path: str, hidden: Tensor | None) -> None:
-            full, entered = _row(hidden, length), running.pop()
+            full, hidden_before = _row(hidden, length), running.pop()
             change = None
-            if full is not None and entered is not None and full.shape == entered.shape:
-                change = full - entered
+            if full is not None and hidden_before is not None and full.shape == hidden_before.shape:
+                change = full - hidden_before
             self._outputs[path].append(self._value(full, change))
 
         def part(path: str, hidden: Tensor | None) -> None:
@@ -106,7 +106,7 @@ class Layers:
         local = hidden.chunk(self._state.sp, dim=1)[self._state.sp_rank].clone()
         return _Value(local, hidden.abs().max().float(), change.abs().max().float())
 
-    def _compare(self, where: str, hidden: Tensor | None, expected: _Value | None) -> bool:
+    def _compare(self, path: str, hidden: Tensor | None, expected: _Value | None) -> bool:
         """Whether the two could be compared."""
         if hidden is None or expected is None or hidden.shape != expected.local.shape:
             return False
@@ -115,12 +115,12 @@ class Layers:
         tolerance = CHANGE_TOLERANCE.get(dtype, HALF_PRECISION_CHANGE_TOLERANCE)
         by_token = (hidden - expected.local).float().abs().amax(dim=-1).flatten()
         # In half precision a token near a tie of its router may get another expert; most tokens do not.
-        found = by_token.max() if dtype in CHANGE_TOLERANCE else by_token.median()
+        deviation = by_token.max() if dtype in CHANGE_TOLERANCE else by_token.median()
         allowed = tolerance * expected.change + ROUNDING * torch.finfo(dtype).eps * expected.size
-        ratio = float((found / allowed.clamp(min=1e-30)).nan_to_num(nan=float("inf")))
+        ratio = float((deviation / allowed.clamp(min=1e-30)).nan_to_num(nan=float("inf")))
         self.worst = max(self.worst, ratio)
         if ratio > 1 and not self.first:
-            self.first = where
+            self.first = path
         return True
 
     @contextlib.contextmanager
@@ -158,11 +158,11 @@ class Layers:
 def _layers_and_parts(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
     """The elements of the decoder's outermost module lists, and their children, by path."""
     decoder: Any = getattr(model, "get_decoder", lambda: model)()
-    inside = set(decoder.modules())
+    modules = set(decoder.modules())
     layers: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         is_inner = any(path.startswith(f"{outer}.") for outer in layers)
-        if isinstance(module, nn.ModuleList) and module in inside and not is_inner:
+        if isinstance(module, nn.ModuleList) and module in modules and not is_inner:
             layers |= {f"{path}.{index}": layer for index, layer in enumerate(module)}
     parts = [(f"{path}.{name}", part) for path, layer in layers.items() for name, part in layer.named_children()]
     return list(layers.items()), parts

@@ -60,7 +60,7 @@ def _features(model: Any, kind: str) -> Callable[..., Any] | None:
         method = getattr(owner, f"get_{kind}_features", None)
         if method is None:
             continue
-        kinds = {one.kind for one in inspect.signature(method).parameters.values()}
+        kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
         if kinds - {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
             return method
     return None
@@ -74,8 +74,8 @@ def _row(
     minimal = minimal_media.minimal_inputs(features, sp=state.sp, like=like)
     if minimal is None:
         raise ValueError(minimal_media.refusal(features, sp=state.sp, like=like))
-    taken = inspect.signature(model.forward).parameters
-    if missing := minimal.keys() - taken.keys():
+    parameters = inspect.signature(model.forward).parameters
+    if missing := minimal.keys() - parameters.keys():
         raise ValueError(f"the forward has no arguments {sorted(missing)}")
     generator = torch.Generator().manual_seed(1)
     media = {
@@ -92,7 +92,7 @@ def _row(
         placed = slice(start, start + count)
         types[:, placed] = TOKEN_TYPES[kind]
         batch = {"input_ids": ids, "position_ids": torch.arange(length)[None], **media}
-        batch |= {name: types for name in TYPES if name in taken}
+        batch |= {name: types for name in TYPES if name in parameters}
         refusal: Exception = ValueError(f"the config of {type(owner).__name__} names no placeholder token of it")
         for placeholder in _placeholders(owner.config, kind):
             ids[:, placed] = placeholder
@@ -116,21 +116,21 @@ def _placeholders(config: Any, kind: str) -> list[int]:
 def _text(config: Any, vocab_size: int, length: int, generator: torch.Generator) -> Tensor:
     """Random ids `(1, length)` that the config does not name: placeholders, starts and ends of media."""
     parts = (config, config.get_text_config())
-    named = {
+    special_ids = {
         value
         for part in parts
         for name, value in vars(part).items()
         if type(value) is int and name.endswith(("_token_id", "_token_index"))
     }
-    ids = torch.tensor([one for one in range(1, min(vocab_size, 10_000)) if one not in named])
+    ids = torch.tensor([token for token in range(1, min(vocab_size, 10_000)) if token not in special_ids])
     return ids[torch.randint(len(ids), (1, length), generator=generator)]
 
 
 def _count(output: Any, width: int) -> int:
     """The rows of features."""
-    found = getattr(output, "pooler_output", None)
-    tensors = minimal_media.feature_tensors(output if found is None else found)
-    return sum(one.numel() for one in tensors) // width
+    features = getattr(output, "pooler_output", None)
+    tensors = minimal_media.feature_tensors(output if features is None else features)
+    return sum(tensor.numel() for tensor in tensors) // width
 
 
 def _trial_copy(owner: Any, like: Tensor) -> Any:

@@ -75,7 +75,9 @@ class _Statistics:
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         self._original = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
-        self._copies = [(norm, {name: value.clone() for name, value in own.items()}) for norm, own in self._original]
+        self._copies = [
+            (norm, {name: value.clone() for name, value in buffers.items()}) for norm, buffers in self._original
+        ]
         self._users, self._lock = 0, threading.Lock()  # nodes of a backward run in a thread per device
 
     @contextlib.contextmanager

@@ -60,9 +60,9 @@ class UnitOrder:
         self.digest = 0
         self.names: deque[str] = deque(maxlen=_NAMES_KEPT)
 
-    def note(self, number: int, what: str, name: str) -> None:
-        self.digest = hash((self.digest, number, len(what))) % 2**62  # of integers only: the same on every rank
-        self.names.append(f"{what} {name}")
+    def note(self, number: int, operation: str, name: str) -> None:
+        self.digest = hash((self.digest, number, len(operation))) % 2**62  # of integers only: the same on every rank
+        self.names.append(f"{operation} {name}")
 
     def clear(self) -> None:
         self.digest = 0
@@ -200,9 +200,9 @@ def drop_unused_gradients(model: nn.Module) -> None:
     for order in orders:
         order.clear()
     uses = agreed[len(digests) :]
-    unused = [parameter for parameter, use in zip(trained, uses, strict=True) if use == _UNUSED]
+    without_gradient = [parameter for parameter, use in zip(trained, uses, strict=True) if use == _UNUSED]
     zeros = [parameter for parameter, use in zip(trained, uses, strict=True) if use == _ZEROS]
-    for parameter in unused + _zero_on_all_ranks(zeros):
+    for parameter in without_gradient + _zero_on_all_ranks(zeros):
         parameter.grad = None
 
 
@@ -232,11 +232,11 @@ def mark_stand_in(value: Tensor) -> None:
 
 def graph_nodes(value: Tensor) -> Iterator[Node]:
     """The nodes of the graph that computed `value`, each once."""
-    pending, seen = [value.grad_fn], set()
+    pending, visited = [value.grad_fn], set()
     while pending:
         node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             pending += [following for following, _ in node.next_functions]
             yield node
 
