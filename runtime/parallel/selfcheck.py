@@ -33,6 +33,13 @@ from patchgen.runtime.parallel.state import ParallelState
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 HALF_PRECISION_TOLERANCE = 5e-2
 
+_FAILURES = (
+    torch.OutOfMemoryError,
+    dist.DistError,
+    *((torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()),
+)
+"""RuntimeErrors that say nothing about the row: they are of the device or of the ranks, and sp=1 is no remedy."""
+
 
 @torch.no_grad()
 def require_sliceable(
@@ -127,10 +134,13 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
     try:
         with layers.recorded(length):
             full = logits(1, 0, replace(state, config=config))
+    except _FAILURES:
+        raise
     except minimal_media.REFUSALS as error:
         raise ValueError(
             f"Whether {name} computes the same on slices of a sequence (sp={state.sp}) cannot be compared: it does not take a row "
-            f"of {length} tokens with {', '.join(batch)}: {str(error).rstrip('.')}. To fix: train it with sp=1."
+            f"of {length} tokens with {', '.join(batch)}: {type(error).__name__}: {str(error).rstrip('.')}. "
+            "To fix: train it with sp=1."
         ) from error
     if model.training:
         is_random = torch.tensor(float(not torch.equal(draws, _draws())), device=device)
@@ -141,18 +151,18 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
     expected = full.chunk(state.sp, dim=1)[state.sp_rank]
     difference = (sliced - expected).float().abs().max() / full.float().abs().max().clamp(min=1e-12)
     difference = difference.nan_to_num(nan=float("inf"))  # a MAX reduction may lose a NaN of one rank
-    found = torch.stack([difference, difference.new_tensor(layers.worst)])
-    found = all_reduce(found, op=dist.ReduceOp.MAX, operation="compare slices with the full sequence")
-    worst, worst_state = found.tolist()
+    differences = torch.stack([difference, difference.new_tensor(layers.worst)])
+    differences = all_reduce(differences, op=dist.ReduceOp.MAX, operation="compare slices with the full sequence")
+    worst, worst_state = differences.tolist()
     tolerance = TOLERANCE.get(sliced.dtype, HALF_PRECISION_TOLERANCE)
     if worst <= tolerance and worst_state <= 1:
         return worst
     differing, by = "logits", f"{worst:.1e} of the largest, more than {tolerance:.0e}"
     if worst <= tolerance:
         differing, by = "hidden states", f"{worst_state:.1e} times the largest difference that rounding explains"
-    where = f" (hidden states first in {layers.first})" if layers.first else ""
+    place = f" (hidden states first in {layers.first})" if layers.first else ""
     raise ValueError(
         f"{name} computes other {differing} on slices of a sequence (sp={state.sp}) than on the full sequence: they differ by "
-        f"{by}{where}. {suspicion}, or attends without transformers' attention interface. To fix: train it "
+        f"{by}{place}. {suspicion}, or attends without transformers' attention interface. To fix: train it "
         "with sp=1, or generate it with the pass for its mixer."
     )
