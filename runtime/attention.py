@@ -181,8 +181,8 @@ def choose(features: Collection[str] = (), *, device_type: str | None = None, he
 def passed_over(name: str, features: Collection[str], *, head_size: int = 0) -> dict[str, str]:
     """Attention faster than `name` -> why it cannot be used here with these features."""
     faster = ORDER[: ORDER.index(name)]
-    reasons = {other: _obstacle(other, features, None, head_size) for other in faster}
-    return {other: reason for other, reason in reasons.items() if reason}
+    reasons = {candidate: _obstacle(candidate, features, None, head_size) for candidate in faster}
+    return {candidate: reason for candidate, reason in reasons.items() if reason}
 
 
 def _obstacle(name: str, features: Collection[str], device_type: str | None, head_size: int) -> str:
@@ -259,22 +259,24 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         if request.is_cross or overlays or "sinks of each token" in request.features:
             _require_full_sequence(request, size, overlays, where)
         features = tuple(dict.fromkeys((*request.features, *(("overlays",) if overlays else ()))))
-        used = _backend_for(name, backend, features, module, q, v)
+        backend_used = _backend_for(name, backend, features, module, q, v)
         if request.overlay is not None:
             bounds = request.documents.bounds if request.documents is not None else None
-            overlay = _overlay(attention_mask, bounds, q, size, where, as_blocks=used.takes_blocks and not overlays)
+            overlay = _overlay(
+                attention_mask, bounds, q, size, where, as_blocks=backend_used.takes_blocks and not overlays
+            )
             request = replace(request, overlay=overlay)
         if overlays:
             request = replace(request, overlay=overlay_mask(request, q, k, overlays, attention_mask, module))
         if request.documents is not None and (size > 1 or (request.causal and not torch.compiler.is_compiling())):
             require_full_lengths(request.documents, len(q) * q.shape[1] * size, causal=request.causal, where=where)
         if state is None:
-            return used.function(q, k, v, request).contiguous(), None
+            return backend_used.function(q, k, v, request).contiguous(), None
         if hasattr(request.sinks, "full_tensor"):
             raise ValueError("Attention sinks are still sharded: the attention module must be inside an FSDP2 unit.")
 
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            return used.function(q, k, v, replace(request, sinks=sinks))
+            return backend_used.function(q, k, v, replace(request, sinks=sinks))
 
         return sequence.attend_over_heads(q, k, v, request.sinks, attend, state, where=where).contiguous(), None
 
@@ -291,11 +293,11 @@ def _backend_for(
     if _RECORDINGS:
         return BACKENDS["patchgen_eager"]
     if backend is None:
-        chosen = _choose_for_call(needed, q.device.type, max(q.shape[-1], v.shape[-1]))
+        fastest = _choose_for_call(needed, q.device.type, max(q.shape[-1], v.shape[-1]))
         choices.record(
-            "attention", f"{chosen} in {where}{''.join(f', {feature}' for feature in features)}", q[:, :, 0]
+            "attention", f"{fastest} in {where}{''.join(f', {feature}' for feature in features)}", q[:, :, 0]
         )
-        return BACKENDS[chosen]
+        return BACKENDS[fastest]
     require_features(name, needed, where, q.device.type)
     return backend
 
@@ -421,7 +423,7 @@ def require_features(name: str, features: Collection[str], where: str, device_ty
     missing = missing_features(name, features, device_type=device_type) if features else ()
     if not missing:
         return
-    able = [other for other in BACKENDS if not missing_features(other, features, device_type=device_type)]
+    able = [candidate for candidate in BACKENDS if not missing_features(candidate, features, device_type=device_type)]
     raise UnsupportedError(
         f"attention '{name}' cannot do {' and '.join(missing)}, which {where} needs. Those that can: {', '.join(able)}."
     )

@@ -121,15 +121,15 @@ def visible(attention: Attention, B: int, S: int, device: torch.device) -> Tenso
     """The mask from order, window and documents, `(B or 1, 1, S, S)` bool."""
     index = torch.arange(S, device=device)
     distance = index[:, None] - index[None, :]
-    seen = torch.ones(S, S, dtype=torch.bool, device=device)
+    mask = torch.ones(S, S, dtype=torch.bool, device=device)
     if attention.causal:
-        seen &= distance >= 0
+        mask &= distance >= 0
     if attention.window is not None:
-        seen &= distance.abs() < attention.window
+        mask &= distance.abs() < attention.window
     if attention.documents is None:
-        return seen[None, None]
+        return mask[None, None]
     document = document_of(attention.documents.bounds, B, S)
-    return (seen & (document[:, :, None] == document[:, None, :]))[:, None]
+    return (mask & (document[:, :, None] == document[:, None, :]))[:, None]
 
 
 def rows_as_documents(B: int, S: int, device: torch.device) -> Documents:

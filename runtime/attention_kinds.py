@@ -67,20 +67,22 @@ def configs_of(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str
 
 def config_read_by(module: nn.Module, config: PreTrainedConfig) -> str:
     """The path of the config that names the attention of a module; "" if the module has another config."""
-    read, known = getattr(module, "config", None), list(configs_of(config))
-    by_type = [path for path, candidate in known if type(candidate) is type(read)]
-    return next((path for path, candidate in known if candidate is read), by_type[0] if len(by_type) == 1 else "")
+    module_config, configs = getattr(module, "config", None), list(configs_of(config))
+    by_type = [path for path, candidate in configs if type(candidate) is type(module_config)]
+    return next(
+        (path for path, candidate in configs if candidate is module_config), by_type[0] if len(by_type) == 1 else ""
+    )
 
 
 def recorded_kinds(model: nn.Module, recorded: Mapping[nn.Module, Iterable[tuple[str, ...]]]) -> tuple[Kind, ...]:
     """The kinds of the modules whose calls were recorded (`attention.recording`)."""
     config: Any = model.config
-    found = {
+    kinds = {
         Kind(layers_of(path, module), config_read_by(module, config), features)
         for path, module in model.named_modules()
         for features in recorded.get(module, ())
     }
-    return tuple(sorted(found, key=lambda kind: (kind.config, kind.layers, kind.features)))
+    return tuple(sorted(kinds, key=lambda kind: (kind.config, kind.layers, kind.features)))
 
 
 # ---------------------------------------------------------------------------------------------------- choosing
@@ -92,12 +94,14 @@ def choose(kinds: Iterable[Kind], config: PreTrainedConfig, *, device_type: str 
     for kind in kinds:
         name = attention.choose(kind.features, device_type=device_type, head_size=kind.head_size)
         fastest.setdefault(kind.config, set()).add(name)
-    named = {path: names.pop() if len(names) == 1 else BY_LAYER for path, names in fastest.items()}
+    name_by_path = {path: names.pop() if len(names) == 1 else BY_LAYER for path, names in fastest.items()}
     text = config.get_text_config(decoder=True)
     paths = dict(configs_of(config))
-    text_name = next((named[path] for path, inner in paths.items() if inner is text and path in named), None)
-    default = text_name or next(iter(named.values()), None) or attention.choose(device_type=device_type)
-    return _joined({path: named.get(path, default) for path in paths})
+    text_name = next(
+        (name_by_path[path] for path, inner in paths.items() if inner is text and path in name_by_path), None
+    )
+    default = text_name or next(iter(name_by_path.values()), None) or attention.choose(device_type=device_type)
+    return _joined({path: name_by_path.get(path, default) for path in paths})
 
 
 def named_in(config: PreTrainedConfig) -> Names:
@@ -113,8 +117,8 @@ def _nested(by_path: Mapping[str, str]) -> Names:
     """`{"": a, "text_config": b, "text_config.inner": c}` as `{"": a, "text_config": {"": b, "inner": c}}`."""
     inner: dict[str, dict[str, str]] = {}
     for path, name in by_path.items():
-        field, _, rest = path.partition(".")
-        inner.setdefault(field, {})[rest] = name
+        field, _, inner_path = path.partition(".")
+        inner.setdefault(field, {})[inner_path] = name
     return {field: names[""] if len(names) == 1 else _nested(names) for field, names in inner.items()}
 
 
@@ -122,8 +126,8 @@ def name_for(names: Names, config: str) -> str:
     """The name that serves the modules of one config."""
     if isinstance(names, str):
         return names
-    field, _, rest = config.partition(".")
-    return name_for(names.get(field, names[""]), rest)
+    field, _, inner_path = config.partition(".")
+    return name_for(names.get(field, names[""]), inner_path)
 
 
 def all_names(names: Names) -> tuple[str, ...]:
@@ -135,10 +139,10 @@ def all_names(names: Names) -> tuple[str, ...]:
 
 def missing_features(names: Names, kinds: Iterable[Kind]) -> tuple[str, ...]:
     """Features that kinds need and their attention lacks; `BY_LAYER` lacks none."""
-    named = [(name_for(names, kind.config), kind) for kind in kinds]
+    name_and_kind = [(name_for(names, kind.config), kind) for kind in kinds]
     missing = [
         attention.missing_features(name, kind.features, head_size=kind.head_size)
-        for name, kind in named
+        for name, kind in name_and_kind
         if name != BY_LAYER
     ]
     return tuple(dict.fromkeys(feature for features in missing for feature in features))
@@ -158,10 +162,10 @@ def explain(kinds: Iterable[Kind], names: Names) -> str:
 
 def _lines(kind: Kind, names: Names) -> Iterator[str]:
     name = name_for(names, kind.config)
-    chosen = attention.choose(kind.features, head_size=kind.head_size) if name == BY_LAYER else name
+    implementation = attention.choose(kind.features, head_size=kind.head_size) if name == BY_LAYER else name
     needs = [*kind.features, *([f"heads of {kind.head_size}"] if kind.head_size else [])]
     number = f"{kind.count} layer{'s' if kind.count > 1 else ''}: " if kind.count else ""
-    yield f"attention    {chosen}    {number}{kind.layers}" + (f" ({', '.join(needs)})" if needs else "")
-    reasons = attention.passed_over(chosen, kind.features, head_size=kind.head_size)
+    yield f"attention    {implementation}    {number}{kind.layers}" + (f" ({', '.join(needs)})" if needs else "")
+    reasons = attention.passed_over(implementation, kind.features, head_size=kind.head_size)
     for reason in dict.fromkeys(reasons.values()):
-        yield f"             not {', '.join(other for other, why in reasons.items() if why == reason)}: {reason}"
+        yield f"             not {', '.join(candidate for candidate, obstacle in reasons.items() if obstacle == reason)}: {reason}"

@@ -64,10 +64,10 @@ class MaskDefinition:
             function, {**self.arguments, **sizes, "attention_mask": self.padding}, None, self.padding
         )
 
-    def build(self, builder: Callable, bounds: Tensor | None, **changed: Any) -> Any:
+    def build(self, builder: Callable, bounds: Tensor | None, **overrides: Any) -> Any:
         """The mask of the full sequence, from an upstream builder, restricted to documents if there are bounds."""
         definition = self.gathered()
-        function, arguments = definition.function, {**definition.arguments, **changed}
+        function, arguments = definition.function, {**definition.arguments, **overrides}
         if bounds is not None:
             document_BS = mask_functions.document_of(bounds, arguments["batch_size"], arguments["kv_length"])
             is_packed = mask_functions.find_packing(function) is not None
@@ -258,9 +258,9 @@ def _calling_module() -> str:
     """The class of the innermost module whose code runs, for an error message."""
     frame = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module):
-            return type(found).__name__
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            return type(module).__name__
         frame = frame.f_back
     return "The attention"
 

@@ -45,28 +45,28 @@ def overlay_mask(
     """
     B, S = q.shape[:2]
     if isinstance(mask, MaskStructure) and request.documents is None:
-        found = mask.tensor(q.dtype)  # with padded queries as upstream has them: an indexer reads their outputs
+        combined = mask.tensor(q.dtype)  # with padded queries as upstream has them: an indexer reads their outputs
     else:
-        found = dense_mask(request, B, S, q.device)
-    if found is None:
-        found = torch.ones(1, 1, S, k.shape[1], dtype=torch.bool, device=q.device)
+        combined = dense_mask(request, B, S, q.device)
+    if combined is None:
+        combined = torch.ones(1, 1, S, k.shape[1], dtype=torch.bool, device=q.device)
     if SELECTED in overlays:
-        chosen = overlays[SELECTED].long()
-        seen = torch.zeros(B, S, k.shape[1] + 1, dtype=torch.bool, device=q.device)
-        seen.scatter_(-1, chosen.where(chosen >= 0, k.shape[1]), True)
-        found = _restricted(found, seen[:, None, :, :-1])
+        selected = overlays[SELECTED].long()
+        visible = torch.zeros(B, S, k.shape[1] + 1, dtype=torch.bool, device=q.device)
+        visible.scatter_(-1, selected.where(selected >= 0, k.shape[1]), True)
+        combined = _restricted(combined, visible[:, None, :, :-1])
     if BLOCKS in overlays:
-        found = _restricted(found, _expand_blocks(overlays[BLOCKS], q, k, found, module))
+        combined = _restricted(combined, _expand_blocks(overlays[BLOCKS], q, k, combined, module))
     if BIAS in overlays:
         lowest = torch.finfo(q.dtype).min
-        if found.dtype == torch.bool:
-            found = torch.zeros_like(found, dtype=q.dtype).masked_fill(~found, lowest)
-        found = found + overlays[BIAS].to(q.dtype)
-    return found
+        if combined.dtype == torch.bool:
+            combined = torch.zeros_like(combined, dtype=q.dtype).masked_fill(~combined, lowest)
+        combined = combined + overlays[BIAS].to(q.dtype)
+    return combined
 
 
-def _restricted(mask: Tensor, seen: Tensor) -> Tensor:
-    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+def _restricted(mask: Tensor, visible: Tensor) -> Tensor:
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
 
 
 def _expand_blocks(blocks: Tensor, q: Tensor, k: Tensor, mask: Tensor, module: nn.Module) -> Tensor:
@@ -102,6 +102,6 @@ def within_documents(mask: Any, bounds: Tensor, B: int, where: str) -> Tensor:
         return _WITHIN[mask][1]
     document_BS = document_of(bounds, B, mask.shape[-1])
     same = (document_BS[:, :, None] == document_BS[:, None, :])[:, None]
-    within = _restricted(mask, same)
-    _WITHIN[mask] = (bounds, within)
-    return within
+    restricted = _restricted(mask, same)
+    _WITHIN[mask] = (bounds, restricted)
+    return restricted

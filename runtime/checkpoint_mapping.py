@@ -44,7 +44,7 @@ def register_checkpoint_mapping(*bases: type[PreTrainedModel]) -> None:
 def _with_subclasses(base: type[PreTrainedModel]) -> list[type[PreTrainedModel]]:
     """The class and its subclasses in the file that defines it."""
     derived = (cls for cls in base.__subclasses__() if cls.__module__ == base.__module__)
-    return [base, *(found for cls in derived for found in _with_subclasses(cls))]
+    return [base, *(subclass for cls in derived for subclass in _with_subclasses(cls))]
 
 
 _GENERATED_MODULES: set[str] = set()

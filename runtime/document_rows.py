@@ -71,14 +71,14 @@ class DocumentRows:
             return value
         dim = rule.pack_dim % value.ndim
         value = value.expand(*value.shape[: dim - 1], *self.shape, *value.shape[dim + 1 :])
-        taken = value.flatten(dim - 1, dim).index_select(dim - 1, self.source_index.view(-1))
-        taken = taken.unflatten(dim - 1, self.source_index.shape)
+        values = value.flatten(dim - 1, dim).index_select(dim - 1, self.source_index.view(-1))
+        values = values.unflatten(dim - 1, self.source_index.shape)
         trailing = (1,) * (value.ndim - dim - 1)
         if rule.pad_value == COUNTING:
             fill: Tensor | int = torch.arange(self.source_index.shape[1], device=value.device).view(-1, *trailing)
         else:
             fill = rule.constant_fill
-        return torch.where(self.is_token.view(*self.is_token.shape, *trailing), taken, fill)
+        return torch.where(self.is_token.view(*self.is_token.shape, *trailing), values, fill)
 
     def repack(self, output: Any) -> Any:
         """The output of the forward with its token outputs in packed rows again."""

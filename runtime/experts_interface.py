@@ -68,5 +68,5 @@ def experts_kernel() -> Callable:
 
 def named_instead_of_seam(module: nn.Module) -> str | None:
     """The implementation in this module's config that serves it instead of the seam, if any."""
-    named = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return None if named in LEFT_TO_SEAM or expert_parallel_state() is not None else named
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return None if implementation in LEFT_TO_SEAM or expert_parallel_state() is not None else implementation

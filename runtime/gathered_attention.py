@@ -52,8 +52,10 @@ def _is_hand_written(module: nn.Module, parent: nn.Module) -> bool:
     if not names or next(iter(names)) not in SEQUENCE_DIMS or MASK not in names:
         return False
     forwards_mask = any(MASK in _parameters(child) for child in list(module.modules())[1:])
-    named = {name for name, parameter in _parameters(parent).items() if parameter.kind is not parameter.VAR_KEYWORD}
-    extra = named - {*names, *LAYER_ARGUMENTS}
+    parent_names = {
+        name for name, parameter in _parameters(parent).items() if parameter.kind is not parameter.VAR_KEYWORD
+    }
+    extra = parent_names - {*names, *LAYER_ARGUMENTS}
     # If only the parent uses transformers' table, the module is the indexer of its keys.
     uses_table = any(_uses_attention_table(type(owner)) for owner in (module, parent))
     return not forwards_mask and not (extra and MASK in _parameters(parent)) and not uses_table
@@ -91,9 +93,9 @@ def _run_on_full_sequence(forward: Callable, names: tuple[str, ...], *args: Any,
     }
     output = forward(**(arguments | gathered | {MASK: mask.gathered()}))
     s = mask.shape[2]
-    attended, *others = output if isinstance(output, tuple) else (output,)
+    attended, *other_outputs = output if isinstance(output, tuple) else (output,)
     local = attended.narrow(1, state.sp_rank * s, s)
-    return (local, *others) if isinstance(output, tuple) else local
+    return (local, *other_outputs) if isinstance(output, tuple) else local
 
 
 def _gather(slices: Any, dim: int, state: ParallelState) -> Any:

@@ -133,13 +133,13 @@ def _factory(mask_function: Callable) -> tuple[str, dict[str, Any]]:
 
 def document_numbers(mask_function: Callable) -> Tensor:
     """The `(B, S)` document indices that upstream found in the position ids."""
-    found = find_packing(mask_function)
-    if found is None:
+    numbers = find_packing(mask_function)
+    if numbers is None:
         raise ValueError(
             "transformers built a packed mask in a way this version of patchgen does not know. Pass cu_seq_lens_q to "
             "the model (runtime.parallel.batch.slice_batch computes them)."
         )
-    return found
+    return numbers
 
 
 def find_packing(mask_function: Callable) -> Tensor | None:
@@ -149,7 +149,7 @@ def find_packing(mask_function: Callable) -> Tensor | None:
         return inner["packed_sequence_mask"]
     if outer not in ("and_masks", "or_masks"):
         return None
-    return next((found for part in inner["mask_functions"] if (found := find_packing(part)) is not None), None)
+    return next((numbers for part in inner["mask_functions"] if (numbers := find_packing(part)) is not None), None)
 
 
 def positions_within(document_BS: Tensor) -> Tensor:

@@ -24,14 +24,17 @@ def tower_config(config: PreTrainedConfig, kind: str) -> PreTrainedConfig:
     """
     names = ("audio_config", "encoder_config") if kind == AUDIO else ("vision_config", "vq_config")
     owners = (config, *(vars(config).get(key) for key in config.sub_configs))
-    found = next((one for owner in owners for name in names if (one := getattr(owner, name, None)) is not None), None)
-    if found is None and kind == IMAGE and first_int(config, "patch_size", default=0):
+    tower = next(
+        (candidate for owner in owners for name in names if (candidate := getattr(owner, name, None)) is not None),
+        None,
+    )
+    if tower is None and kind == IMAGE and first_int(config, "patch_size", default=0):
         return config
-    if found is None:
+    if tower is None:
         raise ValueError(
             f"{type(config).__name__} has no {' or '.join(names)}, so the size of a minimal {kind} is unknown."
         )
-    return found
+    return tower
 
 
 def merge_size(vision: PreTrainedConfig) -> int:
@@ -116,9 +119,9 @@ def samples_per_token(config: PreTrainedConfig) -> int:
         ValueError: no sub-config has them.
     """
     for part in (vars(config).get(key) for key in config.sub_configs):
-        found = first_int(part, "samples_per_token", "hop_length", default=0)
-        if found > 1:
-            return found
+        samples = first_int(part, "samples_per_token", "hop_length", default=0)
+        if samples > 1:
+            return samples
     raise ValueError(f"{type(config).__name__} does not say how many samples of a sound become one token.")
 
 

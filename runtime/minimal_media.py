@@ -69,14 +69,14 @@ def extra_image_inputs(config: Any, parameters: Any, crops: tuple[int, ...], lik
     Returns:
         Images of ones `[1, *crops, C, H, W]`, masks of ones `[1, *crops]` bool.
     """
-    found = {}
+    inputs = {}
     for name, parameter in parameters.items():
         tower = getattr(config, name.replace("pixel_values", "vision_config"), None)
         if name.endswith("_pixel_values") and tower is not None:
-            found[name] = like.new_ones(1, *crops, layout.channels(tower), *layout.image_size(tower))
+            inputs[name] = like.new_ones(1, *crops, layout.channels(tower), *layout.image_size(tower))
         elif name == "pixel_attention_mask" and parameter.default is parameter.empty:
-            found[name] = torch.ones(1, *crops, dtype=torch.bool, device=like.device)
-    return found
+            inputs[name] = torch.ones(1, *crops, dtype=torch.bool, device=like.device)
+    return inputs
 
 
 def fixed_frames(audio: Any) -> int:
@@ -114,16 +114,18 @@ def candidates(features: Callable[..., Any], *, sp: int, like: Tensor) -> Iterat
 def kind_of(method: str) -> str:
     """The modality of a `get_<modality>_features`."""
     names = {layout.VIDEO: ("video",), layout.AUDIO: ("audio", "speech")}
-    return next((kind for kind, found in names.items() if any(name in method for name in found)), layout.IMAGE)
+    return next((kind for kind, endings in names.items() if any(name in method for name in endings)), layout.IMAGE)
 
 
 def _audio_candidates(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
-    first, *others = parameters
+    first, *other_names = parameters
     required = {name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     masks = [
-        n for n in others if n.endswith(("attention_mask", "features_mask")) or (n in required and n.endswith("_mask"))
+        n
+        for n in other_names
+        if n.endswith(("attention_mask", "features_mask")) or (n in required and n.endswith("_mask"))
     ]
-    lengths = [name for name in others if name.endswith(("lengths", "lens", "_sizes"))]
+    lengths = [name for name in other_names if name.endswith(("lengths", "lens", "_sizes"))]
     mel_bins = dict.fromkeys((layout.mel_bins(tower), *MEL_BINS))
     fixed = fixed_frames(tower)
     for frames in (*AUDIO_FRAMES, *([fixed] if fixed else ())):
@@ -143,23 +145,25 @@ def _image_candidates(
     features: Callable[..., Any], tower: Any, kind: str, sp: int, like: Tensor
 ) -> Iterator[dict[str, Tensor]]:
     parameters = inspect.signature(features).parameters
-    first, *others = parameters
+    first, *other_names = parameters
 
     def integers(*rows: list[int]) -> Tensor:
         return torch.tensor(rows, device=like.device)
 
-    grid = next((name for name in others if name.endswith(GRIDS)), None)
+    grid = next((name for name in other_names if name.endswith(GRIDS)), None)
     if grid is not None:
         merged = layout.packed_merge(features.__self__.config, tower)
         steps = layout.first_int(tower, "temporal_merge_size", default=1) if kind == layout.VIDEO else 1
-        sizes = {name: torch.tensor([merged], device=like.device) for name in others if name.endswith("merge_sizes")}
+        sizes = {
+            name: torch.tensor([merged], device=like.device) for name in other_names if name.endswith("merge_sizes")
+        }
         for shape in layout.patch_shapes(tower):
             merge = 1 if shape == layout.token_shape(tower) else merged
             sides = [merge * sp, merge]
             row = sides if grid.endswith(GRIDS[1]) else [steps, *sides]
             yield {first: like.new_zeros(steps * merge * merge * sp, *shape), grid: integers(row)} | sizes
         return
-    target_sizes = next((name for name in others if name.startswith("target_sizes")), None)
+    target_sizes = next((name for name in other_names if name.startswith("target_sizes")), None)
     if target_sizes is not None:  # patches concatenated along the width
         for side in PATCHED_SIDES:
             patches = like.new_zeros(1, layout.channels(tower), tower.patch_size, tower.patch_size * side * side)
@@ -175,7 +179,7 @@ def _image_candidates(
             ):
                 yield {first: like.new_zeros(*leading, frames, layout.channels(tower), height, width)}
             continue
-        for crops, with_sizes in image_layouts(takes_sizes="image_sizes" in others):
+        for crops, with_sizes in image_layouts(takes_sizes="image_sizes" in other_names):
             # Not zeros: some models drop images of zeros as batch padding.
             arguments = {first: like.new_ones(1, *crops, layout.channels(tower), height, width)}
             arguments |= extra_image_inputs(features.__self__.config, parameters, crops, like)
@@ -187,9 +191,9 @@ def _image_candidates(
 
 def _patches(tower: Any, kind: str, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
     """Patches of an image `[1, P, C * p * p]` with positions `[1, P, 2]` or a shape `[1, 2]`."""
-    first, *others = parameters
-    position = next((name for name in others if name.endswith("position_ids")), None)
-    shape = next((name for name in others if name.endswith("spatial_shapes")), None)
+    first, *other_names = parameters
+    position = next((name for name in other_names if name.endswith("position_ids")), None)
+    shape = next((name for name in other_names if name.endswith("spatial_shapes")), None)
     if (position is None and shape is None) or not isinstance(getattr(tower, "patch_size", None), int):
         return
     sizes = dict.fromkeys((layout.patch_values(tower), layout.merged_patch_values(tower)))
@@ -201,7 +205,7 @@ def _patches(tower: Any, kind: str, parameters: Any, like: Tensor) -> Iterator[d
                 arguments[position] = places.view(1, *frames, side * side, 2)
             if shape is not None:
                 arguments[shape] = torch.tensor([[side, side]], device=like.device)
-            for name in others:
+            for name in other_names:
                 if name.endswith("attention_mask"):
                     arguments[name] = torch.ones(1, side * side, dtype=torch.long, device=like.device)
                 elif name.startswith("num_frames"):
@@ -229,11 +233,11 @@ def refusal(features: Callable[..., Any], *, sp: int, like: Tensor) -> str:
 
 
 def _choice(features: Callable[..., Any], sp: int, like: Tensor) -> tuple[int | None, str]:
-    known = _CHOSEN(features.__self__)
+    choices = _CHOSEN(features.__self__)
     key = features.__name__, sp
-    if key not in known:
-        known[key] = _search(features, sp, like)
-    return known[key]
+    if key not in choices:
+        choices[key] = _search(features, sp, like)
+    return choices[key]
 
 
 @torch.no_grad()
@@ -244,11 +248,11 @@ def _search(features: Callable[..., Any], sp: int, like: Tensor) -> tuple[int | 
         try:
             for number, arguments in enumerate(candidates(copy, sp=sp, like=like.detach())):
                 try:
-                    found = feature_tensors(copy(**arguments))
+                    tensors = feature_tensors(copy(**arguments))
                 except REFUSALS as error:
                     reasons.append(f"{type(error).__name__}: {error}")
                     continue
-                if found and all(tensor.numel() and bool(tensor.isfinite().all()) for tensor in found):
+                if tensors and all(tensor.numel() and bool(tensor.isfinite().all()) for tensor in tensors):
                     return number, ""
                 reasons.append("it returns no features, or some that are not finite")
         except (AttributeError, ValueError) as error:  # the config lacks the size of an image
@@ -292,10 +296,10 @@ def _constant_weight(shape: torch.Size, like: Tensor) -> Tensor:
 
 def feature_tensors(output: Any) -> list[Tensor]:
     """The tensors that a model scatters or adds: `pooler_output` and deepstack features; else the last hidden state."""
-    named = [getattr(output, name, None) for name in ("pooler_output", "deepstack_features")]
-    if all(value is None for value in named):
-        named = [getattr(output, "last_hidden_state", output)]
-    return [tensor for value in named for tensor in _tensors(value)]
+    values = [getattr(output, name, None) for name in ("pooler_output", "deepstack_features")]
+    if all(value is None for value in values):
+        values = [getattr(output, "last_hidden_state", output)]
+    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -175,7 +175,10 @@ def search_call_first(search: Callable[[Tensor], Tensor | None]) -> Callable[[Te
         if any(call.cu_seq_lens is not None for call in _RUNNING.calls):
             return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
         marked = [call.consecutive for call in _RUNNING.calls]
-        if any(known is not None and (position_ids is known or position_ids._base is known) for known in marked):
+        if any(
+            marked_ids is not None and (position_ids is marked_ids or position_ids._base is marked_ids)
+            for marked_ids in marked
+        ):
             return None
         return search(position_ids)
 
@@ -271,26 +274,26 @@ def no_slices(name: str, sp: int) -> str:
     )
 
 
-def _document_rows(module: nn.Module, given: dict[str, Any], *, is_left: bool) -> DocumentRows:
-    if given.get(MASK) is not None:
+def _document_rows(module: nn.Module, inputs: dict[str, Any], *, is_left: bool) -> DocumentRows:
+    if inputs.get(MASK) is not None:
         raise ValueError(
             f"{type(module).__name__} got both {BOUNDS} and a padding mask: a packed batch has no padding."
         )
-    tokens = _tokens(given)
+    tokens = _tokens(inputs)
     if tokens is None:
         raise ValueError(f"{type(module).__name__} got {BOUNDS} without input_ids or inputs_embeds.")
-    return DocumentRows.of(given[BOUNDS], tokens.shape[0], tokens.shape[1], is_left=is_left)
+    return DocumentRows.of(inputs[BOUNDS], tokens.shape[0], tokens.shape[1], is_left=is_left)
 
 
 @cache
 def _parameters(model_class: type[nn.Module]) -> tuple[tuple[str, ...], bool]:
     """The named parameters of a forward, and whether it takes further keyword arguments."""
-    found = list(inspect.signature(model_class.forward).parameters.values())[1:]
-    named = tuple(p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-    return named, any(p.kind is p.VAR_KEYWORD for p in found)
+    parameters = list(inspect.signature(model_class.forward).parameters.values())[1:]
+    names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _find_documents(given: dict[str, Any]) -> dict[str, Any]:
+def _find_documents(inputs: dict[str, Any]) -> dict[str, Any]:
     """The packing arguments, if position ids `(B or 1, S)` restart; {} on a slice.
 
     One host sync per batch, as in upstream's own search for documents. With a mask upstream does not search; here a mask of
@@ -299,11 +302,11 @@ def _find_documents(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: position ids restart in a row that has padding as well.
     """
-    positions, mask, tokens = given.get(POSITIONS), given.get(MASK), _tokens(given)
+    positions, mask, tokens = inputs.get(POSITIONS), inputs.get(MASK), _tokens(inputs)
     state = parallel.current()
     if not isinstance(positions, Tensor) or positions.ndim != 2 or (state is not None and state.sp > 1):
         return {}
-    if tokens is None or given.get("past_key_values") is not None or _is_consecutive(positions):
+    if tokens is None or inputs.get("past_key_values") is not None or _is_consecutive(positions):
         return {}
     positions_BS = positions.expand(tokens.shape[0], -1)
     if mask is not None:
@@ -312,10 +315,10 @@ def _find_documents(given: dict[str, Any]) -> dict[str, Any]:
         if not _is_all_ones(mask):
             _require_one_document(positions_BS, mask.bool())
             return {}
-    found = _restarts(positions_BS)
-    if not found:
+    documents = _restarts(positions_BS)
+    if not documents:
         mark_consecutive(positions)
-    return found | {MASK: None} if found and mask is not None else found
+    return documents | {MASK: None} if documents and mask is not None else documents
 
 
 _is_all_ones = TensorCache(lambda mask: bool((mask == 1).all()))
@@ -338,22 +341,22 @@ def _restarts(positions_BS: Tensor) -> dict[str, Any]:
     return batch.document_lengths(starts) if bool(starts[:, 1:].any()) else {}
 
 
-def _tokens(given: dict[str, Any]) -> Tensor | None:
+def _tokens(inputs: dict[str, Any]) -> Tensor | None:
     """The tokens `(B, s)` or their embeddings `(B, s, H)`."""
-    ids = given.get("input_ids")
-    return ids if ids is not None else given.get("inputs_embeds")
+    ids = inputs.get("input_ids")
+    return ids if ids is not None else inputs.get("inputs_embeds")
 
 
 # ------------------------------------------------------------------------------ positions that a model computes itself
 
 
-def _model_positions(module: nn.Module, given: dict[str, Any]) -> Tensor | None:
+def _model_positions(module: nn.Module, inputs: dict[str, Any]) -> Tensor | None:
     """Position ids `(B, s)` as the model computes them for each document, if those passed count from 0.
 
     Embeddings of some models derive positions from token ids, starting at `padding_idx + 1` and skipping padding. Collators
     do not know that and count from 0. Other positions are the caller's choice and stay unchanged.
     """
-    positions, ids = given.get(POSITIONS), given.get("input_ids")
+    positions, ids = inputs.get(POSITIONS), inputs.get("input_ids")
     if not isinstance(positions, Tensor) or positions.ndim != 2 or ids is None:
         return None
     numbering = _numbering(module)
@@ -365,7 +368,7 @@ def _model_positions(module: nn.Module, given: dict[str, Any]) -> Tensor | None:
         start = state.sp_rank * s
         ids = collectives.all_gather(ids, state.sp_group, dim=1, operation="gather token ids for their positions")
     B, S = ids.shape
-    bounds = given.get(BOUNDS)
+    bounds = inputs.get(BOUNDS)
     if bounds is None:
         computed, counted = numbering(ids), torch.arange(S, device=ids.device).expand(B, S)
     else:

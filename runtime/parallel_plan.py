@@ -42,15 +42,17 @@ def parallel_plan(
         names = next((experts[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in experts), None)
         if names is None:
             continue
-        own = dict(module.named_parameters(recurse=False))
-        missing = [name for name in names if name not in own]
+        parameters = dict(module.named_parameters(recurse=False))
+        missing = [name for name in names if name not in parameters]
         if missing:
             raise ValueError(
                 f"The parallel plan names {missing} on {module_path} ({type(module).__name__}), which has "
-                f"{sorted(own)}. Regenerate the model with `patchgen generate`."
+                f"{sorted(parameters)}. Regenerate the model with `patchgen generate`."
             )
         unlisted = [
-            name for name, value in own.items() if name not in names and _has_expert_dimension(value, own, names)
+            name
+            for name, value in parameters.items()
+            if name not in names and _has_expert_dimension(value, parameters, names)
         ]
         if unlisted:
             raise ValueError(
@@ -60,7 +62,7 @@ def parallel_plan(
             )
         paths += [f"{module_path}.{name}" if module_path else name for name in names]
     live = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    alone = {name: why for name, why in (left_alone or {}).items() if name in live}
+    alone = {name: reason for name, reason in (left_alone or {}).items() if name in live}
     for path, part, file in parts_of(model):
         for plan in [head.get_parallel_plan(part) for head in classes_with_plan(file)]:
             paths += [f"{path}.{name}" for name in plan.expert_parameters]
@@ -68,6 +70,6 @@ def parallel_plan(
     return ParallelPlan(expert_parameters=tuple(dict.fromkeys(paths)), left_alone=alone)
 
 
-def _has_expert_dimension(value: nn.Parameter, own: Mapping[str, nn.Parameter], names: tuple[str, ...]) -> bool:
+def _has_expert_dimension(value: nn.Parameter, parameters: Mapping[str, nn.Parameter], names: tuple[str, ...]) -> bool:
     """Whether a parameter has the first dimension that the parameters in `names` share: the number of experts."""
-    return value.ndim > 0 and any(own[name].shape[0] == value.shape[0] for name in names)
+    return value.ndim > 0 and any(parameters[name].shape[0] == value.shape[0] for name in names)

@@ -66,8 +66,8 @@ def _generated(name: str, file: str, config: PreTrainedConfig, beside: Path) -> 
         model = registry.read_model(folder) if (folder / "provenance.json").is_file() else None
         if model is not None and name in model.classes:
             return getattr(model.load(), name)
-    known = type(config).__module__.startswith("transformers.")
-    command = f"patchgen generate {file}" if known else f"patchgen generate --source modeling_{file}.py"
+    is_upstreams = type(config).__module__.startswith("transformers.")
+    command = f"patchgen generate {file}" if is_upstreams else f"patchgen generate --source modeling_{file}.py"
     raise UnknownPartError(
         f"{beside.name} builds a language model of type '{config.model_type}' ({name}), which has no "
         f"generated file in {', '.join(map(str, roots))}; upstream's class has no fused operations, no sequence parallelism "

@@ -74,16 +74,16 @@ class PositionIds:
             `position_ids` `[3, S]` and `rope_deltas` `[1]`, as `get_rope_index` returns them for a batch of one.
         """
         ids = self._with_model_ids(input_ids.reshape(1, -1))
-        given = {name: value for name, value in sample.items() if value is not None}
-        if "feature_attention_mask" in given:
-            given.setdefault("audio_feature_lengths", given["feature_attention_mask"].sum(-1))
-        given.setdefault("mm_token_type_ids", self._token_types(input_ids.reshape(1, -1)))
-        given.setdefault("attention_mask", torch.ones_like(ids))
+        inputs = {name: value for name, value in sample.items() if value is not None}
+        if "feature_attention_mask" in inputs:
+            inputs.setdefault("audio_feature_lengths", inputs["feature_attention_mask"].sum(-1))
+        inputs.setdefault("mm_token_type_ids", self._token_types(input_ids.reshape(1, -1)))
+        inputs.setdefault("attention_mask", torch.ones_like(ids))
         rope_index: Any = self._without_modules().get_rope_index
         if "use_audio_in_video" in inspect.signature(rope_index).parameters:
-            positions = self._with_audio_by_video(rope_index, ids, given)
+            positions = self._with_audio_by_video(rope_index, ids, inputs)
         else:
-            positions, _ = rope_index(**_arguments(rope_index, {"input_ids": ids, **given}))
+            positions, _ = rope_index(**_arguments(rope_index, {"input_ids": ids, **inputs}))
         deltas = positions.amax(dim=(0, 2)) + 1 - ids.shape[1]
         return {"position_ids": positions[:, 0], "rope_deltas": deltas}
 
@@ -110,7 +110,7 @@ class PositionIds:
             types[(ids == PLACEHOLDER_IDS[kind]) | (ids == self._model_id(kind))] = number
         return types
 
-    def _with_audio_by_video(self, rope_index: Callable[..., Any], ids: Tensor, given: dict[str, Any]) -> Tensor:
+    def _with_audio_by_video(self, rope_index: Callable[..., Any], ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Upstream's flag applies to a full sample, so a sample is split between videos with and without audio.
 
         Positions continue from the largest one before, so those of a part start after the previous part's.
@@ -119,7 +119,7 @@ class PositionIds:
         for part in self._parts(ids[0]):
             length = part.stop - part.start
             arguments = {
-                **given,
+                **inputs,
                 "input_ids": ids[:, part.start : part.stop],
                 "attention_mask": torch.ones(1, length, dtype=ids.dtype, device=ids.device),
                 "use_audio_in_video": part.has_sound,
@@ -157,10 +157,10 @@ def _unpickle(module: str, name: str, file: str | None, config: Any, attributes:
     """The position function of a class whose module is imported by name, or from its file."""
     if module not in sys.modules and file is not None and module.startswith(registry.LOCAL_PACKAGE):
         registry.import_file(Path(file))
-    found: Any = importlib.import_module(module)
+    function: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return PositionIds(found, config, attributes)
+        function = getattr(function, part)
+    return PositionIds(function, config, attributes)
 
 
 @dataclass
@@ -195,11 +195,11 @@ class _Part:
         return _Part(start, first=(images + self.num_images, videos + self.num_videos, sounds + self.num_audios))
 
 
-def _arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that a function takes, by its own names."""
-    found = {}
+    arguments = {}
     for name in inspect.signature(function).parameters:
-        key = next((key for key in (name, *_ALIASES.get(name, ())) if given.get(key) is not None), None)
+        key = next((key for key in (name, *_ALIASES.get(name, ())) if inputs.get(key) is not None), None)
         if key is not None:
-            found[name] = given[key]
-    return found
+            arguments[name] = inputs[key]
+    return arguments

@@ -48,13 +48,13 @@ def find(start: Path | None = None) -> Project | None:
     Raises:
         ValueError: a file is not TOML or has unknown settings, or a folder has both files.
     """
-    here = (start or Path()).absolute()
-    for folder in (here, *here.parents):
-        found = [read for name in (FILE, SHARED_FILE) if (read := _read_present(folder / name)) is not None]
-        if len(found) > 1:
+    directory = (start or Path()).absolute()
+    for folder in (directory, *directory.parents):
+        projects = [project for name in (FILE, SHARED_FILE) if (project := _read_present(folder / name)) is not None]
+        if len(projects) > 1:
             raise ValueError(f"{folder} has both {FILE} and {SECTION} in {SHARED_FILE}: keep one of them.")
-        if found:
-            return found[0]
+        if projects:
+            return projects[0]
     return None
 
 
@@ -67,11 +67,11 @@ def model_settings() -> dict[str, str]:
     project = find()
     if project is None:
         return {}
-    found = {} if project.generated is None else {"generated": str(project.path(project.generated))}
+    settings = {} if project.generated is None else {"generated": str(project.path(project.generated))}
     if project.code is not None:  # a folder in the project, or the name of a module
         folder = project.path(project.code)
-        found["code"] = str(folder) if folder.is_dir() else project.code
-    return found
+        settings["code"] = str(folder) if folder.is_dir() else project.code
+    return settings
 
 
 _ADDED: dict[Path, None] = {}
@@ -91,8 +91,8 @@ def generated_folders() -> list[Path]:
         ValueError: see `find`.
     """
     configured = model_settings().get("generated")
-    added = [folder for folder in _ADDED if folder.is_dir()]  # a temporary folder may be gone
-    return list(dict.fromkeys([*added, *([Path(configured).resolve()] if configured is not None else [])]))
+    folders = [folder for folder in _ADDED if folder.is_dir()]  # a temporary folder may be gone
+    return list(dict.fromkeys([*folders, *([Path(configured).resolve()] if configured is not None else [])]))
 
 
 def _read_present(file: Path) -> Project | None:

@@ -13,8 +13,8 @@ def capture() -> dict:
     """The states of Python's, NumPy's and torch's generators, as plain values and tensors."""
     numpy_state = np.random.get_state()
     assert isinstance(numpy_state, tuple), "only `legacy=False` returns a dict"
-    kind, keys, *others = numpy_state
-    numpy = (kind, torch.from_numpy(keys.astype("int64")), *map(float, others))
+    kind, keys, *numbers = numpy_state
+    numpy = (kind, torch.from_numpy(keys.astype("int64")), *map(float, numbers))
     state = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": numpy}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()

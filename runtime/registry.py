@@ -336,7 +336,9 @@ def _served_configs(class_name: str) -> Iterator[tuple[_LazyAutoMapping, type[Pr
 
 
 def _unknown(problem: str, name: str, models: tuple[GeneratedModel, ...]) -> str:
-    known = {alias: model.name for model in models for alias in (model.name, *model.model_types)}
-    nearest = dict.fromkeys(known[alias] for alias in difflib.get_close_matches(name, known, n=3, cutoff=0.4))
+    name_by_alias = {alias: model.name for model in models for alias in (model.name, *model.model_types)}
+    nearest = dict.fromkeys(
+        name_by_alias[alias] for alias in difflib.get_close_matches(name, name_by_alias, n=3, cutoff=0.4)
+    )
     existing = ", ".join(nearest) or ", ".join(model.name for model in models) or "none at all"
     return f"{problem} Nearest of those that exist: {existing}.\nGenerate it with `make regen MODEL={name}`."

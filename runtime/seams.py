@@ -75,11 +75,11 @@ def register(
     """
 
     def decorate(function: Callable) -> Callable:
-        found = _seam(seam)
-        found.implementations[implementation] = function
-        found.prefers[implementation] = prefers
+        entry = _seam(seam)
+        entry.implementations[implementation] = function
+        entry.prefers[implementation] = prefers
         if unavailable is not None:
-            found.reasons[implementation] = unavailable
+            entry.reasons[implementation] = unavailable
         return function
 
     return decorate
@@ -94,8 +94,8 @@ def unavailable(seam: str, implementation: str) -> str | None:
 
 def passed_over(seam: str) -> dict[str, str]:
     """Implementations that the selected one of `seam` prefers but that are unavailable -> the reason."""
-    found = _seam(seam)
-    reasons = {name: unavailable(seam, name) for name in found.prefers.get(found.selected, ())}
+    entry = _seam(seam)
+    reasons = {name: unavailable(seam, name) for name in entry.prefers.get(entry.selected, ())}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
@@ -144,10 +144,10 @@ def for_training(used: Collection[str], named: Mapping[str, str | None]) -> dict
 
 def implementation(seam: str) -> Callable:
     """The selected function of `seam`. Raises for an eager seam, whose code is the caller's."""
-    chosen = _seam(seam)
-    if chosen.selected == EAGER:
+    entry = _seam(seam)
+    if entry.selected == EAGER:
         raise RuntimeError(f"The seam '{seam}' is eager: guard the call with ops.serves('{seam}').")
-    return chosen.implementations[chosen.selected]
+    return entry.implementations[entry.selected]
 
 
 def _seam(name: str) -> Seam:

@@ -60,8 +60,8 @@ def shifted_cross_entropy(
         return aligned_cross_entropy(logits, labels, vocab_size, shift_labels=shift_labels, **more)
     logits, labels = logits[..., :-1, :], labels[..., 1:]
     if attention_mask is not None:
-        kept = attention_mask[:, -logits.shape[1] :] != 0
-        logits, labels = logits[kept.to(logits.device)], labels[kept.to(labels.device)]
+        is_token = attention_mask[:, -logits.shape[1] :] != 0
+        logits, labels = logits[is_token.to(logits.device)], labels[is_token.to(labels.device)]
     return aligned_cross_entropy(logits, labels, vocab_size, **more)
 
 
