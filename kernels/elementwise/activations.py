@@ -195,11 +195,11 @@ def _match(function: Callable[[Tensor, Tensor], Tensor], is_gated: bool) -> Acti
         slope, shift, limit = at(1.0, 0.0), 0.0, math.inf
     gate = torch.cat((torch.linspace(-9.7, 9.7, 195), torch.tensor([-80.0, -31.0, -14.0, 14.0, 31.0, 80.0])))
     up = torch.linspace(-8.3, 9.1, 201)[torch.randperm(201, generator=torch.Generator().manual_seed(0))]
-    found = function(gate, up)
-    if not isinstance(found, Tensor) or found.shape != gate.shape or not bool(torch.isfinite(found).all()):
+    output = function(gate, up)
+    if not isinstance(output, Tensor) or output.shape != gate.shape or not bool(torch.isfinite(output).all()):
         return None
     alpha = round(math.log(slope / (1.0 - slope)), 5) if 0.0 < slope < 1.0 else 1.0
-    scale = found.abs().max().clamp(min=1.0)
+    scale = output.abs().max().clamp(min=1.0)
     for kind in KINDS:
         for limit_after in (False,) if math.isinf(limit) else (False, True):
             candidate = Activation(
@@ -211,6 +211,6 @@ def _match(function: Callable[[Tensor, Tensor], Tensor], is_gated: bool) -> Acti
                 is_gated=is_gated,
             )
             expected = candidate.gate(gate, up) if is_gated else candidate.activate(gate)
-            if bool(((found - expected).abs() <= _TOLERANCE * scale + 1e-5 * expected.abs()).all()):
+            if bool(((output - expected).abs() <= _TOLERANCE * scale + 1e-5 * expected.abs()).all()):
                 return candidate
     return None

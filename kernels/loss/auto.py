@@ -29,8 +29,8 @@ def auto_causal_lm_loss(
 ) -> tuple[None, Tensor]:
     """`(None, loss)`: "linear" for the heads that it supports, "chunked" for all others; arguments as in either."""
     implementation = choose(head, hidden_states)
-    taken = "linear" if implementation is linear_causal_lm_loss else "chunked"
-    choices.record("causal_lm_loss", taken, hidden_states, getattr(head, "weight", None))
+    chosen = "linear" if implementation is linear_causal_lm_loss else "chunked"
+    choices.record("causal_lm_loss", chosen, hidden_states, getattr(head, "weight", None))
     return implementation(head, hidden_states, labels, **arguments)
 
 

@@ -76,7 +76,7 @@ def _cross_entropy_row(
     else:
         # Read before the reductions below: they wait for every thread, and only after them is the row overwritten.
         is_class = (label >= 0) & (label < num_columns)
-        own = tl.load(logits + label, mask=is_class, other=float("nan")).to(tl.float32)
+        label_logit = tl.load(logits + label, mask=is_class, other=float("nan")).to(tl.float32)
         high = -3.0e38  # not -inf: a block of nothing but -inf must give exp(-inf), not exp(nan)
         total = 0.0
         for start in range(0, num_columns, BLOCK):
@@ -90,7 +90,7 @@ def _cross_entropy_row(
             total = total * tl.exp(high - higher) + tl.sum(tl.exp(value - higher), 0)
             high = higher
         log_sum = high + tl.log(total)
-        tl.store(loss + row, log_sum - own)
+        tl.store(loss + row, log_sum - label_logit)
         if WITH_GRADIENT:
             scale = 1.0 / tl.load(divisor)
             scale = tl.where(is_class, scale, float("nan"))

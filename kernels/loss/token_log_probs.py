@@ -43,10 +43,10 @@ def per_token(
         recomputed = functools.partial(
             checkpoint, _compute_chunk, head, function, use_reentrant=False, preserve_rng_state=False
         )
-        found = [recomputed(*chunk) for chunk in chunks]
+        outputs = [recomputed(*chunk) for chunk in chunks]
     else:
-        found = [_compute_chunk(head, function, *chunk) for chunk in chunks]
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        outputs = [_compute_chunk(head, function, *chunk) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 
 def token_log_probs(

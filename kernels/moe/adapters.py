@@ -54,11 +54,11 @@ class LowRank(NamedTuple):
         num_experts, first, second = weight.shape
         rank = self.left.shape[-1]
         expected = ((num_experts, first, rank), (num_experts, rank, second))
-        found = (tuple(self.left.shape), tuple(self.right.shape))
-        if found != expected or rank < 1:
+        shapes = (tuple(self.left.shape), tuple(self.right.shape))
+        if shapes != expected or rank < 1:
             raise ValueError(
                 f"fused_moe: the adapter of {name} {tuple(weight.shape)} must have factors {expected[0]} and "
-                f"{expected[1]} of one rank; found {found[0]} and {found[1]}."
+                f"{expected[1]} of one rank; found {shapes[0]} and {shapes[1]}."
             )
         for factor in (self.left, self.right):
             if factor.dtype != weight.dtype:
@@ -76,14 +76,14 @@ class ExpertAdapters(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All factors."""
-        return tuple(factor for one in self if one is not None for factor in (one.left, one.right))
+        return tuple(factor for adapter in self if adapter is not None for factor in (adapter.left, adapter.right))
 
 
 NO_ADAPTERS = ExpertAdapters()
 
 
 def add_low_rank(
-    product_RN: Tensor, rows_RK: Tensor, added: LowRank | None, ends_E: Tensor, is_transposed: bool
+    product_RN: Tensor, rows_RK: Tensor, adapter: LowRank | None, ends_E: Tensor, is_transposed: bool
 ) -> Tensor:
     """`product + scale * (rows @ a[e]^T) @ b[e]^T`, by torch's grouped product; the product itself without an adapter.
 
@@ -92,8 +92,8 @@ def add_low_rank(
         rows_RK: sorted by expert.
         ends_E: int32, the end of each expert's rows.
     """
-    if added is None:
+    if adapter is None:
         return product_RN
-    a_ErK, b_ENr = (added.padded() if rows_RK.is_cuda else added).factors(is_transposed)
-    inner_Rr = grouped_product(rows_RK, a_ErK.transpose(1, 2), ends_E) * added.scale
+    a_ErK, b_ENr = (adapter.padded() if rows_RK.is_cuda else adapter).factors(is_transposed)
+    inner_Rr = grouped_product(rows_RK, a_ErK.transpose(1, 2), ends_E) * adapter.scale
     return product_RN + grouped_product(inner_Rr, b_ENr.transpose(1, 2), ends_E)

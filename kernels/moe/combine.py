@@ -63,11 +63,11 @@ def sum_of_slots(
     rows, weights, padded_of_slot, token, column, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     """The sum over a token's rows for some columns, in fp32."""
-    inside = column < H
+    in_bounds = column < H
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     for k in tl.static_range(TOP_K):
         row = tl.load(padded_of_slot + token * TOP_K + k)
-        value = tl.load(rows + row.to(tl.int64) * H + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        value = tl.load(rows + row.to(tl.int64) * H + column, mask=in_bounds & (row >= 0), other=0.0).to(tl.float32)
         if weights is not None:
             weight = tl.load(weights + token * TOP_K + k).to(tl.float32)
             value *= tl.where(row >= 0, weight, 0.0)
@@ -139,9 +139,9 @@ def _router_gradient(
         sums = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, H, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            inside = (column < H) & valid
-            gradient = tl.load(grad_out + token * H + column, mask=inside, other=0.0).to(tl.float32)
-            sums += gradient * tl.load(down_bias + expert * H + column, mask=inside, other=0.0).to(tl.float32)
+            in_bounds = (column < H) & valid
+            gradient = tl.load(grad_out + token * H + column, mask=in_bounds, other=0.0).to(tl.float32)
+            sums += gradient * tl.load(down_bias + expert * H + column, mask=in_bounds, other=0.0).to(tl.float32)
         total = tl.sum(sums, 0)
         for n in range(num_partial):
             total += tl.load(partial + n * num_padded + row, mask=valid, other=0.0)
@@ -149,8 +149,8 @@ def _router_gradient(
     else:
         slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         rows = tl.load(padded_of_slot + slots, mask=slots < num_rows, other=-1)
-        inside = rows >= 0
+        in_bounds = rows >= 0
         totals = tl.zeros([BLOCK], dtype=tl.float32)
         for n in range(num_partial):
-            totals += tl.load(partial + n * num_padded + rows, mask=inside, other=0.0)
+            totals += tl.load(partial + n * num_padded + rows, mask=in_bounds, other=0.0)
         tl.store(out + slots, totals.to(out.dtype.element_ty), mask=slots < num_rows)

@@ -64,7 +64,7 @@ def compute_deferred() -> None:
     """
     current = torch._C._current_graph_task_id()
     due = [compute for backward, compute in _deferred if backward >= current]
-    _deferred[:] = [one for one in _deferred if one[0] < current]
+    _deferred[:] = [entry for entry in _deferred if entry[0] < current]
     for compute in due:
         compute()
 

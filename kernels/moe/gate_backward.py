@@ -250,12 +250,12 @@ def _gate_backward_tile(
         left = _halves(pieces[0], ROWS, BLOCK_N // 4) + _halves(pieces[1], ROWS, BLOCK_N // 4)
         right = _halves(pieces[2], ROWS, BLOCK_N // 4) + _halves(pieces[3], ROWS, BLOCK_N // 4)
         pieces = left + right
-    read = _read_kept(source, valid, n * BLOCK_N, INNER, WIDTH, IS_GATED, IS_INTERLEAVED, SPAN)
+    projected = _read_kept(source, valid, n * BLOCK_N, INNER, WIDTH, IS_GATED, IS_INTERLEAVED, SPAN)
     for piece in tl.static_range(PIECES):
         first_column = n * BLOCK_N + piece * SPAN
-        gate, up = read
+        gate, up = projected
         if piece + 1 < PIECES:
-            read = _read_kept(source, valid, first_column + SPAN, INNER, WIDTH, IS_GATED, IS_INTERLEAVED, SPAN)
+            projected = _read_kept(source, valid, first_column + SPAN, INNER, WIDTH, IS_GATED, IS_INTERLEAVED, SPAN)
         grad = pieces[piece].to(tl.float32)
         if IS_GATED:
             value, by_gate, by_up = gate_backward(

@@ -250,11 +250,13 @@ def _gate_up_tile(
     if HALVES == 2:
         gate, up = acc.reshape(ROWS, 2, SPAN).permute(0, 2, 1).split()
         column = n * SPAN + tl.arange(0, SPAN)
-        inside = column < WIDTH // 2
+        in_bounds = column < WIDTH // 2
         if bias is not None:
-            gate += tl.load(bias + expert * WIDTH + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(bias + expert * WIDTH + WIDTH // 2 + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        mask = valid & inside[None, :]
+            gate += tl.load(bias + expert * WIDTH + column, mask=in_bounds, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + expert * WIDTH + WIDTH // 2 + column, mask=in_bounds, other=0.0).to(tl.float32)[
+                None, :
+            ]
+        mask = valid & in_bounds[None, :]
         gate = gate.to(x.dtype.element_ty)
         up = up.to(x.dtype.element_ty)
         if KEEP:
@@ -266,12 +268,12 @@ def _gate_up_tile(
         tl.store(gated + wide_row * (WIDTH // 2) + column[None, :], out.to(x.dtype.element_ty), mask=mask)
     else:
         column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = column < WIDTH
+        in_bounds = column < WIDTH
         if bias is not None:
-            acc += tl.load(bias + expert * WIDTH + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            acc += tl.load(bias + expert * WIDTH + column, mask=in_bounds, other=0.0).to(tl.float32)[None, :]
         projected = acc.to(x.dtype.element_ty)
         if KEEP:
-            tl.store(kept + wide_row * WIDTH + column[None, :], projected, mask=valid & inside[None, :])
+            tl.store(kept + wide_row * WIDTH + column[None, :], projected, mask=valid & in_bounds[None, :])
         if IS_GATED:
             gate, up = projected.reshape(ROWS, BLOCK_N // 2, 2).split()
             half = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
@@ -291,5 +293,5 @@ def _gate_up_tile(
             tl.store(
                 gated + wide_row * WIDTH + column[None, :],
                 out.to(x.dtype.element_ty),
-                mask=valid & inside[None, :],
+                mask=valid & in_bounds[None, :],
             )

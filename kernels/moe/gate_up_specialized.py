@@ -212,15 +212,15 @@ def _split(acc):
 def _store_with_bias(result, piece, bias, n, WHICH: gl.constexpr, CONFIG: gl.constexpr):
     SIZE: gl.constexpr = CONFIG.block_n // 4
     RANGE: gl.constexpr = CONFIG.width // CONFIG.halves
-    within: gl.constexpr = WHICH * SIZE % (CONFIG.block_n // CONFIG.halves)
+    offset: gl.constexpr = WHICH * SIZE % (CONFIG.block_n // CONFIG.halves)
     column = (
         n * (CONFIG.block_n // CONFIG.halves)
-        + within
+        + offset
         + gl.arange(0, SIZE, layout=gl.SliceLayout(0, piece.type.layout))
     )
     start: gl.constexpr = WHICH * SIZE // (CONFIG.block_n // CONFIG.halves) * RANGE
-    added = gl.load(bias + start + column, mask=column < RANGE, other=0.0).to(gl.float32)
-    result.slice(WHICH * SIZE, SIZE, dim=1).store((piece + added[None, :]).to(result.dtype))
+    bias_values = gl.load(bias + start + column, mask=column < RANGE, other=0.0).to(gl.float32)
+    result.slice(WHICH * SIZE, SIZE, dim=1).store((piece + bias_values[None, :]).to(result.dtype))
 
 
 @gluon.jit
@@ -299,12 +299,12 @@ def _finish(kept, gated, staged, made, taken, phases, block, n, first, end, CONF
     SPAN: gl.constexpr = CONFIG.block_n // 2
     mbarrier.wait(made.index(0), phases[0], pred=block == 0)
     mbarrier.wait(made.index(1), phases[1], pred=block == HALF_BLOCKS)
-    here = staged.index(block)
+    staged_block = staged.index(block)
     row = first + block * CONFIG.rows
     if CONFIG.halves == 2:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        gate = here.slice(0, SPAN, dim=1).load(layout)
-        up = here.slice(SPAN, SPAN, dim=1).load(layout)
+        gate = staged_block.slice(0, SPAN, dim=1).load(layout)
+        up = staged_block.slice(SPAN, SPAN, dim=1).load(layout)
         _free(taken, block, HALF_BLOCKS)
         if CONFIG.keep:
             _store(kept, gate, row, end, n * SPAN, CONFIG.width // 2, CONFIG.width, layout)
@@ -313,7 +313,7 @@ def _finish(kept, gated, staged, made, taken, phases, block, n, first, end, CONF
         _store(gated, out, row, end, n * SPAN, CONFIG.width // 2, CONFIG.width // 2, layout)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-        values = here.load(layout)
+        values = staged_block.load(layout)
         _free(taken, block, HALF_BLOCKS)
         if CONFIG.keep:
             _store(kept, values, row, end, n * CONFIG.block_n, CONFIG.width, CONFIG.width, layout)

@@ -85,11 +85,11 @@ def check_shapes(
                 f"fused_moe: {name} is {tensor.dtype} but hidden_states is {hidden_states.dtype}. To fix: cast one of them; "
                 f"under autocast, cast the input of the experts to the dtype of their weights."
             )
-    for name, weight, added in zip(
+    for name, weight, adapter in zip(
         ("gate_up_proj", "down_proj"), (gate_up_proj, down_proj), options.adapters, strict=True
     ):
-        if added is not None:
-            added.check(name, weight)
+        if adapter is not None:
+            adapter.check(name, weight)
 
 
 def _stacked(num_experts: int, rows: int, columns: int, is_transposed: bool) -> tuple[int, int, int]:

@@ -56,17 +56,17 @@ def _pad_rows(
 ):
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = column < H
+    in_bounds = column < H
     if program < num_tokens:
-        value = tl.load(tokens + program.to(tl.int64) * H + column, mask=inside, other=0.0)
+        value = tl.load(tokens + program.to(tl.int64) * H + column, mask=in_bounds, other=0.0)
         for k in tl.static_range(TOP_K):
             row = tl.load(padded_of_slot + program * TOP_K + k)
             if row >= 0:
-                tl.store(out + row.to(tl.int64) * H + column, value, mask=inside)
+                tl.store(out + row.to(tl.int64) * H + column, value, mask=in_bounds)
     else:
         tile = program - num_tokens
         if tile < tl.load(tile_start + num_experts):
-            used = tl.load(tiles + 2 * num_tiles + tile) - tl.load(tiles + num_tiles + tile)
-            for row in range(used, TILE_ROWS):
+            num_rows = tl.load(tiles + 2 * num_tiles + tile) - tl.load(tiles + num_tiles + tile)
+            for row in range(num_rows, TILE_ROWS):
                 target = out + (tile * TILE_ROWS + row).to(tl.int64) * H + column
-                tl.store(target, tl.zeros([BLOCK_H], dtype=out.dtype.element_ty), mask=inside)
+                tl.store(target, tl.zeros([BLOCK_H], dtype=out.dtype.element_ty), mask=in_bounds)

@@ -143,10 +143,10 @@ def _first_row_not_below(sorted_keys, key, num_rows, STEPS: tl.constexpr):
     high = low + num_rows
     for _ in range(STEPS):
         middle = (low + high) // 2
-        found = tl.load(sorted_keys + middle, mask=middle < num_rows, other=0).to(tl.int32)
-        below = (low < high) & (found < key)
-        high = tl.where((low < high) & (found >= key), middle, high)
-        low = tl.where(below, middle + 1, low)
+        middle_key = tl.load(sorted_keys + middle, mask=middle < num_rows, other=0).to(tl.int32)
+        is_below = (low < high) & (middle_key < key)
+        high = tl.where((low < high) & (middle_key >= key), middle, high)
+        low = tl.where(is_below, middle + 1, low)
     return low
 
 
@@ -178,18 +178,20 @@ def _plan_rows(
     for _ in range(STEPS):
         middle = (low + high) // 2
         starts = tl.load(tile_start + middle + 1, mask=middle < num_experts, other=0)
-        passed = (low < high) & (starts <= tile)
+        starts_before = (low < high) & (starts <= tile)
         high = tl.where((low < high) & (starts > tile), middle, high)
-        low = tl.where(passed, middle + 1, low)
-    used = tile < tl.load(tile_start + num_experts)
-    end = tl.load(row_start + low + 1, mask=used, other=0)
+        low = tl.where(starts_before, middle + 1, low)
+    is_used = tile < tl.load(tile_start + num_experts)
+    end = tl.load(row_start + low + 1, mask=is_used, other=0)
     row = (
-        tl.load(row_start + low, mask=used, other=0) + index - tl.load(tile_start + low, mask=used, other=0) * BLOCK_M
+        tl.load(row_start + low, mask=is_used, other=0)
+        + index
+        - tl.load(tile_start + low, mask=is_used, other=0) * BLOCK_M
     )
-    slot = tl.load(order + tl.minimum(row, end - 1), mask=used, other=0).to(tl.int32)
+    slot = tl.load(order + tl.minimum(row, end - 1), mask=is_used, other=0).to(tl.int32)
     tl.store(slot_of_padded + index, slot, mask=tile < num_tiles)
-    tl.store(padded_of_slot + slot, index, mask=used & (row < end))
-    first = used & (index % BLOCK_M == 0)
+    tl.store(padded_of_slot + slot, index, mask=is_used & (row < end))
+    first = is_used & (index % BLOCK_M == 0)
     tl.store(tiles + tile, low, mask=first)
     tl.store(tiles + num_tiles + tile, row, mask=first)
     tl.store(tiles + 2 * num_tiles + tile, end, mask=first)
@@ -235,8 +237,8 @@ def tile_at(index, num_m, num_n, GROUP: tl.constexpr):
     group = index // per_group
     first_m = group * GROUP
     size = tl.maximum(tl.minimum(num_m - first_m, GROUP), 1)
-    within = index - group * per_group
-    return first_m + within % size, within // size
+    in_group = index - group * per_group
+    return first_m + in_group % size, in_group // size
 
 
 @triton.jit

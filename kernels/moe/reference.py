@@ -41,10 +41,10 @@ def reference(
 
 
 def _linear(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, added: LowRank | None, expert: int, options: MoeOptions
+    rows: Tensor, weight: Tensor, bias: Tensor | None, adapter: LowRank | None, expert: int, options: MoeOptions
 ) -> Tensor:
     product = rows @ (weight if options.is_transposed else weight.T)
-    if added is not None:
-        a_ErK, b_ENr = added.factors(options.is_transposed)
-        product = product + added.scale * (rows @ a_ErK[expert].T) @ b_ENr[expert].T
+    if adapter is not None:
+        a_ErK, b_ENr = adapter.factors(options.is_transposed)
+        product = product + adapter.scale * (rows @ a_ErK[expert].T) @ b_ENr[expert].T
     return product if bias is None else product + bias[expert]

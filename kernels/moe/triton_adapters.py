@@ -32,11 +32,11 @@ Factors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 def factors_of(adapters: ExpertAdapters, is_transposed: bool) -> Factors:
     """`(a1, b1, a2, b2)`, contiguous, with the scale multiplied into b; None for a weight without an adapter."""
 
-    def both(added: LowRank | None) -> tuple[Tensor | None, Tensor | None]:
-        if added is None:
+    def both(adapter: LowRank | None) -> tuple[Tensor | None, Tensor | None]:
+        if adapter is None:
             return None, None
-        a, b = added.padded().factors(is_transposed)
-        return a.contiguous(), (b * added.scale).contiguous()
+        a, b = adapter.padded().factors(is_transposed)
+        return a.contiguous(), (b * adapter.scale).contiguous()
 
     return *both(adapters.gate_up), *both(adapters.down)
 

@@ -96,19 +96,19 @@ def _adamw(
     BLOCK: tl.constexpr,
 ):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < num
-    p = tl.load(parameter + offset, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gradient + offset, mask=inside, other=0.0).to(tl.float32)
-    m = tl.load(exp_avg + offset, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(exp_avg_sq + offset, mask=inside, other=0.0).to(tl.float32)
+    in_bounds = offset < num
+    p = tl.load(parameter + offset, mask=in_bounds, other=0.0).to(tl.float32)
+    g = tl.load(gradient + offset, mask=in_bounds, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg + offset, mask=in_bounds, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq + offset, mask=in_bounds, other=0.0).to(tl.float32)
     if factor is not None:
         g = g * tl.load(factor).to(tl.float32)
     p = p * keep
     m = beta1 * m + one_minus_beta1 * g
     v = beta2 * v + one_minus_beta2 * g * g
     p = p - step_size * m / (tl.sqrt_rn(v) / root_of_correction + eps)
-    tl.store(parameter + offset, p.to(parameter.dtype.element_ty), mask=inside)
-    tl.store(exp_avg + offset, m.to(exp_avg.dtype.element_ty), mask=inside)
-    tl.store(exp_avg_sq + offset, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
+    tl.store(parameter + offset, p.to(parameter.dtype.element_ty), mask=in_bounds)
+    tl.store(exp_avg + offset, m.to(exp_avg.dtype.element_ty), mask=in_bounds)
+    tl.store(exp_avg_sq + offset, v.to(exp_avg_sq.dtype.element_ty), mask=in_bounds)
     if copy is not None:
-        tl.store(copy + offset, p.to(copy.dtype.element_ty), mask=inside)
+        tl.store(copy + offset, p.to(copy.dtype.element_ty), mask=in_bounds)

@@ -144,25 +144,25 @@ def _read_routing(
     BLOCK: tl.constexpr,
 ):
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = slot < num_tokens * TOP_K
+    in_bounds = slot < num_tokens * TOP_K
     rank = _rank_of(slot // TOP_K, starts, RANKS)
-    there = slot - tl.load(starts + rank, mask=inside, other=0) * TOP_K
-    address = tl.load(addresses + rank, mask=inside, other=0)
-    expert = tl.load((address + index_offset + there * 4).to(tl.pointer_type(tl.int32)), mask=inside, other=0)
+    there = slot - tl.load(starts + rank, mask=in_bounds, other=0) * TOP_K
+    address = tl.load(addresses + rank, mask=in_bounds, other=0)
+    expert = tl.load((address + index_offset + there * 4).to(tl.pointer_type(tl.int32)), mask=in_bounds, other=0)
     local = expert - first_expert
-    tl.store(index + slot, tl.where((local >= 0) & (local < num_experts), local, num_experts), mask=inside)
+    tl.store(index + slot, tl.where((local >= 0) & (local < num_experts), local, num_experts), mask=in_bounds)
     item: tl.constexpr = weights.dtype.element_ty
     size: tl.constexpr = item.primitive_bitwidth // 8
-    weight = tl.load((address + weights_offset + there * size).to(tl.pointer_type(item)), mask=inside, other=0.0)
-    tl.store(weights + slot, weight, mask=inside)
+    weight = tl.load((address + weights_offset + there * size).to(tl.pointer_type(item)), mask=in_bounds, other=0.0)
+    tl.store(weights + slot, weight, mask=in_bounds)
 
 
 @triton.jit
 def _rank_of(token, starts, RANKS: tl.constexpr):
     """The rank of a token: the number of ranks after the first that start at or before it."""
     rank = token * 0
-    for other in tl.static_range(1, RANKS):
-        rank += (token >= tl.load(starts + other)).to(rank.dtype)
+    for later_rank in tl.static_range(1, RANKS):
+        rank += (token >= tl.load(starts + later_rank)).to(rank.dtype)
     return rank
 
 

@@ -86,15 +86,15 @@ def _sum_parts(
     BLOCK: tl.constexpr,
 ):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < num
+    in_bounds = offset < num
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     agree = tl.full((), 1, tl.int1)
     for source in tl.static_range(RANKS):
         if source == RANK:
-            total += tl.load(own + offset, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(own + offset, mask=in_bounds, other=0.0).to(tl.float32)
         else:
             place = (source - RANK - 1 + RANKS) % RANKS
-            total += tl.load(received + place * part_stride + offset, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(received + place * part_stride + offset, mask=in_bounds, other=0.0).to(tl.float32)
             agree = agree & (tl.load(tags + place * tag_stride) == tag)
     total = tl.where(agree, total, float("nan"))
-    tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + offset, total.to(out.dtype.element_ty), mask=in_bounds)
