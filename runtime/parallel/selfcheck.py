@@ -33,13 +33,6 @@ from patchgen.runtime.parallel.state import ParallelState
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 HALF_PRECISION_TOLERANCE = 5e-2
 
-_FAILURES = (
-    torch.OutOfMemoryError,
-    dist.DistError,
-    *((torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()),
-)
-"""RuntimeErrors that say nothing about the row: they are of the device or of the ranks, and sp=1 is no remedy."""
-
 
 @torch.no_grad()
 def require_sliceable(
@@ -134,7 +127,7 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
     try:
         with layers.recorded(length):
             full = logits(1, 0, replace(state, config=config))
-    except _FAILURES:
+    except minimal_media.FAILURES:
         raise
     except minimal_media.REFUSALS as error:
         raise ValueError(

@@ -40,6 +40,8 @@ def rows(
         batch, reason = None, ""
         try:
             batch = _row(model, features, kind, state, vocab_size=vocab_size, tokens_per_rank=tokens_per_rank)
+        except minimal_media.FAILURES:
+            raise
         except minimal_media.REFUSALS as refusal:
             reason = " ".join(f"{type(refusal).__name__}: {refusal}".split())[:300]
         lacking = torch.tensor(batch is None, dtype=torch.float32, device=state.data_mesh.device_type)
@@ -101,6 +103,8 @@ def _row(
                 refusal = ValueError(f"{type(owner).__name__} does not call its language model")
             except _Reached:
                 return batch
+            except minimal_media.FAILURES:
+                raise
             except minimal_media.REFUSALS as error:
                 refusal = error
     raise refusal

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import CLIPVisionConfig, PreTrainedConfig
 
-from patchgen.runtime.parallel import ParallelConfig, selfcheck
+from patchgen.runtime import minimal_media
+from patchgen.runtime.parallel import ParallelConfig, selfcheck, slice_media
 from patchgen.runtime.parallel.state import ParallelState
 
 FAILURES = [torch.OutOfMemoryError("out of memory"), dist.DistNetworkError("connection closed by peer")]
@@ -23,6 +25,18 @@ class Failing(nn.Module):
         self.error = error
 
     def forward(self, **_inputs: object) -> None:
+        raise self.error
+
+
+class FailingTower(Failing):
+    """A model whose image features raise."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.weight = nn.Parameter(torch.ones(1))
+        self.config = PreTrainedConfig(vision_config=CLIPVisionConfig(image_size=32, patch_size=16))
+
+    def get_image_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
         raise self.error
 
 
@@ -51,3 +65,20 @@ def test_a_row_that_the_model_does_not_take_is_named_with_the_type_of_the_error(
         ValueError, match=r"does not take a row of 4 tokens with input_ids: KeyError: 'pixel_values'\."
     ):
         compare(KeyError("pixel_values"), state)
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_a_failure_of_the_device_or_of_the_ranks_is_no_image_that_the_model_does_not_take(error, state):
+    model = FailingTower(error)
+    with pytest.raises(type(error)) as caught:
+        minimal_media.minimal_inputs(model.get_image_features, sp=1, like=torch.empty(0))
+    assert caught.value is error
+    with pytest.raises(type(error)) as caught:
+        next(slice_media.rows(model, state, vocab_size=8, tokens_per_rank=4))
+    assert caught.value is error
+
+
+def test_an_image_that_the_model_does_not_take_is_a_warning_with_its_error(state):
+    model = FailingTower(ValueError("no image of this size"))
+    with pytest.warns(UserWarning, match="no small row is known .* ValueError: no image of this size"):
+        assert not list(slice_media.rows(model, state, vocab_size=8, tokens_per_rank=4))
