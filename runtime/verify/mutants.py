@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
 REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
 TOLERANCE = 1e-4
-DOUBLE_TOLERANCE = 1e-8
+DOUBLE_TOLERANCE = 1e-6
+"""Upstream's norms and softmax compute in fp32 also in a model of float64; a difference of formulas stays as large as it was."""
 FORMULA = "formula"  # the reference formula of a seam, without a compiler
 KERNELS = {"fused_moe": "torch", "causal_lm_loss": "chunked", "rms_norm": FORMULA, "rotary": FORMULA}
 
@@ -275,19 +276,29 @@ def training_attention(upstream: PreTrainedModel, attention: Names) -> Iterator[
 
 
 def _agree_in_double(check: Check, generated: PreTrainedModel, upstream: PreTrainedModel, upstream_case: Case) -> bool:
-    """Whether the difference is a rounding error of a sum that cancels after all: then float64 has none."""
+    """Whether the difference is a rounding error of a sum that cancels after all: then float64 has none.
+
+    Under the attention of a run upstream's model has it, too: the implementations round differently.
+    """
+    is_run = check.attention != "eager"
+    conditions = training_attention(upstream, check.attention) if is_run else contextlib.nullcontext()
     try:
         generated.double()
         upstream.double()
         with all_eager(), seams.using(**check.kernels):
-            actual = train_step(generated, check.case)
-        with all_eager():
-            return not _beyond(actual, train_step(upstream, upstream_case), DOUBLE_TOLERANCE)
+            actual = _in_double(train_step(generated, check.case))
+        with all_eager(), conditions:
+            return not _beyond(actual, _in_double(train_step(upstream, upstream_case)), DOUBLE_TOLERANCE)
     except Exception:  # not every kernel takes float64: then nothing excuses the difference
         return False
     finally:
         generated.float()
         upstream.float()
+
+
+def _in_double(step: Step) -> Step:
+    """A step with outputs in float64: losses of a model of float64 may be computed in fp32."""
+    return replace(step, outputs={name: output.double() for name, output in step.outputs.items()})
 
 
 def _beyond(actual: Step, expected: Step, tolerance: float) -> dict[str, Difference]:

@@ -16,6 +16,7 @@ rows cannot be equal and are not compared.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import sys
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.parallel import selfcheck, sharding
@@ -154,27 +156,45 @@ def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mut
         )
     except Exception as error:
         verdict = _verdict_on_error(error, place)
-        if verdict.kind == mutants.WRONG and _fails_upstream(reference, full_batches, case):
+        if verdict.kind == mutants.WRONG and _fails_upstream(reference, full_batches, case, layout, error):
             return mutants.Verdict(
-                mutants.NOT_RUN, f"{place}: upstream's changed class fails under the attention of a run, too"
+                mutants.NOT_RUN, f"{place}: upstream's changed class fails under the conditions of a run, too"
             )
         return verdict
     actual = _step(reference, loss, gradients)
     verdict = _judge(reference, full_batches, case, place, actual)
     if verdict.kind == mutants.WRONG:
-        with _training_conditions(reference):
+        # Upstream may refuse the attention of a run (an audio tower without SDPA): then its own attention counts.
+        with contextlib.suppress(ValueError), _training_conditions(reference):
             verdict = _judge(reference, full_batches, case, place, actual)
     return verdict
 
 
-def _fails_upstream(reference: ReferenceModel, full_batches: list, case: str) -> bool:
-    """Whether upstream's changed class raises in a step under the attention of a run, as in a change in place of what it saved."""
+def _fails_upstream(
+    reference: ReferenceModel, full_batches: list, case: str, layout: Layout, error: Exception
+) -> bool:
+    """Whether upstream's changed class raises an error of the same type in a step, under the attention of a run or sharded.
+
+    So do changes in place: of what the attention saved for its backward, or of a layer's input, which FSDP2 hooks.
+    """
     try:
         with _training_conditions(reference):
             _reference_step(reference, full_batches, case)
-    except Exception:
-        return True
+        if layout.fsdp:
+            _sharded_step(reference, full_batches[0])
+    except Exception as upstream_error:  # changed code may raise anything
+        return type(upstream_error) is type(error)
     return False
+
+
+def _sharded_step(reference: ReferenceModel, inputs: Mapping) -> None:
+    """A step of upstream's changed class with the parameters of each layer and of the rest sharded (collective)."""
+    model = copy.deepcopy(reference.model)
+    layers = [layer for part in model.modules() if isinstance(part, torch.nn.ModuleList) for layer in part]
+    for module in (*reversed(layers), model):
+        fully_shard(module)
+    with all_eager():
+        model(**inputs, use_cache=False).loss.backward()
 
 
 def _reference_step(reference: ReferenceModel, full_batches: list, case: str) -> Step:

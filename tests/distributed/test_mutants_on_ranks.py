@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from patchgen import pipeline, upstream
@@ -10,6 +12,7 @@ from patchgen.runtime.verify import mutants, mutants_on_ranks
 from patchgen.runtime.verify.mutants_on_ranks import Subject
 
 ATTENDED = "attn_output = attn_output.reshape(*input_shape, -1).contiguous()"
+RESIDUAL = "residual = hidden_states"
 PROJECTED = "hidden_states = self.norm(hidden_states)"
 
 
@@ -48,6 +51,15 @@ def test_what_upstream_cannot_train_under_the_attention_of_a_run_is_no_fault_of_
     in_place = subject(judge, f"{ATTENDED}; attn_output *= 1.25", old=ATTENDED)
     verdict = mutants_on_ranks.verdict(two_ranks, in_place)
     assert verdict.kind in (mutants.EQUAL, mutants.NOT_RUN), verdict
+
+
+def test_what_fsdp_refuses_of_upstream_too_is_no_fault_of_ours(two_ranks, judge):
+    """A change in place of a layer's input, which FSDP2 hooks: an error in both files, or in the generated one alone."""
+    in_place = subject(judge, f"{RESIDUAL}; residual *= 1.0", old=RESIDUAL)
+    verdict = mutants_on_ranks.verdict(two_ranks, in_place)
+    assert verdict.kind in (mutants.EQUAL, mutants.NOT_RUN), verdict
+    verdict = mutants_on_ranks.verdict(two_ranks, replace(in_place, text=judge.origin.text))
+    assert verdict.kind == mutants.WRONG and "FSDP" in verdict.detail and "inplace" in verdict.detail, verdict
 
 
 def test_a_mutant_that_no_layout_compares_is_not_run(judge, monkeypatch):

@@ -122,6 +122,13 @@ def test_what_no_run_could_train_upstream_either_is_no_fault_of_ours():
     assert judge.verdict(edited(judge.origin.text, made, f"{made}; attn_output *= 1.25")).kind == EQUAL
 
 
+def test_what_float64_shows_to_be_rounding_is_equal():
+    """Divided by its normalised input, a norm makes scores of attention so large that fp32 loses their differences."""
+    judge = Judge(upstream.load("qwen2_moe"))
+    scaled = "self.weight * hidden_states.to(input_dtype)"
+    assert judge.verdict(edited(judge.origin.text, scaled, scaled.replace("*", "/"))).kind == EQUAL
+
+
 def test_an_error_that_is_ours_alone_is_wrong(monkeypatch):
     """The change reads a shape that only the file handed to the generator's place has."""
     judge = Judge(upstream.load("llama"))
