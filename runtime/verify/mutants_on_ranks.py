@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from patchgen.runtime import attention, parallel, registry, seams
@@ -86,6 +88,8 @@ def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
         # A busy machine or a deadlock: no verdict.
         kind = mutants.NOT_RUN if failure.first_error.endswith(NO_END) else mutants.WRONG
         return mutants.Verdict(kind, f"on ranks: {failure.first_error}")
+    if len({(verdict.kind, verdict.detail) for verdict in verdicts}) > 1:
+        pool.close()  # a rank that failed alone leaves the others in a step: the next mutant would meet it
     # A rank may refuse what another would compute.
     return next((verdict for verdict in verdicts if verdict.kind != mutants.EQUAL), verdicts[0])
 
@@ -173,7 +177,7 @@ def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mut
 def _fails_upstream(
     reference: ReferenceModel, full_batches: list, case: str, layout: Layout, error: Exception
 ) -> bool:
-    """Whether upstream's changed class raises an error of the same type in a step, under the attention of a run or sharded.
+    """Whether upstream's changed class raises the same error in a step, under the attention of a run or sharded.
 
     So do changes in place: of what the attention saved for its backward, or of a layer's input, which FSDP2 hooks.
     """
@@ -183,18 +187,29 @@ def _fails_upstream(
         if layout.fsdp:
             _sharded_step(reference, full_batches[0])
     except Exception as upstream_error:  # changed code may raise anything
-        return type(upstream_error) is type(error)
+        # A RuntimeError may be a change in place, a shape or a lost rank: the message tells which.
+        return type(upstream_error) is type(error) and str(upstream_error)[:60] == str(error)[:60]
     return False
 
 
 def _sharded_step(reference: ReferenceModel, inputs: Mapping) -> None:
-    """A step of upstream's changed class with the parameters of each layer and of the rest sharded (collective)."""
-    model = copy.deepcopy(reference.model)
+    """A step of upstream's changed class with each layer and the rest under FSDP2.
+
+    Over this rank alone: where only one rank failed, the others are still in the step that failed.
+    """
+    model, mesh = copy.deepcopy(reference.model), _mesh_of_this_rank()
     layers = [layer for part in model.modules() if isinstance(part, torch.nn.ModuleList) for layer in part]
     for module in (*reversed(layers), model):
-        fully_shard(module)
+        fully_shard(module, mesh=mesh)
     with all_eager():
         model(**inputs, use_cache=False).loss.backward()
+
+
+@functools.cache
+def _mesh_of_this_rank() -> DeviceMesh:  # process groups are never freed
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+    return DeviceMesh.from_group(group, "cpu")
 
 
 def _reference_step(reference: ReferenceModel, full_batches: list, case: str) -> Step:

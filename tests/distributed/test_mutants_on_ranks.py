@@ -10,6 +10,7 @@ from patchgen import pipeline, upstream
 from patchgen.mutation.edits import Mutant
 from patchgen.runtime.verify import mutants, mutants_on_ranks
 from patchgen.runtime.verify.mutants_on_ranks import Subject
+from patchgen.runtime.verify.ranks import RankPool
 
 ATTENDED = "attn_output = attn_output.reshape(*input_shape, -1).contiguous()"
 RESIDUAL = "residual = hidden_states"
@@ -60,6 +61,25 @@ def test_what_fsdp_refuses_of_upstream_too_is_no_fault_of_ours(two_ranks, judge)
     assert verdict.kind in (mutants.EQUAL, mutants.NOT_RUN), verdict
     verdict = mutants_on_ranks.verdict(two_ranks, replace(in_place, text=judge.origin.text))
     assert verdict.kind == mutants.WRONG and "FSDP" in verdict.detail and "inplace" in verdict.detail, verdict
+
+
+@pytest.mark.slow  # the other rank waits for gloo's limit
+def test_an_error_on_one_rank_alone_is_wrong(judge):
+    """The other rank waits in the step that failed, so upstream is asked without it."""
+    scaled = subject(judge, f"{PROJECTED} * 1.25")
+    name = next(name for name, text in scaled.files.items() if PROJECTED in text)
+    failing = (
+        "if torch.distributed.get_rank() == 1 and type(self.layers[0]).__name__.startswith('FSDP'): raise RuntimeError('a shape'); "
+        + PROJECTED
+    )
+    text = scaled.files[name].replace(PROJECTED, failing.replace("; ", "\n        "))
+    pool = RankPool(2)
+    try:
+        verdict = mutants_on_ranks.verdict(pool, replace(scaled, files={**scaled.files, name: text}))
+        assert mutants_on_ranks.verdict(pool, scaled).kind == mutants.EQUAL  # by ranks that are in step again
+    finally:
+        pool.close()
+    assert verdict.kind == mutants.WRONG, verdict
 
 
 def test_a_mutant_that_no_layout_compares_is_not_run(judge, monkeypatch):
