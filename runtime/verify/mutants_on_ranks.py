@@ -123,7 +123,7 @@ def compare(subject: Subject) -> mutants.Verdict:
                 if layout_verdict.kind == mutants.NOT_RUN:
                     not_run.append(layout_verdict.detail)
                 is_compared |= layout_verdict.kind == mutants.EQUAL
-    return mutants.Verdict(mutants.EQUAL) if is_compared else mutants.Verdict(mutants.NOT_RUN, "; ".join(not_run))
+    return mutants.Verdict(mutants.EQUAL if is_compared else mutants.NOT_RUN, "; ".join(not_run))
 
 
 def _takes_training_rows(upstream_class: type[PreTrainedModel]) -> bool:
@@ -181,15 +181,14 @@ def _fails_upstream(
 
     So do changes in place: of what the attention saved for its backward, or of a layer's input, which FSDP2 hooks.
     """
-    try:
+
+    def step() -> None:
         with _training_conditions(reference):
             _reference_step(reference, full_batches, case)
-        if layout.fsdp:
-            _sharded_step(reference, full_batches[0])
-    except Exception as upstream_error:  # changed code may raise anything
-        # A RuntimeError may be a change in place, a shape or a lost rank: the message tells which.
-        return type(upstream_error) is type(error) and str(upstream_error)[:60] == str(error)[:60]
-    return False
+
+    return mutants.raises_too(step, error) or (
+        layout.fsdp and mutants.raises_too(lambda: _sharded_step(reference, full_batches[0]), error)
+    )
 
 
 def _sharded_step(reference: ReferenceModel, inputs: Mapping) -> None:
@@ -198,8 +197,7 @@ def _sharded_step(reference: ReferenceModel, inputs: Mapping) -> None:
     Over this rank alone: where only one rank failed, the others are still in the step that failed.
     """
     model, mesh = copy.deepcopy(reference.model), _mesh_of_this_rank()
-    layers = [layer for part in model.modules() if isinstance(part, torch.nn.ModuleList) for layer in part]
-    for module in (*reversed(layers), model):
+    for module in (*sharding.find_layers(model, None), model):
         fully_shard(module, mesh=mesh)
     with all_eager():
         model(**inputs, use_cache=False).loss.backward()
