@@ -11,11 +11,13 @@ import contextlib
 import json
 import multiprocessing
 import os
+import resource
 import signal
-from collections.abc import Container, Generator, Iterable, Iterator
+from collections.abc import Collection, Container, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 from patchgen import upstream
@@ -36,6 +38,7 @@ REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
 # A process keeps all modules that it imported, so it is replaced after this many mutants.
 PER_PROCESS = 100
 PER_POOL = 60
+MEMORY = 8 << 30  # bytes of address space; a small model's process takes 4 GiB
 SECONDS = 60.0  # a changed loop may not terminate: nor does upstream's step then, and the mutant counts as not run
 ON_RANKS = 20  # one in this many equal mutants is compared on two ranks
 PRELOADED = ["patchgen.runtime.verify.mutants", "transformers.modeling_utils"]
@@ -69,7 +72,7 @@ def run(
     with contextlib.ExitStack() as stack:
         judge = stack.enter_context(_RankJudge()) if ranks else None
         queue = stack.enter_context(context.Manager()).Queue()
-        pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1))
+        pool = stack.enter_context(ProcessPoolExecutor(jobs, context, initializer=limit_memory, max_tasks_per_child=1))
         running, failed = dict[str, Future[bool]](), list[Exception]()
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -78,7 +81,7 @@ def run(
                 running[model] = pool.submit(
                     _run_batch, model, seed, size, frozenset(progress[model].known), ranks, queue
                 )
-            message = queue.get()
+            message = _next_message(queue, running.values())
             if isinstance(message, str):
                 finished = running.pop(message)
                 if isinstance(error := finished.exception(), Exception):
@@ -97,6 +100,26 @@ def run(
             yield row
     if failed:
         raise ExceptionGroup("Mutants of some models could not be tried.", failed)
+
+
+def limit_memory(size: int = MEMORY) -> None:
+    """Limits this process to `size` bytes of address space: a changed size may ask for all there is, and end every process."""
+    resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _next_message(queue: Queue[Row | str], running: Collection[Future[bool]], seconds: float = 10.0) -> Row | str:
+    """The next row, or the name of a model whose process is done.
+
+    Raises:
+        BrokenProcessPool: a process was killed, and will put nothing.
+    """
+    while True:
+        try:
+            return queue.get(timeout=seconds)
+        except Empty:
+            for future in running:
+                if future.done():
+                    future.result()
 
 
 @dataclass

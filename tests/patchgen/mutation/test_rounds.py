@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import queue
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+
+import pytest
 
 from patchgen.mutation import rounds, table
 from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG
@@ -70,3 +77,21 @@ def test_the_committed_page_is_that_of_the_committed_record():
     assert record["wrong"] == [] and record["verdicts"].get(WRONG, 0) == 0
     kept = record["keeping_meaning"]
     assert kept.get(REFUSED, 0) <= 0.2 * sum(kept.values())
+
+
+def out_of_memory() -> None:
+    rounds.limit_memory(4 << 30)
+    bytearray(8 << 30)
+
+
+def test_a_mutant_that_asks_for_all_memory_ends_in_an_error_of_its_own():
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool, pytest.raises(MemoryError):
+        pool.submit(out_of_memory).result()
+
+
+def test_a_process_that_was_killed_ends_the_round():
+    """It puts no message into the queue, so nothing else would."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        killed = pool.submit(os._exit, 9)
+        with pytest.raises(BrokenProcessPool):
+            rounds._next_message(queue.Queue(), [killed], seconds=0.1)
