@@ -89,7 +89,7 @@ def run(
                 elif not finished.result() and progress[message].num_run < count:
                     waiting.append(message)
                 continue
-            row = message | {"code": key}
+            row: Row = {**message, "code": key}
             subject = row.pop("subject", None)
             if judge is not None and subject is not None:
                 row |= judge.verdict(subject)
