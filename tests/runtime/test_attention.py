@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from patchgen.runtime import attention, attention_backends
 from patchgen.runtime.attention_backends import BACKENDS
-from patchgen.runtime.attention_calls import Attention, Documents
+from patchgen.runtime.attention_calls import FLOAT32, Attention, Documents
 
 SIZES = {
     "vocab_size": 40,
@@ -29,7 +29,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "use_cache": False,
 }
-ON_CPU = [name for name, backend in BACKENDS.items() if backend.unavailable() is None]
+IN_FP32 = [name for name, backend in BACKENDS.items() if backend.unavailable() is None and FLOAT32 in backend.features]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +63,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", IN_FP32)
 @pytest.mark.parametrize("packing", ["none", "lengths", "positions"])
 def test_logits_are_upstreams(name, packing):
     """Against upstream's own eager attention; packed rows by `cu_seq_lens` or by position ids alone."""
@@ -71,7 +71,7 @@ def test_logits_are_upstreams(name, packing):
     _require_upstreams_logits(Qwen3ForCausalLM, Qwen3Config(**SIZES), name, input_ids=IDS, **inputs)
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", IN_FP32)
 def test_padded_rows_are_upstreams(name):
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :4] = 0
@@ -138,7 +138,7 @@ def test_blocks_of_keys_that_nothing_can_lay_out_are_refused():
 def test_names_are_taken_as_they_are_or_refused_with_the_reason():
     """A flash name is neither looked up as a kernel repository nor replaced by a model's own list."""
     config = Qwen3Config(**SIZES)
-    unusable = [name for name in BACKENDS if name not in ON_CPU]
+    unusable = [name for name, backend in BACKENDS.items() if backend.unavailable() is not None]
     assert unusable or torch.cuda.is_available()
     for name in unusable:
         with pytest.raises(ImportError, match=f"'{name}' cannot run here: it needs"):
@@ -169,7 +169,7 @@ def test_masks_that_are_laid_over_a_causal_one_keep_upstreams_builder():
         call(torch.nn.Module(), states, states, states, mask)
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", IN_FP32)
 def test_documents_do_not_see_each_other(name):
     """Changing one token of document 1 changes outputs of document 1 and none of document 2."""
     config = Qwen3Config(**SIZES)
@@ -183,7 +183,7 @@ def test_documents_do_not_see_each_other(name):
     assert not changed[:3].any()
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", IN_FP32)
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
 def test_a_mask_of_ones_hides_no_documents(name, dtype):
     """Collators add one; upstream then looks for no documents in the positions, and they would see each other."""
@@ -220,7 +220,7 @@ def test_kernels_agree_with_the_formula(name, feature):
     reason = BACKENDS[name].unavailable()
     if reason is not None or not torch.cuda.is_available():
         pytest.skip(f"{name}: {reason or 'it is compared on a CUDA device'}")
-    if feature is not None and feature not in BACKENDS[name].features:
+    if feature is not None and feature not in BACKENDS[name].features_on("cuda"):
         pytest.skip(f"{name} refuses {feature}, which another test holds")
     torch.manual_seed(0)
     B, S, N_q, N_k, D = 1, 768, 8, 2, 64

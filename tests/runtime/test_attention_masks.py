@@ -16,14 +16,15 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from patchgen.runtime import attention, model_calls
 from patchgen.runtime.attention_backends import BACKENDS
-from patchgen.runtime.attention_calls import FEATURES, Attention
+from patchgen.runtime.attention_calls import FEATURES, FLOAT32, Attention
 from patchgen.runtime.attention_masks import MaskStructure
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify import training_path
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.small_config import small_config
 
-ON_CPU = [name for name, backend in BACKENDS.items() if backend.unavailable() is None]
+AVAILABLE = [name for name, backend in BACKENDS.items() if backend.unavailable() is None]
+IN_FP32 = [name for name in AVAILABLE if FLOAT32 in BACKENDS[name].features]
 LENGTHS = (7, 12, 5)
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
 IDS = torch.randint(3, 60, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
@@ -110,7 +111,7 @@ def _as_told(told: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", IN_FP32)
 def test_hand_written_attention_sees_what_it_sees_under_upstreams_name(name, window):
     expected, own = _hand_written("eager", window), _hand_written(name, window)
     _near(_logits(own, input_ids=IDS), _logits(expected, input_ids=IDS))
@@ -123,7 +124,7 @@ def test_hand_written_attention_sees_what_it_sees_under_upstreams_name(name, win
 
 @pytest.mark.parametrize("told", ["trainer", "lengths", "positions"])
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", IN_FP32)
 def test_hand_written_attention_keeps_documents_apart(name, window, told):
     _near(_logits(_hand_written(name, window), **_as_told(told)), _alone(_hand_written("eager", window)))
 
@@ -313,7 +314,7 @@ def test_the_fastest_attention_with_all_features_is_chosen():
         for asked in ([], *([feature] for feature in FEATURES)):
             chosen = attention.choose(asked, device_type=device_type)
             assert not attention.missing_features(chosen, asked, device_type=device_type)
-            faster = [name for name in attention.ORDER[: attention.ORDER.index(chosen)] if name in ON_CPU]
+            faster = [name for name in attention.ORDER[: attention.ORDER.index(chosen)] if name in AVAILABLE]
             if device_type == "cpu":
                 faster = [name for name in faster if BACKENDS[name].has_cpu_backward]
             assert all(attention.missing_features(name, asked, device_type=device_type) for name in faster)
@@ -340,7 +341,7 @@ def test_a_recording_tells_what_a_model_asks_for_and_computes_it():
 # --------------------------------------------------------------------------- what models lay over their mask themselves
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", IN_FP32)
 def test_selected_keys_and_biases_mean_the_same_under_every_name(name):
     """`indices` are keys that a query sees, -1 none; `position_bias` is added to the scores. Outputs and gradients."""
     torch.manual_seed(0)
@@ -372,7 +373,7 @@ def test_a_mask_says_what_is_causal_whatever_a_module_says():
     states = [torch.randn(2, 2, 6, 8) for _ in range(3)]
     out = {
         name: attention.attention_function(name, BACKENDS[name])(module, *states, _made(name, 6, None, None, None))[0]
-        for name in ON_CPU
+        for name in IN_FP32
     }
     scores = states[0] @ states[1].transpose(2, 3) * 8**-0.5 + _made("eager", 6, None, None, None)
     for got in out.values():

@@ -115,10 +115,15 @@ def test_the_order_of_tiles_changes_no_bit(monkeypatch):
         used.append(blocks.group)
         return blocks.group
 
+    up, up_blocks = moe_gate_up, "GATE_UP"
+    if moe_schedule.is_specialized_here(tensors["hidden_states"]):
+        from patchgen.kernels.moe import gate_up_specialized as up  # needs Gluon
+
+        up_blocks = "GATE_UP_SPECIALIZED"
     for group in (1, 2):
-        for module, name in ((moe_gate_up, "GATE_UP"), (moe_gate_backward, "GATE_BACKWARD"), (grouped_gemm, "ROWS")):
+        for module, name in ((up, up_blocks), (moe_gate_backward, "GATE_BACKWARD"), (grouped_gemm, "ROWS")):
             monkeypatch.setattr(module, name, getattr(module, name)._replace(group=group))
-        for module in (moe_gate_up, moe_gate_backward):
+        for module in (up, moe_gate_backward):
             monkeypatch.setattr(module, "row_tiles_per_group", record)
         found.append(run(case, tensors, "triton"))
     assert used == [1, 1, 2, 2]  # of the two kernels that ask
@@ -161,8 +166,9 @@ def test_the_plan_holds_every_slot_once(routing: str):
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_the_rows_of_a_tokens_slots_are_summed(index_dtype: torch.dtype):
     """Against an index and a sum; three slots have no row, and one token has none at all."""
-    rows_PH = torch.randn(20, 96)
-    row_of_slot_TK = torch.randint(20, (7, 3)).to(index_dtype)
+    device = "cuda" if on_gpu else "cpu"
+    rows_PH = torch.randn(20, 96, device=device)
+    row_of_slot_TK = torch.randint(20, (7, 3), device=device).to(index_dtype)
     row_of_slot_TK[2] = -1
     row_of_slot_TK[4, 1] = -1
     expected = torch.where(row_of_slot_TK[..., None] < 0, 0, rows_PH[row_of_slot_TK.clamp(min=0)]).sum(1)
