@@ -63,6 +63,9 @@ def one_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int
         batches = feed.next()
         if isinstance(batches, End):
             raise DataError("The data ended before the first step.")
+        if trainer.learning.table is not None:  # of these batches alone: a run reads all of its data
+            trainer.learning.fill_table(batches.micro_batches)
+            trainer.model.reshard()  # without a backward, the root stays gathered
         loss = float(all_reduce(trainer.forward_backward(batches), operation="add up the loss"))
         gradients = sum(_bytes(p.grad) for p in trainer.model.parameters() if p.grad is not None)
         norm, _ = trainer.update()

@@ -19,7 +19,7 @@ from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, failed,
 from patchgen.runtime.doctor.labels import runs, shift_problem
 from patchgen.runtime.doctor.patient import Patient
 from patchgen.runtime.doctor.samples import ANY_TWO, MAX_LENGTH, Sample, fits_in_row_with
-from patchgen.runtime.doctor.step_checks import run_ranks
+from patchgen.runtime.doctor.step_checks import run_ranks, single_step
 from patchgen.runtime.train import first_loss
 from patchgen.runtime.train import recipe as recipes
 from patchgen.runtime.train.recipe import RecipeError, from_dict
@@ -39,6 +39,12 @@ def test_a_sound_model_passes_every_check(toy):
     assert report.as_json()["failed"] == []
     assert 0 < first_loss.read_measured(from_dict(toy.values)) < 1  # a run of any layout is held to it
     assert "on 2 ranks (sp 1, ep 2)" in report["layout"].summary.lower()
+
+
+def test_a_step_with_the_batches_of_several_ranks_is_no_captured_graph(toy):
+    captured = from_dict(toy.values | {"train": {"steps": 2, "batches_per_step": 1, "cuda_graph": True}})
+    step = single_step(captured, 2).train
+    assert (step.batches_per_step, step.cuda_graph) == (2, False)  # a graph is of one micro-batch
 
 
 @pytest.mark.parametrize("fault", planted.FAULTS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from toys import RIVERS, Toy
 
-from patchgen.runtime.doctor import Report, examine
+from patchgen.runtime.doctor import CHECKS, Report, examine
 from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED
 from patchgen.runtime.train.recipe import from_dict
 
@@ -38,7 +38,9 @@ def exchanged(row: dict[str, Any]) -> dict[str, Any]:
     return {"chosen": row["rejected"], "rejected": row["chosen"]}
 
 
-def examined(toy: Toy, place: Path, rows: list[dict[str, Any]], objective: str, *skip: str, **changed: Any) -> Report:
+def examined(
+    toy: Toy, place: Path, rows: list[dict[str, Any]], objective: str, skip: tuple[str, ...] = SLOW, **changed: Any
+) -> Report:
     """What the doctor finds when the toy is trained on these rows."""
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = json.loads(json.dumps(toy.values))
@@ -46,7 +48,7 @@ def examined(toy: Toy, place: Path, rows: list[dict[str, Any]], objective: str, 
     data = {"kind": kind, "sources": [{"path": str(place / "rows.jsonl")}], "tokens_per_batch": 1024}
     values["data"] |= {**data, "cache_dir": str(place / "cache"), **changed.pop("data", {})}
     values["objective"] = {"name": objective, "options": changed.pop("options", {})}
-    return examine(from_dict(values | changed), skip=(*SLOW, *skip))
+    return examine(from_dict(values | changed), skip=skip)
 
 
 def test_sound_pairs_pass_and_both_halves_are_shown(toy, tmp_path):
@@ -61,6 +63,13 @@ def test_sound_pairs_pass_and_both_halves_are_shown(toy, tmp_path):
     assert "in 8 of 8 pairs" in report["objective"].summary
     assert report["first loss"].status == report["packing"].status == PASSED
     assert "0.0" in report["first loss"].summary  # of the chosen halves, which the toy knows by heart
+
+
+def test_a_step_on_pairs_has_its_reference_on_one_rank_and_on_several(toy, tmp_path):
+    checks = {check.name for check in CHECKS} - {"step", "layout"}
+    report = examined(toy, tmp_path, pairs(), "dpo", skip=tuple(checks))
+    assert report["step"].status == report["layout"].status == PASSED, report.text()
+    assert "the loss is 0.69315" in report["layout"].summary  # ln 2: before training the model is its own reference
 
 
 def test_a_reward_model_is_asked_nothing_that_its_head_does_not_say(toy, tmp_path):
