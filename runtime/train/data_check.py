@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from patchgen.runtime.data import DataError
@@ -11,6 +10,7 @@ from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.transform import check_first_rows
 from patchgen.runtime.train import architecture, setup
+from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 
@@ -41,6 +41,4 @@ def require_data(recipe: Recipe) -> None:
 
 def _processor(source: str) -> Any:
     """The processor that comes with a model; None for a bare model type."""
-    from transformers import CONFIG_MAPPING
-
-    return None if not Path(source).is_dir() and source in CONFIG_MAPPING else setup.load_processor(source)
+    return None if models.is_model_type(source) else setup.load_processor(source)

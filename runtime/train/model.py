@@ -41,6 +41,13 @@ if TYPE_CHECKING:
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
+def is_model_type(source: str) -> bool:
+    """Whether `model.source` is a bare model type; a folder of that name in the working directory takes precedence."""
+    from transformers import CONFIG_MAPPING
+
+    return source in CONFIG_MAPPING and not Path(source).is_dir()
+
+
 def read_config(model: ModelConfig) -> PreTrainedConfig:
     """The config of `model.source` with its overrides; registers `model.code` in this process.
 
@@ -52,7 +59,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     custom = architecture.register(model)
-    is_type = not Path(model.source).exists() and model.source in CONFIG_MAPPING
+    is_type = is_model_type(model.source)
     try:
         config = (
             CONFIG_MAPPING[model.source]()
@@ -191,9 +198,7 @@ def find_weights(model: ModelConfig) -> Path | str | None:
         raise RecipeError(
             f"model.weights must be 'auto', 'random' or a folder, and '{model.weights}' is not a folder."
         )
-    from transformers import CONFIG_MAPPING
-
-    return None if model.source in CONFIG_MAPPING else model.source
+    return None if is_model_type(model.source) else model.source
 
 
 def weights_folder(model: ModelConfig) -> Path | None:
@@ -219,7 +224,9 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
     objective, kind = choose.objective_of(recipe.objective), head_kinds.kind_of(head.__name__)
-    is_encoder_decoder = kind == head_kinds.CONDITIONAL and objective.is_models_own and encoder_decoder.is_served(head)
+    is_encoder_decoder = (
+        kind == head_kinds.CONDITIONAL and objective.is_models_own and encoder_decoder.is_served(head)
+    )
     if is_encoder_decoder:
         head = encoder_decoder.on_rows(head)
     chosen = attention_choice.choose(recipe.model.attention, head, config, dtype=compute_dtype(recipe))

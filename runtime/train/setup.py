@@ -46,11 +46,11 @@ class DataParts:
 
 def data_parts(recipe: Recipe) -> DataParts:
     """The tokenizer and processor of `model.source`; for a bare model type, a tokenizer trained on the recipe's data."""
-    from transformers import CONFIG_MAPPING, AutoTokenizer
+    from transformers import AutoTokenizer
 
     architecture.prepare(recipe)
     source, config = recipe.model.source, models.read_config(recipe.model)
-    if not Path(source).is_dir() and source in CONFIG_MAPPING:
+    if models.is_model_type(source):
         return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=config.get_text_config().vocab_size))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -59,7 +59,7 @@ def data_parts(recipe: Recipe) -> DataParts:
             f"model.source = '{source}' has no tokenizer that can be read here: {one_line(error)}"
         ) from error
     require_fitting(tokenizer, config, source)
-    if recipe.data.kind != "multimodal":
+    if all(data is None or data.kind != "multimodal" for data in (recipe.data, recipe.eval_data)):
         return DataParts(tokenizer)
     # Positions depend on the config alone, so a model on the meta device provides the function for the data workers.
     # Models with plain consecutive positions have none.

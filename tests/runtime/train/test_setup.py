@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from patchgen.runtime import attention, registry
-from patchgen.runtime.train import setup
+from patchgen.runtime.train import data_check, setup
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.verify.small_config import small_config
 
@@ -38,6 +38,30 @@ def test_positions_are_those_of_the_head_and_reach_workers(model, tmp_path, monk
     assert (parts.position_function is not None) == has_own
     if has_own:
         pickle.loads(pickle.dumps(parts.position_function))
+
+
+def test_evaluation_on_media_has_a_processor_whatever_the_run_trains_on(tmp_path, monkeypatch):
+    config = small_config(registry.find_model("gemma3").load().Gemma3ForConditionalGeneration.config_class).config
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda source, **options: three_words())
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda source, **options: "processor")
+    monkeypatch.setattr(setup.models, "read_config", lambda section: config)
+    values = {"model": {"source": str(tmp_path)}, "data": {}, "train": {"eval_every": 1}}
+    parts = setup.data_parts(from_dict(values | {"eval_data": {"kind": "multimodal"}}))
+    assert parts.processor == "processor"
+    assert setup.data_parts(from_dict(values | {"eval_data": {"kind": "text"}})).processor is None
+
+
+def test_a_plain_file_named_as_a_model_type_does_not_hide_the_type(tmp_path, monkeypatch):
+    (tmp_path / "qwen3_moe").write_text("notes")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(setup, "train_tokenizer", lambda data, vocab_size: vocab_size)
+    recipe = from_dict({"model": {"source": "qwen3_moe"}, "data": {}})
+    config = setup.models.read_config(recipe.model)
+    assert setup.data_parts(recipe).tokenizer == config.vocab_size
+    assert setup.models.find_weights(recipe.model) is None
+    assert data_check._processor("qwen3_moe") is None
+    (tmp_path / "llama").mkdir()
+    assert not setup.models.is_model_type("llama")
 
 
 def three_words():
