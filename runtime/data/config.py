@@ -183,6 +183,8 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} must be at least 1, not {value}.")
+        if not self.video_fps > 0:
+            raise ValueError(f"data.video_fps must be above 0, not {self.video_fps}: frames per second to sample.")
         for name in ("num_workers", "seed"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"data.{name} must be 0 or more, not {value}.")

@@ -129,6 +129,8 @@ def test_every_epoch_and_lap_has_an_order_of_its_own():
     [
         ({"kind": "images"}, "kind is 'images'; it must be one of text, chat, multimodal"),
         ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1"),
+        ({"kind": "multimodal", "video_fps": 0}, "video_fps must be above 0, not 0"),
+        ({"kind": "multimodal", "video_fps": -1.0}, "video_fps must be above 0, not -1.0"),
         ({"max_length": 5000}, "does not fit into data.tokens_per_batch"),
         ({"kind": "chat", "on_long": "split"}, "split is only for plain text"),
         ({"sources": ()}, "sources is empty"),
