@@ -1,8 +1,11 @@
-"""An encoder-decoder on packed rows: the encoder reads the tokens without a loss, the decoder predicts those with one.
+"""An encoder-decoder on packed rows: the encoder reads a document up to its answer, the decoder predicts the answer.
 
     document   p p p a a a e            (prompt, answer and end token)
     encoder    p p p                    with a padding mask
     labels           a a a e            upstream shifts them right for the decoder's input
+
+The answer is the tokens with a loss, which follow each other. A document with several answers is refused: what is between them
+would be no input of either. Tokens after the answer are left out, as nothing that has a loss depends on them.
 
 `model_calls.separate_documents` first puts each document of a packed row into its own row. The loss is the head's own, as a
 share of the step.
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.parallel.loss import counted_targets
 from patchgen.runtime.parallel.report import called_seams
@@ -25,9 +29,14 @@ if TYPE_CHECKING:
 
 ROW_FIELDS = ("position_ids", "real_tokens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Fields about positions in a row, which do not apply to the inputs of encoder and decoder."""
+ONE_ANSWER = (
+    "An encoder-decoder learns one answer per document: its encoder reads what is before the answer, and nothing would read "
+    "what follows, up to the next one. To fix: set data.learn: last and remove train and weight from the messages, or split "
+    "conversations into one per answer."
+)
 
 
-def is_served(head: type) -> bool:
+def has_loss_seam(head: type) -> bool:
     """Whether a generated encoder-decoder can compute a share of a step: its loss is the seam's."""
     return "causal_lm_loss" in called_seams(head.forward)
 
@@ -44,6 +53,7 @@ def on_rows(head: type[PreTrainedModel]) -> type[PreTrainedModel]:
             inputs |= prompts_and_answers(input_ids, shift_labels, kwargs.get("real_tokens"))
         else:
             inputs["input_ids"] = input_ids
+            # A forward without labels, as the one before a run that counts the heads of attention: any decoder input does.
             if not inputs.keys() & {"labels", "decoder_input_ids", "decoder_inputs_embeds"}:
                 inputs["decoder_input_ids"] = input_ids
         with counted_targets():
@@ -56,14 +66,23 @@ def prompts_and_answers(ids: Tensor, targets: Tensor, real: Tensor | None) -> di
     """The inputs of an encoder-decoder, from rows `(D, L)` and the target of each token; `real` is False for padding.
 
     One host sync.
+
+    Raises:
+        DataError: a document has several answers.
     """
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    first = positions.masked_fill(targets == IGNORED, ids.shape[1]).amin(dim=1, keepdim=True)  # predicts the answer
+    has_loss = targets != IGNORED
+    # The last token of the prompt, whose target is the first of the answer; of padding, beyond the row.
+    first = positions.masked_fill(~has_loss, ids.shape[1]).amin(dim=1, keepdim=True)
+    last = positions.masked_fill(~has_loss, -1).amax(dim=1, keepdim=True)
+    gaps = ((positions > first) & (positions < last) & ~has_loss).any(dim=1).sum()
     is_prompt = positions <= first if real is None else (positions <= first) & real
     answer = targets.gather(1, (first + positions).clamp(max=ids.shape[1] - 1))
     answer = answer.masked_fill(first + positions >= ids.shape[1], IGNORED)
-    lengths = torch.stack([is_prompt.sum(1).max(), (answer != IGNORED).sum(1).max()])
-    prompt_length, answer_length = map(int, lengths.tolist())
+    lengths = torch.stack([is_prompt.sum(1).max(), (answer != IGNORED).sum(1).max(), gaps])
+    prompt_length, answer_length, several = map(int, lengths.tolist())
+    if several:
+        raise DataError(f"{several} of the {len(ids)} documents of a row have several answers. {ONE_ANSWER}")
     return {
         "input_ids": ids[:, :prompt_length],
         "attention_mask": is_prompt[:, :prompt_length].long(),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
-from patchgen.runtime.data import DataError
+from patchgen.runtime.data import DataConfig, DataError
+from patchgen.runtime.data.chat import learned_turns, require_messages
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.multimodal import PrepareMultimodal
+from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.transform import check_first_rows
+from patchgen.runtime.data.transform import FIRST_ROWS, check_first_rows, mappers_of
+from patchgen.runtime.objectives.encoder_decoder import ONE_ANSWER
 from patchgen.runtime.train import architecture, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
@@ -19,7 +23,8 @@ def require_data(recipe: Recipe) -> None:
 
     Raises:
         RecipeError: a transform that does not exist or returns an invalid row; rows in no format of the kind, or in
-            several; an option that the processor lacks or refuses; a special token that the tokenizer lacks.
+            several; several answers in a conversation for an encoder-decoder; an option that the processor lacks or refuses;
+            a special token that the tokenizer lacks.
     """
     architecture.prepare(recipe)
     for name, config in (("data", recipe.data), ("eval_data", recipe.eval_data)):
@@ -27,6 +32,8 @@ def require_data(recipe: Recipe) -> None:
             continue
         try:
             check_first_rows(config, [open_source(source) for source in config.sources])
+            if config.kind == "chat" and models.read_config(recipe.model).is_encoder_decoder:
+                _require_one_answer(config)
             if not config.media and not config.special_tokens:
                 continue
             if config.kind != "multimodal":
@@ -37,6 +44,26 @@ def require_data(recipe: Recipe) -> None:
                 prepare.options.require_accepted()
         except DataError as error:
             raise RecipeError(str(error) if name == "data" else f"{name}: {error}") from error
+
+
+def _require_one_answer(config: DataConfig) -> None:
+    """Raises DataError if one of the first rows is a conversation with several answers, for an encoder-decoder."""
+    for mapper, source in zip(mappers_of(config), map(open_source, config.sources), strict=True):
+        for record, _ in itertools.islice(source.read(), FIRST_ROWS):
+            try:
+                fields = mapper(record.where, record.fields())
+                if not isinstance(
+                    fields, dict
+                ):  # a transform's own tokens: refused on ranks, at the first such document
+                    continue
+                require_messages(record.where, fields["messages"])
+                learned = learned_turns(record.where, fields["messages"], config.learn)
+            except BadSample:
+                continue  # counted or raised when samples are prepared
+            roles = [message["role"] for message in fields["messages"]]
+            answers = roles.count("assistant") if learned is None else len(learned)
+            if answers > 1:
+                raise DataError(f"{record.where}: the conversation has {answers} answers. {ONE_ANSWER}")
 
 
 def _processor(source: str) -> Any:

@@ -225,7 +225,7 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
     objective, kind = choose.objective_of(recipe.objective), head_kinds.kind_of(head.__name__)
     is_encoder_decoder = (
-        kind == head_kinds.CONDITIONAL and objective.is_models_own and encoder_decoder.is_served(head)
+        kind == head_kinds.CONDITIONAL and objective.is_models_own and encoder_decoder.has_loss_seam(head)
     )
     if is_encoder_decoder:
         head = encoder_decoder.on_rows(head)
