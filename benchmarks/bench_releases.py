@@ -1,22 +1,23 @@
-"""Which releases of transformers the committed models generate from, with the same configs, and which of them are proven.
+"""Which releases of transformers the committed models generate from, with the committed patchgen/model_configs, and which of
+them are proven.
 
     python benchmarks/bench_releases.py --proofs 5.20.0=moved_to_5.20     # into benchmarks/results_releases.csv
 
-A folder of proofs is one of generated models that `patchgen upgrade --to RELEASE --apply` has moved; a proof counts
-if it is of the very text that generation gives now.
+RELEASE=FOLDER: the folder of generated models after `patchgen upgrade --to RELEASE --apply`; default: the committed one. A
+proof counts if it is of the very text that generation gives now, and of the files of its parts in that folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from patchgen import emit, pipeline, provenance
 from patchgen.errors import PatchgenError
+from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify.committed_models import committed
 from patchgen.upgrade import releases
 from patchgen.upstream import Release, load_from
@@ -63,15 +64,18 @@ def row(model: str, release: Release, proofs: Path) -> Mapping[str, object]:
     return names | {
         "generation": "generates",
         "lines": emit.changed_lines(generated.diff),
-        "proof": proof_of(generated.text, proofs / model / "verify.json"),
+        "proof": proof_of(generated.text, proofs / model / f"modeling_{model}.py"),
     }
 
 
-def proof_of(text: str, path: Path) -> str:
-    """The status of the proof of this text, or that there is none."""
-    proof = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    is_of_these = proof.get("sha256") == hashlib.sha256(text.encode()).hexdigest()
-    return proof["status"] if is_of_these else "not run"
+def proof_of(text: str, generated_file: Path) -> str:
+    """The status of the proof beside a file, if file and proof are of this text; otherwise that there is none."""
+    path = generated_file.with_name("verify.json")
+    if not path.is_file():
+        return "not run"
+    proof = json.loads(path.read_text(encoding="utf-8"))
+    is_same_text = generated_file.is_file() and generated_file.read_text(encoding="utf-8") == text
+    return proof["status"] if is_same_text and proof["sha256"] == digest(generated_file) else "no proof of this text"
 
 
 if __name__ == "__main__":
