@@ -89,18 +89,14 @@ def gradient_summaries(
     """A summary of each gradient of a row, by parameter; gradients are freed as soon as they are summarised."""
     summaries: dict[str, GradientSummary] = {}
     model.zero_grad(set_to_none=True)
-    handles = [
-        p.register_post_accumulate_grad_hook(functools.partial(_summarise, name, summaries))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                hook = functools.partial(_summarise, name, summaries)
+                hooks.enter_context(p.register_post_accumulate_grad_hook(hook))
         loss = _loss(model, row, chosen)
         with using_kernels(chosen):  # also when layers are recomputed
             loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
     return summaries
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -138,42 +140,28 @@ class Router(Check):
         return passed(f"The routers of {len(paths)} layers compute in float32.")
 
 
-def router_outputs(patient: Patient, experts: list[str]) -> Iterator[tuple[str, Tensor]]:
+def router_outputs(patient: Patient, experts: list[str]) -> list[tuple[str, Tensor]]:
     """The non-constant outputs of the modules next to the experts of each layer, and the experts' inputs, with paths."""
     model, outputs = patient.model, []
-    blocks = {path.rpartition(".")[0]: path for path in experts}
-    handles = []
-    for block, experts_path in blocks.items():
-        for name, module in model.get_submodule(block).named_children():
-            path = f"{block}.{name}"
-            if path != experts_path:
-                handles.append(module.register_forward_hook(_output_hook(path, outputs)))
-        hook = _input_hook(experts_path, outputs)
-        handles.append(model.get_submodule(experts_path).register_forward_pre_hook(hook, with_kwargs=True))
-    try:
+
+    def record(path: str, values: Iterable[Any]) -> None:
+        for value in values:
+            is_fp32 = isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() > 0
+            if is_fp32 and bool((value != value.flatten()[0]).any()):
+                outputs.append((path, value.detach()))
+
+    def record_output(path: str, module: nn.Module, args: tuple, output: Any) -> None:
+        record(path, output if isinstance(output, tuple | list) else [output])
+
+    def record_inputs(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        record(f"the routing of {path}", [*args[1:], *kwargs.values()])
+
+    with contextlib.ExitStack() as hooks:
+        for block, experts_path in {path.rpartition(".")[0]: path for path in experts}.items():
+            for name, module in model.get_submodule(block).named_children():
+                if (path := f"{block}.{name}") != experts_path:
+                    hooks.enter_context(module.register_forward_hook(functools.partial(record_output, path)))
+            hook = functools.partial(record_inputs, experts_path)
+            hooks.enter_context(model.get_submodule(experts_path).register_forward_pre_hook(hook, with_kwargs=True))
         calls.loss(model, patient.row, patient.kernels)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return iter(outputs)
-
-
-def _output_hook(path: str, outputs: list[tuple[str, Tensor]]) -> Any:
-    def record(module: nn.Module, args: tuple, output: Any) -> None:
-        _record(path, output if isinstance(output, tuple | list) else [output], outputs)
-
-    return record
-
-
-def _input_hook(path: str, outputs: list[tuple[str, Tensor]]) -> Any:
-    def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        _record(f"the routing of {path}", [*args[1:], *kwargs.values()], outputs)
-
-    return record
-
-
-def _record(path: str, values: Any, outputs: list[tuple[str, Tensor]]) -> None:
-    for value in values:
-        is_fp32 = isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() > 0
-        if is_fp32 and bool((value != value.flatten()[0]).any()):
-            outputs.append((path, value.detach()))
+    return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -82,30 +83,22 @@ def count_kernel_calls(
     counts = {seam: Counter() for seam in chosen}
     stack: list[str] = []
     ran: dict[str, list[str]] = {seam: [] for seam in chosen}
-    handles = []
-    for path, module in model.named_modules():
-        module_seams = [seam for seam in chosen if type(module).__name__ in users.get(seam, ())]
-        if module_seams:
-            handles.append(module.register_forward_pre_hook(lambda *_, path=path: stack.append(path)))
-            handles.append(module.register_forward_hook(_leave_hook(stack, [ran[seam] for seam in module_seams])))
 
     def on_call(seam: str, args: tuple, kwargs: dict[str, Any]) -> None:
         if seam in counts:
             counts[seam][stack[-1] if stack else ""] += 1
 
-    try:
-        with observed(on_call):
-            calls.loss(model, row, chosen)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return counts, {seam: [path for path in dict.fromkeys(ran[seam]) if not counts[seam][path]] for seam in chosen}
-
-
-def _leave_hook(stack: list[str], ran: list[list[str]]) -> Callable:
-    def leave(*_: Any) -> None:
+    def leave(paths_of_seams: list[list[str]], *_: Any) -> None:
         path = stack.pop()
-        for paths in ran:
+        for paths in paths_of_seams:
             paths.append(path)
 
-    return leave
+    with contextlib.ExitStack() as hooks:
+        for path, module in model.named_modules():
+            paths_of_seams = [ran[seam] for seam in chosen if type(module).__name__ in users.get(seam, ())]
+            if paths_of_seams:
+                hooks.enter_context(module.register_forward_pre_hook(lambda *_, path=path: stack.append(path)))
+                hooks.enter_context(module.register_forward_hook(functools.partial(leave, paths_of_seams)))
+        hooks.enter_context(observed(on_call))
+        calls.loss(model, row, chosen)
+    return counts, {seam: [path for path in dict.fromkeys(ran[seam]) if not counts[seam][path]] for seam in chosen}

@@ -6,7 +6,9 @@ innermost: `model.layers.3.mlp.gate` before `model.layers.3.mlp`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from patchgen.runtime.doctor import calls
+from patchgen.runtime.objectives.learning import evaluating
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.verify.conditioning import ROUNDING_FACTOR
 from patchgen.runtime.verify.training_inputs import without_labels
@@ -71,25 +74,19 @@ def record_plain(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[st
     """Any model on inputs without labels."""
     outputs: dict[str, Tensor] = {}
     known = dict(model.named_modules())
-    handles = [known[path].register_forward_hook(_output_hook(path, outputs)) for path in paths if path in known]
-    was_training = model.training
-    model.eval()
-    try:
-        logits = model(**inputs, use_cache=False).logits
-    finally:
-        model.train(was_training)
-        for handle in handles:
-            handle.remove()
-    return Trace(outputs, logits[0].float().cpu())
 
-
-def _output_hook(path: str, outputs: dict[str, Tensor]) -> Callable:
-    def record(module: nn.Module, args: tuple, output: Any) -> None:
+    def record_output(path: str, module: nn.Module, args: tuple, output: Any) -> None:
         first = output[0] if isinstance(output, tuple | list) and output else output
         if isinstance(first, Tensor) and first.is_floating_point():
             outputs[path] = first.float().cpu()
 
-    return record
+    with contextlib.ExitStack() as hooks:
+        for path in paths:
+            if path in known:
+                hooks.enter_context(known[path].register_forward_hook(functools.partial(record_output, path)))
+        hooks.enter_context(evaluating(model))
+        logits = model(**inputs, use_cache=False).logits
+    return Trace(outputs, logits[0].float().cpu())
 
 
 def record_perturbed(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
@@ -100,11 +97,8 @@ def record_perturbed(model: PreTrainedModel, inputs: Mapping[str, Any], paths: S
         noise = torch.rand(output.shape, generator=generator).to(output) * 2 - 1
         return output * (1 + noise * torch.finfo(output.dtype).eps)
 
-    handle = model.get_input_embeddings().register_forward_hook(perturb)
-    try:
+    with model.get_input_embeddings().register_forward_hook(perturb):
         return record(model, inputs, paths)
-    finally:
-        handle.remove()
 
 
 @dataclass(frozen=True)

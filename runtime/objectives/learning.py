@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime.data.text import digest
@@ -128,13 +128,14 @@ def evaluate(model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, funct
         assert complete.hidden is not None, "set by `at_loss_seam`"
         return complete.hidden.new_zeros(())
 
-    with _evaluating(model), loss.step(1, router_loss=False, objective=at_loss_seam(store, batch)):
+    with evaluating(model), loss.step(1, router_loss=False, objective=at_loss_seam(store, batch)):
         model(**inputs, use_cache=False)
     return results[0]
 
 
 @contextlib.contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switches dropout off, then back to the mode before."""
     was_training = model.training
     model.eval()
     try:
