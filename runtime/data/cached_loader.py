@@ -62,10 +62,6 @@ class PlannedLoader(Loader):
             "on_long": config.on_long,
         }
 
-    @property
-    def epoch(self) -> int:
-        return self._plan.epoch
-
     def __next__(self) -> dict[str, Any]:
         batches = [self._plan.next() for _ in range(self._num_batches)]
         if batches[0] is None:

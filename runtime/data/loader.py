@@ -88,11 +88,6 @@ class Loader(ABC):
     def __next__(self) -> dict[str, Any]:
         """The next micro-batch, see `collate.collate`; StopIteration after the last epoch, on all ranks."""
 
-    @property
-    @abstractmethod
-    def epoch(self) -> int:
-        """The epoch, from 0, that the latest batch of this rank came from."""
-
     @abstractmethod
     def places(self) -> list[str]:
         """File and line of each sample of the latest batch."""

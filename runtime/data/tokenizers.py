@@ -25,33 +25,34 @@ CHAT_TEMPLATE = (
 MAX_CHARACTERS = 4_000_000  # from the start of each source: enough for a small vocabulary
 
 
-def train_tokenizer(config: DataConfig, *, vocab_size: int, special_tokens: tuple[str, ...] = ()) -> Any:
+def train_tokenizer(config: DataConfig, *, vocab_size: int) -> Any:
     """A byte-level BPE tokenizer trained on `config`'s sources, as a transformers tokenizer.
 
-    It is cached and the same for the same files, so all ranks have the same one. Id 0 is padding, 1 the end of a text,
-    then `special_tokens`. For conversations it has a chat template: `role: content`, one line per message.
+    It is cached and the same for the same files, so all ranks have the same one. Id 0 is padding, 1 the end of a text.
+    For conversations it has a chat template: `role: content`, one line per message.
     """
     from transformers import PreTrainedTokenizerFast
 
     sources = [open_source(source) for source in config.sources]
-    key_parts = [vocab_size, special_tokens, MAX_CHARACTERS, [source.fingerprint() for source in sources]]
+    key_parts = [vocab_size, MAX_CHARACTERS, [source.fingerprint() for source in sources]]
     key_parts += [mapper.fingerprint() for mapper in mappers_of(config)]
     path = config.cache_root / f"tokenizer-{digest(key_parts)}.json"
     if not path.exists():
         with cache_lock(path.with_suffix(".lock")):
             if not path.exists():
-                _train(path, _texts(config, sources), vocab_size, [PADDING, END, *special_tokens])
+                _train(path, _texts(config, sources), vocab_size)
     template = {} if config.kind == "text" else {"chat_template": CHAT_TEMPLATE}
     return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END, pad_token=PADDING, **template)
 
 
-def _train(path: Path, texts: Iterator[str], vocab_size: int, special_tokens: list[str]) -> None:
+def _train(path: Path, texts: Iterator[str], vocab_size: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special_tokens = [PADDING, END]
     smallest = len(alphabet) + len(special_tokens)
     if vocab_size < smallest:
         raise ValueError(f"vocab_size = {vocab_size}; bytes and special tokens alone are {smallest}.")

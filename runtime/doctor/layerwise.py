@@ -42,7 +42,7 @@ class Layerwise:
         limit: the most bytes of parameters that are loaded at once.
 
     Attributes:
-        loaded_bytes: at present; `peak_bytes` is their maximum so far.
+        loaded_bytes: at present.
 
     Raises:
         DoesNotFit: with the least bytes that are needed.
@@ -67,7 +67,7 @@ class Layerwise:
             (outside if number is None else self._own[number])[name] = parameter
         self._changes: dict[int, dict[int, Change]] = {}
         self._loaded: list[int] = []  # the last is the one that computes
-        self.loaded_bytes = self.peak_bytes = 0
+        self.loaded_bytes = 0
         self._fill(outside)
         saved = model.state_dict()
         read({name: buffer for name, buffer in model.named_buffers() if name in saved})
@@ -128,7 +128,6 @@ class Layerwise:
 
     def _fill(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.loaded_bytes += _bytes(parameters.values())
-        self.peak_bytes = max(self.peak_bytes, self.loaded_bytes)
         for parameter in parameters.values():
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
         self._read({name: parameter.data for name, parameter in parameters.items()})

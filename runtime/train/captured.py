@@ -23,7 +23,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,12 +46,6 @@ logger = logging.getLogger(__name__)
 
 # (inputs, number of labels [], number of non-padding tokens []) -> this rank's share of the loss; sets gradients.
 Compute = Callable[[Mapping[str, Any], Tensor, Tensor], Tensor]
-
-
-class Recording(Protocol):
-    """What `capture` returns."""
-
-    def replay(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -153,27 +147,17 @@ class CapturedStep:
     Args:
         model: sharded, on GPUs; its optimizer sets gradients to None.
         compute: forward and backward of a step.
-        capture: records what a function launches; tests replace it on other devices.
 
     Attributes:
         replayed: number of replayed steps.
-        captured: number of captured graphs.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        state: ParallelState,
-        device: torch.device,
-        compute: Compute,
-        capture: Callable[[Callable[[], None], nn.Module, ParallelState], Recording] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, state: ParallelState, device: torch.device, compute: Compute) -> None:
         self.model, self.state, self.device, self.compute = model, state, device, compute
-        self._capture = capture or _capture
         self._group = dist.new_group(backend="gloo") if state.config.world > 1 else None
         self._shape: GraphShape | None = None
         self._reset()
-        self.replayed = self.captured = 0
+        self.replayed = 0
         self._not_replayed: Counter[int] = Counter()
 
     def __call__(self, rows: Mapping[str, Any], items: int, tokens: int) -> Tensor:
@@ -223,7 +207,7 @@ class CapturedStep:
             )
 
     def _reset(self) -> None:
-        self._recording: Recording | None = None
+        self._recording: torch.cuda.CUDAGraph | None = None
         self._inputs: dict[str, Any] = {}
         self._gradients: list[tuple[nn.Parameter, Tensor, bool]] = []
         self._loss_share: Tensor | None = None
@@ -248,7 +232,7 @@ class CapturedStep:
 
         with watch.operation("capture a step as a CUDA graph"):
             try:
-                self._recording = self._capture(run, self.model, self.state)
+                self._recording = _capture(run, self.model, self.state)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -261,7 +245,6 @@ class CapturedStep:
             for parameter in self.model.parameters()
             if parameter.grad is not None
         ]
-        self.captured += 1
 
     @functools.cached_property
     def _shards(self) -> set[peer_shards.PeerShards]:

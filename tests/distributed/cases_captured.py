@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig
@@ -10,7 +12,7 @@ from patchgen.runtime import attention, parallel, registry
 from patchgen.runtime.parallel import ParallelConfig, gradients, loss, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train.captured import CapturedStep
+from patchgen.runtime.train import captured
 
 TOKENS, VOCABULARY = 48, 61
 
@@ -90,13 +92,20 @@ def curve(
             share.backward()
         return share.detach()
 
-    captured = CapturedStep(model, state, torch.device("cpu"), compute, RunAgain)
+    recordings: list[RunAgain] = []
+
+    def record(*arguments) -> RunAgain:
+        recordings.append(RunAgain(*arguments))
+        return recordings[-1]
+
+    step_replayed = captured.CapturedStep(model, state, torch.device("cpu"), compute)
     found: list[float] = []
     for step, groups in enumerate(documents):
         rows = row(10 * step + state.batch_index, groups[state.batch_index % len(groups)], state)
         items, tokens = int(loss.count_items([rows], "cpu")), int(loss.count_tokens([rows], "cpu"))
         if replays:
-            share = captured(rows, items, tokens).clone()
+            with mock.patch.object(captured, "_capture", record):
+                share = step_replayed(rows, items, tokens).clone()
         else:
             share = compute(rows, torch.tensor(items), tokens)
         dist.all_reduce(share)
@@ -107,4 +116,4 @@ def curve(
                     parameter -= 0.1 * parameter.grad
                     parameter.grad = None
         found += [float(share), float(norm)]
-    return found, captured.replayed, captured.captured
+    return found, step_replayed.replayed, len(recordings)
