@@ -71,7 +71,11 @@ class ChatEncoder(SampleEncoder):
             BadSample: the template refuses the messages.
         """
         tools = fields.get("tools") or None
-        return chat_tokens(self.tokenizer, messages, tools, literals=self.literals, where=where, learned=learned)
+        template = self.tokenizer.get_chat_template(None, tools=tools)
+        text, spans = render_with_spans(
+            where, messages, tools, template=template, literals=self.literals, learned=learned
+        )
+        return self.literals.encode(where, text, spans)
 
     def fingerprint(self) -> list[Any]:
         return ["chat", self.learn, self.literals.kept, tokenizer_fingerprint(self.tokenizer)]
@@ -117,43 +121,21 @@ def require_messages(where: str, messages: list[Any]) -> None:
             raise BadSample(where, f"message {number} is {message!r:.80}, expected a dict with a role and content")
 
 
-def chat_tokens(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    tools: Any = None,
-    *,
-    literals: Literals | None = None,
-    where: str = "messages",
-    learned: frozenset[int] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The ids `(n,)` int64 of a conversation and which have a loss `(n,)` bool: the turns `learned`; None: all assistant turns."""
-    literals = literals or Literals(tokenizer)
-    text, spans = render_with_spans(
-        where,
-        literals.mark(messages),
-        literals.mark(tools),
-        template=tokenizer.get_chat_template(None, tools=tools),
-        tokenizer=tokenizer,
-        learned=learned,
-    )
-    return literals.encode(where, text, spans)
-
-
 def render_with_spans(
     where: str,
     messages: list[dict[str, Any]],
     tools: Any,
     *,
     template: str,
-    tokenizer: Any,
+    literals: Literals,
     learned: frozenset[int] | None = None,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and the characters of the assistant turns `learned` in it; None: of all.
+    """The text of a conversation with special tokens marked, and the characters of the assistant turns `learned`; None: of all.
 
     Raises:
         BadSample: the template refuses the messages.
     """
-    render, messages = make_renderer(messages, tools, template=template, tokenizer=tokenizer)
+    render, messages = make_renderer(messages, tools, template=template, literals=literals)
     with as_bad_sample("the chat template", where, "the messages"):
         marks = None
         if marks_assistant_turns(template):
@@ -162,7 +144,7 @@ def render_with_spans(
                 return text, marks
         else:
             text = render(messages)
-        spans = assistant_spans(render, messages, text, tuple(tokenizer.get_added_vocab()))
+        spans = assistant_spans(render, messages, text, tuple(literals.tokenizer.get_added_vocab()))
     if marks is not None and learned is not None:
         return text, _marks_of_turns(where, marks, spans, learned)
     return text, [span for number, span in spans.items() if learned is None or number in learned]
@@ -189,15 +171,16 @@ class Renderer:
 
 
 def make_renderer(
-    messages: list[dict[str, Any]], tools: Any, *, template: str, tokenizer: Any
+    messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals
 ) -> tuple[Renderer, list[dict[str, Any]]]:
-    """A renderer for a conversation, and its messages without empty keys and flags."""
+    """A renderer for a conversation, and its messages without empty keys and flags; special tokens in both are marked."""
     # Templates would write "None" for keys with no value; transformers drops them as well.
     plain = [
         {key: value for key, value in message.items() if value is not None and key not in LEARN_FLAGS}
-        for message in messages
+        for message in literals.mark(messages)
     ]
-    return Renderer({**tokenizer.special_tokens_map, "chat_template": template, "tools": tools}), plain
+    options = {"chat_template": template, "tools": literals.mark(tools)}
+    return Renderer({**literals.tokenizer.special_tokens_map, **options}), plain
 
 
 def _marks_of_turns(
@@ -290,6 +273,7 @@ def common_suffix(first: str, second: str) -> int:
     return common_prefix(first[::-1], second[::-1])
 
 
-def common_prefix(first: str, second: str) -> int:
+def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many characters, tokens or messages at the beginning are equal."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from patchgen.runtime.data.chat import ChatEncoder, learned_turns
+from patchgen.runtime.data.chat import ChatEncoder, common_prefix, learned_turns
 from patchgen.runtime.data.problems import BadSample, DataError
 from patchgen.runtime.data.text import SampleEncoder, TextEncoder, Tokens
 
@@ -24,14 +24,7 @@ class PairEncoder(SampleEncoder):
 
     def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
         halves = [fields["chosen"], fields["rejected"]]
-        shared = next(
-            (
-                number
-                for number, (chosen_message, rejected_message) in enumerate(zip(*halves, strict=False))
-                if chosen_message != rejected_message
-            ),
-            min(map(len, halves)),
-        )
+        shared = common_prefix(*halves)
         encoded = []
         for name, messages in zip(("chosen", "rejected"), halves, strict=True):
             try:

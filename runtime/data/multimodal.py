@@ -94,13 +94,9 @@ class PrepareMultimodal:
         learned = learned_turns(where, fields["messages"], self.config.learn)
         messages, items = self.options.reader(where, source, fields, fields["messages"])
         self._require_separable(where, items.modalities)
+        tools = fields.get("tools") or None
         text, spans = render_with_spans(
-            where,
-            self.literals.mark(messages),
-            self.literals.mark(fields.get("tools") or None),
-            template=self.template,
-            tokenizer=self.processor.tokenizer,
-            learned=learned,
+            where, messages, tools, template=self.template, literals=self.literals, learned=learned
         )
         if not spans:
             raise BadSample(where, "no assistant turn to learn from")
@@ -114,12 +110,7 @@ class PrepareMultimodal:
             BadSample: it cannot be used.
         """
         messages, items = self.options.reader(where, self.config.sources[source], fields, fields["messages"])
-        text, spans = role_spans(
-            self.literals.mark(messages),
-            self.literals.mark(fields.get("tools") or None),
-            template=self.template,
-            tokenizer=self.processor.tokenizer,
-        )
+        text, spans = role_spans(messages, fields.get("tools") or None, template=self.template, literals=self.literals)
         ids = self._process(where, text, [], items)[0]["input_ids"].numpy()
         within = lambda role: (self._process(where, text, role, items)[0]["labels"] != IGNORED).numpy()  # noqa: E731
         return ids, roles_of_tokens(len(ids), spans, within)

@@ -28,9 +28,9 @@ TEMPLATE = "template"
 Spans = dict[str, list[tuple[int, int]]]
 
 
-def role_spans(messages: list[dict[str, Any]], tools: Any, *, template: str, tokenizer: Any) -> tuple[str, Spans]:
-    """The text of a conversation, and the characters of each role in it."""
-    render, messages = make_renderer(messages, tools, template=template, tokenizer=tokenizer)
+def role_spans(messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals) -> tuple[str, Spans]:
+    """The text of a conversation with special tokens marked, and the characters of each role in it."""
+    render, messages = make_renderer(messages, tools, template=template, literals=literals)
     text = render(messages)
     spans: Spans = {}
     for number, message in enumerate(messages):
@@ -55,14 +55,12 @@ def role_spans(messages: list[dict[str, Any]], tools: Any, *, template: str, tok
 def tokens_with_roles(
     messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals, where: str
 ) -> tuple[np.ndarray, list[str]]:
-    """The ids `(n,)` int64 of a conversation, as of `chat.chat_tokens`, and the role of each.
+    """The ids `(n,)` int64 of a conversation, as of `chat.ChatEncoder`, and the role of each.
 
     Raises:
         BadSample: the text cannot be encoded.
     """
-    text, spans = role_spans(
-        literals.mark(messages), literals.mark(tools), template=template, tokenizer=literals.tokenizer
-    )
+    text, spans = role_spans(messages, tools, template=template, literals=literals)
     ids, _ = literals.encode(where, text)
     return ids, roles_of_tokens(len(ids), spans, lambda role: literals.encode(where, text, role)[1])
 

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from patchgen.runtime.data.chat import render_with_spans
+from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.task_encoders import TASK_ENCODERS
 from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
@@ -91,7 +92,7 @@ def find_turn(patient: Patient) -> Turn | None:
     conversation = messages(patient)
     try:
         _, prompt, text = renders(tokenizer, template, conversation)
-        _, spans = render_with_spans("probe", conversation, None, template=template, tokenizer=tokenizer)
+        _, spans = render_with_spans("probe", conversation, None, template=template, literals=Literals(tokenizer))
     except (*REFUSALS, BadSample):
         return None
     if not spans or not text.startswith(prompt):
@@ -163,7 +164,7 @@ def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
     except REFUSALS:  # reported by `_unknown_tokens`
         return
     try:
-        _, spans = render_with_spans("probe", conversation, None, template=template, tokenizer=tokenizer)
+        _, spans = render_with_spans("probe", conversation, None, template=template, literals=Literals(tokenizer))
     except BadSample as error:
         yield f"The assistant's turn cannot be searched for in it: {error.reason}."
         return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from patchgen.runtime.data import DataError
+from patchgen.runtime.data.chat import common_prefix
 from patchgen.runtime.data.loader import make_batch
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.doctor.finding import Check, Finding, failed, first_names, not_checked, passed
@@ -72,11 +73,7 @@ def _prompt(sample: Sample) -> list[int]:
 
 def _are_alike(first: Sequence[int], second: Sequence[int]) -> bool:
     """Whether two prompts are equal, up to `BOUNDARY_TOKENS` at their end."""
-    shared = next(
-        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
-    return max(len(first), len(second)) - shared <= BOUNDARY_TOKENS
+    return max(len(first), len(second)) - common_prefix(first, second) <= BOUNDARY_TOKENS
 
 
 def class_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple[str, str]]:

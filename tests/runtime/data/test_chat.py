@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from patchgen.runtime.data.chat import ChatEncoder, assistant_spans, chat_tokens
+from patchgen.runtime.data.chat import ChatEncoder, assistant_spans
 from patchgen.runtime.data.problems import BadSample, DataError
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "</s>", "<think>", "</think>"]
@@ -75,6 +75,10 @@ UNMARKED = {name: byte_tokenizer(without_marks(tokenizer.chat_template)) for nam
 contents = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Co")), min_size=1, max_size=12).filter(
     lambda text: text == text.strip() and not any(token in text for token in SPECIAL)
 )
+
+
+def chat_tokens(tokenizer, messages):
+    return ChatEncoder(tokenizer).encode_messages("messages", messages, {}, None)
 
 
 @settings(max_examples=60)

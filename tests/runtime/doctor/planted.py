@@ -73,13 +73,13 @@ class Spoiled:
 
 OWN_ROWS = """
 from transformers import AutoTokenizer
-from patchgen.runtime.data.chat import chat_tokens
+from patchgen.runtime.data.chat import ChatEncoder
 
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER)
 
 
 def tokens(row):
-    ids, learned = chat_tokens(TOKENIZER, row["messages"])
+    ids, learned = ChatEncoder(TOKENIZER).encode_messages("row", row["messages"], {}, None)
     return ids.tolist(), learned.tolist()
 
 """
