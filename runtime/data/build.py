@@ -1,4 +1,4 @@
-"""From a configuration to a loader."""
+"""From a configuration to a loader, with the encoder of each source by the kind of data."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any
 from patchgen.runtime.data.agreement import max_over_ranks
 from patchgen.runtime.data.cache import open_cache
 from patchgen.runtime.data.cached_loader import PlannedLoader
+from patchgen.runtime.data.chat import ChatEncoder
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.documents import Documents
-from patchgen.runtime.data.encoders import make_encoder
+from patchgen.runtime.data.feedback import LabelledEncoder, PairEncoder
 from patchgen.runtime.data.files import Files
 from patchgen.runtime.data.loader import Loader
 from patchgen.runtime.data.multimodal import PrepareMultimodal
-from patchgen.runtime.data.prepare import Prepare, PrepareText
+from patchgen.runtime.data.prepare import PrepareText
+from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.record_stream import MixedStream, Share
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.stream_loader import StreamedLoader
-from patchgen.runtime.data.text import digest, tokenizer_fingerprint
-from patchgen.runtime.data.transform import check_first_rows, mappers_of
+from patchgen.runtime.data.task_encoders import TASK_ENCODERS
+from patchgen.runtime.data.text import Encoder, TextEncoder, digest, tokenizer_fingerprint
+from patchgen.runtime.data.transform import MappedEncoder, Mapper, check_first_rows, mappers_of
 
 
 def build_loader(
@@ -51,21 +54,18 @@ def build_loader(
     sources = [open_source(source) for source in config.sources]
     check_first_rows(config, sources)
     streaming = any(source.streaming for source in config.sources)
-    multimodal = config.kind == "multimodal"
-    if multimodal:
-        prepare: Prepare = PrepareMultimodal(config, processor, position_function)
+    prepare = make_prepare(config, tokenizer, processor, position_function)
+    if isinstance(prepare, PrepareMultimodal):
         tokenizer = tokenizer or processor.tokenizer
         encodings: list[Any] = [tokenizer_fingerprint(tokenizer), repr(processor), prepare.template]
         encodings += [part for part in (config.media, config.special_tokens, config.learn) if part]
         encodings += [mapper.fingerprint() for mapper in prepare.mappers]
     else:
-        encoders = [make_encoder(config, mapper, tokenizer) for mapper in mappers_of(config)]
-        prepare = PrepareText(encoders, limit=config.longest, on_long=config.on_long)
-        encodings = [encoder.fingerprint() for encoder in encoders]
+        encodings = [encoder.fingerprint() for encoder in prepare.encoders]
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    if not streaming and not multimodal:
+    if not streaming and isinstance(prepare, PrepareText):
         documents = []
-        for source, encoder in zip(sources, encoders, strict=True):
+        for source, encoder in zip(sources, prepare.encoders, strict=True):
             cache = open_cache(config.cache_root, source, encoder, skip_bad=config.on_bad == "skip")
             documents.append(Documents(cache, limit=config.longest, on_long=config.on_long))
         return PlannedLoader(
@@ -75,6 +75,40 @@ def build_loader(
     stream = _stream(config, sources, Share(batch_index, num_batches))
     settings = _settings(config, sources, stream, encodings)
     return StreamedLoader(config, stream, prepare, settings=settings, pad_token_id=pad_token_id, agree=agree)
+
+
+def make_prepare(
+    config: DataConfig, tokenizer: Any, processor: Any, position_function: Callable[..., Any] | None
+) -> PrepareText | PrepareMultimodal:
+    """What turns records into samples; arguments as of `build_loader`."""
+    if config.kind == "multimodal":
+        return PrepareMultimodal(config, processor, position_function)
+    encoders = [make_encoder(config, mapper, tokenizer) for mapper in mappers_of(config)]
+    return PrepareText(encoders, limit=config.longest, on_long=config.on_long)
+
+
+def make_encoder(config: DataConfig, mapper: Mapper, tokenizer: Any) -> Encoder:
+    """The encoder of a source's samples. Raises DataError without a tokenizer, or a chat template that the kind needs."""
+    if tokenizer is None:
+        raise DataError(
+            f"data.kind = {config.kind} needs a tokenizer: pass build_loader(tokenizer=...), "
+            "or train one on the data with patchgen.runtime.data.train_tokenizer(config, vocab_size=...)."
+        )
+    return MappedEncoder(mapper, _encoder_of_kind(config, tokenizer))
+
+
+def _encoder_of_kind(config: DataConfig, tokenizer: Any) -> Encoder:
+    text = TextEncoder(tokenizer, append_eos=config.append_eos, special_tokens=config.special_tokens)
+    if config.kind == "text":
+        return text
+    if config.kind in TASK_ENCODERS:
+        return TASK_ENCODERS[config.kind](text)
+    if config.kind == "classification" and tokenizer.chat_template is None:
+        return LabelledEncoder(text, None)
+    chat = ChatEncoder(tokenizer, kind=config.kind, learn=config.learn, special_tokens=config.special_tokens)
+    if config.kind == "preference":
+        return PairEncoder(chat)
+    return LabelledEncoder(text, chat) if config.kind == "classification" else chat
 
 
 def _stream(config: DataConfig, sources: Sequence[Any], share: Share) -> MixedStream:

@@ -16,18 +16,47 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.doctor.chat_template import ChatTemplate
 from patchgen.runtime.doctor.computation import Kernels, Packing, Router
-from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, Check, Finding, failed, not_checked
+from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, Check, Finding, failed, not_checked, passed
 from patchgen.runtime.doctor.labels import Data, Labels
 from patchgen.runtime.doctor.losses import Alternatives, FirstLoss
 from patchgen.runtime.doctor.objective_data import ObjectiveCheck
 from patchgen.runtime.doctor.patient import MissingPart, Patient
 from patchgen.runtime.doctor.plain_transformers import Export, PlainTransformers
-from patchgen.runtime.doctor.recipe_checks import Proof, RecipeIsValid
 from patchgen.runtime.doctor.step_checks import Layout, Step
 from patchgen.runtime.doctor.tokens import Padding, Tokenizer
 from patchgen.runtime.doctor.weights import TrainedParameters, Weights
+from patchgen.runtime.train import data_check, preflight, run_plan
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify.verdict import one_line
+
+
+class RecipeIsValid(Check):
+    """Nothing in the recipe that `patchgen train` would refuse before any rank starts."""
+
+    name = "recipe"
+
+    def run(self, patient: Patient) -> Finding:
+        section = patient.recipe.parallel
+        run_plan.require_valid(patient.recipe, section.sp * section.dp_replicate * max(1, section.ep // section.sp))
+        config = patient.config
+        data_check.require_data(patient.recipe)
+        _ = patient.blueprint
+        return passed(
+            f"{type(config).__name__} of {patient.recipe.model.source}; weights: {patient.checkpoint or 'random'}."
+        )
+
+
+class Proof(Check):
+    """The proof that `patchgen train` requires, on a small form of the model."""
+
+    name = "proof"
+
+    def run(self, patient: Patient) -> Finding:
+        patient.recipe, patient.proof_has_run = preflight.require_trainable(patient.recipe), True
+        rows = ", each document in a row of its own" if patient.recipe.model.separate_documents else ""
+        attention = patient.recipe.model.attention
+        return passed(f"A small form of the model trains as upstream's, with attention '{attention}'{rows}.")
+
 
 CHECKS: tuple[type[Check], ...] = (
     RecipeIsValid,

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from patchgen.runtime.data import DataConfig, DataError
+from patchgen.runtime.data.build import make_prepare
 from patchgen.runtime.data.config import Modality
-from patchgen.runtime.data.encoders import make_encoder
 from patchgen.runtime.data.formats import PAIR_COLUMNS
 from patchgen.runtime.data.loader import documents_of
-from patchgen.runtime.data.multimodal import PrepareMultimodal
-from patchgen.runtime.data.prepare import Prepare, Prepared, PrepareText
+from patchgen.runtime.data.prepare import Prepare, Prepared
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.sources import open_source
@@ -81,7 +80,8 @@ def first_samples(config: DataConfig, parts: DataParts, incompatible: ModalityPa
     sources = [open_source(source) for source in config.sources]
     check_first_rows(config, sources)
     short_config = replace(config, max_length=min(config.longest, MAX_LENGTH), on_long="truncate")
-    prepare_short, prepare_as_in_run = _make_preparer(short_config, parts), _make_preparer(config, parts)
+    makers = parts.tokenizer, parts.processor, parts.position_function
+    prepare_short, prepare_as_in_run = make_prepare(short_config, *makers), make_prepare(config, *makers)
     samples, num_tokens, problems = [], 0, []
     for source_index, record in _in_turn(sources):
         prepared, is_cut_in_run = _prepare_for_doctor(prepare_short, prepare_as_in_run, source_index, record)
@@ -147,13 +147,6 @@ def transform_outputs(config: DataConfig) -> Iterator[Sample]:
                 output = mapper(record.where, record.fields())
                 if isinstance(output, ModelInputs):
                     yield Sample(record.where, output.fields)
-
-
-def _make_preparer(config: DataConfig, parts: DataParts) -> Prepare:
-    if config.kind == "multimodal":
-        return PrepareMultimodal(config, parts.processor, parts.position_function)
-    encoders = [make_encoder(config, mapper, parts.tokenizer) for mapper in mappers_of(config)]
-    return PrepareText(encoders, limit=config.longest, on_long=config.on_long)
 
 
 def _prepare_for_doctor(

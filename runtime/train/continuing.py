@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps
-from patchgen.runtime.train.nested import flatten
-from patchgen.runtime.train.recipe import ObjectiveConfig, Recipe, RecipeError, to_dict
+from patchgen.runtime.train.recipe import ObjectiveConfig, Recipe, RecipeError, flatten, to_dict
 
 RECIPE = "recipe.yaml"
 # Another value would change the trained parameters or their optimizer state. An objective's reference is the model before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from patchgen.runtime.data import build_loader
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.preview import Preview, make_preview
 from patchgen.runtime.train import data_check, modalities, preflight, setup
@@ -28,14 +27,7 @@ def view(recipe: Recipe, *, rows: int, evaluation: bool = False) -> Preview:
         recipe = modalities.with_separate_pairs(recipe, preflight.examine(recipe).separate_pairs)
     config, parts = recipe.evaluation_data if evaluation else recipe.data, setup.data_parts(recipe)
     assert config is not None, "a recipe without this section was refused"
-    loader = build_loader(
-        config,
-        tokenizer=parts.tokenizer,
-        processor=parts.processor,
-        position_function=parts.position_function,
-        batch_index=0,
-        num_batches=1,
-    )
+    loader = setup.loader_of_group(config, parts, 0, 1)
     prepare = None
     if config.kind == "multimodal":
         prepare = PrepareMultimodal(replace(config, num_workers=0), parts.processor, parts.position_function)

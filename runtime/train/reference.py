@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from patchgen.runtime.train.nested import section_type
-from patchgen.runtime.train.recipe import Recipe
+from patchgen.runtime.train.recipe import Recipe, section_type
 
 HEAD = """\
 # Recipes

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from patchgen.runtime.checkpoint import CheckpointError
+from patchgen.runtime.checkpoint import Checkpointer, CheckpointError
 from patchgen.runtime.data import Loader
 from patchgen.runtime.parallel import watch
 from patchgen.runtime.parallel.collectives import broadcast_object
-from patchgen.runtime.train import continuing, setup
+from patchgen.runtime.train import continuing
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
 
 PENDING_SAVE_TIMEOUT = 10.0
@@ -29,7 +29,7 @@ class RunCheckpoints:
 
     def __init__(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer, loader: Loader) -> None:
         self.recipe, self.model, self.optimizer, self.loader = recipe, model, optimizer, loader
-        self.checkpointer = setup.checkpointer(recipe)
+        self.checkpointer = Checkpointer(recipe.directory / "checkpoints", keep=recipe.checkpoint.keep)
         self.saved_step = 0
 
     def resume(self) -> dict[str, Any]:

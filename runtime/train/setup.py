@@ -7,25 +7,23 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
-from patchgen.runtime.checkpoint import Checkpointer, export_pretrained
+from patchgen.runtime.checkpoint import export_pretrained
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
 from patchgen.runtime.data import DataConfig, Loader, build_loader, train_tokenizer
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.parallel.collectives import broadcast_object, gather_objects
-from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import architecture, run_lock
 from patchgen.runtime.train import model as models
-from patchgen.runtime.train.nested import flatten
 from patchgen.runtime.train.page import RunPage
-from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict
+from patchgen.runtime.train.recipe import Recipe, RecipeError, flatten, to_dict
 from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view
@@ -106,11 +104,6 @@ def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
         )
 
 
-def open_loader(config: DataConfig, parts: DataParts, state: ParallelState) -> Loader:
-    """The loader of this rank's batch group."""
-    return loader_of_group(config, parts, state.batch_index, state.config.num_batches)
-
-
 def loader_of_group(config: DataConfig, parts: DataParts, index: int, groups: int) -> Loader:
     """The loader of one of several batch groups."""
     return build_loader(
@@ -170,11 +163,6 @@ def require_shared(directory: Path) -> None:
         )
 
 
-def checkpointer(recipe: Recipe) -> Checkpointer:
-    """The training state of a run, in `checkpoints/`."""
-    return Checkpointer(recipe.directory / "checkpoints", keep=recipe.checkpoint.keep)
-
-
 def export(recipe: Recipe, model, parts: DataParts) -> Path:
     """Writes the model, and its tokenizer and processor, to `export/` (collective)."""
     folder = recipe.directory / EXPORT
@@ -206,25 +194,14 @@ def listeners(recipe: Recipe) -> tuple[Listener, ...]:
     return (log, *trackers, page, view(recipe.log.every))
 
 
-@contextlib.contextmanager
-def profiler(recipe: Recipe) -> Iterator[Any]:
-    """torch's profiler over the recipe's window, with traces in `profile/`; a no-op without a window."""
+def profiler(recipe: Recipe) -> contextlib.AbstractContextManager[profile | None]:
+    """torch's profiler over the recipe's window, with traces in `profile/`; of None without a window."""
     train = recipe.train
     if not train.profile_steps:
-        yield _NoProfile()
-        return
-    from torch.profiler import profile, schedule, tensorboard_trace_handler
-
+        return contextlib.nullcontext()
     first = max(0, train.profile_start - 1)
     window = schedule(wait=max(0, first - 1), warmup=min(1, first), active=train.profile_steps, repeat=1)
-    folder = recipe.directory / "profile"
-    with profile(schedule=window, on_trace_ready=tensorboard_trace_handler(str(folder))) as running:
-        yield running
-
-
-class _NoProfile:
-    def step(self) -> None:
-        """Does nothing."""
+    return profile(schedule=window, on_trace_ready=tensorboard_trace_handler(str(recipe.directory / "profile")))
 
 
 def device_name(device: torch.device) -> str:

@@ -103,8 +103,9 @@ class Trainer:
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
         """Tokenizer, processor and both loaders: errors of the evaluation data should not come after hours."""
         recipe, parts = self.recipe, setup.data_parts(self.recipe)
-        loader, evaluated = setup.open_loader(recipe.data, parts, self.state), recipe.evaluation_data
-        return parts, loader, setup.open_loader(evaluated, parts, self.state) if evaluated else None
+        group = self.state.batch_index, self.state.config.num_batches
+        loader, evaluated = setup.loader_of_group(recipe.data, parts, *group), recipe.evaluation_data
+        return parts, loader, setup.loader_of_group(evaluated, parts, *group) if evaluated else None
 
     # ------------------------------------------------------------------------------------------ the loop
 
@@ -151,7 +152,8 @@ class Trainer:
                 if self.step == self.first_step + 1:
                     freeze_objects()
                     self.print_choices()
-                profiler.step()
+                if profiler is not None:
+                    profiler.step()
                 if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
                     self.saved.save(self.step, position, asynchronous=recipe.checkpoint.asynchronous)
                 if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
@@ -271,10 +273,7 @@ class Trainer:
         started, total, labels, num_items = time.perf_counter(), torch.zeros((), device=self.device), 0, 0
         counts = numpy.zeros((feed.num_sources, 2), dtype=numpy.int64)
         self.model.eval()
-        for _ in range(count):
-            batches = feed.next()
-            if isinstance(batches, End):
-                break
+        for batches in feed.steps(count):
             items = torch.tensor(max(1, batches.items), device=self.device)
             inputs, objective = self.learning.prepare(batches.micro_batches[0])
             read = self.eval_sources.reader(batches.micro_batches[0]) if self.eval_sources else None

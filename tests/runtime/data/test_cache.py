@@ -14,8 +14,8 @@ import pytest
 from corpora import make_corpus, make_loaders
 
 from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader, train_tokenizer
+from patchgen.runtime.data.build import make_encoder
 from patchgen.runtime.data.cache import cache_lock, open_cache
-from patchgen.runtime.data.encoders import make_encoder
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.transform import mappers_of
 

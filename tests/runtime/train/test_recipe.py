@@ -9,7 +9,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as some
 
-from patchgen.runtime.train import nested
 from patchgen.runtime.train import recipe as recipes
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
@@ -97,7 +96,7 @@ def test_set_reads_values_as_yaml_and_makes_what_is_missing(path):
 
 def test_a_flat_recipe_has_the_keys_that_set_takes(path):
     recipe = recipes.load(path, {"optim.lr": "1e-3", "data.sources.1.path": "b.jsonl"})
-    found = nested.flatten(recipes.to_dict(recipe))
+    found = recipes.flatten(recipes.to_dict(recipe))
     assert (found["optim.lr"], found["data.sources.1.path"], found["model.freeze"]) == (1e-3, "b.jsonl", [])
     assert recipes.load(path, found) == recipe
 
