@@ -323,51 +323,29 @@ def _register_processing(key: str, architecture: Architecture, module: str | Non
                 f"{config.__name__}. Name a module whose __init__.py registers it."
             )
         if len(classes) == 1:
-            register_class(config, classes[0])
+            register_class(config, classes[0], exist_ok=True)
 
 
 @functools.cache
-def _processing_kinds() -> dict[type, tuple[_LazyAutoMapping, Callable[[type, type], None]]]:
+def _processing_kinds() -> dict[type, tuple[_LazyAutoMapping, Callable[..., None]]]:
     """Base class, narrower ones first -> the mapping of its auto class, and the function that adds a class to it."""
-    import transformers
+    import transformers as hf
     from transformers.image_processing_backends import PilBackend, TorchvisionBackend
     from transformers.models.auto import (
-        feature_extraction_auto,
-        image_processing_auto,
-        processing_auto,
-        tokenization_auto,
-        video_processing_auto,
+        video_processing_auto as video,  # transformers exports it with torchvision only
     )
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    def register_image_processor(config: type, cls: type) -> None:
+    def register_image_processor(config: type, cls: type, exist_ok: bool) -> None:
         backends = {"pil": PilBackend, "torchvision": TorchvisionBackend}
         names = [name for name, backend in backends.items() if issubclass(cls, backend)] or backends
-        image_processing_auto.AutoImageProcessor.register(
-            config, image_processor_classes=dict.fromkeys(names, cls), exist_ok=True
-        )
+        hf.AutoImageProcessor.register(config, image_processor_classes=dict.fromkeys(names, cls), exist_ok=exist_ok)
 
     return {
-        transformers.ProcessorMixin: (
-            processing_auto.PROCESSOR_MAPPING,
-            functools.partial(processing_auto.AutoProcessor.register, exist_ok=True),
-        ),
-        PreTrainedTokenizerBase: (
-            tokenization_auto.TOKENIZER_MAPPING,
-            functools.partial(tokenization_auto.AutoTokenizer.register, exist_ok=True),
-        ),
-        transformers.BaseVideoProcessor: (
-            video_processing_auto.VIDEO_PROCESSOR_MAPPING,
-            functools.partial(video_processing_auto.AutoVideoProcessor.register, exist_ok=True),
-        ),
-        transformers.BaseImageProcessor: (
-            image_processing_auto.IMAGE_PROCESSOR_MAPPING,
-            register_image_processor,
-        ),
-        transformers.FeatureExtractionMixin: (
-            feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING,
-            functools.partial(feature_extraction_auto.AutoFeatureExtractor.register, exist_ok=True),
-        ),
+        hf.ProcessorMixin: (hf.PROCESSOR_MAPPING, hf.AutoProcessor.register),
+        hf.PreTrainedTokenizerBase: (hf.TOKENIZER_MAPPING, hf.AutoTokenizer.register),
+        hf.BaseVideoProcessor: (video.VIDEO_PROCESSOR_MAPPING, video.AutoVideoProcessor.register),
+        hf.BaseImageProcessor: (hf.IMAGE_PROCESSOR_MAPPING, register_image_processor),
+        hf.FeatureExtractionMixin: (hf.FEATURE_EXTRACTOR_MAPPING, hf.AutoFeatureExtractor.register),
     }
 
 

@@ -96,12 +96,15 @@ def build(model: PreTrainedModel, config: OptimConfig) -> torch.optim.Optimizer:
     others = {name: parameter for name, parameter in trained.items() if name not in matrices}
     parts: list[torch.optim.Optimizer] = []
     if matrices:
-        muon = getattr(torch.optim, "Muon", None)
-        if muon is None:
-            raise RecipeError(f"optim.name='muon' needs torch.optim.Muon, which torch {torch.__version__} lacks.")
         groups = parameter_groups(matrices, config, peak=config.muon_lr or config.lr)
-        options = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
-        parts.append(muon(groups, adjust_lr_fn="match_rms_adamw", **options))
+        muon = torch.optim.Muon(
+            groups,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        parts.append(muon)
     if others:
         groups = parameter_groups(others, config, peak=config.lr)
         adamw = adamw_for(next(iter(others.values())))
