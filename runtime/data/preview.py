@@ -19,7 +19,7 @@ from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.decoder import Decoder, RoleRun
 from patchgen.runtime.data.formats import PAIR_COLUMNS
 from patchgen.runtime.data.literals import Literals
-from patchgen.runtime.data.loader import PADDING, Loader
+from patchgen.runtime.data.loader import PADDING, Loader, SourceStatistics
 from patchgen.runtime.data.problems import ALL_USED, BadSample
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.roles import tokens_with_roles
@@ -124,26 +124,20 @@ def make_preview(
     batches = [(batch, loader.places()) for batch in itertools.islice(loader, rows)]
     records = _records(config, batches)
     preview_rows = [_row(batch, places, config, decoder, records, find) for batch, places in batches]
-    statistics = loader.statistics()
-    if statistics is None:
-        figures, lengths = _figures_of_rows(preview_rows, config.source_names)
-    else:
-        pairs = zip(config.source_names, statistics, strict=True)
-        figures = [
-            Figures(
-                name, len(source_statistics.lengths), int(source_statistics.lengths.sum()), source_statistics.learned
-            )
-            for name, source_statistics in pairs
-        ]
-        lengths = np.concatenate([source_statistics.lengths for source_statistics in statistics])
+    of_all = loader.statistics()
+    statistics = of_all or _statistics_of_rows(preview_rows, config.source_names)
+    figures = [
+        Figures(name, len(of_source.lengths), int(of_source.lengths.sum()), of_source.learned)
+        for name, of_source in zip(config.source_names, statistics, strict=True)
+    ]
     problems = loader.counters.summary()
     return Preview(
         kind=config.kind,
         budget=config.tokens_per_batch,
         rows=preview_rows,
         figures=figures,
-        scope="all samples" if statistics is not None else f"the {len(preview_rows)} rows shown",
-        histogram=histogram(lengths),
+        scope="all samples" if of_all is not None else f"the {len(preview_rows)} rows shown",
+        histogram=histogram(np.concatenate([of_source.lengths for of_source in statistics])),
         problems="" if problems == ALL_USED else problems,
         sources=config.source_names,
     )
@@ -202,20 +196,13 @@ def _row(
     return Row(bounds[-1], documents, shapes)
 
 
-def _figures_of_rows(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[Figures], np.ndarray]:
-    documents = [document for row in rows for document in row.documents if document.source]
-    figures = []
+def _statistics_of_rows(rows: Sequence[Row], names: Sequence[str]) -> list[SourceStatistics]:
+    statistics = []
     for name in names:
-        of_source = [document for document in documents if document.source == name]
-        figures.append(
-            Figures(
-                name,
-                len(of_source),
-                sum(document.tokens for document in of_source),
-                sum(document.learned for document in of_source),
-            )
-        )
-    return figures, np.array([document.tokens for document in documents], dtype=np.int64)
+        of_source = [document for row in rows for document in row.documents if document.source == name]
+        lengths = np.array([document.tokens for document in of_source], dtype=np.int64)
+        statistics.append(SourceStatistics(lengths, sum(document.learned for document in of_source)))
+    return statistics
 
 
 # ----------------------------------------------------------------------------------------------------------- roles

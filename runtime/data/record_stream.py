@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from patchgen.runtime.data import records
 from patchgen.runtime.data.order import permutation
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.records import Record, Source
@@ -110,7 +109,7 @@ class MixedStream:
         cursor, source = self._cursors[number], self._sources[number]
         record = None
         if self.shuffled[number]:
-            k, numbered = cursor.position or 0, cast(records.Sequence, source)  # streams are not shuffled
+            k, numbered = cursor.position or 0, cast(Any, source)  # streams are not shuffled
             exists = k < len(numbered)
             if exists and needed:
                 record = numbered[int(permutation(len(numbered), self._seed, self.epoch, number, cursor.lap)[k])]

@@ -41,7 +41,7 @@ def _no_text(value: Any) -> None:
 
 
 class Source(Protocol):
-    """Samples in a fixed order.
+    """Samples in a fixed order. A source with random access has `__len__` and `__getitem__(number) -> Record`, too.
 
     A position is what `read` yields with each record: reading from it yields the following records.
 
@@ -57,11 +57,3 @@ class Source(Protocol):
 
     def fingerprint(self) -> Any:
         """A value of JSON types that changes when the samples do."""
-
-
-class Sequence(Source, Protocol):
-    """A source with random access."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Record: ...

@@ -15,7 +15,7 @@ READERS = {"jsonl": JsonLines, "parquet": Parquet, "text": TextFiles}
 
 
 def open_source(source: SourceConfig) -> Any:
-    """The `records.Source` of a configuration; a `records.Sequence` unless it is a streamed dataset."""
+    """The `records.Source` of a configuration; with random access unless it is a streamed dataset."""
     if source.media_root and not Path(source.media_root).expanduser().is_dir():
         raise DataError(
             f"The media_root of {source.path}, {source.media_root}, is not a folder. To fix: name the folder."

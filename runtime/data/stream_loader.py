@@ -15,8 +15,8 @@ prepared again. The positions of all ranks determine which records are left over
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
@@ -57,8 +57,9 @@ class _PreparedRecords(Dataset):
     def __reduce__(self) -> tuple:
         # A spawned worker has to register the folders of the user's classes and the rules of their inputs first.
         return _in_fresh_process, (
-            _Registrations(registry.local_packages(), batch_fields.declared_rules()),
-            self.prepare,
+            registry.local_packages(),
+            batch_fields.declared_rules(),
+            pickle.dumps(self.prepare),
         )
 
     def __getitem__(self, entry: Entry) -> tuple[int, Origin, Prepared]:
@@ -122,14 +123,9 @@ class StreamedLoader(Loader):
         for number, piece in waiting:
             self._waiting.setdefault(number, set()).add(piece)
         self._reread_until = max(self._waiting, default=first - 1) + 1
-        self._epoch = self._stream.epoch
         self._usable_epoch: int | None = None
         self._prepared: Iterator[tuple[int, Origin, Prepared]] | None = None
         self._loaded = state
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     def _entries(self) -> Iterator[Entry]:
         """Runs in this process, ahead of the workers."""
@@ -200,8 +196,6 @@ class StreamedLoader(Loader):
         keys = self._pool.take() if own_state == BATCH else []
         self._latest = [self._origins.pop(key) for key in keys]
         samples = [(origin.source, self._samples.pop(key)) for origin, key in zip(self._latest, keys, strict=True)]
-        if keys:
-            self._epoch = self._latest[0].epoch
         self._drop_stream_positions()
         return make_batch(samples, pad_to=self._pad_to, pad_token_id=self._pad_token_id)
 
@@ -299,24 +293,12 @@ def redistribute(states: Sequence[dict[str, Any]], index: int, count: int) -> di
     }
 
 
-@dataclass(frozen=True)
-class _Registrations:
-    """Registers packages and rules in a spawned worker, as a side effect of unpickling."""
-
-    packages: dict[str, list[str]]
-    rules: dict[str, batch_fields.FieldRule]
-
-    def __reduce__(self) -> tuple:
-        return _register, (self.packages, self.rules)
-
-
-def _register(packages: dict[str, list[str]], rules: dict[str, batch_fields.FieldRule]) -> None:
+def _in_fresh_process(
+    packages: dict[str, list[str]], rules: dict[str, batch_fields.FieldRule], prepare: bytes
+) -> _PreparedRecords:
     registry.add_packages(packages)
     batch_fields.declare(rules, "the process that started this one")
-
-
-def _in_fresh_process(_registered: None, prepare: Prepare) -> _PreparedRecords:
-    return _PreparedRecords(prepare)
+    return _PreparedRecords(pickle.loads(prepare))
 
 
 def _identity(sample: Any) -> Any:

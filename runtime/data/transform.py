@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import itertools
 import sys
@@ -31,13 +30,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from patchgen.runtime import registry
 from patchgen.runtime.data.chat import require_messages
 from patchgen.runtime.data.config import DataConfig, Kind, SourceConfig
 from patchgen.runtime.data.formats import FORMATS_OF_KIND, WrongColumns
 from patchgen.runtime.data.problems import BadSample, DataError, as_bad_sample
 from patchgen.runtime.data.records import Source
 from patchgen.runtime.data.rows import Rows
-from patchgen.runtime.data.text import Encoder, Tokens, digest
+from patchgen.runtime.data.text import Encoder, Tokens
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.parallel.batch_fields import rule_of
 
@@ -197,12 +197,11 @@ def load(spec: str) -> Callable[[dict[str, Any]], Any]:
         DataError: it does not exist.
     """
     place, _, name = spec.rpartition(":")
+    file = Path(place).expanduser() if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise DataError(f"data.sources[].transform = {spec!r}: there is no file {place} (from {Path.cwd()}).")
     try:
-        module = _from_file(Path(place).expanduser()) if place.endswith(".py") else _imported(place)
-    except FileNotFoundError as error:
-        raise DataError(
-            f"data.sources[].transform = {spec!r}: there is no file {place} (from {Path.cwd()})."
-        ) from error
+        module = registry.import_file(file) if file is not None else _imported(place)
     except Exception as error:  # the user's code may raise anything
         raise DataError(
             f"data.sources[].transform = {spec!r}: {place} cannot be imported: {type(error).__name__}: {error}. Modules are "
@@ -224,18 +223,6 @@ def _imported(name: str) -> ModuleType:
     if here not in sys.path:
         sys.path.append(here)
     return importlib.import_module(name)
-
-
-def _from_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise FileNotFoundError(file)
-    name = f"patchgen_transform_{digest(str(file.resolve()))[:12]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, "the file name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _inputs(where: str, spec: str, returned: Mapping[str, Any]) -> dict[str, Tensor]:
