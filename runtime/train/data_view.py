@@ -23,7 +23,8 @@ def view(recipe: Recipe, *, rows: int, evaluation: bool = False) -> Preview:
     if evaluation and recipe.eval_data is None:
         raise RecipeError("The recipe has no section eval_data.")
     data_check.require_data(recipe)
-    if recipe.data.kind == "multimodal" and recipe.data.separate_modalities is None:
+    section = recipe.eval_data if evaluation else recipe.data
+    if section is not None and section.kind == "multimodal" and section.separate_modalities is None:
         recipe = modalities.with_separate_pairs(recipe, preflight.examine(recipe).separate_pairs)
     config, parts = recipe.evaluation_data if evaluation else recipe.data, setup.data_parts(recipe)
     assert config is not None, "a recipe without this section was refused"

@@ -133,7 +133,7 @@ def examine(recipe: Recipe) -> Preflight:
     attention_choice.require_known(recipe.model.attention)
     head, config = _head(recipe)
     named = {name: getattr(recipe.kernels, name) for name in seams.names()}
-    media = recipe.data.kind == "multimodal"
+    media = recipe.has_media
     dtype = models.compute_dtype(recipe)
     path = _cache() / f"{_key(head, config, recipe.model.attention, named, media, dtype)}.json"
     if path.is_file():

@@ -114,6 +114,11 @@ class Recipe:
         return dataclasses.replace(self.eval_data, epochs=1)
 
     @property
+    def has_media(self) -> bool:
+        """Whether the run trains or evaluates on multimodal data."""
+        return any(data is not None and data.kind == "multimodal" for data in (self.data, self.eval_data))
+
+    @property
     def directory(self) -> Path:
         """The folder of the run."""
         return Path(self.log.directory or f"runs/{self.name}")

@@ -57,7 +57,7 @@ def data_parts(recipe: Recipe) -> DataParts:
             f"model.source = '{source}' has no tokenizer that can be read here: {one_line(error)}"
         ) from error
     require_fitting(tokenizer, config, source)
-    if all(data is None or data.kind != "multimodal" for data in (recipe.data, recipe.eval_data)):
+    if not recipe.has_media:
         return DataParts(tokenizer)
     # Positions depend on the config alone, so a model on the meta device provides the function for the data workers.
     # Models with plain consecutive positions have none.

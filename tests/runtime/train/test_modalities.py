@@ -45,6 +45,18 @@ def test_upstream_dies_on_such_a_row():
         builder.run_upstream(builder.case("both", [sample]).batch)
 
 
+def test_a_run_that_evaluates_on_media_alone_is_examined_with_media(monkeypatch):
+    def key(head, config, attention, named, media, dtype) -> str:
+        raise LookupError(f"examined with media: {media}")
+
+    monkeypatch.setattr(preflight, "_key", key)
+    values = {"model": {"source": "glm4v_moe"}, "data": {}}
+    with pytest.raises(LookupError, match="media: True"):
+        preflight.examine(from_dict({**values, **EVALUATION}))
+    with pytest.raises(LookupError, match="media: False"):
+        preflight.examine(from_dict(values))
+
+
 def test_a_run_packs_as_its_model_needs(tmp_path):
     _, generated, config = classes("glm4v_moe")
     found = preflight.with_modalities(preflight.Preflight("proven", "", "patchgen_sdpa"), generated, config)
