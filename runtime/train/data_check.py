@@ -11,7 +11,8 @@ from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.transform import FIRST_ROWS, check_first_rows, mappers_of
+from patchgen.runtime.data.text import required_field
+from patchgen.runtime.data.transform import FIRST_ROWS, ModelInputs, check_first_rows, mappers_of
 from patchgen.runtime.objectives.encoder_decoder import ONE_ANSWER
 from patchgen.runtime.train import architecture, setup
 from patchgen.runtime.train import model as models
@@ -52,16 +53,15 @@ def _require_one_answer(config: DataConfig) -> None:
         for record, _ in itertools.islice(source.read(), FIRST_ROWS):
             try:
                 fields = mapper(record.where, record.fields())
-                if not isinstance(
-                    fields, dict
-                ):  # a transform's own tokens: refused on ranks, at the first such document
+                if isinstance(fields, ModelInputs):  # refused on ranks, at the first document with several answers
                     continue
-                require_messages(record.where, fields["messages"])
-                learned = learned_turns(record.where, fields["messages"], config.learn)
+                messages = required_field(record.where, fields, "messages", list)
+                require_messages(record.where, messages)
+                learned = learned_turns(record.where, messages, config.learn)
             except BadSample:
                 continue  # counted or raised when samples are prepared
-            roles = [message["role"] for message in fields["messages"]]
-            answers = roles.count("assistant") if learned is None else len(learned)
+            turns = [message for message in messages if message["role"] == "assistant"]
+            answers = len(turns if learned is None else learned)
             if answers > 1:
                 raise DataError(f"{record.where}: the conversation has {answers} answers. {ONE_ANSWER}")
 
