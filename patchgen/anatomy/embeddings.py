@@ -20,7 +20,7 @@ from patchgen.anatomy.classes import (
     targets,
     walk,
 )
-from patchgen.anatomy.flow import LINEAR, NONE, Flow, Marks
+from patchgen.anatomy.flow import LINEAR, NONE, Flow, Marks, handed
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.known import POINTWISE, buffers
 
@@ -144,7 +144,7 @@ class Counts(Flow):
             method = self.anatomy.method(build.target or "", "forward") if build.attribute == name else None
             if method is not None and method[1] not in self._running:
                 inner = Counts(self.anatomy, build.target or "", self._running)
-                inner.run(method[1], _handed(call, operands, parameter_names(method[1])))
+                inner.run(method[1], handed(call, operands, parameter_names(method[1])))
                 self.found |= inner.found
         return super().module(name, call, operands)
 
@@ -201,12 +201,6 @@ def _changed(node: ast.AST) -> set[str]:
         case _:
             bound = []
     return {base_name(part) for target in bound for part in getattr(target, "elts", [target])} - {""}
-
-
-def _handed(call: ast.Call, operands: Sequence[Marks], parameters: Sequence[str]) -> dict[str | None, Marks]:
-    """Parameter -> the marks of what a call hands it, of the marks of its arguments in their order."""
-    marks = dict(zip([*call.args, *(keyword.value for keyword in call.keywords)], operands, strict=True))
-    return {name: marks[value] for name, value in arguments(call, parameters).items()}
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:

@@ -184,6 +184,12 @@ class Flow:
         return marks
 
 
+def handed(call: ast.Call, operands: Sequence[Marks], parameters: Sequence[str]) -> dict[str | None, Marks]:
+    """Parameter -> the marks of what a call hands it, of the marks of its arguments in their order."""
+    marks = dict(zip([*call.args, *(keyword.value for keyword in call.keywords)], operands, strict=True))
+    return {name: marks[value] for name, value in arguments(call, parameters).items()}
+
+
 def _joined(parts: Iterable[Marks]) -> Marks:
     return NONE.union(*parts)
 
@@ -217,13 +223,14 @@ class Attention(Flow):
         built = self.built(name)
         if built is None:
             return super().module(name, call, operands)
-        computed = tuple(
-            operand & {DATA} for operand in operands
-        )  # scores belong to one class: hidden states of a layer are none
+        names = parameter_names(built[1])
+        given = handed(call, operands, names)
+        # Scores belong to one class: hidden states of a layer are none.
+        computed = tuple(given.get(parameter, NONE) & {DATA} for parameter in names)
         key = (built[0], computed)
         if key not in self.anatomy.attends:
             inner = Attention(self.anatomy, built[0], self._running)
-            marks = inner.run(built[1], dict(zip(parameter_names(built[1]), computed, strict=False)))
+            marks = inner.run(built[1], dict(zip(names, computed, strict=True)))
             self.anatomy.attends[key] = (NONE if inner.found else marks & {self.SCORES}), inner.multiplies
         marks, multiplies = self.anatomy.attends[key]
         weights = NONE if multiplies else _joined(operands) & {self.WEIGHTS}  # through a dropout

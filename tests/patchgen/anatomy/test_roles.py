@@ -80,6 +80,8 @@ GIVES = "def __init__(self):\n    self.part = {}()\n"
 GATES = "class Gates(nn.Module):\n    def forward(self, x):\n        return x.softmax(-1)\n"
 GATES += "class Scores(nn.Module):\n    def forward(self, x):\n        return x @ x.mT\n"
 GATES += "class Drops(nn.Module):\n    def forward(self, x):\n        return F.dropout(x, 0.1)\n"
+GATES += "class Split(nn.Module):\n    def forward(self, mask, scale, q, k):\n        return q @ k.mT\n"
+SPLIT = GIVES.format("Split")
 POOLS = "class Pools(nn.Module):\n    def forward(self, x):\n        return (x @ x.mT).softmax(-1) @ x\n"
 
 
@@ -114,6 +116,9 @@ POOLS = "class Pools(nn.Module):\n    def forward(self, x):\n        return (x @
             WRITTEN,
         ),
         (forward("def weigh(q):", "    return (q @ x).softmax(-1) @ x", "return weigh(x)"), WRITTEN),
+        (SPLIT + forward("return self.part(None, 1, x, x).softmax(-1) @ x"), WRITTEN),
+        (SPLIT + forward("return self.part(q=x, k=x, mask=None, scale=1).softmax(-1) @ x"), WRITTEN),
+        (SPLIT + forward("return self.part(k=1, q=x, mask=x, scale=x).softmax(-1) @ x"), None),
         (forward("return x"), None),
         ("other = scaled_dot_product_attention()", None),
     ],
