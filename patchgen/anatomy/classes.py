@@ -112,8 +112,38 @@ def arguments(call: ast.Call, names: Sequence[str]) -> dict[str | None, ast.expr
     return dict(zip(names, call.args, strict=False)) | {keyword.arg: keyword.value for keyword in call.keywords}
 
 
+def handed_to(call: ast.Call, names: Sequence[str], parameter: str) -> ast.expr | None:
+    """What a call hands to one of these parameters; the `*args` or `**kwargs` where these may hold it; None: nothing."""
+    given = arguments(call, names)
+    spread = next((arg for arg in call.args if isinstance(arg, ast.Starred)), given.get(None))
+    return given.get(parameter, spread)
+
+
+def linearised(name: str, bases: Mapping[str, Sequence[str]]) -> list[str]:
+    """A class and its ancestors among those whose bases are given, in the order in which Python looks members up (C3).
+
+    A class of another file is a leaf, and left out. An order that Python refuses is read by the first class that is left.
+    """
+    return [known for known in _linearised(name, bases, ()) if known in bases]
+
+
+def _linearised(name: str, bases: Mapping[str, Sequence[str]], below: tuple[str, ...]) -> list[str]:
+    direct = [base for base in bases.get(name, ()) if base not in (*below, name)]  # a name that is bound anew: no base
+    if len(direct) < 2:
+        return [name, *(known for base in direct for known in _linearised(base, bases, (*below, name)))]
+    pending = [_linearised(base, bases, (*below, name)) for base in direct] + [direct]
+    order = [name]
+    while pending := [names for names in pending if names]:
+        later = {known for names in pending for known in names[1:]}
+        chosen = next((names[0] for names in pending if names[0] not in later), pending[0][0])
+        order.append(chosen)
+        pending = [[known for known in names if known != chosen] for names in pending]
+    return order
+
+
 def dotted(node: ast.AST) -> str:
-    """`nn.Module` for the expression nn.Module; subscripts and calls are read through; "" for anything else."""
+    """`nn.Module` for the expression nn.Module; subscripts and calls are read through. What has no name is left out: `c` for
+    `(a + b).c`, "" for `a + b`."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -192,7 +222,8 @@ def loaded(*code: ast.AST) -> list[str]:
     return [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
 
 
-def reads_name(node: ast.AST, name: str) -> bool:
+def mentions(node: ast.AST, name: str) -> bool:
+    """Whether code reads, binds or deletes the name."""
     return any(isinstance(child, ast.Name) and child.id == name for child in walk(node))
 
 
@@ -280,4 +311,4 @@ def _builds(owner: str, init: FunctionNode, local_classes: Container[str], resol
     for call, attribute, in_list in _constructions(init, resolve):
         target = resolve(_constructed(call)) or ""
         if target[:1] == "." and target[1:] in local_classes:
-            yield Build(owner, attribute, target[1:], in_list=in_list)
+            yield Build(owner, attribute, target[1:], in_list, init.name)

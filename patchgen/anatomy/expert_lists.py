@@ -15,9 +15,9 @@ from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
     loaded,
+    mentions,
     own_attribute,
     parameter_names,
-    reads_name,
     setup_calls,
     stored,
     uses,
@@ -216,7 +216,7 @@ def _comprehension(anatomy: Anatomy, attribute: str, statement: ast.stmt) -> tup
     match built:
         case ast.IfExp(_, ast.Call(), ast.Constant(None)):
             return built, count
-        case ast.Call() if not reads_name(built, number):
+        case ast.Call() if not mentions(built, number):
             return built, count
     if isinstance(built, ast.Call):
         raise Missed("experts that are built alike, whatever their number", statement)
@@ -387,7 +387,7 @@ def _name_of(term: Term, values: dict[str, Term], node: ast.stmt) -> str:
 def _check_around(body: Sequence[ast.stmt], position: int, born: int, accumulator: str) -> None:
     """The sum is read below the loop alone, and the loop's own names are not."""
     for statement in body[born + 1 : position]:
-        if reads_name(statement, accumulator):
+        if mentions(statement, accumulator):
             raise Missed(f"no use of {accumulator} before the loop", statement)
     written = set(stored(body[position])) - {accumulator}
     for statement in body[position + 1 :]:

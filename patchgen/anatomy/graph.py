@@ -14,22 +14,24 @@ from patchgen.anatomy.classes import (
     Build,
     ClassInfo,
     FunctionNode,
-    arguments,
     auto_builds,
     calls,
     describe,
+    handed_to,
     is_setter,
+    linearised,
     loaded,
+    mentions,
     own_attribute,
     parameter_names,
     plain_assignments,
-    reads_name,
     stored,
     stores_of,
     walk,
 )
 from patchgen.anatomy.names import Names
-from patchgen.source import Module, bound_names
+from patchgen.anatomy.stores import Store, may_be_stored, stores_in, stores_of_class
+from patchgen.source import Module
 from patchgen.upstream import AUTO_CLASS_MAPPINGS, SubConfig, Upstream
 
 Attends = dict[tuple[str, tuple[frozenset[str], ...]], tuple[frozenset[str], bool]]
@@ -44,6 +46,7 @@ class Anatomy:
     functions: dict[str, FunctionNode] = field(default_factory=dict[str, FunctionNode])
     # what the module assigns to names: classes by a key, ..
     tables: dict[str, ast.expr] = field(default_factory=dict[str, ast.expr])
+    orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])  # what `lineage` has computed
     names: Names = field(default_factory=lambda: Names([]))
     attends: Attends = field(default_factory=Attends)  # what `flow.Attention` has read
     others: dict[str, Anatomy | None] = field(default_factory=dict[str, "Anatomy | None"])  # what `imported` has read
@@ -62,15 +65,10 @@ class Anatomy:
         return [info for info in infos if role in info.roles]
 
     def lineage(self, name: str) -> Iterator[ClassInfo]:
-        """The class and its ancestors in this file, in the order in which Python looks members up (near enough)."""
-        visited, pending = set[str](), [name]
-        while pending:
-            current = pending.pop(0)
-            if current in visited or current not in self.classes:
-                continue
-            visited.add(current)
-            yield self.classes[current]
-            pending = [*self.classes[current].bases, *pending]
+        """The class and its ancestors in this file, in the order in which Python looks members up."""
+        if name not in self.orders:
+            self.orders[name] = linearised(name, {known: info.bases for known, info in self.classes.items()})
+        return (self.classes[current] for current in self.orders[name])
 
     def is_a(self, value: ast.AST | None, *meanings: str) -> bool:
         """Whether a class, or what a call of it makes, is one of these (`torch.nn.Linear`) or inherits from one."""
@@ -102,11 +100,12 @@ class Anatomy:
         self.names = Names([statement for block in module for statement in block.statements], self.upstream.base_of)
         known = self.classes[name].roles if name in self.classes else {}  # a pass may have written it anew
         self.classes[name] = describe(node, {*self.classes, name}, self.names.resolve)
+        self.orders.clear()
         self.classes[name].roles |= known
         assign_class_roles(self, self.classes[name])
         for info in self.classes.values():
             now = module.block(info.name).node if module.has(info.name) else None
-            if isinstance(now, ast.ClassDef) and reads_name(now, name):
+            if isinstance(now, ast.ClassDef) and mentions(now, name):
                 changed = describe(now, set(self.classes), self.names.resolve)
                 info.attributes, info.builds = changed.attributes, changed.builds
 
@@ -131,66 +130,91 @@ class Anatomy:
         """All that `self.<attribute>` may be in an instance of the class: its method, or the values assigned to it.
 
         Subclasses count: their instances run the class's code too. Empty where the source does not tell: nothing of
-        that name, a method and a value, or an assignment from outside the class.
+        that name, a method and a value, or a store that `stores` reads, by another object, a call or a computed name.
         """
-        others = {name: info for name, info in self.classes.items() if name != owner}
-        below = [
-            info for name, info in others.items() if any(ancestor.name == owner for ancestor in self.lineage(name))
-        ]
-        family = [*self.lineage(owner), *below]
+        family = self._family(owner)
         methods = [info.methods[attribute] for info in family if attribute in info.methods]
         values = [value for info in family for value in stores_of(info, attribute)]
-        if attribute in self.stored_outside or (methods and values):
+        if self.is_stored_outside(attribute, [info.name for info in family]) or (methods and values):
             return ()
         return tuple(methods or values)
 
+    def _below(self, owner: str) -> list[str]:
+        """The class and those of the file that inherit from it."""
+        heirs = [name for name in self.classes if any(info.name == owner for info in self.lineage(name))]
+        return [owner, *(name for name in heirs if name != owner)]
+
+    def _family(self, owner: str) -> list[ClassInfo]:
+        """Whose code instances of the class and of its subclasses run."""
+        infos = {info.name: info for name in self._below(owner) for info in self.lineage(name)}
+        return list(infos.values())
+
     def handed(self, owner: str, value: ast.AST) -> tuple[ast.expr | ast.stmt, ...]:
-        """What a parameter of the class's `__init__`, or an attribute of one, is where the file builds the class."""
-        init = self.method(owner, "__init__")
-        names = parameter_names(init[1]) if init else []
+        """What a parameter of an `__init__`, or an attribute of one, is where `given` finds the file to hand it over.
+
+        Args:
+            owner: the class whose instance it is about.
+            value: the parameter as an `__init__` of the file reads it, or its attribute; of other code, that of the owner's.
+        """
+        inits = [(info.name, info.methods["__init__"]) for info in self.classes.values() if "__init__" in info.methods]
+        home = next((name for name, init in inits if value in walk(init)), owner)
+        below = self._below(owner)
+        init = self.method(home, "__init__")
         base = value.value if isinstance(value, ast.Attribute) else value
-        if not isinstance(base, ast.Name) or base.id not in names:
+        if init is None or not isinstance(base, ast.Name) or base.id not in parameter_names(init[1]):
             return ()
+        is_own = any(info.name == home for name in below for info in self.lineage(name))
         values: list[ast.expr | ast.stmt] = []
-        for info, given in self.given(owner, base.id):
+        for info, given in self.given(init[1], base.id, below if is_own else self._below(home)):
             if isinstance(given, ast.Name) and stored(info.methods["__init__"]).count(given.id) == 1:
                 given = plain_assignments(walk(info.methods["__init__"])).get(given.id, given)
+            if isinstance(given, ast.Name) and given.id == base.id and given in walk(init[1]):
+                continue  # a class that builds itself
             if isinstance(value, ast.Attribute) and isinstance(given, ast.Call):
                 values += self.held((self.names.resolve(given.func) or "").removeprefix("."), value.attr)
             elif isinstance(value, ast.Name) and given is not None:
                 values.append(given)
         return tuple(values)
 
-    def given(self, owner: str, parameter: str) -> Iterator[tuple[ClassInfo, ast.expr | None]]:
-        """What each class that builds `owner` for an attribute hands to a parameter of its `__init__`."""
-        init = self.method(owner, "__init__")
-        names = parameter_names(init[1]) if init else []
-        for info in self.classes.values():
-            for call in (call for value in info.attributes.values() for call in calls(value)):
-                if self.names.resolve(call.func) == f".{owner}":
-                    yield info, arguments(call, names).get(parameter)
+    def given(
+        self, init: FunctionNode, parameter: str, owners: Iterable[str]
+    ) -> Iterator[tuple[ClassInfo, ast.expr | None]]:
+        """What is handed to a parameter of an `__init__` that instances of these classes run, with the class that does it:
+        one whose `__init__` builds such a class for an attribute, or a subclass that calls the `__init__` of its bases."""
+        names, visited = parameter_names(init), set[str]()
+        for owner in owners:
+            chain = [info for info in self.lineage(owner) if "__init__" in info.methods]
+            place = next((i for i, info in enumerate(chain) if info.methods["__init__"] is init), None)
+            if place == 0:
+                attributes = [(info, value) for info in self.classes.values() for value in info.attributes.values()]
+                for info, call in ((info, call) for info, value in attributes for call in calls(value)):
+                    if self.names.resolve(call.func) == f".{owner}":
+                        yield info, handed_to(call, names, parameter)
+            elif place is not None and (heir := chain[place - 1]).name not in visited:
+                visited.add(heir.name)
+                for call in calls(heir.methods["__init__"]):
+                    match call.func:
+                        case ast.Attribute(ast.Call(ast.Name("super")), "__init__"):
+                            yield heir, handed_to(call, names, parameter)
+                        case ast.Attribute(base, "__init__") if self.names.resolve(base) == f".{chain[place].name}":
+                            yield heir, handed_to(call, ["self", *names], parameter)
 
     @functools.cached_property
-    def stored_outside(self) -> frozenset[str]:
-        """The attributes that any code of the file assigns to another object than its own self, or to a class."""
-        methods = [method for info in self.classes.values() for method in info.methods.values()]
+    def _stores(self) -> frozenset[Store]:
         top = [
             statement
             for statements in self.names.statements.values()
             for statement in statements
             if not isinstance(statement, ast.ClassDef)
+            and not (isinstance(statement, FunctionNode) and is_setter(statement))
         ]
-        code = [node for node in (*methods, *top) if not (isinstance(node, FunctionNode) and is_setter(node))]
-        parts = [child for node in code for child in walk(node)]
-        stores: set[str] = set()
-        for part in parts:
-            match part:
-                case ast.Attribute(_, name, ast.Store()) if not own_attribute(part):
-                    stores.add(name)
-                case ast.Call(ast.Name("setattr"), [_, ast.Constant(str(name)), _]):
-                    stores.add(name)
-        bodies = [statement for info in self.classes.values() for statement in info.node.body]
-        return frozenset(stores.union(*(bound_names(node) for node in bodies if isinstance(node, ast.Assign))))
+        inside = (store for info in self.classes.values() for store in stores_of_class(info, self.names))
+        return frozenset([*inside, *(store for node in top for store in stores_in(node, "", self.names))])
+
+    def is_stored_outside(self, attribute: str, family: Iterable[str] = ()) -> bool:
+        """Whether code of the file may store the attribute of an instance of these classes, or of an object of which it says
+        no class, by more than `self.<attribute> = ...` in a method (see `stores`)."""
+        return may_be_stored(self._stores, attribute, family)
 
     def builds(self, name: str) -> list[Build]:
         """What the class constructs; without an __init__ of its own, what its ancestor's __init__ constructs."""
@@ -301,7 +325,9 @@ class Anatomy:
 
     def _handed_config(self, owner: str) -> str | None:
         """The configuration class of the one kind of model that builds the class with its own config; None: not told."""
-        built = [(info, given and ast.unparse(given)) for info, given in self.given(owner, "config")]
+        init = self.method(owner, "__init__")
+        pairs = self.given(init[1], "config", [owner]) if init else ()
+        built = [(info, given and ast.unparse(given)) for info, given in pairs]
         config_classes = {
             self.config_of(info.name) if given in ("config", "self.config") else None for info, given in built
         }

@@ -51,7 +51,7 @@ def type_by_name(name: str) -> str:
 
 def _types(owner: str, anatomy: Anatomy) -> set[str]:
     """All that `self.loss_type` may be in an instance; what is not known as source."""
-    if "loss_type" in anatomy.stored_outside:
+    if anatomy.is_stored_outside("loss_type", [info.name for info in anatomy.lineage(owner)]):
         return {"a loss_type that is assigned in the class, or from outside"}
     by_name = type_by_name(owner)
     chosen = next((info for info in anatomy.lineage(owner) if stores_of(info, "loss_type")), None)

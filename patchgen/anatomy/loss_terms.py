@@ -30,7 +30,6 @@ from patchgen.anatomy.state_changes import ASKED, CASTS, StateChanges, derived_f
 SHARES = "ops.router_loss"
 STATE = "changes self for the next call, on each rank alone"
 LOSS, SHARE, RESULT, NONE, OTHER = "loss", "share", "result", "none", "other"  # what a name holds
-LINEAR = ast.Mult | ast.Div
 RESULTS = re.compile(r"transformers\.(modeling_outputs\.\w+|(utils|utils\.generic|file_utils)\.ModelOutput)")
 
 
@@ -240,7 +239,8 @@ def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
     if not more:
         return known.is_number(anatomy, owner, first)
     held = [value for value in anatomy.held(owner, first) if isinstance(value, ast.expr)]
-    return first == "config" and not anatomy.stored_outside & {*more} and all(map(known.is_of_config, held))
+    is_changed = any(map(anatomy.is_stored_outside, more))
+    return first == "config" and not is_changed and all(map(known.is_of_config, held))
 
 
 def is_result_class(function: ast.expr, anatomy: Anatomy, scope: Container[str]) -> bool:

@@ -11,12 +11,16 @@ from patchgen.anatomy.classes import (
     FunctionNode,
     base_name,
     calls,
+    dotted,
+    mentions,
     own_attribute,
-    reads_name,
+    plain_assignments,
     stored,
     walk,
 )
 from patchgen.source import bound_names
+
+CONFIG = "config"  # transformers' name of a parameter and of an attribute of models: a configuration, no tensor
 
 
 class Names:
@@ -121,9 +125,22 @@ class Names:
         inside = [node for statement in function.body for node in walk(statement)]
         imported = dict(binding for node in inside for binding in self.imports(node))
         local = dict.fromkeys(local_names(function)) | imported | dict.fromkeys(stored(function))
+        is_other = not self._keeps_config(function)
         for node in inside:
             if isinstance(node, ast.Name) and node.id in local:
                 vars(node)["meaning"] = local[node.id]
+                vars(node)["is_config"] = node.id == CONFIG and not is_other
+
+    def _keeps_config(self, function: FunctionNode) -> bool:
+        """Whether all that a function binds to the name `config` is a configuration: a part of one, or made by transformers."""
+        assigned = [plain_assignments([node]).get(CONFIG) for node in walk(function) if isinstance(node, ast.Assign)]
+        values = [value for value in assigned if value is not None]
+        made = [self.resolve(value.func if isinstance(value, ast.Call) else value) or "" for value in values]
+        own = (dotted(value).removeprefix("self.").partition(".")[0] == CONFIG for value in values)
+        is_known = all(
+            is_own or meaning.startswith("transformers.") for is_own, meaning in zip(own, made, strict=True)
+        )
+        return is_known and len(values) == stored(function).count(CONFIG)
 
     def _bindings(self, statement: ast.stmt) -> Iterator[tuple[str, str]]:
         """Name -> what it stands for, of everything that a statement of the module binds."""
@@ -160,7 +177,7 @@ def local_names(function: ast.AST) -> frozenset[str]:
 
 def uses_name(node: ast.AST, name: str) -> bool:
     """Whether the name is read or written anywhere in the node (attributes and keywords of that name do not count)."""
-    return reads_name(node, name) or name in local_names(node)
+    return mentions(node, name) or name in local_names(node)
 
 
 def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:

@@ -65,12 +65,7 @@ def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
     if function is not None and name.id in parameter_names(function):
         if function.name != "__init__":
             return []
-        alike = [
-            class_name
-            for class_name in anatomy.classes
-            if (anatomy.method(class_name, "__init__") or (None, None))[1] is function
-        ]
-        builds = [pair for class_name in alike for pair in anatomy.given(class_name, name.id)]
+        builds = [*anatomy.given(function, name.id, anatomy.classes)]
         args = function.args
         plain = [*args.posonlyargs, *args.args]
         defaults = dict(zip([arg.arg for arg in plain[::-1]], args.defaults[::-1], strict=False))

@@ -14,16 +14,15 @@ from patchgen.anatomy.classes import (
     FunctionNode,
     calls,
     dotted,
-    reads_name,
+    mentions,
 )
 from patchgen.anatomy.media import handed_sizes
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.sizes import listed_sizes, modality_of, of_another_formula
+from patchgen.passes.attention_kwargs import FILTER
 from patchgen.passes.base import Example, LeftAlone, Rewritten, Site, SitePass, Upstream, site_of
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
-
-PREFIXED = "accepts_precomputed_kwargs"
 
 
 class HostValues(SitePass):
@@ -139,7 +138,7 @@ def _times_handed_on(method: FunctionNode, name: str) -> int:
 def _prefix(anatomy: Anatomy, method: FunctionNode) -> str | None:
     """The modality whose prefix upstream's decorator takes off the keywords of a method."""
     for call in (d for d in method.decorator_list if isinstance(d, ast.Call)):
-        if not anatomy.names.is_upstream(call, PREFIXED):
+        if not anatomy.names.is_upstream(call, FILTER):
             continue
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         return next(
@@ -153,7 +152,7 @@ def _is_free(method: FunctionNode, variable: str, key: str) -> bool:
     other_code = copy.copy(method)
     statements = [statement for name, statement, _ in listed_sizes(method) if name == variable]
     other_code.body = [node for node in method.body if node not in statements]
-    is_read = key != variable and reads_name(method, key)
+    is_read = key != variable and mentions(method, key)
     return len(statements) == 1 and not is_read and key not in local_names(other_code)
 
 

@@ -144,7 +144,7 @@ def test_names_of_expressions():
     assert classes.called_names(function) == {"g", "h"}
     assert classes.stored(function) == ["d", "i"]
     assert sorted(classes.loaded(function)) == ["a", "e", "g", "self", "x"]
-    assert classes.reads_name(function, "e") and not classes.reads_name(function, "f")
+    assert classes.mentions(function, "e") and not classes.mentions(function, "f")
     assert classes.own_attribute(function.body[2].targets[0]) == "k"
     assert classes.own_attribute(ast.parse("other.k", mode="eval").body) is None
 

@@ -134,9 +134,9 @@ def test_what_an_attribute_may_hold(owner: str, attribute: str, values: list[str
 @pytest.mark.parametrize(
     ("owner", "parameter", "values"),
     [
-        ("Inner", "act", ["nn.SiLU()", "nn.ReLU()"]),
+        ("Inner", "act", ["nn.SiLU()", "nn.ReLU()", "nn.GELU()"]),  # a subclass hands it on
         ("Inner", "last", ["self"]),
-        ("Inner", "config", ["Sizes()", "config"]),
+        ("Inner", "config", ["Sizes()", "config", "config"]),
         ("Inner", "config.width", ["8"]),
         ("Inner", "config.height", []),
         ("Inner", "unknown", []),
@@ -147,6 +147,120 @@ def test_what_an_attribute_may_hold(owner: str, attribute: str, values: list[str
 )
 def test_what_a_parameter_is_where_the_class_is_built(owner: str, parameter: str, values: list[str]):
     assert told(ANATOMY.handed(owner, ast.parse(parameter, mode="eval").body)) == values
+
+
+DIAMOND = """
+class D: pass
+class B(D): pass
+class C(D): pass
+class Q(B, C): pass
+class Twice(Q): pass
+class Twice(Twice): pass
+class Refused(D, B): pass
+class Mixed(Elsewhere, C, nn.Module, D): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("Q", "Q B C D"),
+        ("Twice", "Twice"),
+        ("Refused", "Refused D B"),  # Python makes no such class
+        ("Mixed", "Mixed C D"),
+        ("Elsewhere", ""),
+    ],
+)
+def test_ancestors_stand_in_pythons_order(name: str, order: str):
+    assert [info.name for info in anatomy_of(DIAMOND).lineage(name)] == order.split()
+
+
+STORES = {
+    "a computed name": "def change(m, name):\n    setattr(m, name, nn.Softmax(1))",
+    "a name made of parts": "def change(m, kind):\n    setattr(m, f'{kind}ct', nn.Softmax(1))",
+    "a part in a name": "def change(m, kind):\n    first = 'a'\n    setattr(m, first + kind, nn.Softmax(1))",
+    "object": "def change(m):\n    object.__setattr__(m, 'act', nn.Softmax(1))",
+    "another's method": "def change(m):\n    m.__setattr__('act', nn.Softmax(1))",
+    "a dictionary": "def change(m):\n    m.__dict__['act'] = nn.Softmax(1)",
+    "a dictionary by vars": "def change(m):\n    vars(m)['act'] = nn.Softmax(1)",
+    "a dictionary that is updated": "def change(m):\n    m.__dict__.update(act=nn.Softmax(1))",
+    "another name of it": "def change(m):\n    modules = m._modules\n    modules['act'] = nn.Softmax(1)",
+    "the modules": "def change(m):\n    m._modules['act'] = nn.Softmax(1)",
+    "a module": "def change(m):\n    m.register_module('act', nn.Softmax(1))",
+    "a module by name": "def change(m):\n    m.add_module(module=nn.Softmax(1), name='act')",
+    "a method of torch's class": "def change(m):\n    nn.Module.add_module(m, 'act', nn.Softmax(1))",
+    "a module below": "def change(m):\n    m.set_submodule('experts.act', nn.Softmax(1))",
+    "a function that is put into a class": "def change(self):\n    self.act = nn.Softmax(1)\nPart.forward = change",
+    "the module's code": "setattr(Part, 'act', nn.Softmax(1))",
+    "a subclass's body": "class Below(Part):\n    act: nn.Module = nn.Softmax(1)",
+    "a mixin": "class Mixin:\n    def mix(self):\n        self.act = nn.Softmax(1)\nclass Both(Mixin, Part): pass",
+} | {
+    f"on self: {code}": f"class Below(Part):\n    def change(self, name):\n        {code}"
+    for code in (
+        "setattr(self, name, nn.Softmax(1))",
+        "self.register_module('act', nn.Softmax(1))",
+        "self.add_module('act', nn.Softmax(1))",
+        "self._modules['act'] = nn.Softmax(1)",
+        "self.__dict__ = name",
+        "super().__setattr__('act', nn.Softmax(1))",
+        "for self.act in name: pass",
+    )
+}  # fmt: skip
+HOLDER = "class Part(nn.Module):\n    def __init__(self):\n        self.act = nn.SiLU()\n"
+
+
+@pytest.mark.parametrize("case", STORES)
+def test_an_attribute_that_other_code_may_store_is_unread(case: str):
+    assert told(anatomy_of(HOLDER).held("Part", "act")) == ["nn.SiLU()"]
+    assert told(anatomy_of(f"{HOLDER}{STORES[case]}\n").held("Part", "act")) in ([], ["nn.SiLU()", "nn.Softmax(1)"])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def change(m, kind):\n    setattr(m, f'{kind}_norm', nn.Softmax(1))",
+        "class Other:\n    def change(self, name):\n        setattr(self, name, nn.Softmax(1))",
+        "def change(m):\n    return m._modules['act'], m.__dict__.items()",
+    ],
+)
+def test_a_store_that_cannot_be_to_the_attribute_says_nothing_of_it(code: str):
+    assert told(anatomy_of(f"{HOLDER}{code}\n").held("Part", "act")) == ["nn.SiLU()"]
+
+
+HANDED = """
+class A(nn.Module):
+    def __init__(self, act):
+        self.act = act
+
+class Model(nn.Module):
+    def __init__(self):
+        self.a = A(nn.SiLU())
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "values"),
+    [
+        ("class B(A):\n    def __init__(self):\n        super().__init__(nn.Softmax(1))", ["nn.SiLU()", "nn.Softmax(1)"]),
+        ("class B(A):\n    def __init__(self):\n        A.__init__(self, act=nn.Tanh())", ["nn.SiLU()", "nn.Tanh()"]),
+        ("class B(A):\n    def __init__(self, **more):\n        super().__init__(**more)", ["nn.SiLU()", "more"]),
+        ("class B(A): pass\nclass M:\n    def __init__(self):\n        self.b = B(nn.Tanh())", ["nn.SiLU()", "nn.Tanh()"]),
+        ("class B(A):\n    def __init__(self, act):\n        self.act2 = act\n        super().__init__(nn.Tanh())", ["nn.SiLU()", "nn.Tanh()"]),
+        ("class B:\n    def __init__(self, act):\n        self.a = A(act)", ["nn.SiLU()", "act"]),
+    ],
+)  # fmt: skip
+def test_what_subclasses_hand_on_counts(code: str, values: list[str]):
+    anatomy = anatomy_of(f"{HANDED}\n{code}\n")
+    assert told(anatomy.handed("A", anatomy.attribute("A", "act"))) == values
+
+
+def test_a_parameter_is_that_of_the_init_that_reads_it():
+    below = "class B(A):\n    def __init__(self, act):\n        super().__init__(nn.Softmax(act))\n"
+    built = "class M:\n    def __init__(self):\n        self.b = B(1)\n"
+    anatomy = anatomy_of(f"{HANDED}\n{below}{built}")
+    (act,) = anatomy.held("B", "act")
+    assert told(anatomy.handed("B", act)) == ["nn.Softmax(act)"]
+    assert told(anatomy.handed("B", anatomy.handed("B", act)[0].args[0])) == ["1"]
 
 
 def test_configurations_by_annotation():

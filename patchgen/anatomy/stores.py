@@ -1,0 +1,128 @@
+"""Stores to attributes that no assignment `self.<attribute> = ...` of a class's own method says.
+
+    other.act = ...    setattr(other, "act", ...)    other.__dict__["act"] = ...    other.add_module("act", ...)
+
+A name that is computed is kept as the pattern of what it may be: `*_norm` for `f"{kind}_norm"`, `*` for any.
+"""
+
+# pyright: reportMatchNotExhaustive=false
+from __future__ import annotations
+
+import ast
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
+
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    arguments,
+    is_setter,
+    own_attribute,
+    plain_assignments,
+    stored,
+    targets,
+    walk,
+)
+from patchgen.anatomy.names import Names
+from patchgen.source import bound_names
+
+Store = tuple[
+    str, str
+]  # the class whose own instance is changed, "" for any other object; the attribute or its pattern
+ANY = "*"
+TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # where Python and torch keep attributes
+# What takes the name of an attribute first, and the parameter's name.
+SETTERS = {
+    "__setattr__": "name",
+    "add_module": "name",
+    "register_module": "name",
+    "register_buffer": "name",
+    "register_parameter": "name",
+    "set_submodule": "target",
+}
+
+
+def stores_of_class(info: ClassInfo, names: Names) -> Iterator[Store]:
+    """What the methods of a class store, and its body. Setters count for nothing."""
+    for method in info.methods.values():
+        if not is_setter(method):
+            yield from stores_in(method, info.name, names)
+    for statement in info.node.body:
+        if isinstance(statement, ast.Assign):
+            yield from (("", name) for name in bound_names(statement))
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            yield from ((info.name, name) for name in bound_names(statement))
+
+
+def stores_in(code: ast.AST, owner: str, names: Names) -> Iterator[Store]:
+    """What code stores; `owner` is the class of its `self`, "" for a function, whose `self` may be anything."""
+    nodes, bound = walk(code), stored(code)
+    texts = {name: value for name, value in plain_assignments(nodes).items() if bound.count(name) == 1}
+    assigned = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)]
+    plain = {node for statement in assigned for target in targets(statement) for node in walk(target)}
+    for node in nodes:
+        if owner and own_attribute(node) and node in plain and own_attribute(node) not in TABLES:
+            continue  # `stores_of` reads it
+        for holder, name in _stored(node, names):
+            is_own = isinstance(holder, ast.Name) and holder.id == "self"
+            yield owner if is_own else "", _pattern(name, texts).rpartition(".")[2]
+
+
+def _stored(node: ast.AST, names: Names) -> Iterator[tuple[ast.AST, ast.AST | None]]:
+    """Whose attribute a piece of code stores, and its name; None for any name."""
+    match node:
+        case ast.Attribute(holder, name, ast.Store()):
+            yield holder, None if name in TABLES else ast.Constant(name)
+        case ast.Subscript(table, key, ast.Store()) if holder := _holder(table, names):
+            yield holder, key
+        case ast.Assign(value=table) if holder := _holder(table, names):
+            yield holder, None  # another name for all of them
+        case ast.Call(ast.Attribute(table, "update" | "setdefault" | "__setitem__")) if holder := _holder(
+            table, names
+        ):
+            yield holder, None
+        case ast.Call(ast.Attribute(holder, setter)) if setter in SETTERS:
+            yield _set_by(node, holder, SETTERS[setter], names)
+        case ast.Call(function, [holder, name, *_]) if names.resolve(function) == "builtins.setattr":
+            yield holder, name
+
+
+def _set_by(call: ast.Call, holder: ast.expr, parameter: str, names: Names) -> tuple[ast.AST, ast.AST | None]:
+    """Of `other.add_module(name, ...)`, `super().add_module(name, ...)` and `nn.Module.add_module(other, name, ...)`."""
+    match holder:
+        case ast.Call(ast.Name("super"), []):
+            holder = ast.Name("self", ast.Load())
+        case _ if names.resolve(holder):  # a class, whose method takes the instance first
+            given = arguments(call, ("self", parameter))
+            return given.get("self", holder), given.get(parameter)
+    return holder, arguments(call, (parameter,)).get(parameter)
+
+
+def _holder(table: ast.AST, names: Names) -> ast.expr | None:
+    """Whose attributes a table holds: `other.__dict__`, `vars(other)`."""
+    match table:
+        case ast.Attribute(holder, name) if name in TABLES:
+            return holder
+        case ast.Call(function, [holder]) if names.resolve(function) == "builtins.vars":
+            return holder
+    return None
+
+
+def _pattern(name: ast.AST | None, texts: Mapping[str, ast.expr]) -> str:
+    """The text of a name, with `*` for what is computed; `texts` are the local names that are assigned once."""
+    match name:
+        case ast.Constant(str(text)):
+            return text
+        case ast.JoinedStr(parts):
+            return "".join(_pattern(part, {}) for part in parts)
+        case ast.BinOp(left, ast.Add(), right):
+            return _pattern(left, texts) + _pattern(right, texts)
+        case ast.Name(local) if isinstance(value := texts.get(local), ast.Constant):
+            return _pattern(value, {})
+    return ANY
+
+
+def may_be_stored(stores: Iterable[Store], attribute: str, family: Iterable[str]) -> bool:
+    """Whether one of the stores may be to this attribute of an instance of one of these classes."""
+    owners = {"", *family}
+    own = {name for owner, name in stores if owner in owners}
+    return attribute in own or any(fnmatch.fnmatchcase(attribute, name) for name in own if ANY in name)
