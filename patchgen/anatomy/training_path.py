@@ -14,7 +14,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, own_attribute, parameter_names, targets, walk
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    calls,
+    dotted,
+    linearised,
+    own_attribute,
+    parameter_names,
+    targets,
+    walk,
+)
 from patchgen.anatomy.media import handed_sizes
 from patchgen.source import Module
 
@@ -48,18 +57,17 @@ def training_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str]
 
 
 def _find(nodes: Mapping[str, ast.stmt], owner: str, method: str) -> tuple[str, FunctionNode | None]:
-    """The method that an instance of `owner` runs, or the function, with its name."""
+    """The method that an instance of `owner` runs, as far as classes of the file define it, with its name; for the owner
+    "" the function. None where the file has neither."""
     if not owner:
         function = nodes.get(method)
         return method, function if isinstance(function, FunctionNode) else None
-    pending = [owner]
-    while pending:
-        node = nodes.get(pending.pop(0))
-        if isinstance(node, ast.ClassDef):
-            for member in node.body:
-                if isinstance(member, FunctionNode) and member.name == method:
-                    return f"{node.name}.{method}", member
-            pending += [dotted(base) for base in node.bases]
+    classes = {name: node for name, node in nodes.items() if isinstance(node, ast.ClassDef)}
+    bases = {name: [dotted(base) for base in node.bases] for name, node in classes.items()}
+    for name in linearised(owner, bases):
+        for member in classes[name].body:
+            if isinstance(member, FunctionNode) and member.name == method:
+                return f"{name}.{method}", member
     return "", None
 
 
@@ -114,10 +122,10 @@ def _missing(test: ast.AST, handed: set[str]) -> str | None:
     match test:
         case ast.BoolOp(ast.Or(), [ast.Name(name), *_]) if name in handed:
             return name
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return next((name for value in test.values if (name := _missing(value, handed))), None)
-    if isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and isinstance(test.ops[0], ast.Is):
-        return test.left.id if test.left.id in handed else None
+        case ast.BoolOp(ast.And(), values):
+            return next((name for value in values if (name := _missing(value, handed))), None)
+        case ast.Compare(ast.Name(name), [ast.Is()], [ast.Constant(None)]) if name in handed:
+            return name
     return None
 
 
@@ -125,12 +133,19 @@ def _given_and_returned(statement: ast.stmt, handed: set[str]) -> list[str]:
     """The handed-in names that `if name is not None: return name`, here or in an `if` inside, returns."""
     for node in walk(statement):
         if isinstance(node, ast.If) and any(isinstance(inner, ast.Return) for inner in node.body):
-            tests = [test for test in walk(node.test) if isinstance(test, ast.Compare)]
-            compared = [test.left for test in tests if isinstance(test.ops[0], ast.IsNot)]
-            names = [getattr(operand, "target", operand) for operand in compared]  # of `(name := ...)` too
-            if given := [name.id for name in names if isinstance(name, ast.Name) and name.id in handed]:
+            given = [name for test in walk(node.test) if (name := _tested_for_value(test)) in handed]
+            if given:
                 return given
     return []
+
+
+def _tested_for_value(test: ast.AST) -> str:
+    """The name in `name is not None`, or in `(name := ...) is not None`."""
+    match test:
+        case ast.Compare(ast.Name(name) | ast.NamedExpr(ast.Name(name)), [ast.IsNot()], [ast.Constant(None)]):
+            return name
+        case _:
+            return ""
 
 
 def _is_seam(statement: ast.stmt) -> bool:

@@ -72,9 +72,21 @@ def test_each_function_once_and_excused_where_every_call_is():
     ]
 
 
+def test_the_method_that_runs_is_pythons():
+    of = "class {}:\n    def run(self, x):\n        return x\n"
+    model = "class Q(B, C):\n    def forward(self, x):\n        return self.run(x)\n"
+    text = of.format("D") + "class B(D): pass\n" + of.format("C") + model
+    assert [name for name, _, _ in training_functions(source.parse(text))] == ["Q.forward", "D.run"]
+    text = text.replace("class C:", "class C(D):")
+    assert [name for name, _, _ in training_functions(source.parse(text))] == ["Q.forward", "C.run"]
+
+
 @pytest.mark.parametrize(
     ("code", "excused"),
     [
+        ("if position_ids is other:\n    a = 1", {"position_ids is other": "", "a = 1": ""}),
+        ("if x and position_ids is other:\n    a = 1", {"x and position_ids is other": "", "a = 1": ""}),
+        ("if position_ids is not other:\n    return x\na = 1", {"position_ids is not other": "", "return x": "", "a = 1": ""}),
         ("a = 1", {"a = 1": ""}),
         ("if position_ids is None:\n    a = 1\nb = 2", {"position_ids is None": "", "a = 1": GIVEN, "b = 2": ""}),
         ("if x is None:\n    a = 1", {"x is None": "", "a = 1": ""}),
