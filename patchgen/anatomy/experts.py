@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from patchgen.anatomy import known
-from patchgen.anatomy.classes import calls, own_attribute, parameter_names, walk
+from patchgen.anatomy.classes import calls, loaded, own_attribute, parameter_names, stored, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.initialisation import METHOD
 from patchgen.anatomy.interpreter import Interpreter, Term
@@ -295,22 +295,32 @@ def _stacks(anatomy: Anatomy, owner: str) -> dict[str, list[str]]:
 
 def counts_of(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> set[str]:
     """The expressions for the number of experts: `source`, and the attributes with the same value."""
-    known = {source}
+    known = {source} if _has_one_meaning(anatomy, owner, source) else set[str]()
     attributes = [name for info in anatomy.lineage(owner) for name in info.attributes]
     for _ in range(2):
         for name in attributes:
             values = [ast.unparse(value) for value in anatomy.held(owner, name)]
-            if len(values) != 1:
+            if len(values) != 1 or not _has_one_meaning(anatomy, owner, values[0]):
                 continue
             if f"self.{name}" in known:
                 known.add(values[0])
             elif values[0] in known:
                 known.add(f"self.{name}")
-    known |= {f"self.{count}" for count in known if count.startswith("config.") and "config" in attributes}
+    if [ast.unparse(value) for value in anatomy.held(owner, "config")] == ["config"]:
+        known |= {f"self.{count}" for count in known if count.startswith("config.")}
     known_of_self = {
         c for c in known if c.startswith("self.config.") or (c.startswith("self.") and anatomy.held(owner, c[5:]))
     }
     return known_of_self | ({f"len(self.{experts})"} if experts else set())
+
+
+def _has_one_meaning(anatomy: Anatomy, owner: str, source: str) -> bool:
+    """Whether an expression is the same number wherever the class and its ancestors write it: the names in it are those of
+    one `__init__`, which binds each once."""
+    inits = [info.methods["__init__"] for info in anatomy.lineage(owner) if "__init__" in info.methods]
+    names = {*loaded(ast.parse(source))} - {"self"}
+    bound = [name for init in inits for name in (*parameter_names(init), *stored(init))]
+    return not names or (len(inits) == 1 and all(bound.count(name) <= 1 for name in names))
 
 
 def term_text(term: Term) -> str:

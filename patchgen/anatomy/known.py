@@ -6,6 +6,7 @@ import ast
 
 from patchgen.anatomy.classes import arguments, calls, dotted, own_attribute, stored, walk
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import CONFIG
 
 CASTS = frozenset({"float", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone", "detach"})
 # fmt: off
@@ -100,8 +101,11 @@ def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
 
 
 def is_of_config(value: ast.AST) -> bool:
-    """Whether it is `config`, or an attribute of `config` or `self.config`: by transformers' contract no tensor."""
-    return dotted(value) == "config" or dotted(value).startswith(("config.", "self.config."))
+    """Whether it is `config`, or an attribute of `config` or `self.config`: by transformers' contract no tensor, unless the
+    function around it gives the name to something else."""
+    is_called_so = dotted(value) == CONFIG or dotted(value).startswith((f"{CONFIG}.", f"self.{CONFIG}."))
+    named = (node for node in walk(value) if isinstance(node, ast.Name) and node.id == CONFIG)
+    return is_called_so and all(vars(node).get("is_config", True) for node in named)
 
 
 def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:

@@ -72,6 +72,20 @@ GUESSED = {
         above(MIXER),
     ),
     "an activation from outside": (above("def hook(experts):\n    experts.act_fn = nn.Identity()"),),
+    "an activation from outside, by a call": (above("def hook(experts):\n    experts.add_module('act_fn', nn.Softmax(dim=1))"),),
+    "an activation from outside, by a computed name": (above("def hook(experts, name):\n    setattr(experts, name, nn.Softmax(dim=1))"),),
+    "an activation among the modules": (within("def hook(self):\n        self._modules['act_fn'] = nn.Softmax(dim=1)"),),
+    "a number of another config": (
+        ("self.num_experts = config", "self.config = config.text_config\n        self.num_experts = config"),
+        ("if expert_idx == self.num_experts", "if expert_idx == self.config.num_experts"),
+    ),
+    "a number of a config that changes": (
+        ("self.num_experts = config", "many = config.num_experts\n        self.many = many\n        many = many + 1\n        self.num_experts = config"),
+        ("torch.empty(self.num_experts, 2", "torch.empty(many, 2"),
+        ("torch.empty(self.num_experts, self", "torch.empty(many, self"),
+        ("== self.num_experts", "== self.many"),
+        ("=self.num_experts + 1", "=self.many + 1"),
+    ),
     "a table of the same name": (above("ACT2FN = {}"),),
     "tokens and slots by another order": ((".permute(2, 1, 0)", ".permute(2, 0, 1)"),),
     "no gradient of the projection": ((ACTIVATED, f"with torch.no_grad():\n{PAD}    {ACTIVATED}"),),
@@ -80,6 +94,10 @@ GUESSED = {
 SAME = {
     "arguments by keyword": (
         ("(current_hidden_states, self.down_proj[expert_idx])", "(weight=self.down_proj[expert_idx], input=current_hidden_states)"),
+    ),
+    "a number of the config that is kept": (
+        ("self.num_experts = config", "self.config = config\n        self.num_experts = config"),
+        ("if expert_idx == self.num_experts", "if expert_idx == self.config.num_experts"),
     ),
     "factors in the other order": (("self.act_fn(gate) * up", "up * self.act_fn(gate)"),),
     "an alias of torch's functions": (("nn.functional.linear(current_state", "F.linear(current_state"),),

@@ -7,6 +7,7 @@ import ast
 import pytest
 from generation_cases import anatomy_of
 
+from patchgen.anatomy import known
 from patchgen.anatomy.names import Names, local_names
 
 FILE = """
@@ -59,6 +60,23 @@ def test_a_local_name_hides_an_import():
     assert local_names(function) == {"F", "a", "k", "nn", "torch", "x"}
     names = Names(ast.parse(FILE).body)
     assert names.resolve(ast.parse("F.linear", mode="eval").body, local_names(function)) is None
+
+
+@pytest.mark.parametrize(
+    ("binds", "is_of_config"),
+    [
+        ("", True),
+        ("config = config.text_config", True),
+        ("config = self.config.get_text_config()", True),
+        ("config = torch.ones(8)", False),
+        ("for config in x: pass", False),
+        ("config, y = x", False),
+    ],
+)
+def test_a_config_is_what_nothing_else_is_bound_to(binds: str, is_of_config: bool):
+    tree = ast.parse(f"{FILE}\ndef f(self, x, config):\n  {binds}\n  return config.scale")
+    Names(tree.body)
+    assert known.is_of_config(tree.body[-1].body[-1].value) is is_of_config
 
 
 HELD = """
