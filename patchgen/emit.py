@@ -10,7 +10,7 @@ import itertools
 import symtable
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from patchgen import __version__
 from patchgen.anatomy.classes import dotted, walk
@@ -121,12 +121,29 @@ def _explained(module: Module) -> Module:
 
 
 def exported_names(module: Module) -> list[str]:
-    """The strings of `__all__`, those of later additions included."""
-    statements = [s for block in module if "__all__" in block.binds for s in block.statements]
-    values = [s.value for s in statements if isinstance(s, ast.Assign | ast.AugAssign | ast.AnnAssign)]
-    lists = [value for value in values if isinstance(value, ast.List | ast.Tuple)]
-    elements = [element.value for value in lists for element in value.elts if isinstance(element, ast.Constant)]
-    return [element for element in elements if isinstance(element, str)]
+    """The strings that lists written out for `__all__` have: what it is assigned, and what is added, extended or appended."""
+    values: list[ast.expr] = []
+    for statement in (s for block in module for s in block.statements):
+        match statement:
+            case ast.Assign() | ast.AugAssign() | ast.AnnAssign() if "__all__" in bound_names(statement):
+                values += [statement.value] if statement.value else []
+            case ast.Expr(ast.Call(ast.Attribute(ast.Name("__all__"), "extend" | "append"), added)):
+                values += added
+            case _:
+                pass
+    return [name for value in values for name in _strings(value)]
+
+
+def _strings(node: ast.expr) -> Iterator[str]:
+    match node:
+        case ast.Constant(str(name)):
+            yield name
+        case ast.List(parts) | ast.Tuple(parts):
+            yield from (name for part in parts for name in _strings(part))
+        case ast.BinOp(ast.List() | ast.Tuple() | ast.BinOp() as left, ast.Add(), right):
+            yield from (*_strings(left), *_strings(right))
+        case _:
+            pass
 
 
 def check_parses(text: str, path: str) -> None:

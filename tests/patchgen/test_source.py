@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from generation_cases import applied, with_absolute_imports, written
 
-from patchgen import pipeline, source
+from patchgen import emit, pipeline, source
 from patchgen.errors import EmissionError, PassMismatch, SourceSyntaxError
 from patchgen.model_configs import ModelConfig
 from patchgen.passes.absolute_imports import AbsoluteImports
@@ -292,6 +292,19 @@ def test_exports_name_what_is_there(export: str):
     statements = [s for block in module if "__all__" in block.binds for s in block.statements]
     exec(compile(ast.Module(statements, []), "<exports>", "exec"), namespace)
     assert list(namespace.get("__all__", ["Model"])) == ["Model"]
+
+
+@pytest.mark.parametrize(
+    ("export", "names"),
+    [
+        ('__all__ = ["A"]\n__all__ += ("B",)\n', "AB"),
+        ('__all__ = ["A"] + ["B"] + ["C"]\n', "ABC"),
+        ('__all__: list = ["A"]\n__all__.extend(["B"])\n__all__.append("C")\n', "ABC"),
+        ('__all__ = ["A"] + other.__all__ + [f"{x}y", "z" + y]\nother.extend(["B"])\n', "A"),
+    ],
+)
+def test_exports_are_read_where_they_are_written_out(export: str, names: str):
+    assert emit.exported_names(source.parse(export)) == list(names)
 
 
 def test_an_export_of_a_dropped_name_that_cannot_be_taken_out_is_an_error():
