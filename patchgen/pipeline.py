@@ -34,7 +34,7 @@ class Step:
     outcome: Outcome
     seconds: float
     before: Module
-    anatomy: Anatomy  # as the pass saw it
+    anatomy: Anatomy  # that the pass read; the passes up to hand edits share one, and add classes to it
 
     @property
     def rewrites(self) -> bool:

@@ -2,7 +2,7 @@
 
 Passes replace the text of single blocks; everything else keeps its bytes, so the diff against upstream is the output
 of the passes and nothing else. Blocks are found with `ast` (fast) and rewritten with libcst (exact), one at a time:
-parsing the one class that a pass changes takes milliseconds where the file takes most of a second.
+parsing the one member that a pass changes takes milliseconds where the file takes most of a second.
 """
 
 from __future__ import annotations

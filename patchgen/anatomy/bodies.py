@@ -11,7 +11,8 @@ from patchgen.anatomy.classes import FunctionNode, own_attribute, parameter_name
 
 @dataclass(frozen=True)
 class NormalForm:
-    """A function with its names taken away: `text` is equal for functions that compute the same in the same way."""
+    """A function with its names taken away: `text` is equal for functions that compute the same in the same way, provided
+    that the names which they do not bind mean the same."""
 
     text: str
     parameters: tuple[str, ...]  # the real names, in order

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from patchgen.anatomy.classes import (
+    LISTS,
     ClassInfo,
     FunctionNode,
     is_list,
@@ -36,7 +37,6 @@ PART = "a generated file of its own, which the config chooses"
 EXPERTS = "experts left alone"
 EAGER = "attention: upstream's eager form"
 INHERITED = "its forward is torch's"
-HOLDERS = ("torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict")  # what they hold is called
 CALLED_PARTS = ("func", "value", "elt", "elts", "values", "body", "orelse")
 ALL_PARTS = ("children", "named_children", "modules", "named_modules", "_modules", "get_submodule", "__dict__")
 OF_OTHERS = ("builtins.eval", "builtins.exec", "builtins.globals", "builtins.__import__", "importlib.import_module")
@@ -175,7 +175,8 @@ class _Walk:
             return bool(handed) and all(self._is_known(part, owner, ast.Pass()) for part in handed)
         if isinstance(value, ast.Name | ast.Attribute):
             return self.names.resolve(value, _local(where)) is not None
-        holds = isinstance(value, ast.Call) and self.names.resolve(value.func, _local(where)) in HOLDERS
+        # What lists of modules hold is called.
+        holds = isinstance(value, ast.Call) and self.names.resolve(value.func, _local(where)) in LISTS
         operands = [getattr(value, name, []) for name in (("args",) if holds else CALLED_PARTS)]
         parts = [
             part

@@ -4,14 +4,14 @@ A term is a tuple of the operation and its operands. Code that is not understood
 understanding would be a wrong model. Names are resolved (`names`), arguments are bound as Python binds them, functions
 and methods of the file are run in place.
 
-    value     name, version                     a tensor that came from elsewhere
+    value     name[, version]                   a tensor that came from elsewhere; the version, where a loop binds it anew
     chosen    selection, order                  where `selection [T, K]` is this expert: `t` tokens, `k` slots, `e` experts
     tokens, slots  selection                    the indices of what is chosen
     rows, routing  tensor, selection            `tensor[tokens]`, `tensor[tokens, slots, None]`
     linear    x, weight, bias, transposed       one expert's projection
     half      x, 0 or 1                         of the last dimension
     call      attribute, x                      `self.<attribute>(x)`
-    expert    x                                 the module of this expert, from a list
+    expert    x                                 what the module of this expert, from a list, makes of x
 
 Of forms that hand each expert its rows of all `[T * K]`, and add up the K outputs of a token at the end:
 

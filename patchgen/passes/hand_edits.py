@@ -205,7 +205,7 @@ def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
     return [target for target in stay if not module.has(target.split(".")[0])]
 
 
-def normal_form(*nodes: ast.AST) -> str:
+def content_hash(*nodes: ast.AST) -> str:
     """A hash of code that comments, docstrings and formatting do not change."""
     body = cast("list[ast.stmt]", list(nodes))  # or expressions: the tree is hashed, and never compiled
     return symbol_hash(without_docstrings(copy.deepcopy(ast.Module(body, []))))
@@ -229,7 +229,7 @@ def targets_record(edits: tuple[Edit, ...], module: Module) -> list[EditRecord]:
             "verb": _verb(edit),
             "target": edit.target,
             "edit": short_hash(*map(str, asdict(edit).values())),
-            "upstream": normal_form(*target),
+            "upstream": content_hash(*target),
         }
         for edit in edits
         if (target := target_of(edit, module))

@@ -24,7 +24,7 @@ COUNTS = {"one_hot", "histc", "bincount", "scatter_add_"}  # how upstream has co
 
 
 def _example() -> Example:
-    """The first of these forms, and a head that calls it."""
+    """The first of the known forms of a loss, and a head that calls it."""
     margin, known = " " * 8, next(iter(known_forms().values())).splitlines()
     name = known[0].removeprefix("def ").partition("(")[0]
     means = "tokens_per_expert, router_prob_per_expert"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from patchgen import source
-from patchgen.passes.hand_edits import AddMethod, Edit, OverrideMethod, normal_form, target_of, targets_record
+from patchgen.passes.hand_edits import AddMethod, Edit, OverrideMethod, content_hash, target_of, targets_record
 from patchgen.source import Block, Module
 from patchgen.upgrade.findings import PERSON, REVIEW, Site
 from patchgen.upstream import Upstream
@@ -35,7 +35,7 @@ def drift_under_edits(
             continue
         present = next(iter(targets_record((edit,), parsed[0] if before else parsed[1])))
         known = recorded.get((present["verb"], present["target"]), present if before else None)
-        if after and known is not None and normal_form(*after) == known["upstream"]:
+        if after and known is not None and content_hash(*after) == known["upstream"]:
             continue
         is_reviewed = edit.target in reviewed or (known is not None and known["edit"] != present["edit"])
         yield Site(

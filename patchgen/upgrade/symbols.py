@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from patchgen.anatomy.classes import FunctionNode
-from patchgen.passes.hand_edits import normal_form
+from patchgen.passes.hand_edits import content_hash
 from patchgen.source import bound_names
 
 OTHER = "(other statements)"
@@ -36,7 +36,7 @@ class Symbol:
     @functools.cached_property
     def form(self) -> str:
         """The hash of its normal form."""
-        return normal_form(*self.content)
+        return content_hash(*self.content)
 
     @property
     def line(self) -> int:
@@ -44,7 +44,7 @@ class Symbol:
 
     def same_as(self, other: Symbol) -> bool:
         annotations = [symbol.annotation for symbol in (self, other) if symbol.annotation is not None]
-        differs = len(annotations) == 2 and normal_form(annotations[0]) != normal_form(annotations[1])
+        differs = len(annotations) == 2 and content_hash(annotations[0]) != content_hash(annotations[1])
         return self.form == other.form and not differs
 
     def text(self, source: str, *, with_members: bool = False) -> str:
