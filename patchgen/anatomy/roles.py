@@ -17,13 +17,16 @@ from patchgen.anatomy.classes import (
     Build,
     ClassInfo,
     FunctionNode,
+    arguments,
     calls,
     dotted,
+    is_in_place,
     own_attribute,
     parameter_names,
     walk,
 )
 from patchgen.anatomy.flow import Attention, Embedder, Rotary
+from patchgen.anatomy.known import MAKERS
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.vocabulary import attributes_read, uses_projection
 
@@ -67,6 +70,16 @@ TORCH_ATTENTION = {
     "MultiheadAttention",
 }
 CONV1D = ("torch.nn.functional.conv1d", "torch.conv1d")
+CONV1D_OPTIONS = (
+    "in_channels",
+    "out_channels",
+    "kernel_size",
+    "stride",
+    "padding",
+    "dilation",
+    "groups",
+)  # nn.Conv1d's
+BY_SIZES = MAKERS | {"torch.Tensor", "torch.FloatTensor", "torch.full"}  # make a tensor of these sizes
 DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
 
 
@@ -165,21 +178,31 @@ def stack_shapes(anatomy: Anatomy, info: ClassInfo) -> dict[str, list[str]]:
     for name, call in info.built.items():
         initial_value = call.args[0] if anatomy.is_a(call, PARAMETER) and call.args else None
         for tensor in _beneath(initial_value):
-            shape = tensor.args
-            if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List):
-                shape = shape[0].elts
+            shape = _sizes(anatomy, tensor)
             if len(shape) == EXPERT_DIMS:
                 shapes[name] = [ast.unparse(size) for size in shape]
                 break
     return shapes
 
 
+def _sizes(anatomy: Anatomy, maker: ast.Call) -> list[ast.expr]:
+    """The sizes of the tensor that a call makes; empty where torch's arguments are others. Code of the file may take sizes."""
+    meaning = anatomy.names.resolve(maker.func) or ""
+    is_changing = isinstance(maker.func, ast.Attribute) and is_in_place(maker.func)
+    if is_changing or (meaning.startswith("torch.") and meaning not in BY_SIZES):
+        return []
+    shape = maker.args[:1] if meaning == "torch.full" else maker.args
+    shape = shape or [keyword.value for keyword in maker.keywords if keyword.arg == "size"]
+    return shape[0].elts if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List) else shape
+
+
 def _beneath(value: ast.expr | None) -> Iterator[ast.Call]:
     """The call that makes a tensor, and those beneath what fills, scales or casts it."""
     match value:
-        case ast.Call(function):
+        case ast.Call(function, args):
             yield value
-            yield from _beneath(function.value if isinstance(function, ast.Attribute) else None)
+            for part in (*([function.value] if isinstance(function, ast.Attribute) else []), *args[:1]):
+                yield from _beneath(part)
         case ast.BinOp(left, _, right):
             yield from _beneath(left)
             yield from _beneath(right)
@@ -205,14 +228,20 @@ def _router(anatomy: Anatomy, info: ClassInfo) -> str | None:
 
 
 def _mixer(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
-    convolutions = depthwise_convolutions(anatomy, info)
-    return f"mixes along the sequence with the depthwise convolution self.{convolutions[0]}" if convolutions else None
+    convolutions = grouped_convolutions(anatomy, info)
+    return f"mixes along the sequence with the grouped convolution self.{convolutions[0]}" if convolutions else None
 
 
-def depthwise_convolutions(anatomy: Anatomy, info: ClassInfo) -> list[str]:
-    """The attributes that are grouped `nn.Conv1d`s."""
+def grouped_convolutions(anatomy: Anatomy, info: ClassInfo) -> list[str]:
+    """The attributes that are `nn.Conv1d`s of more than one group of channels, or of a number that nothing tells."""
     convolutions = {name: call for name, call in info.built.items() if anatomy.is_a(call, "torch.nn.Conv1d")}
-    return [name for name, call in convolutions.items() if "groups" in [keyword.arg for keyword in call.keywords]]
+    return [name for name, call in convolutions.items() if _is_grouped(call)]
+
+
+def _is_grouped(convolution: ast.Call) -> bool:
+    given = arguments(convolution, CONV1D_OPTIONS)
+    is_told = None not in given and not any(isinstance(arg, ast.Starred) for arg in convolution.args)
+    return not is_told or ("groups" in given and ast.unparse(given["groups"]) != "1")
 
 
 _FORWARD_DETECTORS = {Role.NORM: _norm, Role.ROTARY: _rotary}  # with the forward that runs, an inherited one too

@@ -12,7 +12,7 @@ from patchgen.anatomy.roles import (
     HAND_WRITTEN,
     attention_of_torch,
     convolutions,
-    depthwise_convolutions,
+    grouped_convolutions,
 )
 from patchgen.anatomy.sequence_operations import (
     CONVOLUTION,
@@ -97,7 +97,7 @@ class MixerSP(SitePass):
         if not kinds or UNKNOWN in kinds:  # on one rank upstream's own; a slice is refused
             refusing = insert_first(block, "forward", f'ops.refuse_slices("{info.name}")', self.mark)
             return Rewritten(refusing, "of no form that divides: refuses slices")
-        convolution_names = depthwise_convolutions(anatomy, info)
+        convolution_names = grouped_convolutions(anatomy, info)
         besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, convolution_names)]
         functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
         steps = any(stepping_loops(anatomy, function) for function in functions)

@@ -44,6 +44,28 @@ def test_the_shapes_of_stacks():
     }
 
 
+@pytest.mark.parametrize(
+    ("made", "is_stack"),
+    [
+        ("torch.empty(size=(n, 8, 9))", True),
+        ("torch.full((n, 8, 9), 0.5)", True),
+        ("torch.full(size=(n, 8, 9), fill_value=0.5)", True),
+        ("torch.Tensor(n, 8, 9)", True),
+        ("0.02 * torch.randn(n, 8, 9).to(dtype)", True),
+        ("nn.init.normal_(torch.empty(n, 8, 9), 0, 1)", True),
+        ("make(n, 8, 9)", True),  # code of the file: it may take sizes
+        ("torch.linspace(0, 1, n)", False),
+        ("torch.arange(0, n, 2)", False),
+        ("torch.full((8, 9), 0.5)", False),
+        ("torch.empty(8).uniform_(0, 1, generator)", False),
+        ("torch.nn.init.uniform_(weight, 0, 1)", False),
+    ],
+)
+def test_a_stack_is_made_by_what_takes_three_sizes(made: str, is_stack: bool):
+    body = f"def __init__(self, n):\n    self.w = nn.Parameter({made})\ndef run(self, e):\n    return self.w[e]"
+    assert signs(body) == ["Example chooses among the slices of self.w"] * is_stack
+
+
 LIST = "def __init__(self, config):\n    self.parts = nn.ModuleList([Gated(config) for _ in range(3)])\n"
 
 

@@ -145,9 +145,12 @@ def test_a_gated_mlp_is_a_product(code: str, found: bool):
 
 def test_a_mixer_has_a_grouped_convolution():
     convolution = "def __init__(self):\n    self.conv = nn.Conv1d(8, 8, 3, {})\n"
-    told = "mixes along the sequence with the depthwise convolution self.conv"
+    told = "mixes along the sequence with the grouped convolution self.conv"
     assert roles(convolution.format("groups=8") + forward("return x"))[Role.MIXER] == told
-    assert Role.MIXER not in roles(convolution.format("bias=False") + forward("return x"))
+    for groups in ("1, 0, 1, 8", "groups=config.groups", "*options", "**options"):  # by position, or not told
+        assert roles(convolution.format(groups) + forward("return x"))[Role.MIXER] == told
+    for one in ("bias=False", "groups=1", "1, 0, 1, 1"):
+        assert Role.MIXER not in roles(convolution.format(one) + forward("return x"))
     assert Role.MIXER not in roles(convolution.format("groups=8").replace("Conv1d", "Linear") + forward("return x"))
 
 
