@@ -27,7 +27,7 @@ def uses_projection(anatomy: Anatomy, owner: str, forward: FunctionNode) -> bool
         used |= read
     everything = {name for info in anatomy.lineage(owner) for name in info.attributes}
     hands_on_self = GETTER in used or any(map(_hands_on_self, code))
-    return any(_is_projection(anatomy, owner, name) for name in sorted(everything if hands_on_self else used))
+    return any(is_projection(anatomy, owner, name) for name in sorted(everything if hands_on_self else used))
 
 
 def attributes_read(code: ast.AST) -> set[str]:
@@ -42,7 +42,7 @@ def _hands_on_self(code: ast.AST) -> bool:
     return any(isinstance(n, ast.Name) and n.id == "self" and id(n) not in of_attributes for n in walk(code))
 
 
-def _is_projection(anatomy: Anatomy, owner: str, attribute: str) -> bool:
+def is_projection(anatomy: Anatomy, owner: str, attribute: str) -> bool:
     """Whether `self.<attribute>` may be a linear layer to the vocabulary, or a sequence of modules that ends in one."""
     values = anatomy.held(owner, attribute) or [anatomy.attribute(owner, attribute)]  # set by other code as well
     return any(_is_to_vocabulary(anatomy, owner, value) for value in values if isinstance(value, ast.expr))

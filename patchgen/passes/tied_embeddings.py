@@ -6,7 +6,8 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import calls, dotted
+from patchgen.anatomy.classes import calls
+from patchgen.anatomy.vocabulary import is_projection
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module, bound_names
@@ -64,7 +65,7 @@ def _output_projection(anatomy: Anatomy, name: str) -> str | None:
                 return f"defines {method}"
         if "_tied_weights_keys" in {name for statement in info.node.body for name in bound_names(statement)}:
             return "lists _tied_weights_keys"
-        for attribute, value in info.attributes.items():
-            if "vocab" in ast.unparse(value) and "Linear" in dotted(value):
+        for attribute in info.attributes:
+            if is_projection(anatomy, name, attribute):
                 return f"projects with self.{attribute}"
     return None
