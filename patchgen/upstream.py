@@ -84,8 +84,7 @@ class Upstream:
         A file on disk that reaches beyond its folder was written for its place in transformers.
         """
         beyond = level > 1 and self.given is not None and not self.module.startswith("transformers.")
-        parts = f"transformers.models.{self.model}".split(".") if beyond else self.package.split(".")
-        return parts[: max(len(parts) + 1 - level, 0)]
+        return _above(f"transformers.models.{self.model}" if beyond else self.package, level)
 
     @property
     def sha256(self) -> str:
@@ -139,7 +138,8 @@ class Release:
         return maps
 
     def auto_map(self, name: str) -> dict[str, str]:
-        """One of upstream's `..._MAPPING_NAMES`: model type -> class name (the first one where there are several)."""
+        """What one of upstream's `..._MAPPING_NAMES` lists itself, not what it takes over from another table by
+        `*list(OTHER.items())`: model type -> class name (the first one where there are several)."""
         return self._auto_maps.get(name, {})
 
     def file_of(self, model: str) -> str | None:
@@ -316,7 +316,7 @@ def _load_from_disk(model: str, source: Path, config: Path | None) -> Upstream:
         path=source.name,
         given=given,
         configs=configs,
-        siblings={} if inside else _siblings(source, text),
+        siblings={} if inside else _siblings(source, text, model),
         config_file=str(config) if given_config or config.is_file() else None,
     )
 
@@ -330,13 +330,40 @@ def _read_source(path: Path) -> str:
         ) from error
 
 
-def _moved(text: str) -> str:
-    """The text of a file that goes elsewhere: what it imports from beyond its folder has its place in transformers."""
-    text = re.sub(r"^(\s*from )\.\.\.(?=\w)", r"\1transformers.", text, flags=re.MULTILINE)
-    return re.sub(r"^(\s*from )\.\.(?=\w)", r"\1transformers.models.", text, flags=re.MULTILINE)
+def _above(package: str, level: int) -> list[str]:
+    """What a relative import of so many dots in a package starts from, in parts; empty beyond the outermost."""
+    parts = package.split(".")
+    return parts[: max(len(parts) + 1 - level, 0)]
 
 
-def _siblings(source: Path, text: str) -> dict[str, str]:
+def absolute_module(node: ast.ImportFrom, base: list[str]) -> str:
+    """The absolute name of what a relative import imports from, which starts from the package `base`."""
+    return ".".join([*base, *filter(None, [node.module])])
+
+
+def _moved(text: str, model: str, path: Path) -> str:
+    """The text of a file that goes elsewhere: what it imports from beyond its folder has its place in transformers.
+
+    Raises:
+        SourceSyntaxError: an import reaches beyond transformers.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return text  # nothing reads it: as it is
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level > 1]
+    lines = [line.encode() for line in text.splitlines(keepends=True)]  # columns count bytes
+    for node in sorted(imports, key=lambda node: (node.lineno, node.col_offset), reverse=True):
+        base, place = _above(f"transformers.models.{model}", node.level), node.lineno - 1
+        if not base:
+            raise SourceSyntaxError(f"{path}, line {node.lineno}: `{ast.unparse(node)}` starts beyond transformers.")
+        above, rest = lines[place][: node.col_offset], b"".join([lines[place][node.col_offset :], *lines[place + 1 :]])
+        named = f"from {absolute_module(node, base)} import".encode()
+        lines[place:] = [above + re.sub(rb"from\b.*?\bimport\b", named, rest, count=1, flags=re.DOTALL)]
+    return b"".join(lines).decode()
+
+
+def _siblings(source: Path, text: str, model: str) -> dict[str, str]:
     """The files beside a modeling file that it imports relatively; a generated file takes copies along."""
     files: dict[str, str] = {}
     pending = [text]
@@ -351,7 +378,7 @@ def _siblings(source: Path, text: str) -> dict[str, str]:
             for module in [node.module] if node.module else [alias.name for alias in node.names]:
                 file = source.with_name(module.split(".")[0] + ".py")
                 if file.is_file() and file.name not in files and file != source:
-                    files[file.name] = _moved(_read_source(file))
+                    files[file.name] = _moved(_read_source(file), model, file)
                     pending.append(files[file.name])
     return files
 

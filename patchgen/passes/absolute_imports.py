@@ -10,6 +10,7 @@ from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.rewrite import LINE_LENGTH, Editor, format_code
 from patchgen.source import Module
+from patchgen.upstream import absolute_module
 
 IMPORTER = "importlib.import_module"
 
@@ -61,8 +62,7 @@ class AbsoluteImports(Pass):
                 continue
             editor = Editor(block)
             for node in relative:
-                package = ".".join([*base_of(node.level), *filter(None, [node.module])])
-                editor.from_module(node, package)
+                editor.from_module(node, absolute_module(node, base_of(node.level)))
             rewritten = editor.result
             if block.is_import:
                 rewritten = rewritten.with_text(_wrap_long_import(rewritten.text))

@@ -155,6 +155,36 @@ def test_a_file_on_disk_brings_its_configuration_and_the_modules_beside_it(tmp_p
         assert origin.configs["TinyConfig"].model_type == "tiny"
 
 
+BESIDE = """\
+\"\"\"An umlaut, ü, and
+from ...what_is_no_import import it
+\"\"\"
+from ... import initialization as init
+from ..auto import (  # wrapped
+    AutoModel,
+)
+from .. import auto
+from . import more
+def late(): x = "ü"; from . \\
+  .. utils import logging; return logging
+"""
+
+
+def test_a_file_that_is_copied_along_imports_from_transformers_what_lies_beyond_its_folder(tmp_path: Path):
+    (tmp_path / "modeling_tiny.py").write_text(MODELING + "\n\nfrom .extra import helper\n")
+    (tmp_path / "extra.py").write_text(BESIDE)
+    copied = upstream.load("tiny", source=tmp_path).siblings["extra.py"]
+    assert copied == (
+        BESIDE.replace("from ... import", "from transformers import")
+        .replace("from ..auto", "from transformers.models.auto")
+        .replace("from .. import", "from transformers.models import")
+        .replace("from . \\\n  .. utils", "from transformers.utils")
+    )
+    (tmp_path / "extra.py").write_text("from ....beyond import it\n")
+    with pytest.raises(SourceSyntaxError, match="starts beyond transformers"):
+        upstream.load("tiny", source=tmp_path)
+
+
 @pytest.mark.parametrize("names", [(), ("modeling_a.py", "modeling_b.py")])
 def test_a_folder_without_one_modeling_file_is_refused(tmp_path: Path, names: tuple[str, ...]):
     for name in names:
