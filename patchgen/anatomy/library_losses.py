@@ -15,17 +15,21 @@ from patchgen.anatomy.own_losses import ALIGNED
 from patchgen.errors import Missed
 
 NEXT_TOKEN, SAME_TOKEN = "ForCausalLM", "ForMaskedLM"
-FORMS = {NEXT_TOKEN: "", "ForConditionalGeneration": "", SAME_TOKEN: ALIGNED}
+FORMS = {NEXT_TOKEN: "", "ForConditionalGeneration": "", "CsmForConditionalGeneration": "", SAME_TOKEN: ALIGNED}
 """Type of a loss over a vocabulary -> its form; "" where it shifts the labels."""
 # fmt: off
-OTHERS = (
-    "ForSemanticSegmentation", "ForInstanceSegmentation", "ForSegmentation", "ForObjectDetection", "ForImageClassification",
-    "ForVideoClassification", "ForAudioClassification", "ForSequenceClassification", "ForTokenClassification",
-    "ForQuestionAnswering", "ForCTC", "ForRNNT", "ForTDT", "TTSForConditionalGeneration",
+KEYS = (
+    "ForSemanticSegmentation", NEXT_TOKEN, SAME_TOKEN, "ForQuestionAnswering", "ForSequenceClassification",
+    "ForImageClassification", "ForVideoClassification", "ForAudioClassification", "ForTokenClassification",
+    "ForSegmentation", "ForObjectDetection", "ForCTC", "ForConditionalGeneration", "DeformableDetrForObjectDetection",
+    "ConditionalDetrForObjectDetection", "DabDetrForObjectDetection", "GroundingDinoForObjectDetection",
+    "MMGroundingDinoForObjectDetection", "ConditionalDetrForSegmentation", "RTDetrForObjectDetection",
+    "RTDetrV2ForObjectDetection", "DFineForObjectDetection", "Deimv2ForObjectDetection", "CsmForConditionalGeneration",
+    "LwDetrForObjectDetection", "PocketTTSForConditionalGeneration", "GradiumPhononTTSForConditionalGeneration",
+    "ParakeetForRNNT", "ParakeetForTDT", "RfDetrForObjectDetection", "RfDetrForInstanceSegmentation",
 )
 # fmt: on
-"""Endings of the further keys of transformers' LOSS_MAPPING, whose losses are others."""
-KEYS = re.compile("|".join((*FORMS, *OTHERS)))
+"""The keys of transformers' LOSS_MAPPING, in its order: a class is of the first that its name holds, if it is none itself."""
 
 
 def library_form(owner: str, anatomy: Anatomy) -> str:
@@ -45,8 +49,8 @@ def library_form(owner: str, anatomy: Anatomy) -> str:
 
 def type_by_name(name: str) -> str:
     """The loss type that transformers finds in the name of a class; that of the next token where it finds none."""
-    found = KEYS.search(name)
-    return found[0] if found else NEXT_TOKEN
+    found = re.search("|".join(KEYS), name)
+    return name if name in KEYS else found[0] if found else NEXT_TOKEN
 
 
 def _types(owner: str, anatomy: Anatomy) -> set[str]:

@@ -7,9 +7,26 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss
 
-from patchgen.anatomy.library_losses import FORMS, type_by_name
+from patchgen.anatomy.library_losses import FORMS, KEYS, type_by_name
 
-NAMES = (*LOSS_MAPPING, *(f"Own{key}" for key in LOSS_MAPPING), "OwnLMHeadModel", "ForMaskedLMAndForCausalLM")
+NAMES = (
+    *LOSS_MAPPING,
+    *(f"Own{key}" for key in LOSS_MAPPING),
+    *(
+        "XTTSForConditionalGeneration",
+        "OwnForTDT",
+        "OwnForRNNT",
+        "OwnForInstanceSegmentation",
+        "OwnForSegmentationForCTC",
+    ),
+    *("OwnLMHeadModel", "ForMaskedLMAndForCausalLM"),
+)
+
+
+def test_the_keys_are_those_of_transformers():
+    assert list(LOSS_MAPPING) == list(KEYS)
+    shifts = {key: {ForCausalLMLoss: "", ForMaskedLMLoss: "aligned"}.get(loss) for key, loss in LOSS_MAPPING.items()}
+    assert {key: form for key, form in shifts.items() if form is not None} == FORMS
 
 
 @pytest.mark.parametrize("name", NAMES)
