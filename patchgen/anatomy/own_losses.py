@@ -73,7 +73,7 @@ def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[s
     if found is None or (upcast and upcast != found[0]):
         return None
     name, target, form, mask = found
-    if re.fullmatch(r".*(\.size\(-1\)|\.shape\[-1\])", size) and name in loaded(ast.parse(size)):
+    if _is_width(size, name):
         size = "None"
     is_known = size == "None" or set(loaded(ast.parse(size))) <= {"self"}
     bound = frozenset(names) - {loss, target, *([name] if upcast else [])}
@@ -126,7 +126,7 @@ def _flat(node: ast.expr, dimensions: int) -> tuple[list[ast.expr], str]:
         given = [ast.unparse(one) for one in node.args]
         is_view = node.func.attr in ("view", "reshape") and len(given) == dimensions and given[:1] == ["-1"]
         is_view |= node.func.attr == "flatten" and given == ([] if dimensions == 1 else ["0", "1"])
-        is_moved = node.func.attr == "to" and len(given) == 1 and given[0].endswith(".device")
+        is_moved = node.func.attr == "to" and len(given) == 1 and getattr(node.args[0], "attr", "") == "device"
         if is_view and not flattened:
             flattened, size = True, "None" if node.func.attr == "flatten" else given[-1]
         elif not is_moved and not (node.func.attr == "contiguous" and not given):
@@ -136,6 +136,28 @@ def _flat(node: ast.expr, dimensions: int) -> tuple[list[ast.expr], str]:
         sides = [_flat(side, 0)[0] for side in (node.body, node.orelse)]
         return [one for one in (node.test, *sides[0], *sides[1]) if flattened], size
     return [node] if flattened or not dimensions else [], size
+
+
+def _is_width(size: str, logits: str) -> bool:
+    """Whether a size is that of the logits' last dimension."""
+    match ast.parse(size, mode="eval").body:
+        case ast.Call(ast.Attribute(tensor, "size"), [last], []) | ast.Subscript(ast.Attribute(tensor, "shape"), last):
+            return ast.unparse(last) == "-1" and _is_of_tokens(tensor, logits)
+        case _:
+            return False
+
+
+def _is_of_tokens(tensor: ast.expr, logits: str) -> bool:
+    """Whether a tensor is the logits of all tokens, of all but the last, or of those that a mask keeps."""
+    match tensor:
+        case ast.IfExp(_, one, other):
+            return _is_of_tokens(one, logits) and _is_of_tokens(other, logits)
+        case ast.Call(ast.Attribute(of, "contiguous" | "float" | "to")) | ast.Subscript(of, ast.Compare()):
+            return _is_of_tokens(of, logits)
+        case ast.Subscript(of, place) if FIRST.fullmatch(ast.unparse(ast.Subscript(ast.Name(logits), place))):
+            return _is_of_tokens(of, logits)
+        case _:
+            return isinstance(tensor, ast.Name) and tensor.id == logits
 
 
 def _tokens(logits: list[str], labels: list[str]) -> tuple[str, str, str, str] | None:
