@@ -134,7 +134,7 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
     made = (*parts, inside, outside, logits, loss, labels, code(projected), module, source)
     form = call.form
     if call.function == LIBRARY_LOSS:
-        form = library_form(owner, anatomy) * (not _reads(body[:end], labels))
+        form = library_form(owner, anatomy) * (not _reads(anatomy, body[:end], labels))
     return LossRegion(start, end, *made, call.function, form, rest, terms.local, call.further)
 
 
@@ -165,7 +165,7 @@ def _find_loss(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anato
             alone = _assigned_call(node.body[0]) == made and len(further) == len(node.body) - 1
             call = _LossCall(LIBRARY_LOSS, "", made[0], logits, labels, rest, further=tuple(further))
         elif own := read_own_loss(node.body, anatomy, local):
-            call, alone = _own_call(own, body[:place], forward), True
+            call, alone = _own_call(own, body[:place], forward, anatomy), True
         else:
             continue
         if ast.unparse(node.test) != f"{call.labels} is not None" or not alone or node.orelse:
@@ -193,7 +193,7 @@ def _is_switched(node: ast.stmt, owner: str, anatomy: Anatomy) -> TypeGuard[ast.
     return False
 
 
-def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode) -> _LossCall:
+def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode, anatomy: Anatomy) -> _LossCall:
     """The seam's call for a cross entropy that the head writes out."""
     bound, kwargs = _bound(forward) - own.bound - {own.loss}, kwargs_of(forward)
     for name in filter(None, (own.labels, own.mask)):
@@ -202,16 +202,16 @@ def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode) ->
     rest = [f"vocab_size={own.vocab_size}"]
     rest += [f"attention_mask={own.mask}"] if own.mask else []
     rest += ["upcast=True"] if own.upcast else []
-    if own.form == ALIGNED and _reads(above, own.labels):
+    if own.form == ALIGNED and _reads(anatomy, above, own.labels):
         rest.append(f"shift_labels={own.labels}")  # the decoder's inputs are made of them: they are its targets
         return _LossCall(f"ops.{own.form}_cross_entropy", "", own.loss, own.logits, own.labels, rest, own.bound)
     rest += [f"**ops.step_labels({kwargs})"] if kwargs else []
     return _LossCall(f"ops.{own.form}_cross_entropy", own.form, own.loss, own.logits, own.labels, rest, own.bound)
 
 
-def _reads(body: Sequence[ast.stmt], name: str) -> bool:
+def _reads(anatomy: Anatomy, body: Sequence[ast.stmt], name: str) -> bool:
     """Whether statements read the values of a name, and do not only ask for its shape or whether it is None."""
-    return name in values_in(*body)
+    return name in values_in(anatomy.names, *body)
 
 
 def _made_elsewhere(value: ast.expr, above: Sequence[ast.stmt]) -> tuple[str, ast.expr] | None:

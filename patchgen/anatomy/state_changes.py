@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
@@ -21,6 +21,7 @@ from patchgen.anatomy.classes import (
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import Names
 
 CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
 ASKED, ASKED_BY_CALL = ("device", "dtype", "shape"), ("size", "dim", "numel", "get_device")
@@ -39,7 +40,7 @@ class StateChanges:
     """
 
     def __init__(self, anatomy: Anatomy, owner: str) -> None:
-        self._anatomy, self._owner = anatomy, owner
+        self._anatomy, self._owner, self._names = anatomy, owner, anatomy.names
         self._buffers = known.buffers(anatomy, owner)
         self._running: list[FunctionNode] = []
 
@@ -53,7 +54,7 @@ class StateChanges:
         if function in self._running:
             return
         self._running.append(function)
-        derived, aliases = derived_from(function, data), dict(aliases)
+        derived, aliases, values_in = derived_from(self._names, function, data), dict(aliases), self._values_in
         renewed = set[str]()  # attributes that every call gives a value above
 
         def reads(conditions: Iterable[ast.AST], *values: ast.AST) -> bool:
@@ -84,6 +85,9 @@ class StateChanges:
                     yield from self._of_called(called, call, derived, aliases)
         self._running.pop()
 
+    def _values_in(self, *nodes: ast.AST) -> set[str]:
+        return values_in(self._names, *nodes)
+
     def _as_assignment(self, node: ast.AST) -> ast.AST:
         """`self.load = value` for `setattr(self, "load", value)`; other statements as they are."""
         match node:
@@ -99,9 +103,9 @@ class StateChanges:
         names, values = parameter_names(function), [*call.args, *(one.value for one in call.keywords)]
         given = {name: value for name, value in arguments(call, names).items() if name in names}
         if len(given) == len(values) and not any(isinstance(one, ast.Starred) for one in values):
-            data = {name for name, value in given.items() if values_in(value) & derived}
+            data = {name for name, value in given.items() if self._values_in(value) & derived}
         else:  # nothing tells which parameter it is
-            data = parameters(function) if values_in(*values) & derived else set[str]()
+            data = parameters(function) if self._values_in(*values) & derived else set[str]()
         held = {name: attribute for name, value in given.items() if (attribute := _state_of(value, aliases))}
         yield from self.of(function, data, held)
 
@@ -189,14 +193,14 @@ def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield from parts(target, value)
 
 
-def derived_from(function: FunctionNode, data: set[str]) -> set[str]:
+def derived_from(names: Names, function: FunctionNode, data: set[str]) -> set[str]:
     """The names, and attributes of `self`, that hold what is made of these."""
     pairs = [pair for node in walk(function) for pair in _pairs(node)]
     derived, before = set(data), -1
     while before < len(derived):
         before = len(derived)
         for target, value in pairs:
-            if derived & values_in(_uncast(value)):
+            if derived & values_in(names, _uncast(value)):
                 attribute = own_attribute(target)
                 derived |= {f"self.{attribute}"} if attribute else set(stored(target))
     return derived
@@ -218,7 +222,7 @@ def _indices(target: ast.expr) -> Iterator[ast.expr]:
     return (node.slice for node in walk(target) if isinstance(node, ast.Subscript))
 
 
-def values_in(*nodes: ast.AST) -> set[str]:
+def values_in(names: Names, *nodes: ast.AST) -> set[str]:
     """The names, and attributes of `self`, whose values code reads, and does not only ask what they look like."""
     found: set[str] = set()
     for node in nodes:
@@ -227,7 +231,7 @@ def values_in(*nodes: ast.AST) -> set[str]:
                 continue
             case ast.Call(ast.Attribute(attr=name)) if name in ASKED_BY_CALL:
                 continue
-            case ast.Call(ast.Name("len")):
+            case ast.Call(function) if names.resolve(function) == "builtins.len":
                 continue
             case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
                 continue
@@ -236,18 +240,49 @@ def values_in(*nodes: ast.AST) -> set[str]:
             case ast.Attribute() if attribute := own_attribute(node):
                 found.add(f"self.{attribute}")
             case _:
-                found |= values_in(*ast.iter_child_nodes(node))
+                found |= values_in(names, *ast.iter_child_nodes(node))
     return found
 
 
 def flags(forward: FunctionNode) -> set[str]:
     """What may be a bool, and stays what callers handed in, or the config's: parameters, and `kwargs.get("wanted", False)`."""
-    given = (*forward.args.args, *forward.args.kwonlyargs)
-    flags = {arg.arg for arg in given if arg.annotation is None or "bool" in ast.unparse(arg.annotation)}
     kept = [n for n in walk(forward) if isinstance(n, ast.Assign) and DEFAULT.fullmatch(ast.unparse(n))]
-    bound = stored(forward)
+    flags, bound = _bools(forward, kept), stored(forward)
     flags = {name for name in flags if bound.count(name) == sum(name in stored(node) for node in kept)}
     return flags | _asked_flags(forward)
+
+
+def _bools(forward: FunctionNode, kept: Sequence[ast.AST]) -> set[str]:
+    """The parameters that are annotated as a bool; without an annotation those whose default is one, and those without a
+    default value of which code only asks whether they hold, or hands them on."""
+    args = forward.args
+    plain = [*args.posonlyargs, *args.args]
+    defaults = dict(zip(plain[::-1], args.defaults[::-1], strict=False))
+    defaults |= {arg: value for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True) if value}
+    bools = {arg.arg for arg in (*plain, *args.kwonlyargs) if arg.annotation and "bool" in ast.unparse(arg.annotation)}
+    asked = _asked(forward, kept)
+    reads = [node for node in walk(forward) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    for arg, default in defaults.items():
+        value = default.value if isinstance(default, ast.Constant) and arg.annotation is None else ...
+        is_asked = value is None and all(node in asked for node in reads if node.id == arg.arg)
+        bools |= {arg.arg} if isinstance(value, bool) or is_asked else set()
+    return bools
+
+
+def _asked(forward: FunctionNode, kept: Sequence[ast.AST]) -> set[ast.AST]:
+    """The expressions of which code only asks whether they hold or are None, or that it hands on, but not in a condition."""
+    conditions = [n.test for n in walk(forward) if isinstance(n, ast.If | ast.IfExp | ast.While)]
+    inside = {part for condition in conditions for part in walk(condition)}
+    asked = {part for node in kept for part in walk(node)} | {*conditions}
+    for node in walk(forward):
+        match node:
+            case ast.BoolOp(values=parts):
+                asked |= {*parts}
+            case ast.UnaryOp(ast.Not(), part) | ast.Compare(part, [ast.Is() | ast.IsNot()]):
+                asked.add(part)
+            case ast.Call(_, args, keywords) if node not in inside:
+                asked |= {*args, *(keyword.value for keyword in keywords)}
+    return asked
 
 
 def _asked_flags(forward: FunctionNode) -> set[str]:

@@ -1,0 +1,53 @@
+"""What a forward keeps for the next call, of data of this one: which names hold data, and which only flags."""
+
+from __future__ import annotations
+
+import pytest
+from generation_cases import anatomy_of
+
+from patchgen.anatomy.state_changes import StateChanges, parameters
+
+FILE = """
+import torch
+from torch import nn
+{above}
+
+class Example(nn.Module):
+    def __init__(self, config):
+        self.register_buffer("load", torch.zeros(()))
+
+    def forward(self, x{more}):
+        {code}
+"""
+
+
+def changes(code: str, more: str = "", above: str = "") -> bool:
+    anatomy = anatomy_of(FILE.format(code=code, more=more, above=above))
+    forward = anatomy.classes["Example"].methods["forward"]
+    return any(StateChanges(anatomy, "Example").of(forward, parameters(forward), {}))
+
+
+@pytest.mark.parametrize("above", ["def len(x):\n    return x.sum()", "from elsewhere import len"])
+def test_a_length_is_asked_by_pythons_len(above: str):
+    code = "self.load += len(x)"
+    assert not changes(code)
+    assert changes(code, above=above)
+    assert changes(f"len = torch.sum\n        {code}")
+
+
+@pytest.mark.parametrize(
+    ("more", "condition", "is_flag"),
+    [
+        (", wanted: bool", "wanted", True),
+        (", wanted=False", "wanted", True),
+        (", *, wanted=True", "not wanted", True),
+        (", wanted=None", "wanted and self.training", True),
+        (", mask: torch.Tensor = None", "mask", False),
+        (", mask", "mask", False),  # nothing tells
+        (", mask=None", "mask.any()", False),
+        (", mask=None", "mask > 0", False),
+        (", mask=None", "torch.any(mask)", False),
+    ],
+)
+def test_a_flag_is_annotated_or_asked_only_whether_it_holds(more: str, condition: str, is_flag: bool):
+    assert changes(f"if {condition}: self.load += 1", more) is not is_flag
