@@ -64,7 +64,7 @@ class StateChanges:
         for statement, conditions in _in_order(function.body):
             node = self._as_assignment(statement)
             parts = [part for part in ast.iter_child_nodes(node) if not isinstance(part, BODIES)]
-            for target, value in _pairs(node):
+            for target, value in value_pairs(node):
                 is_changed = self._is_changed(node, target, aliases) or self._is_of_the_old(target, value, renewed)
                 if is_changed and reads(conditions, _uncast(value), *_indices(target)):
                     yield ast.unparse(statement)
@@ -170,7 +170,7 @@ def _in_order(
         yield from _in_order(inside, (*conditions, *asked))
 
 
-def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+def value_pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Each target of an assignment or loop with its value; of tuples, their elements."""
 
     def parts(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -195,7 +195,7 @@ def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 def derived_from(names: Names, function: FunctionNode, data: set[str]) -> set[str]:
     """The names, and attributes of `self`, that hold what is made of these."""
-    pairs = [pair for node in walk(function) for pair in _pairs(node)]
+    pairs = [pair for node in walk(function) for pair in value_pairs(node)]
     derived, before = set(data), -1
     while before < len(derived):
         before = len(derived)

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, loaded, stored
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, loaded
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import (
     HAND_WRITTEN,
@@ -14,6 +14,7 @@ from patchgen.anatomy.roles import (
     convolutions,
     grouped_convolutions,
 )
+from patchgen.anatomy.sequence_loops import carrying_loop
 from patchgen.anatomy.sequence_operations import (
     CONVOLUTION,
     DELTA_RULE,
@@ -27,11 +28,14 @@ from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, sit
 from patchgen.rewrite import Editor, insert_first, wrap_calls
 from patchgen.source import Block, Module
 
-NOT_CHOSEN = "neither documents nor ranks reach it; prove it before it trains packed or sequence-parallel"
+BYPASSES_INTERFACE = (
+    "it gets neither document bounds (cu_seq_lens) nor the other ranks' tokens; verify the model before training it on "
+    "packed or sequence-parallel rows"
+)
 
 
 class MixerSP(SitePass):
-    """These layers see the whole sequence of some heads or channels, where their rank holds a slice of all of them."""
+    """An all-to-all around the operation gives each rank the whole sequence for some heads or channels."""
 
     name = "mixer_sp"
     purpose = "Convolutions, delta rules and scans run over the whole sequence, each rank with some channels or heads."
@@ -65,7 +69,7 @@ class MixerSP(SitePass):
         ]
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """What steps along the sequence in a loop and is no operation that this pass knows."""
+        """What this pass leaves: loops that step along the sequence, torch's own attention, and attention written by hand."""
         known = {site.block for site in self.sites(module, anatomy)}
         language = language_model_classes(anatomy)
         remarks: list[str] = []
@@ -83,7 +87,7 @@ class MixerSP(SitePass):
                 place = f"{info.name}.{name}"
                 code = {place: method} if name != "__init__" else {}
                 code |= {f"{place}: {below}": anatomy.functions[below] for below in _functions_below(anatomy, method)}
-                loops = {where: _sequence_loop(anatomy, function) for where, function in code.items()}
+                loops = {where: carrying_loop(anatomy, function) for where, function in code.items()}
                 remarks += [_not_parallel(where, loop) for where, loop in loops.items() if loop is not None]
         return list(dict.fromkeys(remarks))
 
@@ -96,7 +100,7 @@ class MixerSP(SitePass):
         kinds = wrap_calls(editor, block.node, operations)
         if not kinds or UNKNOWN in kinds:  # on one rank upstream's own; a slice is refused
             refusing = insert_first(block, "forward", f'ops.refuse_slices("{info.name}")', self.mark)
-            return Rewritten(refusing, "of no form that divides: refuses slices")
+            return Rewritten(refusing, "cannot be divided by heads or channels: refuses sequence slices")
         convolution_names = grouped_convolutions(anatomy, info)
         besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, convolution_names)]
         functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
@@ -134,37 +138,12 @@ def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
         tables = [statement for name in loaded(method) for statement in anatomy.names.statements.get(name, ())]
         for code in (method, *map(anatomy.functions.get, _functions_below(anatomy, method)), *tables):
             for node in attention_of_torch(anatomy, code) if isinstance(code, FunctionNode | ast.Assign) else ():
-                return f"line {node.lineno} calls {ast.unparse(node)} itself: {NOT_CHOSEN}"
+                return f"line {node.lineno} calls {ast.unparse(node)} itself: {BYPASSES_INTERFACE}"
     forward = anatomy.method(info.name, "forward")
     is_written = forward is not None and forward[0].roles.get(Role.ATTENTION) == HAND_WRITTEN
     return f"{HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel" if is_written else ""
 
 
-def _sequence_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | None:
-    """A loop over a counted range that carries a value from one step to the next."""
-    for loop in stepping_loops(anatomy, function):
-        given = next(calls(loop.iter)).args
-        counts = " ".join(map(ast.unparse, given))
-        changed = set(stored(ast.Module(loop.body, []))) - set(stored(loop.target))
-        carried = _read_before_stored(loop.body) & changed
-        over_parts = any(word in counts for word in ("self.", "config"))
-        if carried and not over_parts and not isinstance(given[-1], ast.Constant):
-            return loop
-    return None
-
-
-def _read_before_stored(body: Sequence[ast.stmt]) -> set[str]:
-    """The names that a step reads as the step before left them."""
-    read: set[str] = set()
-    written: set[str] = set()
-    for statement in body:
-        added_to = stored(statement.target) if isinstance(statement, ast.AugAssign) else []
-        read |= {*loaded(statement), *added_to} - written
-        if not isinstance(statement, ast.If | ast.For | ast.While | ast.With):
-            written |= set(stored(statement))
-    return read
-
-
-def _not_parallel(place: str, loop: ast.For) -> str:
-    header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
+def _not_parallel(place: str, loop: ast.For | ast.While) -> str:
+    header = ast.unparse(loop).split("\n")[0].removesuffix(":")
     return f"{place} steps along the sequence (`{header}`): not sequence-parallel"

@@ -167,7 +167,7 @@ def test_a_scan_of_a_form_that_is_not_read_refuses_slices(body: str):
 def test_a_mixer_without_any_known_operation_refuses_slices():
     text = mixer("self.conv(x)", "self.recurrence").replace("all_at_once(x, self.conv.weight, self.A, self.D)", "None")
     (hit,) = (outcome := applied(MixerSP(), text)).hits
-    assert hit.what == "of no form that divides: refuses slices"
+    assert hit.what == "cannot be divided by heads or channels: refuses sequence slices"
     first = outcome.module.text.split("def forward(self, x, dt, **kwargs):")[1].splitlines()[1:3]
     assert [line.strip() for line in first] == ["# patchgen: mixer_sp", 'ops.refuse_slices("Mixer")']
 

@@ -1,0 +1,85 @@
+"""Loops that step through data, a token or chunk after the other, with a value that one step leaves to the next."""
+
+# pyright: reportMatchNotExhaustive=false
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, stored, walk
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import local_names
+from patchgen.anatomy.state_changes import parameters, value_pairs
+
+FIRST_ALONE = ("builtins.enumerate", "builtins.reversed", "builtins.iter", "builtins.list", "builtins.tuple")
+SHORTEST = "builtins.zip"
+RANGE = "builtins.range"
+
+
+def carrying_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | ast.While | None:
+    """The first loop whose number of steps is computed from data, and that carries what is made of data along.
+
+    What a function is handed is data, but for `self` and `config`, of which numbers and modules are taken.
+    """
+    data = _made_of_data(function)
+    for loop in walk(function):
+        match loop:
+            case ast.For(target, iterable, body) if _counts_data(anatomy, function, iterable, data):
+                if {dotted(call.func) for call in calls(*body)} & set(stored(target)):
+                    continue  # its elements are modules or functions
+                carried = _read_before_stored(body) & set(stored(*body)) - set(stored(target))
+            case ast.While(test, body) if data & set(loaded(test)) or isinstance(test, ast.Constant):
+                carried = _read_before_stored(body) & set(stored(*body))
+            case _:
+                continue
+        if carried & data:
+            return loop
+    return None
+
+
+def _made_of_data(function: FunctionNode) -> set[str]:
+    """The names that hold what is computed from data, from a tensor's sizes too."""
+    made, before = parameters(function) - {"config"}, -1
+    while before < len(made):
+        before = len(made)
+        for node in walk(function):
+            pairs = [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node)
+            made |= {name for target, value in pairs if made & set(loaded(value)) for name in stored(target)}
+    return made
+
+
+def _counts_data(anatomy: Anatomy, function: FunctionNode, iterable: ast.expr, data: set[str]) -> bool:
+    """Whether the source leaves it to data how many elements an iterable has."""
+    match iterable:
+        case ast.Tuple() | ast.List() | ast.Set() | ast.Dict():
+            return False
+        case ast.Call(called, [first, *_] as args):
+            meaning = anatomy.names.resolve(called, local_names(function))
+            if meaning in FIRST_ALONE:
+                return _counts_data(anatomy, function, first, data)
+            if meaning == SHORTEST:
+                return all(_counts_data(anatomy, function, part, data) for part in args)
+            if meaning == RANGE:
+                return bool(data & set(loaded(*args)))
+    return bool(data & set(loaded(iterable)))
+
+
+def _read_before_stored(body: Sequence[ast.stmt]) -> set[str]:
+    """The names that a step reads as the step before left them."""
+    read: set[str] = set()
+    written: set[str] = set()
+    for statement in body:
+        match statement:
+            case ast.With(items, inside):
+                read |= ({*loaded(*items)} | _read_before_stored(inside)) - written
+                written |= set(stored(statement))
+            case ast.If(test, inside, orelse):
+                read |= ({*loaded(test)} | _read_before_stored(inside) | _read_before_stored(orelse)) - written
+                written |= set(stored(*inside)) & set(stored(*orelse))
+            case ast.For() | ast.While():
+                read |= set(loaded(statement)) - written
+            case _:
+                added_to = stored(statement.target) if isinstance(statement, ast.AugAssign) else []
+                read |= {*loaded(statement), *added_to} - written
+                written |= set(stored(statement))
+    return read

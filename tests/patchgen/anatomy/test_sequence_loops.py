@@ -1,0 +1,74 @@
+"""Loops that step through data and carry a value: by what their number of steps is computed from."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from generation_cases import anatomy_of
+
+from patchgen.anatomy.sequence_loops import carrying_loop
+
+FILE = """
+import torch
+{above}
+
+class Example:
+    def forward(self, x, config, layers):
+        h = torch.zeros_like(x)
+        length, count, i = x.shape[1], self.count, 0
+        {loop}
+            {body}
+        return h
+"""
+STEP = "h = h + self.step(x, h)"
+THROUGH_DATA = (
+    "for i in range(x.shape[1]):",
+    "for i in range(x.shape[1] // self.chunk_size):",
+    "for i in range(0, length, config.chunk_size):",
+    "for i in range(length - 1, 0, -1):",
+    "for t in x.unbind(1):",
+    "for t in torch.split(x, self.chunk_size, 1):",
+    "for i, t in enumerate(x):",
+    "for t, s in zip(x.unbind(1), h.unbind(1)):",
+    "while i < length:",
+    "while x.shape[1] > i:",
+    "while True:",
+)
+OTHERS = (
+    "for i in range(4):",
+    "for i in range(self.count):",
+    "for i in range(count):",
+    "for i in range(1, len(self.layers)):",
+    "for i in range(config.num_layers // 2):",
+    "for layer in self.layers:",
+    "for t, layer in zip(x.unbind(1), self.layers):",
+    "for t in (x, h):",
+    "while i < self.count:",
+)
+
+
+def found(loop: str, body: str = STEP, above: str = "") -> str:
+    anatomy = anatomy_of(FILE.format(loop=loop, body=body, above=above))
+    node = carrying_loop(anatomy, anatomy.classes["Example"].methods["forward"])
+    return ast.unparse(node).split("\n")[0] if node is not None else ""
+
+
+@pytest.mark.parametrize("loop", [*THROUGH_DATA, *OTHERS])
+def test_a_loop_steps_through_data_if_data_says_how_often(loop: str):
+    assert found(loop) == (loop if loop in THROUGH_DATA else "")
+
+
+@pytest.mark.parametrize("body", ["i += 1", "y = self.step(x)", "with torch.no_grad(): y = x\n            h = y"])
+def test_a_loop_that_carries_no_data_is_none(body: str):
+    assert found("for t in x.unbind(1):", body) == ""
+
+
+def test_elements_that_are_called_are_no_data():
+    assert found("for layer in layers:", "h = layer(h)") == ""
+    assert found("for layer in layers:", "h = h * layer") == "for layer in layers:"
+
+
+def test_a_range_is_pythons():
+    assert found("for i in range(self.count):", above="from elsewhere import range") == ""
+    assert found("for i in zip(x, self.layers):", above="def zip(*parts):\n    return parts[0]") != ""
