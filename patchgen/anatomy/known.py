@@ -35,7 +35,8 @@ TABLES = ("transformers.activations.ACT2FN", "transformers.activations.ACT2CLS")
 
 
 def is_number(anatomy: Anatomy, owner: str, attribute: str) -> bool:
-    """Whether `self.<attribute>` is a number from the config, not a tensor."""
+    """Whether `self.<attribute>` is no tensor: a constant, something of the config (perhaps a string, a list, or the config
+    itself), or computed from these."""
     held = anatomy.held(owner, attribute)
     return bool(held) and all(_is_number(value, anatomy, owner) for value in held)
 

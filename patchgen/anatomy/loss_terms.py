@@ -224,7 +224,11 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
                 case ast.Return(ast.expr() as value) if method.name == "backward":
                     derived = derived_from(anatomy.names, method, set(parameter_names(method)[1:]))
                     parts = value.elts if isinstance(value, ast.Tuple) else [value]
-                    own = (p for p in parts if not isinstance(p, ast.Constant) and not derived & values_in(anatomy.names, p))
+                    own = (
+                        p
+                        for p in parts
+                        if not isinstance(p, ast.Constant) and not derived & values_in(anatomy.names, p)
+                    )
                     yield from (f"{info.name}.backward: {ast.unparse(part)}" for part in own)
 
 

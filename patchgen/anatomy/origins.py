@@ -89,7 +89,7 @@ def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast
     """Whether a size may be a number that the source says, or several sizes, rather than one that a caller or config chooses.
 
     Args:
-        seen: what it is computed for: `size = size * 2` says no more about itself.
+        visited: what it is computed for: `size = size * 2` says no more about itself.
     """
     for of, origin in origins(anatomy, owner, size):
         match origin:
@@ -112,7 +112,8 @@ def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast
 
 
 def is_one_size(anatomy: Anatomy, owner: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr]) -> bool:
-    """Whether a norm with these arguments, the sizes first, is known to be over one dimension, the last."""
+    """Whether a norm with these arguments, the sizes first, is over one dimension, the last, if what a config holds and
+    what callers hand in is one size. Neither is read: a config's list of two, `config.norm_shape`, passes for one."""
     size = [*args, *(value for name, value in named.items() if name == "normalized_shape")]
     return bool(size) and all(_is_one(anatomy, *origin) for origin in origins(anatomy, owner, size[0]))
 

@@ -48,7 +48,8 @@ class LayerLoop:
         layers: the attribute that holds the layers.
         rows: names of tensors with a row per row of the tower, the one that the layers carry on first.
         bounds, longest: names of cumulative lengths and of the longest lengths.
-        group: the expression for the number of rows that are merged after the layers; "1" if none are.
+        group: the expression for how many rows make a group that no rank divides, the square of the side that the tower
+            holds; "1" if it holds none.
         gathers: (place, names): above which statement these names must span all rows again.
         attentions: the attention classes of the layers, whose forward chooses between lengths and one call per input.
     """

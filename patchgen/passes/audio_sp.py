@@ -8,11 +8,11 @@ from patchgen.passes.tower_slices import TowerSlices
 
 
 class AudioSP(TowerSlices):
-    """Bounds of chunks stay those of the whole: attention sees all frames of some heads."""
+    """`cu_seqlens` stays that of all ranks' frames, with an entry for padding: attention sees all frames of some heads."""
 
     name = "audio_sp"
     purpose = "An audio tower convolves a slice of the chunks, and its layers work on a slice of the frames."
-    expects = "one hit per audio tower whose layers attend by lengths, and one per attention class of these"
+    expects = "one hit per audio tower with variable-length attention (by `cu_seqlens`), and one per attention class of its layers"
     role = Role.AUDIO
     EXAMPLES = (
         Example("""chunks for the convolution; frames, gathered above a pooling that knows where each sound ends
