@@ -3,33 +3,45 @@
 This is the rule of `PreTrainedModel.__init__` and `PreTrainedModel.loss_function`.
 """
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
+import functools
 import re
+from collections.abc import Collection, Mapping
 
 from patchgen.anatomy.classes import ClassInfo, own_attribute, stores_of, targets
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.origins import origins
 from patchgen.anatomy.own_losses import ALIGNED
 from patchgen.errors import Missed
+from patchgen.upstream import open_release
+from patchgen.wheels import installed_version
 
 NEXT_TOKEN, SAME_TOKEN = "ForCausalLM", "ForMaskedLM"
-FORMS = {NEXT_TOKEN: "", "ForConditionalGeneration": "", "CsmForConditionalGeneration": "", SAME_TOKEN: ALIGNED}
+FORMS = {NEXT_TOKEN: "", "ForConditionalGeneration": "", SAME_TOKEN: ALIGNED}
 """Type of a loss over a vocabulary -> its form; "" where it shifts the labels."""
-# fmt: off
-KEYS = (
-    "ForSemanticSegmentation", NEXT_TOKEN, SAME_TOKEN, "ForQuestionAnswering", "ForSequenceClassification",
-    "ForImageClassification", "ForVideoClassification", "ForAudioClassification", "ForTokenClassification",
-    "ForSegmentation", "ForObjectDetection", "ForCTC", "ForConditionalGeneration", "DeformableDetrForObjectDetection",
-    "ConditionalDetrForObjectDetection", "DabDetrForObjectDetection", "GroundingDinoForObjectDetection",
-    "MMGroundingDinoForObjectDetection", "ConditionalDetrForSegmentation", "RTDetrForObjectDetection",
-    "RTDetrV2ForObjectDetection", "DFineForObjectDetection", "Deimv2ForObjectDetection", "CsmForConditionalGeneration",
-    "LwDetrForObjectDetection", "PocketTTSForConditionalGeneration", "GradiumPhononTTSForConditionalGeneration",
-    "ParakeetForRNNT", "ParakeetForTDT", "RfDetrForObjectDetection", "RfDetrForInstanceSegmentation",
-)
-# fmt: on
-"""The keys of transformers' LOSS_MAPPING, in its order: a class is of the first that its name holds, if it is none itself."""
+FUNCTIONS = {"ForCausalLMLoss": "", "ForMaskedLMLoss": ALIGNED}
+"""Function of transformers -> the form of its loss; others are of no language model."""
+LOSS_FILE, LOSS_TABLE = "loss/loss_utils.py", "LOSS_MAPPING"
+
+
+@functools.lru_cache(maxsize=8)
+def forms_in(text: str) -> Mapping[str, str | None]:
+    """Type -> form, in the order of transformers' table in a file of that text; None for another kind of loss."""
+    for node in ast.parse(text).body:
+        match node:
+            case ast.Assign([ast.Name(name)], ast.Dict(keys, values)) if name == LOSS_TABLE:
+                pairs = zip(keys, values, strict=True)
+                return {k.value: FUNCTIONS.get(ast.unparse(v)) for k, v in pairs if isinstance(k, ast.Constant)}
+    return FORMS
+
+
+def _forms(anatomy: Anatomy) -> Mapping[str, str | None]:
+    """Those of the file's release; of a file that belongs to none those of the installed one."""
+    release = anatomy.upstream.release or (open_release() if installed_version() else None)
+    return forms_in((release and release.read(LOSS_FILE)) or "")
 
 
 def library_form(owner: str, anatomy: Anatomy) -> str:
@@ -41,23 +53,24 @@ def library_form(owner: str, anatomy: Anatomy) -> str:
     forward = anatomy.method(owner, "forward")
     heirs = [n for n in anatomy.classes if any(one.name == owner for one in anatomy.lineage(n))]
     found = {kind for name in heirs if anatomy.method(name, "forward") == forward for kind in _types(name, anatomy)}
-    forms = {FORMS.get(kind) for kind in found}
+    forms = {_forms(anatomy).get(kind) for kind in found}
     if None in forms or len(forms) != 1:
         raise Missed(f"one loss_type of {', '.join(FORMS)}, that is known", f"{owner}: {', '.join(sorted(found))}")
     return forms.pop() or ""
 
 
-def type_by_name(name: str) -> str:
-    """The loss type that transformers finds in the name of a class; that of the next token where it finds none."""
-    found = re.search("|".join(KEYS), name)
-    return name if name in KEYS else found[0] if found else NEXT_TOKEN
+def type_by_name(name: str, known: Collection[str]) -> str:
+    """The loss type that transformers finds in the name of a class, the first of those that it knows; that of the next
+    token where it finds none."""
+    found = re.search("|".join(known), name)
+    return name if name in known else found[0] if found else NEXT_TOKEN
 
 
 def _types(owner: str, anatomy: Anatomy) -> set[str]:
     """All that `self.loss_type` may be in an instance; what is not known as source."""
     if anatomy.is_stored_outside("loss_type", [info.name for info in anatomy.lineage(owner)]):
         return {"a loss_type that is assigned in the class, or from outside"}
-    by_name = type_by_name(owner)
+    by_name = type_by_name(owner, _forms(anatomy))
     chosen = next((info for info in anatomy.lineage(owner) if stores_of(info, "loss_type")), None)
     if chosen is None:
         return {by_name}

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss
 
-from patchgen.anatomy.library_losses import FORMS, KEYS, type_by_name
+from patchgen.anatomy.library_losses import FORMS, LOSS_FILE, forms_in, type_by_name
+from patchgen.upstream import open_release
 
 NAMES = (
     *LOSS_MAPPING,
@@ -23,14 +24,17 @@ NAMES = (
 )
 
 
-def test_the_keys_are_those_of_transformers():
-    assert list(LOSS_MAPPING) == list(KEYS)
-    shifts = {key: {ForCausalLMLoss: "", ForMaskedLMLoss: "aligned"}.get(loss) for key, loss in LOSS_MAPPING.items()}
-    assert {key: form for key, form in shifts.items() if form is not None} == FORMS
+FUNCTIONS = {ForCausalLMLoss: "", ForMaskedLMLoss: "aligned"}
+
+
+def test_the_types_are_those_of_transformers_in_its_order():
+    forms = forms_in(open_release().read(LOSS_FILE) or "")
+    assert list(forms.items()) == [(key, FUNCTIONS.get(loss)) for key, loss in LOSS_MAPPING.items()]
+    assert forms_in("LOSSES = {}") == FORMS  # a release without the table
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_name_of_a_class_gives_the_loss_that_transformers_gives_it(name: str):
     loss = type(name, (PreTrainedModel,), {})(PreTrainedConfig()).loss_function
-    form = {ForCausalLMLoss: "", ForMaskedLMLoss: "aligned"}.get(loss)
-    assert FORMS.get(type_by_name(name)) == form
+    forms = forms_in(open_release().read(LOSS_FILE) or "")
+    assert forms[type_by_name(name, forms)] == FUNCTIONS.get(loss)
