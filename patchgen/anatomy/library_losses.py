@@ -34,7 +34,7 @@ def forms_in(text: str) -> Mapping[str, str | None]:
         match node:
             case ast.Assign([ast.Name(name)], ast.Dict(keys, values)) if name == LOSS_TABLE:
                 pairs = zip(keys, values, strict=True)
-                return {k.value: FUNCTIONS.get(ast.unparse(v)) for k, v in pairs if isinstance(k, ast.Constant)}
+                return {str(k.value): FUNCTIONS.get(ast.unparse(v)) for k, v in pairs if isinstance(k, ast.Constant)}
     return FORMS
 
 
