@@ -10,10 +10,9 @@ report = load_pretrained(model, "/models/Qwen3-30B-A3B")
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,9 @@ from transformers import PreTrainedModel
 from patchgen.runtime.checkpoint import host_memory, initialise
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import STAGING, FileReader
-from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name
+from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Leaf, Region, leaf, leaves, plan_reads
+from patchgen.runtime.checkpoint.model_files import read_config
 from patchgen.runtime.checkpoint.placement import (
     device_of,
     is_replicated,
@@ -34,7 +34,7 @@ from patchgen.runtime.checkpoint.placement import (
     local_tensor,
     run_on_all_ranks,
 )
-from patchgen.runtime.checkpoint.safetensor_files import StoredTensor, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
 from patchgen.runtime.parallel import sharding
 
 NUM_THREADS = 4
@@ -177,10 +177,8 @@ def match_checkpoint(
     stored = read_folder(directory)
     assembly = assemble(model, stored_leaves(stored))
     state = model.state_dict()
-    ties = tied_groups(model)
-    problems = list(assembly.problems)
     # A tied tensor is loaded from one of its names; other copies in the checkpoint must be equal.
-    owners = {name: group[0] for group in ties for name in group}
+    owners = {name: group[0] for group in tied_groups(model) for name in group}
     loaded_names: dict[str, str] = {}
     copies: list[tuple[str, str]] = []
     for name in assembly.parameters:
@@ -189,24 +187,19 @@ def match_checkpoint(
             copies.append((name, owner))
         else:
             loaded_names[owner] = name
-    reported = {name for name in state if any(problem.startswith(f"{name} ") for problem in assembly.problems)}
-    missing = [name for name in state if owners.get(name, name) not in loaded_names and name not in reported]
+    upstream_allows = _patterns(model, "_keys_to_ignore_on_load_missing")
+    initialised = [
+        name
+        for name in missing_names(model, assembly)
+        if _matches_pattern(name, allow_missing) or _matches_regex(name, upstream_allows)
+    ]
+    ignored = ignored_by_upstream(model, assembly.unexpected)
+    ignored |= {key for key in assembly.unexpected if _matches_pattern(key, allow_unexpected)}
+    problems = misfits(model, assembly, stored, allowed={*initialised, *ignored})
     problems += [
         f"allow_missing: {pattern!r} names no parameter or buffer of the model: remove or correct it"
         for pattern in allow_missing
         if not any(_matches_pattern(name, [pattern]) for name in state)
-    ]
-    upstream_allows = _patterns(model, "_keys_to_ignore_on_load_missing")
-    initialised = [
-        name for name in missing if _matches_pattern(name, allow_missing) or _matches_regex(name, upstream_allows)
-    ]
-    ignored = ignored_by_upstream(model, assembly.unexpected)
-    ignored |= {key for key in assembly.unexpected if _matches_pattern(key, allow_unexpected)}
-    problems += [f"missing: {name} {list(state[name].shape)}" for name in missing if name not in initialised]
-    problems += [
-        f"unexpected: {key} {list(stored[key].shape)} in {stored[key].file.name}"
-        for key in assembly.unexpected
-        if key not in ignored
     ]
     if problems:
         raise CheckpointError(
@@ -222,6 +215,35 @@ def match_checkpoint(
     return CheckpointMatch(
         assembly.parameters, loaded_names, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes
     )
+
+
+def missing_names(model: nn.Module, assembly: Assembly) -> list[str]:
+    """The names in the state dict that the checkpoint has no tensor for, under no name of a tied tensor.
+
+    Those that cannot be built from its tensors are problems of the assembly already, and are not among them.
+    """
+    known = {problem.partition(" ")[0] for problem in assembly.problems} | set(assembly.parameters)
+    for group in tied_groups(model):
+        known |= set(group) if known & set(group) else set()
+    return [name for name in model.state_dict() if name not in known]
+
+
+def misfits(
+    model: nn.Module, assembly: Assembly, stored: Mapping[str, StoredTensor], *, allowed: Collection[str]
+) -> list[str]:
+    """A sentence for each tensor that the checkpoint lacks, that the model does not have, or that cannot be built.
+
+    Args:
+        allowed: names that may be missing, and keys that may be unexpected.
+    """
+    state = model.state_dict()
+    missing = [name for name in missing_names(model, assembly) if name not in allowed]
+    unexpected = [key for key in assembly.unexpected if key not in allowed]
+    return [
+        *assembly.problems,
+        *(f"missing: {name} {list(state[name].shape)}" for name in missing),
+        *(f"unexpected: {key} {list(stored[key].shape)} in {stored[key].file.name}" for key in unexpected),
+    ]
 
 
 def stored_leaves(stored: Mapping[str, StoredTensor]) -> dict[str, LazyTensor]:
@@ -252,13 +274,10 @@ def integer_weight_problems(
 
 def require_same_type(model: PreTrainedModel, directory: Path) -> None:
     """Raises if the folder's config is of another model type or of quantised weights; without a config nothing is checked."""
-    file = directory / "config.json"
+    file = directory / CONFIG
     if not file.is_file():
         return
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}.") from error
+    config = read_config(directory)
     quantised = config.get("quantization_config")
     if quantised:
         raise CheckpointError(

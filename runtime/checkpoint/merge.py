@@ -25,7 +25,7 @@ from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Region, full_region, leaf, leaves, plan_reads
 from patchgen.runtime.checkpoint.load import keys_of_buffers, require_same_type, stored_leaves, tied_groups
-from patchgen.runtime.checkpoint.model_files import build_on_meta, empty_models, generated_folders
+from patchgen.runtime.checkpoint.model_files import candidate_models_on_meta, generated_folders, on_meta
 from patchgen.runtime.checkpoint.offline import read_region, write_folder
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
 from patchgen.runtime.checkpoint.untrained_part import find_untrained_part
@@ -164,7 +164,7 @@ def _module_names(adapter: Path) -> list[str]:
 def _candidates(source: Path) -> Iterator[PreTrainedModel]:
     """The models that a folder's config may describe, then the generated models of parts of it."""
     config = None
-    for model in empty_models(source):
+    for model in candidate_models_on_meta(source):
         config = model.config
         yield model
     parts = [config] if config is not None else []
@@ -177,7 +177,7 @@ def _candidates(source: Path) -> Iterator[PreTrainedModel]:
         for folder in generated_folders():
             with contextlib.suppress(registry.UnknownModelError):
                 head = registry.find_head(part, directory=folder)
-                yield build_on_meta(lambda head=head, part=part: head._from_config(part, attn_implementation="eager"))
+                yield on_meta(lambda head=head, part=part: head._from_config(part, attn_implementation="eager"))
 
 
 def _has_all(model: PreTrainedModel, names: list[str]) -> bool:

@@ -17,7 +17,7 @@ from patchgen.runtime.checkpoint.layout import class_name
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, WEIGHTS
 
 GENERATION_CONFIG = "generation_config.json"
-# Files of a release, other than weights and config, that are needed to run it.
+# Files of a checkpoint folder, besides weights and config.json, that are copied along.
 SIDE_FILES = (
     "tokenizer*", "vocab*", "merges*", "special_tokens_map*", "added_tokens*", "chat_template*", "*.jinja",
     "*processor_config*", "*.model", "*.tiktoken", "generation_config.json", "*.py", "LICENSE*",
@@ -48,7 +48,7 @@ def common_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def side_files(source: Path) -> dict[str, Path]:
-    """Tokenizer, processor, chat template and generation config of a release: name -> file.
+    """All files of a checkpoint that are copied along with the weights: name -> file.
 
     Raises:
         CheckpointError: the folder does not exist.
@@ -62,7 +62,8 @@ def side_files(source: Path) -> dict[str, Path]:
 
 
 def files_opened_by_upstream(source: Path) -> list[str]:
-    """Further files that upstream's `from_pretrained` opens by name, such as the voices of a model that speaks."""
+    """Files beside the weights whose names occur as string constants in upstream's `from_pretrained`, such as speaker embeddings
+    (spk_dict.pt)."""
     import transformers
 
     names = read_config(source).get("architectures") or () if (source / CONFIG).is_file() else ()
@@ -91,10 +92,11 @@ def read_config(directory: Path) -> dict:
         raise CheckpointError(f"{file} is not JSON: {error}.") from error
 
 
-def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
+def candidate_models_on_meta(directory: Path) -> Iterator[PreTrainedModel]:
     """The models that a folder's config may describe, on the meta device.
 
-    transformers' class first, then the generated class of that name, whose experts may be stacked differently.
+    In this order: transformers' classes, those registered by the user's code, generated ones, whose experts may be stacked
+    differently; if none has such a name, what `AutoModel` builds.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -110,12 +112,10 @@ def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
     for cls in _candidate_classes(named):
         is_known = True
         # The folder may name attention kernels of the Hub, which are code; names and shapes do not depend on attention.
-        yield build_on_meta(lambda cls=cls: cls._from_config(copy.deepcopy(config), attn_implementation="eager"))
+        yield on_meta(lambda cls=cls: cls._from_config(copy.deepcopy(config), attn_implementation="eager"))
     if not is_known:
         try:
-            yield build_on_meta(
-                lambda: AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False)
-            )
+            yield on_meta(lambda: AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False))
         except ValueError as error:
             raise CheckpointError(f"No class is known for {named} of {directory / CONFIG}: {error}") from error
 
@@ -153,7 +153,7 @@ def generated_folders() -> list[Path]:
     return [*of_project, registry.installed_directory()]
 
 
-def build_on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+def on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """The model that `build` returns, built on the meta device."""
     with torch.device("meta"):
         return build()

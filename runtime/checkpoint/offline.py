@@ -37,12 +37,18 @@ from patchgen.runtime.checkpoint.load import (
     ignored_by_upstream,
     integer_weight_problems,
     keys_of_buffers,
+    misfits,
     require_same_type,
     stored_leaves,
     tied_groups,
 )
 from patchgen.runtime.checkpoint.manifest import check_folder, require_checksums
-from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_files, empty_models, side_files
+from patchgen.runtime.checkpoint.model_files import (
+    GENERATION_CONFIG,
+    candidate_models_on_meta,
+    config_files,
+    side_files,
+)
 from patchgen.runtime.checkpoint.placement import intersection, narrow_to
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.saved_shards import stored_shards
@@ -137,7 +143,9 @@ def export_run(
     require_checksums(folder, manifest, sorted(manifest.checksums), advice)
     stored = stored_shards(folder)
     origin = Origin.from_json(manifest.origin) if manifest.origin else None
-    model = next((model for model in empty_models(folder) if distinct_state(model).keys() == stored.keys()), None)
+    model = next(
+        (model for model in candidate_models_on_meta(folder) if distinct_state(model).keys() == stored.keys()), None
+    )
     if model is None and any(".lora_A." in name for name in stored):
         raise CheckpointError(
             f"{folder} holds adapters and weights separately. The run wrote the adapters to its folder `adapter`, as PEFT loads "
@@ -220,24 +228,17 @@ def _open_checkpoint(source: Path) -> _OpenCheckpoint:
     stored = read_folder(source)
     leaves = stored_leaves(stored)
     best: tuple[list[str], PreTrainedModel, Assembly, set[str]] | None = None
-    for model in empty_models(source):
+    for model in candidate_models_on_meta(source):
         require_same_type(model, source)
         assembly = assemble(model, leaves)
-        present = set(assembly.parameters)
-        for group in tied_groups(model):
-            present |= set(group) if present & set(group) else set()
         ignored = ignored_by_upstream(model, assembly.unexpected)
-        problems = [*assembly.problems]
-        problems += [f"missing: {name}" for name in model.state_dict() if name not in present]
-        problems += [
-            f"unexpected: {key} in {stored[key].file.name}" for key in assembly.unexpected if key not in ignored
-        ]
+        problems = misfits(model, assembly, stored, allowed=ignored)
         problems += integer_weight_problems(model.state_dict(), assembly.parameters, stored)
         if best is None or len(problems) < len(best[0]):
             best = problems, model, assembly, ignored
         if not problems:
             break
-    assert best is not None, "`empty_models` yields one, or raises"
+    assert best is not None, "`candidate_models_on_meta` yields one, or raises"
     problems, model, assembly, ignored = best
     if problems:
         raise CheckpointError(f"{source} does not fit {class_name(model)}:", problems)

@@ -207,6 +207,22 @@ def test_weights_of_three_dimensions_are_not_taken_for_experts(tmp_path):
     assert fingerprint(tmp_path / "out") == fingerprint(tmp_path / "in")
 
 
+def test_a_tensor_that_cannot_be_built_is_one_problem(checkpoint, tmp_path):
+    def change(stored):
+        del stored["model.norm.weight"]
+        del stored["model.layers.1.mlp.experts.2.up_proj.weight"]
+        return stored | {"model.extra.weight": torch.zeros(3)}
+
+    folder = small_models.rewrite(checkpoint, tmp_path / "broken", change)
+    with pytest.raises(CheckpointError) as caught:
+        fingerprint(folder)
+    text = str(caught.value)
+    assert "model.layers.1.mlp.experts.gate_up_proj cannot be built from" in text
+    assert "missing: model.norm.weight [16]" in text
+    assert "unexpected: model.extra.weight [3] in model.safetensors" in text
+    assert len(caught.value.problems) == 3
+
+
 def test_errors_of_commands_are_for_their_reader(original, checkpoint, tmp_path):
     """A wrong folder is told from a damaged one, with the command that it is for."""
     run_folder, pickled = tmp_path / "run", tmp_path / "pickled"
