@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime import media_sizes as layout
 from patchgen.runtime import parallel
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.tensor_cache import TensorCache
 
 # Errors of upstream's classes on inputs they do not support.
@@ -32,12 +32,6 @@ REFUSALS = (
     StopIteration,
     ZeroDivisionError,
 )
-FAILURES = (
-    torch.OutOfMemoryError,
-    dist.DistError,
-    *((torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()),
-)
-"""RuntimeErrors that say nothing about the inputs: they are of the device or of the ranks, and other inputs are no remedy."""
 
 CROPS = ((), *((crops,) for crops in range(1, 7)))
 """Dimensions before `C, H, W` of an image: none, or a number of crops."""
@@ -256,9 +250,8 @@ def _search(features: Callable[..., Any], sp: int, like: Tensor) -> tuple[int | 
             for number, arguments in enumerate(candidates(copy, sp=sp, like=like.detach())):
                 try:
                     tensors = feature_tensors(copy(**arguments))
-                except FAILURES:
-                    raise
                 except REFUSALS as error:
+                    raise_failure(error)
                     reasons.append(f"{type(error).__name__}: {error}")
                     continue
                 if tensors and all(tensor.numel() and bool(tensor.isfinite().all()) for tensor in tensors):

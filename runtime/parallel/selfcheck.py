@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime import minimal_media, parallel, random_state
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel import slice_media
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
@@ -127,9 +128,8 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
     try:
         with layers.recorded(length):
             full = logits(1, 0, replace(state, config=config))
-    except minimal_media.FAILURES:
-        raise
     except minimal_media.REFUSALS as error:
+        raise_failure(error)
         raise ValueError(
             f"Whether {name} computes the same on slices of a sequence (sp={state.sp}) cannot be compared: it does not take a row "
             f"of {length} tokens with {', '.join(batch)}: {type(error).__name__}: {str(error).rstrip('.')}. "

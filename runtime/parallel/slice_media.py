@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime import minimal_media, parallel
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.media_sizes import AUDIO, IMAGE, VIDEO
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
@@ -40,9 +41,8 @@ def rows(
         batch, reason = None, ""
         try:
             batch = _row(model, features, kind, state, vocab_size=vocab_size, tokens_per_rank=tokens_per_rank)
-        except minimal_media.FAILURES:
-            raise
         except minimal_media.REFUSALS as refusal:
+            raise_failure(refusal)
             reason = " ".join(f"{type(refusal).__name__}: {refusal}".split())[:300]
         lacking = torch.tensor(batch is None, dtype=torch.float32, device=state.data_mesh.device_type)
         if not all_reduce(lacking, op=dist.ReduceOp.MAX, operation=f"compare whether ranks have a row with {kind}"):
@@ -103,9 +103,8 @@ def _row(
                 refusal = ValueError(f"{type(owner).__name__} does not call its language model")
             except _Reached:
                 return batch
-            except minimal_media.FAILURES:
-                raise
             except minimal_media.REFUSALS as error:
+                raise_failure(error)
                 refusal = error
     raise refusal
 

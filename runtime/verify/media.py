@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchgen.runtime import media_sizes as layout
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.media_sizes import AUDIO, IMAGE, VIDEO
 from patchgen.runtime.minimal_media import (
     CHANNELS,
@@ -182,6 +183,7 @@ class MediaMaker:
             try:
                 self._form = self._accepted_form()
             except REFUSALS as refusal:
+                raise_failure(refusal)
                 self._candidates[IMAGE] = self._accepted_candidate(IMAGE, refusal)
         return self._unpacked_image(*self._form) if self._form is not None else self._candidate(IMAGE)
 
@@ -222,14 +224,15 @@ class MediaMaker:
             for arguments in candidates(self._features(kind), sp=1, like=torch.zeros(1)):
                 if arguments.keys() <= self.known and self._is_taken(Item(kind, arguments)):
                     return arguments
-        except REFUSALS:  # the config does not describe such a tower
-            pass
+        except REFUSALS as error:  # the config does not describe such a tower
+            raise_failure(error)
         raise refusal
 
     def _is_taken(self, item: Item) -> bool:
         try:
             return self.count(item) > 0
-        except REFUSALS:
+        except REFUSALS as error:
+            raise_failure(error)
             return False
 
     def _unpacked_image(self, dimensions: tuple[int, ...], with_sizes: bool) -> Item:
@@ -249,6 +252,7 @@ class MediaMaker:
             try:
                 self.count(self._unpacked_image(dimensions, with_sizes))
             except REFUSALS as error:
+                raise_failure(error)
                 # Report the first refusal, unless it is a TypeError: a missing argument says little.
                 refusal = error if isinstance(refusal, TypeError) else refusal
             else:
@@ -271,6 +275,7 @@ class MediaMaker:
         try:
             self.count(item)
         except REFUSALS as refusal:
+            raise_failure(refusal)
             self._candidates[VIDEO] = self._accepted_candidate(VIDEO, refusal)
             return self._candidate(VIDEO)
         return item
@@ -334,6 +339,7 @@ class MediaMaker:
             try:
                 self._frames = self._accepted_frames()
             except REFUSALS as refusal:
+                raise_failure(refusal)
                 self._candidates[AUDIO] = self._accepted_candidate(AUDIO, refusal)
         if self._frames is None:
             return self._candidate(AUDIO)
@@ -349,7 +355,8 @@ class MediaMaker:
         """The lengths of sounds if upstream takes a single length only; empty if it takes any."""
         try:
             self.count(self.spectrogram(AUDIO_FRAMES[0]))
-        except REFUSALS:
+        except REFUSALS as error:
+            raise_failure(error)
             fixed = fixed_frames(layout.tower_config(self.config, AUDIO))
             self.count(self.spectrogram(fixed or AUDIO_FRAMES[0]))
             return dict.fromkeys(range(len(AUDIO_FRAMES)), fixed)

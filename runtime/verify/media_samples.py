@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from patchgen.runtime import media_sizes as layout
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
 from patchgen.runtime.verify.media import AUDIO, IMAGE, INPUTS, REFUSALS, SOUND, VIDEO, Item, MediaMaker, collate_items
 from patchgen.runtime.verify.model_pair import perturb
@@ -79,6 +80,7 @@ class SampleBuilder:
             try:
                 self.layouts[kind] = self._layout(kind)
             except REFUSALS as refusal:
+                raise_failure(refusal)
                 self.refused[kind] = one_line_refusal(refusal)
                 if isinstance(refusal, NotImplementedError):
                     self.not_implemented.append(kind)
@@ -127,7 +129,8 @@ class SampleBuilder:
         """Whether upstream takes a batch of these."""
         try:
             self.run_upstream(self.case("", samples).batch)
-        except REFUSALS:
+        except REFUSALS as error:
+            raise_failure(error)
             return False
         return True
 
@@ -298,6 +301,7 @@ class SampleBuilder:
             try:
                 self.run_upstream(self.case(kind, [sample]).batch)
             except REFUSALS as error:
+                raise_failure(error)
                 refusal = error
                 continue
             return candidate
@@ -313,6 +317,7 @@ class SampleBuilder:
             try:
                 self.run_upstream(batch)
             except REFUSALS as error:
+                raise_failure(error)
                 refusal = error
                 if accepted is not None:
                     return accepted

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.media import REFUSALS, MediaMaker
 from patchgen.runtime.verify.media_samples import Sample, SampleBuilder, one_line_refusal
@@ -67,6 +68,7 @@ def media_cases(model: PreTrainedModel, *, seed: int = 0) -> MediaCases:
             case = builder.case(name, samples)
             builder.run_upstream(case.batch)
         except REFUSALS as refusal:
+            raise_failure(refusal)
             refused[name] = one_line_refusal(refusal)
             continue
         cases.append(case)
@@ -79,6 +81,7 @@ def media_cases(model: PreTrainedModel, *, seed: int = 0) -> MediaCases:
             builder.run_upstream(case.batch)
             cases.append(case)
         except REFUSALS as refusal:
+            raise_failure(refusal)
             refused[case.name] = one_line_refusal(refusal)
     return MediaCases(tuple(cases), refused, _missing(type(model), cases, refused, builder.not_implemented))
 
@@ -106,6 +109,7 @@ def without_media(model: PreTrainedModel, cases: Sequence[Case]) -> tuple[Sequen
             with torch.no_grad():
                 model(**case.batch, use_cache=False)
         except REFUSALS as error:
+            raise_failure(error)
             refusal = refusal or one_line_refusal(error)
         else:
             return cases, ""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from patchgen.runtime import attention, attention_kinds, model_calls, registry
 from patchgen.runtime.attention_kinds import Names
 from patchgen.runtime.document_rows import Separated
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import reference_loss
@@ -152,6 +153,7 @@ class ReferenceModel:
         try:
             self.builder.run_upstream(self.builder.case(name, samples).batch)
         except REFUSALS as refusal:
+            raise_failure(refusal)
             return str(refusal) or type(refusal).__name__
         return ""
 
