@@ -26,7 +26,7 @@ from torch import Tensor
 
 from patchgen.kernels.fused_moe import fused_moe
 from patchgen.kernels.peers import peer_rows
-from patchgen.kernels.peers.peer_rows import Published, Tokens
+from patchgen.kernels.peers.published import Published, TokenCounts
 from patchgen.runtime import ops, parallel, seams
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
@@ -121,7 +121,7 @@ def on_one_gpu(tokens: int) -> list[dict]:
     ]
     memory = [torch.randn(2 * tokens, HIDDEN, device="cuda").bfloat16().view(torch.uint8).view(-1) for _ in range(2)]
     published = Published(tuple(memory), torch.tensor([part.data_ptr() for part in memory], device="cuda"))
-    counts = Tokens((tokens, tokens), torch.tensor([0, tokens, 2 * tokens], device="cuda"))
+    counts = TokenCounts((tokens, tokens), torch.tensor([0, tokens, 2 * tokens], device="cuda"))
     like, own_index = hidden.detach(), index[:tokens].contiguous()
     routing = {"index_offset": 0, "weights_offset": tokens * TOP_K * 4, "weights_dtype": torch.float32}
     reading = {

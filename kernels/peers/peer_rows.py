@@ -1,77 +1,34 @@
-"""Reads rows from the memory of other ranks of the host: the exchanges of expert parallelism through peer memory.
+"""Reads rows from the memory of other ranks of the machine: the exchanges of expert parallelism through peer memory.
 
     read_routing    which of each rank's slots are for the experts of this rank, and their weights
     read_tokens     the tokens of all ranks that have such a slot, each once
     sum_rows        the sum over ranks of what each computed for this rank's tokens, in fp32 and in rank order
     read_slots      one value per slot, from the rank that owns the slot's expert
 
-No number is copied to the host, and only needed rows are read: rows of `read_tokens` without a slot here are not written. On
-CPUs the same with torch, on memory shared by the processes.
+No number is copied to the CPU's memory, and only needed rows are read: rows of `read_tokens` without a slot here are not
+written. On CPUs the same with torch, on memory shared by the processes.
 
     n ranks   T tokens of this rank   N tokens of all ranks   K slots per token   H hidden size   e experts per rank
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from patchgen.kernels.peers.published import Published, TokenCounts
+
 _BLOCK = 1024
 _ALIGNMENT = 16  # bytes of one load
 
 
-class Published(NamedTuple):
-    """Bytes that each rank wrote for the others, mapped into this process.
-
-    Attributes:
-        parts: `[B]` uint8 of each rank, aligned to 16 bytes.
-        addresses: `[n]` int64, the address of each part, on the device of the kernels.
-    """
-
-    parts: tuple[Tensor, ...]
-    addresses: Tensor
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.parts)
-
-    def read(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A view of a rank's bytes from `offset`."""
-        length = torch.Size(shape).numel() * dtype.itemsize
-        return self.parts[rank][offset : offset + length].view(dtype).view(shape)
-
-
-class Tokens(NamedTuple):
-    """The number of tokens of each rank.
-
-    Attributes:
-        counts: of each rank, on the host.
-        starts: `[n + 1]` int64, the index of each rank's first token among those of all, on the device.
-    """
-
-    counts: tuple[int, ...]
-    starts: Tensor
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
-        """`[first, last)` of each rank among the tokens of all."""
-        ends = itertools.accumulate(self.counts)
-        return [(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
-
-
 def read_routing(
     published: Published,
-    tokens: Tokens,
+    counts: TokenCounts,
     top_k: int,
     *,
     index_offset: int,
@@ -87,22 +44,22 @@ def read_routing(
         first_expert, num_experts: the experts of this rank. They become `[0, num_experts)`, all others `num_experts`, which
             marks a slot that is left out.
     """
-    shape, device = (tokens.total, top_k), published.addresses.device
+    shape, device = (counts.total, top_k), published.addresses.device
     index = torch.empty(shape, dtype=torch.int32, device=device)
     weights = torch.empty(shape, dtype=weights_dtype, device=device)
     if not index.is_cuda:
-        for rank, (first, last) in enumerate(tokens.bounds):
+        for rank, (first, last) in enumerate(counts.bounds):
             part = (last - first, top_k)
             index[first:last] = published.read(rank, index_offset, part, torch.int32) - first_expert
             weights[first:last] = published.read(rank, weights_offset, part, weights_dtype)
         return index.masked_fill_((index < 0) | (index >= num_experts), num_experts), weights
-    launch_read_routing(published, tokens, index, weights, index_offset, weights_offset, first_expert, num_experts)
+    launch_read_routing(published, counts, index, weights, index_offset, weights_offset, first_expert, num_experts)
     return index, weights
 
 
 def launch_read_routing(
     published: Published,
-    tokens: Tokens,
+    counts: TokenCounts,
     index: Tensor,
     weights: Tensor,
     index_offset: int,
@@ -114,10 +71,10 @@ def launch_read_routing(
     if index.numel():
         _read_routing[(triton.cdiv(index.numel(), _BLOCK),)](
             published.addresses,
-            tokens.starts,
+            counts.starts,
             index,
             weights,
-            tokens.total,
+            counts.total,
             index_offset,
             weights_offset,
             first_expert,
@@ -167,7 +124,12 @@ def _rank_of(token, starts, RANKS: tl.constexpr):
 
 
 def read_tokens(
-    published: Published, tokens: Tokens, index: Tensor | None, num_experts: int, hidden_size: int, dtype: torch.dtype
+    published: Published,
+    counts: TokenCounts,
+    index: Tensor | None,
+    num_experts: int,
+    hidden_size: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """`[N, H]`: all ranks' tokens; rows without a slot here are undefined.
 
@@ -175,26 +137,26 @@ def read_tokens(
         published: each rank's `[T, H]` in `dtype`, at offset 0.
         index: `[N, K]` as `read_routing` returns it, `num_experts` in a slot that is left out; None: every token is read.
     """
-    rows = torch.empty(tokens.total, hidden_size, dtype=dtype, device=published.addresses.device)
+    rows = torch.empty(counts.total, hidden_size, dtype=dtype, device=published.addresses.device)
     if not rows.is_cuda:
-        needed = torch.ones(tokens.total, dtype=torch.bool) if index is None else (index < num_experts).any(dim=1)
-        for rank, (first, last) in enumerate(tokens.bounds):
+        needed = torch.ones(counts.total, dtype=torch.bool) if index is None else (index < num_experts).any(dim=1)
+        for rank, (first, last) in enumerate(counts.bounds):
             part = needed[first:last]
             rows[first:last][part] = published.read(rank, 0, (last - first, hidden_size), dtype)[part]
         return rows
-    launch_read_tokens(published, tokens, index, num_experts, rows)
+    launch_read_tokens(published, counts, index, num_experts, rows)
     return rows
 
 
 def launch_read_tokens(
-    published: Published, tokens: Tokens, index: Tensor | None, num_experts: int, rows: Tensor
+    published: Published, counts: TokenCounts, index: Tensor | None, num_experts: int, rows: Tensor
 ) -> None:
     """The kernel of `read_tokens`, into its result."""
     if rows.numel():
         grid, sizes = row_grid(rows, 1 if index is None else index.shape[1])
         _read_tokens[grid](
             published.addresses,
-            tokens.starts,
+            counts.starts,
             index,
             rows,
             num_experts,
@@ -235,7 +197,7 @@ def _read_tokens(
 
 
 def sum_rows(
-    published: Published, tokens: Tokens, rank: int, index: Tensor, experts_per_rank: int, like: Tensor
+    published: Published, counts: TokenCounts, rank: int, index: Tensor, experts_per_rank: int, like: Tensor
 ) -> Tensor:
     """`[T, H]` of rank `rank`: the sum over ranks of what each computed for its tokens, in fp32, rounded once.
 
@@ -246,12 +208,12 @@ def sum_rows(
     """
     out = like.new_empty(index.shape[0], like.shape[1])
     if not out.is_cuda:
-        first, last = tokens.bounds[rank]
-        shape = (tokens.total, out.shape[1])
+        first, last = counts.bounds[rank]
+        shape = (counts.total, out.shape[1])
         ranks = range(published.num_ranks)
         computed = [published.read(source, 0, shape, out.dtype)[first:last] for source in ranks]
         return sum_of_owners(computed, index, experts_per_rank, out)
-    launch_sum_rows(published, tokens, rank, index, experts_per_rank, out)
+    launch_sum_rows(published, counts, rank, index, experts_per_rank, out)
     return out
 
 
@@ -265,7 +227,7 @@ def sum_of_owners(computed: Iterable[Tensor], index: Tensor, experts_per_rank: i
 
 
 def launch_sum_rows(
-    published: Published, tokens: Tokens, rank: int, index: Tensor, experts_per_rank: int, out: Tensor
+    published: Published, counts: TokenCounts, rank: int, index: Tensor, experts_per_rank: int, out: Tensor
 ) -> None:
     """The kernel of `sum_rows`, into its result."""
     if out.numel():
@@ -274,7 +236,7 @@ def launch_sum_rows(
             published.addresses,
             index,
             out,
-            tokens.bounds[rank][0],
+            counts.bounds[rank][0],
             experts_per_rank,
             RANKS=published.num_ranks,
             ALIGNMENT=alignment(out),
@@ -319,7 +281,7 @@ def owner_of_slots(index, token, experts_per_rank, TOP_K: tl.constexpr, BLOCK_K:
 
 def read_slots(
     published: Published,
-    tokens: Tokens,
+    counts: TokenCounts,
     rank: int,
     index: Tensor,
     experts_per_rank: int,
@@ -334,19 +296,25 @@ def read_slots(
     """
     out = torch.empty(index.shape, dtype=dtype, device=index.device)
     if not out.is_cuda:
-        first, last = tokens.bounds[rank]
+        first, last = counts.bounds[rank]
         owner = index.div(experts_per_rank, rounding_mode="floor")
         out.zero_()
         for source in range(published.num_ranks):
-            values = published.read(source, offset, (tokens.total, index.shape[1]), dtype)[first:last]
+            values = published.read(source, offset, (counts.total, index.shape[1]), dtype)[first:last]
             out = torch.where(owner == source, values, out)
         return out
-    launch_read_slots(published, tokens, rank, index, experts_per_rank, offset, out)
+    launch_read_slots(published, counts, rank, index, experts_per_rank, offset, out)
     return out
 
 
 def launch_read_slots(
-    published: Published, tokens: Tokens, rank: int, index: Tensor, experts_per_rank: int, offset: int, out: Tensor
+    published: Published,
+    counts: TokenCounts,
+    rank: int,
+    index: Tensor,
+    experts_per_rank: int,
+    offset: int,
+    out: Tensor,
 ) -> None:
     """The kernel of `read_slots`, into its result."""
     if out.numel():
@@ -355,7 +323,7 @@ def launch_read_slots(
             index,
             out,
             out.numel(),
-            tokens.bounds[rank][0] * out.shape[1],
+            counts.bounds[rank][0] * out.shape[1],
             experts_per_rank,
             offset,
             RANKS=published.num_ranks,

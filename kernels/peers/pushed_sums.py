@@ -22,7 +22,8 @@ from torch import Tensor
 
 from patchgen.kernels.moe.combine import sum_of_slots
 from patchgen.kernels.peers import peer_rows
-from patchgen.kernels.peers.peer_rows import Published, Tokens, owner_of_slots
+from patchgen.kernels.peers.peer_rows import owner_of_slots
+from patchgen.kernels.peers.published import Published, TokenCounts
 
 
 @dataclass
@@ -36,7 +37,7 @@ class PushTargets:
     """
 
     published: Published
-    tokens: Tokens
+    counts: TokenCounts
     rank: int
     was_pushed: bool = False
 
@@ -67,16 +68,16 @@ def take_offer() -> PushTargets | None:
 def push(targets: PushTargets, rows: Tensor, weights: Tensor, row_of_slot: Tensor, top_k: int) -> None:
     """`combine.sum_slots` of all ranks' tokens, each written to the rank of its token; none for a token without a slot here."""
     targets.was_pushed = True
-    hidden_size, tokens = rows.shape[1], targets.tokens
-    if not tokens.total:
+    hidden_size, counts = rows.shape[1], targets.counts
+    if not counts.total:
         return
     block = min(triton.next_power_of_2(hidden_size), 1024)
-    _push[(max(tokens.counts) * targets.published.num_ranks, triton.cdiv(hidden_size, block))](
+    _push[(max(counts.per_rank) * targets.published.num_ranks, triton.cdiv(hidden_size, block))](
         rows,
         weights,
         row_of_slot,
         targets.published.addresses,
-        tokens.starts,
+        counts.starts,
         H=hidden_size,
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),

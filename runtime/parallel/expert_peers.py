@@ -1,4 +1,4 @@
-"""Token exchange of expert parallelism through peer memory: ranks of one host read each other's tokens, each at most once.
+"""Token exchange of expert parallelism through peer memory: ranks of one machine read each other's tokens, each at most once.
 
     publish   each rank writes its tokens, their expert indices and routing weights, once
     read      each rank reads the tokens that have a slot for its experts, at most all tokens of all ranks; or all of them
@@ -8,13 +8,16 @@
     publish   each rank writes these sums; the Triton experts write them to the ranks of their tokens (`pushed_sums.py`)
     read      each rank reads the sums of its own tokens and adds them, in fp32 and in rank order
 
+The first two steps, which send tokens, are what the literature calls dispatch, the last two, which return sums, combine.
+
 The backward is symmetric: gradients of outputs are published and read by the ranks that computed for the token; gradients
 of tokens are summed by the token's rank; the gradient of a routing weight comes from the rank of its expert.
 
-Only devices know which rows exist and which tiles cover them. The hosts exchange token counts, without their devices.
-Buffers of rows (`h`, and those of the backward) are sized for `ROUND_SHARES` times a rank's even share. With two ranks no
-routing exceeds that. With more, rows beyond it are computed in further rounds of the same size, as many as the worst
-routing needs; a round without rows reads nothing. So no row is dropped, and the host never reads a row count.
+Only devices know which rows exist and which tiles cover them. The ranks' CPU processes exchange token counts, without their
+devices. Buffers of rows (`h`, the experts' activations, a row for each token and expert; and those of the backward) are sized
+for `ROUND_SHARES` times a rank's even share. With two ranks no routing exceeds that. With more, rows beyond it are computed in
+further rounds of the same size, as many as the worst routing needs; a round without rows reads nothing. So no row is dropped,
+and no CPU process reads a row count.
 
     n ranks   T tokens of this rank   N tokens of all ranks   K experts per token   H hidden size   e experts of this rank
 """
@@ -31,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from patchgen.kernels.moe import early_gradients
 from patchgen.kernels.peers import peer_rows, pushed_sums
-from patchgen.kernels.peers.peer_rows import Tokens
+from patchgen.kernels.peers.published import TokenCounts
 from patchgen.kernels.peers.pushed_sums import PushTargets
 from patchgen.runtime import parallel
 from patchgen.runtime.parallel import checkpointing, overlap
@@ -66,11 +69,12 @@ def exchange_by_peer_memory(
         raise ValueError("The ranks of this state share no memory. To fix: use `exchange_by_all_to_all`.")
     is_recomputing = checkpointing.is_replay() or _in_backward()
     prefetched = None if is_recomputing else _take_prefetched(state, state.peers, hidden_states)
-    exchange = _Exchange.agree(state.peers, hidden_states, top_k_index, top_k_weights, num_experts, prefetched)
+    exchange = _Exchange.create(state.peers, hidden_states, top_k_index, top_k_weights, num_experts, prefetched)
     rows, weights = _SendTokens.apply(hidden_states, top_k_weights, top_k_index, exchange)
     overlap.compute_announced()
     rows, weights = _WaitForTokens.apply(rows, weights, exchange)
-    # A checkpointed layer saves or recomputes full results, and torch ends a recomputation before the push's barrier.
+    # A checkpointed layer saves or recomputes full results. Non-reentrant checkpointing stops a recomputation early, before
+    # the barrier after a push.
     may_push = pushes and exchange.num_rounds == 1 and not checkpointing.is_active() and not is_recomputing
     # A dispatch mode on any rank may save what operators return, which must then be the sums.
     targets = (
@@ -108,7 +112,7 @@ class PrefetchedTokens:
     module: nn.Module
     source: Tensor
     version: int
-    tokens: Tokens
+    counts: TokenCounts
     rows: Tensor
 
     def matches(self, hidden_states: Tensor) -> bool:
@@ -148,14 +152,15 @@ def _prefetch_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
     source = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)), None)
     if source is None or source.ndim < 2 or source.is_inference() or not getattr(module, _PREFETCHES, True):
         return
-    # User checkpointing may count operations, and a recomputed layer would run more of them.
+    # Selective checkpointing matches the operations of forward and recomputation by order; the recomputation has no
+    # prefetched tokens and would read them in one more operation.
     if not state.peers.all_agree(checkpointing.is_active() or _get_current_dispatch_mode() is None):
         return
     with _disable_current_modes(), torch.no_grad():  # hidden from selective checkpointing
         tokens = source.detach().reshape(-1, source.shape[-1])
         peers = state.peers
         counts = peers.exchange_counts(tokens.shape[0])
-        peers.reserve(max(counts.counts) * tokens.shape[1] * tokens.element_size())
+        peers.reserve(max(counts.per_rank) * tokens.shape[1] * tokens.element_size())
         with peers.side_stream():
             published = peers.publish([(0, tokens)])
             rows = peer_rows.read_tokens(published, counts, None, 0, tokens.shape[1], tokens.dtype)
@@ -169,21 +174,22 @@ def _in_backward() -> bool:
 
 def _compute_in_rounds(compute: Compute, rows: Tensor, exchange: _Exchange, weights: Tensor) -> Tensor:
     """The sums of all rounds. All but the first are checkpointed, because what they would save has no useful bound."""
-    index, most = exchange.require_sent(exchange.index), exchange.rows_per_round
+    index, max_rows = exchange.local_index, exchange.rows_per_round
+    assert index is not None, "set by `_SendTokens`"
     if exchange.num_rounds == 1:
         return compute(rows, index, weights)
     order = torch.sort(index.reshape(-1), stable=True).indices
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
-    round_of_slot = place.view(index.shape).div(most, rounding_mode="floor")
+    round_of_slot = place.view(index.shape).div(max_rows, rounding_mode="floor")
 
     def index_of_round(number: int) -> Tensor:
         return index.masked_fill(round_of_slot != number, exchange.num_local_experts)
 
-    total = compute(rows, index_of_round(0), weights, most)
+    total = compute(rows, index_of_round(0), weights, max_rows)
     for number in range(1, exchange.num_rounds):
         total = total + torch_checkpoint.checkpoint(
-            compute, rows, index_of_round(number), weights, most, use_reentrant=False, preserve_rng_state=False
+            compute, rows, index_of_round(number), weights, max_rows, use_reentrant=False, preserve_rng_state=False
         )
     return total
 
@@ -193,24 +199,24 @@ class _Exchange:
     """One layer's exchange: token counts, buffer offsets, and what is in flight.
 
     Attributes:
-        index: `[N, K]` int32, this rank's experts in `[0, e)`; e marks a slot that is left out.
-        slots: `[T, K]`, the model's experts of this rank's tokens.
+        local_index: `[N, K]` int32, this rank's experts in `[0, e)`; e marks a slot that is left out; None until tokens are sent.
+        global_index: `[T, K]`, the model's experts of this rank's tokens; None until they are sent.
         pending_gradients: gradients in flight, and what the side stream reads for them; kept until waited for.
     """
 
     peers: PeerBuffers
-    tokens: Tokens
+    counts: TokenCounts
     num_experts: int
     top_k: int
     index_offset: int
     weights_offset: int
-    index: Tensor | None = None
-    slots: Tensor | None = None
+    local_index: Tensor | None = None
+    global_index: Tensor | None = None
     pending_gradients: tuple[Tensor, ...] = field(default=())
     prefetched: PrefetchedTokens | None = None
 
     @classmethod
-    def agree(
+    def create(
         cls,
         peers: PeerBuffers,
         hidden_states: Tensor,
@@ -220,24 +226,18 @@ class _Exchange:
         prefetched: PrefetchedTokens | None = None,
     ) -> _Exchange:
         """An exchange with the token counts of all ranks, and buffers that are large enough for all its steps."""
-        tokens = checkpointing.remember(
-            lambda: prefetched.tokens if prefetched else peers.exchange_counts(hidden_states.shape[0])
+        counts = checkpointing.remember(
+            lambda: prefetched.counts if prefetched else peers.exchange_counts(hidden_states.shape[0])
         )
         top_k, hidden_size = top_k_index.shape[1], hidden_states.shape[1]
-        row, slot = hidden_size * hidden_states.element_size(), top_k * top_k_weights.element_size()
-        most = max(tokens.counts)
-        index_offset = aligned(most * row)
-        weights_offset = index_offset + aligned(most * top_k * torch.int32.itemsize)
-        returned_bytes = aligned(tokens.total * row) + tokens.total * slot
-        peers.reserve(max(weights_offset + most * slot, returned_bytes, most * peers.num_ranks * row))
-        return cls(peers, tokens, num_experts, top_k, index_offset, weights_offset, prefetched=prefetched)
-
-    @staticmethod
-    def require_sent(index: Tensor | None) -> Tensor:
-        """`index` or `slots`, which are set when tokens are sent."""
-        if index is None:
-            raise RuntimeError("This exchange has not sent its tokens yet, so their experts are unknown.")
-        return index
+        row_bytes, slot_bytes = hidden_size * hidden_states.element_size(), top_k * top_k_weights.element_size()
+        largest = max(counts.per_rank)
+        index_offset = aligned(largest * row_bytes)
+        weights_offset = index_offset + aligned(largest * top_k * torch.int32.itemsize)
+        sent_bytes = weights_offset + largest * slot_bytes
+        returned_bytes = aligned(counts.total * row_bytes) + counts.total * slot_bytes
+        peers.reserve(max(sent_bytes, returned_bytes, largest * peers.num_ranks * row_bytes))
+        return cls(peers, counts, num_experts, top_k, index_offset, weights_offset, prefetched=prefetched)
 
     @property
     def num_local_experts(self) -> int:
@@ -245,12 +245,12 @@ class _Exchange:
 
     @property
     def rows_per_round(self) -> int:
-        return -(-ROUND_SHARES * self.tokens.total * self.top_k // self.peers.num_ranks)
+        return -(-ROUND_SHARES * self.counts.total * self.top_k // self.peers.num_ranks)
 
     @property
     def num_rounds(self) -> int:
         """Enough for all slots of all ranks to be for this rank's experts."""
-        return -(-self.tokens.total * self.top_k // self.rows_per_round) if self.tokens.total else 1
+        return -(-self.counts.total * self.top_k // self.rows_per_round) if self.counts.total else 1
 
     def send(self, tokens: Tensor, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`(tokens [N, H], weights [N, K], index [N, K])`, in flight; to be waited for."""
@@ -259,7 +259,7 @@ class _Exchange:
             published = self.peers.publish(parts if self.prefetched else [(0, tokens), *parts])
             local, all_weights = peer_rows.read_routing(
                 published,
-                self.tokens,
+                self.counts,
                 self.top_k,
                 index_offset=self.index_offset,
                 weights_offset=self.weights_offset,
@@ -271,29 +271,30 @@ class _Exchange:
                 rows, self.prefetched = self.prefetched.rows, None
             else:
                 rows = peer_rows.read_tokens(
-                    published, self.tokens, local, self.num_local_experts, tokens.shape[1], tokens.dtype
+                    published, self.counts, local, self.num_local_experts, tokens.shape[1], tokens.dtype
                 )
         return rows, all_weights, local
 
     def gather_output_gradients(self, gradient: Tensor) -> Tensor:
         """`[N, H]`: the gradients `[T, H]` of all ranks for tokens with a slot on this rank."""
+        assert self.local_index is not None, "set by `_SendTokens`"
         with self.peers.side_stream():
             published = self.peers.publish([(0, gradient)])
             rows = peer_rows.read_tokens(
                 published,
-                self.tokens,
-                self.require_sent(self.index),
+                self.counts,
+                self.local_index,
                 self.num_local_experts,
                 gradient.shape[1],
                 gradient.dtype,
             )
-        early_gradients.compute_deferred()  # those of the following layer
+        early_gradients.compute_deferred()  # of the layer after this one in the forward
         self.peers.wait()
         return rows
 
     def push_targets(self) -> PushTargets:
         """The buffers for sums pushed to the ranks of their tokens; to be called once sent tokens have arrived."""
-        return PushTargets(self.peers.next_buffers(), self.tokens, self.peers.rank)
+        return PushTargets(self.peers.next_buffers(), self.counts, self.peers.rank)
 
     def gather_sums(self, sums: Tensor, index: Tensor, targets: PushTargets | None = None) -> Tensor:
         """`[T, H]`: the sums `[N, H]` of all ranks for this rank's tokens, added; from `targets` if they were pushed there."""
@@ -303,17 +304,18 @@ class _Exchange:
             if targets is not None and pushed:
                 out = pushed_sums.sum_received(targets, index, self.num_local_experts, sums)
             else:
-                out = peer_rows.sum_rows(published, self.tokens, self.peers.rank, index, self.num_local_experts, sums)
+                out = peer_rows.sum_rows(published, self.counts, self.peers.rank, index, self.num_local_experts, sums)
         self.peers.wait()
         return out
 
     def start_gradients(self, rows: Tensor, weights: Tensor) -> None:
         """Starts to collect the gradients of this rank's tokens and weights into `pending_gradients`."""
-        rows, weights, index = rows.contiguous(), weights.contiguous(), self.require_sent(self.slots)
+        assert self.global_index is not None, "set by `_SendTokens`"
+        rows, weights, index = rows.contiguous(), weights.contiguous(), self.global_index
         offset = aligned(rows.numel() * rows.element_size())
         with self.peers.side_stream():
             published = self.peers.publish([(0, rows), (offset, weights)])
-            common = (published, self.tokens, self.peers.rank, index, self.num_local_experts)
+            common = (published, self.counts, self.peers.rank, index, self.num_local_experts)
             own_rows = peer_rows.sum_rows(*common, rows)
             own_weights = peer_rows.read_slots(*common, offset, weights.dtype)
         self.pending_gradients = (own_rows, own_weights, rows, weights)
@@ -337,14 +339,15 @@ class _Exchange:
 
 
 # Two nodes around the overlapped computation, so that its backward overlaps too: `_WaitForTokens` starts the exchange of
-# gradients, `_SendTokens` waits. Autograd passes a placeholder between the two, which is never read.
+# gradients, `_SendTokens` waits. The gradients that autograd passes between the two
+# are not read; the exchanged ones are in `pending_gradients`.
 class _SendTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tokens, weights, index, exchange):
         ctx.exchange = exchange
         # Remembered, so that a recomputed layer sends its tokens once.
         rows, all_weights, local = checkpointing.remember(lambda: exchange.send(tokens, weights, index))
-        exchange.index, exchange.slots = local, index
+        exchange.local_index, exchange.global_index = local, index
         return rows.detach(), all_weights.detach()
 
     @staticmethod

@@ -3,7 +3,7 @@
 Two exchanges behind one function, chosen by `expert_exchange` of `ParallelState.create`:
 
     all_to_all     a row per slot, by NCCL or gloo (`expert_rows.py`): between any ranks
-    peer_memory    ranks of one host read each other's tokens, each once (`expert_peers.py`): no host sync
+    peer_memory    ranks of one machine read each other's tokens, each once (`expert_peers.py`): no host sync
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from patchgen.kernels.moe import early_gradients
 from patchgen.kernels.moe.adapters import ExpertAdapters, LowRank
 from patchgen.runtime import seams
 from patchgen.runtime.experts_interface import SEAM, experts_kernel
-from patchgen.runtime.parallel.expert_peers import exchange_by_peer_memory
 from patchgen.runtime.parallel.expert_rows import dropped_rows, exchange_by_all_to_all
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.uncompiled import uncompiled
@@ -61,6 +60,8 @@ def fused_moe(
     arguments = state, hidden_states, top_k_index, top_k_weights, experts
     if state.peers is None:
         return exchange_by_all_to_all(*arguments, num_experts=num_experts)
+    from patchgen.runtime.parallel.expert_peers import exchange_by_peer_memory  # loads Triton
+
     pushes = seams.selected()[SEAM] in _TRITON_IMPLEMENTATIONS
     return exchange_by_peer_memory(*arguments, num_experts=num_experts, pushes=pushes)
 

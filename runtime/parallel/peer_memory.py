@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host read from each other directly, without messages, size exchanges or host syncs.
+"""Memory that the ranks of one machine read from each other directly, without messages, size exchanges or waiting for a device.
 
     published = buffers.publish([(0, tokens), (offset, index)])    this rank's bytes; returns when all have written theirs
     kernels read published.addresses
@@ -31,9 +31,9 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy
 import torch
@@ -41,12 +41,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from patchgen.kernels.peers.peer_rows import Published, Tokens
+from patchgen.kernels.packages import failed_import
+from patchgen.kernels.peers.published import Published, TokenCounts
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel import watch
 from patchgen.runtime.parallel.collectives import gather_objects
 
 ExpertExchange = Literal["auto", "all_to_all", "peer_memory"]
 ShardExchange = Literal["auto", "collectives", "peer_memory"]
+Shared = TypeVar("Shared")
 
 _MEASURED_RANKS = 4
 """Largest group in which peer memory was benchmarked against collectives on GPUs: "auto" uses it up to this size."""
@@ -90,20 +93,18 @@ def _try_to_allocate_shared(mesh: DeviceMesh) -> tuple[PeerBuffers | None, str |
     for ranks in groups:  # every rank takes part in creating every group
         group = dist.new_group(ranks, backend="gloo")
         host_group = group if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks else host_group
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
-    error: str | None = None
     if host_group is None:
         raise ValueError(f"Rank {dist.get_rank()} is in no group of {mesh}.")
-    try:
-        buffers = PeerBuffers(mesh.get_group("ep"), host_group, torch.device(device))
+
+    def allocate() -> PeerBuffers:
+        buffers = PeerBuffers(mesh.get_group("ep"), host_group, _device(mesh))
         buffers.reserve(1)
-    except (RuntimeError, OSError) as refused:  # what drivers and containers allow is only known after trying
-        buffers, error = None, f"rank {dist.get_rank()} could not share memory ({refused})."
-    reason = next((error_text for error_text in gather_objects(error) if error_text is not None), None)
+        return buffers
+
+    buffers, reason = _try_to_share(allocate)
     if reason is not None:
         warnings.warn(f"Experts' tokens travel by all-to-all: {reason}", stacklevel=2)
-        return None, reason
-    return buffers, None
+    return buffers, reason
 
 
 def is_unavailable(mesh: DeviceMesh, exchange: ShardExchange) -> bool:
@@ -118,21 +119,9 @@ def is_unavailable(mesh: DeviceMesh, exchange: ShardExchange) -> bool:
     """
     if exchange == "auto" and (mesh.device_type != "cuda" or mesh.size() > _MEASURED_RANKS):
         return True
-    hosts = gather_objects(socket.gethostname())
-    ranks = mesh.mesh.flatten().tolist()
-    group_hosts = sorted({hosts[rank] for rank in ranks})
-    error = _device_error(mesh)
-    if len(group_hosts) > 1:
-        error = f"ranks {ranks} share shards and run on hosts {', '.join(group_hosts)}."
-    errors = gather_objects(error)
-    if not any(errors):
-        device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
-        try:
-            allocate_shared(_GRAIN, mesh.get_group(), torch.device(device))
-        except (RuntimeError, OSError) as refused:
-            error = f"rank {dist.get_rank()} could not share memory ({refused})."
-        errors = gather_objects(error)
-    reason = next((one for one in errors if one is not None), None)
+    reason = _group_error(mesh)
+    if reason is None:
+        _, reason = _try_to_share(lambda: allocate_shared(_GRAIN, mesh.get_group(), _device(mesh)))
     if reason is not None and exchange != "auto":
         raise ValueError(f"shard_exchange='peer_memory' is unavailable: {reason} Use 'collectives'.")
     if reason is not None:
@@ -140,18 +129,41 @@ def is_unavailable(mesh: DeviceMesh, exchange: ShardExchange) -> bool:
     return reason is not None
 
 
+def _try_to_share(allocate: Callable[[], Shared]) -> tuple[Shared | None, str | None]:
+    """What `allocate` returns, or why it failed on some rank; the same outcome on every rank.
+
+    Raises:
+        RuntimeError: the device or other ranks failed, which says nothing about sharing.
+    """
+    shared, error = None, None
+    try:
+        shared = allocate()
+    except (RuntimeError, OSError) as refused:  # what drivers and containers allow is only known after trying
+        raise_failure(refused)
+        error = f"rank {dist.get_rank()} could not share memory ({refused})."
+    reason = next((reason for reason in gather_objects(error) if reason is not None), None)
+    return (shared if reason is None else None), reason
+
+
 def _group_error(mesh: DeviceMesh) -> str | None:
-    """Why the ranks of some group along `ep` cannot read each other's memory; the same answer on every rank."""
-    hosts_and_errors = gather_objects((socket.gethostname(), _device_error(mesh)))
+    """Why the ranks of some group along the last dimension cannot read each other's memory; the same answer on every rank."""
+    hosts, errors = zip(*gather_objects((socket.gethostname(), _device_error(mesh))), strict=True)
+    error = next((error for error in errors if error is not None), None)
     for ranks in mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist():
-        hosts = sorted({hosts_and_errors[rank][0] for rank in ranks})
-        if len(hosts) > 1:
-            return f"ranks {ranks} exchange tokens and run on several hosts ({', '.join(hosts)})."
-    return next((reason for _, reason in hosts_and_errors if reason is not None), None)
+        group_hosts = sorted({hosts[rank] for rank in ranks})
+        if len(group_hosts) > 1:
+            error = f"ranks {ranks} run on several machines ({', '.join(group_hosts)})."
+    return next((error for error in gather_objects(error) if error is not None), None)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def _device_error(mesh: DeviceMesh) -> str | None:
-    """Why this rank's device cannot read the memory of the others of this host; None if it can."""
+    """Why this rank cannot read the memory of the others of this machine; None if it can."""
+    if (failure := failed_import("triton")) is not None:
+        return f"rank {dist.get_rank()} cannot import Triton, in which reading kernels are written ({failure})."
     if mesh.device_type != "cuda":
         return None
     device = torch.cuda.current_device()
@@ -170,8 +182,8 @@ class PeerBuffers:
     """Two alternating buffers of each rank of a group; every rank makes the same calls in the same order.
 
     Args:
-        group: the ranks that read from each other, all on one host.
-        host_group: a gloo group of the same ranks, for host communication.
+        group: the ranks that read from each other, all on one machine.
+        host_group: a gloo group of the same ranks, for what their CPU processes tell each other.
         device: of the buffers.
 
     Attributes:
@@ -190,28 +202,28 @@ class PeerBuffers:
         self._tokens_of_counts = functools.lru_cache(maxsize=1024)(self._count)
         self._numbers = _SharedNumbers(host_group)
 
-    def exchange_counts(self, count: int) -> Tokens:
-        """The number of tokens of each rank, exchanged by the hosts without waiting for a device."""
-        with watch.operation("exchange token counts with the other ranks of the host"):
+    def exchange_counts(self, count: int) -> TokenCounts:
+        """The number of tokens of each rank, exchanged by the ranks' CPU processes without waiting for a device."""
+        with watch.operation("exchange token counts with the other ranks of the machine"):
             return self._tokens_of_counts(*self._numbers.exchange(count))
 
     def all_agree(self, yes: bool) -> bool:
-        """Whether every rank passes True, exchanged by the hosts without waiting for a device."""
-        with watch.operation("agree with the other ranks of the host on how tokens are sent"):
+        """Whether every rank passes True, exchanged by the ranks' CPU processes without waiting for a device."""
+        with watch.operation("agree with the other ranks of the machine on how tokens are sent"):
             return all(self._numbers.exchange(int(yes)))
 
-    def _count(self, *counts: int) -> Tokens:
+    def _count(self, *counts: int) -> TokenCounts:
         starts = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
         if self.device.type == "cuda":  # a copy from pageable memory would wait for the device
             starts = starts.pin_memory().to(self.device, non_blocking=True)
-        return Tokens(counts, starts)
+        return TokenCounts(counts, starts)
 
     def reserve(self, num_bytes: int) -> None:
         """Grows each buffer to at least `num_bytes`, the same on every rank; waits for the device if they grow."""
         if num_bytes <= self.num_bytes:
             return
         size = -(-(num_bytes + num_bytes // 8) // _GRAIN) * _GRAIN
-        with watch.operation("enlarge the buffers that the ranks of the host read from each other"):
+        with watch.operation("enlarge the buffers that the ranks of the machine read from each other"):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # the last reads of the old buffers
             dist.barrier(self.host_group)
@@ -229,7 +241,7 @@ class PeerBuffers:
         """
         if self._is_open:
             raise RuntimeError(
-                f"Rank {self.rank} of the host expected that exchange {self._num_exchanges} of experts' tokens had ended, but an "
+                f"Rank {self.rank} of the group expected that exchange {self._num_exchanges} of experts' tokens had ended, but an "
                 "earlier error interrupted it: the contents and the order of the buffers are unknown. To fix: fix the earlier "
                 "error, and create a new ParallelState on all ranks, or restart them."
             )
@@ -275,7 +287,7 @@ class PeerBuffers:
             yield
 
     def wait(self) -> None:
-        """Makes later launches wait for the side stream; the host does not wait."""
+        """Makes later launches wait for the side stream; the CPU process does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
@@ -303,7 +315,7 @@ class Memory:
 
 
 class _SymmetricMemory(Memory):
-    """torch's symmetric memory on GPUs of one host."""
+    """torch's symmetric memory on GPUs of one machine."""
 
     def __init__(
         self, num_bytes: int, group: dist.ProcessGroup, _host_group: dist.ProcessGroup, device: torch.device
@@ -322,7 +334,7 @@ class _SymmetricMemory(Memory):
 
 
 class _SharedFiles(Memory):
-    """Memory of gloo ranks of one host: files that all of them map."""
+    """Memory of gloo ranks of one machine: files that all of them map."""
 
     def __init__(
         self, num_bytes: int, _group: dist.ProcessGroup, host_group: dist.ProcessGroup, _device: torch.device
@@ -331,12 +343,12 @@ class _SharedFiles(Memory):
         self.parts = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in _map_files(num_bytes, host_group)]
 
     def barrier(self, channel: int = 0) -> None:
-        with watch.operation("wait for the other ranks of the host to write their tokens"):
+        with watch.operation("wait for the other ranks of the machine to write their tokens"):
             dist.barrier(self._group)
 
 
 def allocate_shared(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Memory:
-    """`num_bytes` of each rank, uninitialised; every rank of the group, on GPUs of one host or gloo, must call it."""
+    """`num_bytes` of each rank, uninitialised; every rank of the group, on GPUs of one machine or gloo, must call it."""
     make = _SymmetricMemory if device.type == "cuda" else _SharedFiles
     return make(num_bytes, group, group, device)
 
@@ -369,7 +381,7 @@ class _SharedNumbers:
                 time.sleep(0)  # yields the core
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"Rank {rank} of the host did not reach exchange {self._calls} of experts' tokens."
+                        f"Rank {rank} of the group did not reach exchange {self._calls} of experts' tokens."
                     )
         return [int(words[turn]) & (1 << self._COUNT_BITS) - 1 for words in self._words]
 

@@ -1,4 +1,4 @@
-"""Shards that the ranks of one host read from each other's memory: FSDP2 without its copies and collectives.
+"""Shards that the ranks of one machine read from each other's memory: FSDP2 without its copies and collectives.
 
 Every rank keeps its shards, in the compute dtype, in memory that the others can read. Memory traffic of a rank in bytes per
 parameter and step, for fp32 parameters, bf16 compute and two ranks:
@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from patchgen.kernels.peers.peer_sums import sum_parts
 from patchgen.runtime.parallel import peer_memory, undivided
 from patchgen.runtime.parallel.peer_memory import aligned
 
@@ -272,6 +271,8 @@ class PeerShards:
         self.memory.barrier(_REDUCE)
 
     def _sum_parts(self, group: PeerGroup, own: Tensor, tag: int, out: Tensor) -> None:
+        from patchgen.kernels.peers.peer_sums import sum_parts  # loads Triton
+
         received_start, tags, _ = self._turns[self._turn]
         num_others, length = self.num_ranks - 1, len(own)
         parts = self._view(

@@ -1,4 +1,4 @@
-"""FSDP2 units whose parameters the ranks of one host read from each other's memory (`peer_shards.py`).
+"""FSDP2 units whose parameters the ranks of one machine read from each other's memory (`peer_shards.py`).
 
 A unit is left to FSDP2 if its stored dtype is not wider than its compute dtype, if some of it is frozen, if it is replicated as
 well, or is in host memory; and in a backward that ends gradient accumulation without reduction.

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from patchgen.runtime.parallel import (
     checkpointing,
     exchange_reduce,
-    expert_peers,
     peer_memory,
     peer_units,
     undivided,
@@ -48,9 +47,9 @@ class ShardingOptions:
         param_dtype: the compute dtype of layers; None: as stored. Stored parameters keep their dtype.
         reduce_dtype: the dtype in which gradients are summed; None: as computed.
         exchange_gradients: send gradients as computed and sum them on arrival, in `reduce_dtype` (`exchange_reduce.py`):
-            fewer bytes than a reduce-scatter in a wider dtype. None: if it saves bytes and the ranks share a host.
-        shard_exchange: how ranks gather parameters and sum gradients. "peer_memory": ranks of one host read each other's
-            memory (`peer_shards.py`); "collectives": FSDP2's own; "auto": peer memory between up to four GPUs of one host.
+            fewer bytes than a reduce-scatter in a wider dtype. None: if it saves bytes and the ranks share a machine.
+        shard_exchange: how ranks gather parameters and sum gradients. "peer_memory": ranks of one machine read each other's
+            memory (`peer_shards.py`); "collectives": FSDP2's own; "auto": peer memory between up to four GPUs of one machine.
         reshard_after_forward: free a layer's gathered parameters after its forward and gather again for the backward.
         prefetch: layers gathered ahead of the running one, forward and backward.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
@@ -102,7 +101,9 @@ def shard_model(
     layers = find_layers(model, layer_classes)
     experts = divide_experts(model, paths, state) if state.ep > 1 else []
     if state.peers is not None:
-        expert_peers.install_token_prefetch(model, experts)
+        from patchgen.runtime.parallel.expert_peers import install_token_prefetch  # loads Triton
+
+        install_token_prefetch(model, experts)
     fp32_units = kept_in_fp32(model, options.param_dtype)
     _make_units(model, state, layers, experts, fp32_units, options)
     _set_communication(model, state, experts, fp32_units, options)

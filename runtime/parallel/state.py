@@ -63,9 +63,9 @@ class ParallelState:
         Args:
             config: its sizes must multiply to the world size.
             device_type: "cuda" or "cpu".
-            expert_exchange: how tokens reach the ranks of their experts. "peer_memory": ranks of one host read each other's
+            expert_exchange: how tokens reach the ranks of their experts. "peer_memory": ranks of one machine read each other's
                 memory; "all_to_all": a row per slot is sent, between any ranks; "auto": peer memory between up to four
-                GPUs of one host, unless `expert_capacity` is given.
+                GPUs of one machine, unless `expert_capacity` is given.
 
         Raises:
             ValueError: the sizes do not match the number of ranks, or peer memory is unavailable between them.

@@ -270,7 +270,7 @@ def unavailable_peer_memory_is_refused() -> None:
     several = {"gethostname": lambda: f"host {rank}"}
     refused_by = {
         "expert_capacity bounds the rows of an all-to-all": ({"expert_capacity": 3}, peer_memory.socket, {}),
-        "run on several hosts (host 0, host 1": ({}, peer_memory.socket, several),
+        "run on several machines (host 0, host 1": ({}, peer_memory.socket, several),
         "rank 0 could not share memory (no permission)": ({}, peer_memory.PeerBuffers, {"reserve": fails}),
     }
     for words, (options, owner, replaced) in refused_by.items():

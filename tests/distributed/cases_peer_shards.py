@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from patchgen.kernels.peers import peer_sums
 from patchgen.runtime.parallel import ParallelConfig, gradients, peer_shards, peer_units, sharding, undivided
 from patchgen.runtime.parallel.peer_shards import PeerShards
 from patchgen.runtime.parallel.peer_units import PeerGroup
@@ -256,7 +257,7 @@ def parameters_that_are_freed_before_a_layer_ends() -> list[int]:
 def a_sum_lives_until_it_was_waited_for() -> int:
     """The stream that sums may still write when the other one asks for memory; returns how many sums were looked at."""
     model = sharded("peer_memory")
-    sum_parts, reduce = peer_shards.sum_parts, PeerShards.reduce
+    sum_parts, reduce = peer_sums.sum_parts, PeerShards.reduce
     written: list[weakref.ref[Tensor]] = []
 
     def noted(own, received, tags, out, **options):
@@ -271,13 +272,13 @@ def a_sum_lives_until_it_was_waited_for() -> int:
         return event
 
     checked.count = 0
-    peer_shards.sum_parts, PeerShards.reduce = noted, checked
+    peer_sums.sum_parts, PeerShards.reduce = noted, checked
     try:
         for micro in range(2):  # the sums of the second are added to the gradients that the first left
             sharding.reduce_gradients(model, is_last=micro == 1)
             model(batch(micro)).backward()
     finally:
-        peer_shards.sum_parts, PeerShards.reduce = sum_parts, reduce
+        peer_sums.sum_parts, PeerShards.reduce = sum_parts, reduce
     return checked.count
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from patchgen.kernels.peers import peer_rows, pushed_sums
-from patchgen.kernels.peers.peer_rows import Published, Tokens
+from patchgen.kernels.peers.published import Published, TokenCounts
 from patchgen.runtime import ops, parallel, seams
 from patchgen.runtime.parallel import checkpointing, expert_peers, experts
 
@@ -93,7 +93,7 @@ def tokens_sent_ahead(kind: str, backend: str, changes: bool, mode: str, delay: 
     sent, pushed = [], []
     read, push = peer_rows.read_tokens, pushed_sums.push
 
-    def noted_read(published: Published, tokens: Tokens, index: Tensor | None, *shape) -> Tensor:
+    def noted_read(published: Published, tokens: TokenCounts, index: Tensor | None, *shape) -> Tensor:
         sent.append(index is None)
         if delay and index is not None and rank == 1 and torch._C._current_graph_task_id() != -1:
             time.sleep(delay)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchgen.kernels.peers.peer_rows import Tokens
+from patchgen.kernels.peers.published import TokenCounts
 from patchgen.runtime.parallel.expert_peers import PrefetchedTokens
 
 KINDS = ["balanced", "uneven", "no tokens on rank 1", "all on one expert", "none for rank 0", "slots left out"]
@@ -90,7 +90,7 @@ def test_an_error_between_a_router_and_its_experts_does_not_end_sending_ahead(tw
 def test_tokens_sent_ahead_are_those_that_lie_there_in_this_order_and_unchanged():
     def are(source: Tensor, tokens: Tensor) -> bool:
         return PrefetchedTokens(
-            nn.Identity(), source, source._version, Tokens((8,), torch.tensor([0, 8])), source
+            nn.Identity(), source, source._version, TokenCounts((8,), torch.tensor([0, 8])), source
         ).matches(tokens)
 
     whole = torch.randn(2, 8, 4)
@@ -99,7 +99,7 @@ def test_tokens_sent_ahead_are_those_that_lie_there_in_this_order_and_unchanged(
     swapped = whole.transpose(0, 1)
     assert not are(swapped, whole.view(-1, 4)), "another order"
     assert not are(whole, whole.view(-1, 4).clone())
-    sent = PrefetchedTokens(nn.Identity(), whole, whole._version, Tokens((16,), torch.tensor([0, 16])), whole)
+    sent = PrefetchedTokens(nn.Identity(), whole, whole._version, TokenCounts((16,), torch.tensor([0, 16])), whole)
     tokens = whole.view(-1, 4)
     assert sent.matches(tokens)
     tokens.mul_(1.5)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from patchgen.kernels.moe import triton_backend as moe_triton
 from patchgen.kernels.peers import peer_rows
-from patchgen.kernels.peers.peer_rows import Published, Tokens
+from patchgen.kernels.peers.published import Published, TokenCounts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTS, TOP_K, HIDDEN, OWN = (5, 0, 9), 3, 40, 4  # the second rank has no tokens
@@ -30,8 +30,8 @@ def publish(*parts: list[Tensor]) -> tuple[Published, list[int]]:
     return published, offsets
 
 
-def tokens() -> Tokens:
-    return Tokens(COUNTS, torch.tensor([0, *COUNTS], device=DEVICE).cumsum(0))
+def tokens() -> TokenCounts:
+    return TokenCounts(COUNTS, torch.tensor([0, *COUNTS], device=DEVICE).cumsum(0))
 
 
 def routing(dtype: torch.dtype = torch.int64) -> list[Tensor]:
