@@ -86,13 +86,20 @@ def compare(
 
 
 def compare_case(
-    reference: ReferenceModel, name: str, *, sp: int, fsdp: bool, ep: int = 1, training: bool = True
+    reference: ReferenceModel,
+    name: str,
+    *,
+    sp: int,
+    fsdp: bool,
+    ep: int = 1,
+    training: bool = True,
+    separates: Separated = False,
 ) -> dict[str, Any]:
-    """`compare` with a reference that is built."""
+    """`compare` with a reference that is built; `separates`: whether documents are computed in rows of their own."""
     started = time.perf_counter()
     state = state_of(sp, ep)
     full_batches, local_batch = case_inputs(reference, name, state)
-    generated = reference.generated()
+    generated = reference.generated(separates)
     if fsdp:
         sharding.shard_model(generated, state)
     actual = step_on_ranks(
@@ -113,14 +120,14 @@ def compare_all_cases(model: Subject, head: str, *, sp: int, ep: int, separates:
         separates: whether documents are computed in rows of their own.
     """
     reference = reference_model(model, head)
-    reference.separates = separates
     rows = []
     for name in case_names(model, head, has_several_batches=dist.get_world_size() > sp):
         if name == MIXED_RANKS:
-            rows += mixed_steps(model, head, sp=sp, ep=ep, num_steps=len(reference.builder.layouts) + 1)
+            steps = len(reference.builder.layouts) + 1
+            rows += mixed_steps(model, head, sp=sp, ep=ep, num_steps=steps, separates=separates)
         else:
             with contextlib.suppress(NotApplicable):
-                rows.append(compare_case(reference, name, sp=sp, ep=ep, fsdp=True))
+                rows.append(compare_case(reference, name, sp=sp, ep=ep, fsdp=True, separates=separates))
         if any(row.get("reason") for row in rows):
             break
     reason = next((f"{row['case']}: {row['reason']}" for row in rows if row.get("reason")), "")
@@ -129,16 +136,26 @@ def compare_all_cases(model: Subject, head: str, *, sp: int, ep: int, separates:
 
 
 def mixed_steps(
-    model: Subject, head: str, *, sp: int = 1, ep: int = 1, num_steps: int = 10, fsdp: bool = True
+    model: Subject,
+    head: str,
+    *,
+    sp: int = 1,
+    ep: int = 1,
+    num_steps: int = 10,
+    fsdp: bool = True,
+    separates: Separated = False,
 ) -> list[dict[str, Any]]:
     """Consecutive optimizer steps in which each batch index has another modality; runs on every rank.
 
     With four ranks and an omni model: images, video, audio and text only. In every step the gradients of the ranks are
     compared with those of one rank with the full batch and the same weights.
+
+    Args:
+        separates: whether documents are computed in rows of their own.
     """
     reference = reference_model(model, head)
     state = state_of(sp, ep)
-    generated = reference.generated()
+    generated = reference.generated(separates)
     if fsdp:
         sharding.shard_model(generated, state)
     optimizer = torch.optim.SGD(generated.parameters(), lr=1e-2)

@@ -29,7 +29,6 @@ from patchgen.runtime import parallel, registry, seams
 from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.parallel import selfcheck, sharding
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.registry import GeneratedModel
 from patchgen.runtime.verify import media_ranks
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
@@ -51,7 +50,6 @@ class Row:
     gradients: float = float("nan")
     packed_loss: float = float("nan")
     packed_gradients: float = float("nan")
-    num_expert_parameters: int = 0
     seconds: float = 0.0
     applies: bool = True
     """Whether there is anything to compare: expert parallelism needs experts."""
@@ -89,13 +87,12 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
         return row | {"applies": False, "seconds": time.perf_counter() - started}
     if sp > 1 and (refusal := encoder_decoder_refusal(generated, sp)):
         return row | {"reason": refusal, "seconds": time.perf_counter() - started}
-    if refusal := start_refusal(model, head, state, separates):
+    reference = ReferenceModel(model, head)
+    if refusal := start_refusal(reference, state, separates):
         return row | {"reason": refusal, "seconds": time.perf_counter() - started}
     if takes_media:
         found = media_ranks.compare_all_cases(Path(file).parent, head, sp=sp, ep=ep, separates=separates)
         return row | found | {"seconds": time.perf_counter() - started}
-    reference = ReferenceModel(model, head)
-    reference.separates = separates
     cases = {case.name: dict(case.batch) for case in text_cases(reference.config, reference.upstream_class)}
     for case, prefix in (("plain", ""), ("packed", "packed ")):
         if case not in cases:
@@ -103,8 +100,7 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
         inputs = cases[case]
         pieces, packed_rows = _documents(inputs) if prefix else ([inputs], None)
         step = functools.partial(reference.loss_and_gradients, pieces, packed_rows=packed_rows)
-        ours = reference.generated()
-        row["num_expert_parameters"] = len(sharding.expert_paths(ours))
+        ours = reference.generated(separates)
         sharding.shard_model(ours, state)
         rows = torch.arange(inputs["input_ids"].shape[0]).chunk(state.config.num_batches)[state.batch_index]
         local_batch = {name: value[rows] for name, value in inputs.items()}
@@ -118,13 +114,11 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
     return row | {"seconds": time.perf_counter() - started}
 
 
-def start_refusal(model: GeneratedModel, head: str, state: ParallelState, separates: Separated) -> str:
+def start_refusal(reference: ReferenceModel, state: ParallelState, separates: Separated) -> str:
     """Why a run with these ranks would be refused at its start, by its check of slices; "" if it would not."""
     if state.sp == 1:
         return ""
-    reference = ReferenceModel(model, head)
-    reference.separates = separates
-    generated = reference.generated()
+    generated = reference.generated(separates)
     sharding.shard_model(generated, state)
     try:
         with parallel.using(state), seams.using(**reference.seams):

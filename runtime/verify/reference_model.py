@@ -125,7 +125,6 @@ class ReferenceModel:
         switch_dropout_off(self.model)
         self.builder = SampleBuilder(self.model, seed=SEED)
         self.pad = int(self.builder.drawable[0])
-        self.separates: Separated = False  # set by the caller that knows
         self._refused: dict[str, str] = {}
 
     @functools.cached_property
@@ -187,15 +186,19 @@ class ReferenceModel:
         )
         return loss, self.correspondence.existing(gradients)
 
-    def generated(self) -> PreTrainedModel:
-        """The generated class with the same weights and the attention of a run."""
+    def generated(self, separates: Separated = False) -> PreTrainedModel:
+        """The generated class with the same weights and the attention of a run.
+
+        Args:
+            separates: whether documents are computed in rows of their own.
+        """
         model = self.generated_class._from_config(
             copy.deepcopy(self.config), attn_implementation=self.attention, dtype=torch.float32
         )
         model.load_state_dict(self.correspondence.to_generated(self.model.state_dict()))
         switch_dropout_off(model)
-        if self.separates:
-            model_calls.separate_documents(model, self.separates)
+        if separates:
+            model_calls.separate_documents(model, separates)
         return model
 
 
