@@ -15,7 +15,8 @@ class ReleaseMismatch(ImportError):
 
 
 def require_transformers(generated_file: str, made_from: str) -> None:
-    """Raises unless the installed transformers is the release that `generated_file` was made from or verified with.
+    """Raises unless the installed transformers is the release that `generated_file` was made from or verified with, or the
+    one that PATCHGEN_ALLOW_TRANSFORMERS names.
 
     Nothing else detects the difference: imports keep working between releases while formulas change (once, the rotary
     embedding of a model changed from half rotation to interleaved).
@@ -39,8 +40,8 @@ def require_transformers(generated_file: str, made_from: str) -> None:
     raise ReleaseMismatch(
         f"{Path(generated_file).name} was made from transformers {made_from} and is not verified with the installed "
         f"{installed}.\nEither install transformers=={made_from}, or regenerate it with "
-        f"`make regen MODEL={folder.name} TRANSFORMERS={installed}` and review the diff, or prove it as it is with "
-        f"`{ALLOW_VARIABLE}={installed} make verify MODEL={folder.name}`."
+        f"`patchgen generate {folder.name} --transformers {installed}` and review the diff, or prove it as it is with "
+        f"`patchgen verify {folder.name} --against {installed}`."
     )
 
 
@@ -54,7 +55,8 @@ def _proven_with(record: Path, generated_file: Path) -> list[str]:
 
 
 def digest(generated_file: Path) -> str:
-    """The hash that a proof refers to: of a generated file and the files of the models that it builds by default."""
+    """The hash that a proof refers to: of a generated file, and of the generated language models that provenance.json lists
+    under `parts`; one that is missing counts as empty."""
     combined = hashlib.sha256(generated_file.read_bytes())
     record = generated_file.with_name("provenance.json")
     parts = json.loads(record.read_text(encoding="utf-8")).get("parts", ()) if record.is_file() else ()

@@ -122,7 +122,7 @@ class GeneratedModel:
             module = import_file(self.file)
         else:
             raise FileNotFoundError(
-                f"{self.file} does not exist, but its provenance.json does. Run `make regen MODEL={self.name}`."
+                f"{self.file} does not exist, but its provenance.json does. Run `patchgen generate {self.name}`."
             )
         for head in (getattr(module, name) for name in self.heads):
             _declare_inputs(head)
@@ -233,9 +233,9 @@ def read_model(directory: Path) -> GeneratedModel:
             parts=tuple(part["site"] for part in fields.get("parts", ())),
         )
     except json.JSONDecodeError as error:
-        raise ValueError(f"{record} is not JSON: {error}. Run `make regen MODEL={directory.name}`.") from error
+        raise ValueError(f"{record} is not JSON: {error}. Run `patchgen generate {directory.name}`.") from error
     except KeyError as error:
-        raise ValueError(f"{record} lacks the field {error}. Run `make regen MODEL={directory.name}`.") from error
+        raise ValueError(f"{record} lacks the field {error}. Run `patchgen generate {directory.name}`.") from error
 
 
 def generated_models(directory: Path | None = None) -> tuple[GeneratedModel, ...]:
@@ -341,4 +341,4 @@ def _unknown(problem: str, name: str, models: tuple[GeneratedModel, ...]) -> str
         name_by_alias[alias] for alias in difflib.get_close_matches(name, name_by_alias, n=3, cutoff=0.4)
     )
     existing = ", ".join(nearest) or ", ".join(model.name for model in models) or "none at all"
-    return f"{problem} Nearest of those that exist: {existing}.\nGenerate it with `make regen MODEL={name}`."
+    return f"{problem} Nearest of those that exist: {existing}.\nGenerate it with `patchgen generate {name}`."

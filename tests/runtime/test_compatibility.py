@@ -32,7 +32,9 @@ def test_another_release_is_one_clear_error(generated):
     with pytest.raises(ImportError) as error:
         require_transformers(str(generated), made_from=OTHER)
     assert f"made from transformers {OTHER}" in str(error.value)
-    assert f"make regen MODEL=example TRANSFORMERS={transformers.__version__}" in str(error.value)
+    assert f"`patchgen generate example --transformers {transformers.__version__}`" in str(error.value)
+    assert f"`patchgen verify example --against {transformers.__version__}`" in str(error.value)
+    assert "make " not in str(error.value)  # a user's own repository has no Makefile of ours
 
 
 def test_a_release_that_this_file_was_proven_with_is_accepted(generated):

@@ -81,7 +81,7 @@ def test_a_model_of_another_release_is_named_and_the_others_are_registered(gener
     monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
     of_another_release("mixtral")
     with pytest.warns(
-        RuntimeWarning, match=r"1 generated model[\s\S]*modeling_mixtral\.py[\s\S]*make regen"
+        RuntimeWarning, match=r"1 generated model[\s\S]*modeling_mixtral\.py[\s\S]*patchgen generate"
     ) as warned:
         models = registry.register_all(generated)
     assert len(warned) == 1 and [model.name for model in models] == ["qwen3_5", "qwen3_moe"]
@@ -101,7 +101,7 @@ def test_build_model_takes_a_config(generated):
 
 def test_an_unknown_config_names_the_nearest_and_the_command(generated):
     with pytest.raises(
-        registry.UnknownModelError, match=r"Qwen2MoeConfig.*\n*.*qwen3_moe(.|\n)*make regen MODEL=qwen2_moe"
+        registry.UnknownModelError, match=r"Qwen2MoeConfig.*\n*.*qwen3_moe(.|\n)*patchgen generate qwen2_moe"
     ):
         registry.build_model(small_config("qwen2_moe").config, directory=generated)
     with pytest.raises(registry.UnknownModelError, match="Nearest of those that exist: mixtral"):
