@@ -109,7 +109,7 @@ def test_a_failure_of_the_device_or_of_the_ranks_is_no_batch_that_upstream_refus
         MediaMaker._is_taken(maker, None)
     assert caught.value is error
     with pytest.raises(type(error)) as caught:
-        ReferenceModel.refusal(SimpleNamespace(builder=SimpleNamespace(case=fails)), "text", [])
+        ReferenceModel.refusal(SimpleNamespace(builder=SimpleNamespace(case=fails, run_upstream=fails)), "text", [])
     assert caught.value is error
 
 
