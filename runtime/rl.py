@@ -32,8 +32,8 @@ from patchgen.runtime.parallel import gradients, loss, sharding
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_gather, all_reduce
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import lora
 from patchgen.runtime.train.feed import to_device
-from patchgen.runtime.train.lora import reduce_gradients
 
 __all__ = ["Update", "log_probs", "stream_weights", "update"]
 
@@ -130,7 +130,7 @@ def update(
         for index, (local, (_, data)) in enumerate(zip(slices, batches, strict=True)):
             sharding.reduce_gradients(model, is_last=index == len(batches) - 1)
             _loss(model, local, state, partial(compute_part, data), temperature, **step).backward()
-        reduce_gradients(model)
+        lora.reduce_gradients(model)
         norm = gradients.clip(model, max_norm=max_grad_norm, optimizer=optimizer)
         is_taken = gradients.accept(model, norm, on_nonfinite=on_nonfinite)
         if is_taken:

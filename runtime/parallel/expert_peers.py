@@ -14,7 +14,7 @@ The backward is symmetric: gradients of outputs are published and read by the ra
 of tokens are summed by the token's rank; the gradient of a routing weight comes from the rank of its expert.
 
 Only devices know which rows exist and which tiles cover them. The ranks' CPU processes exchange token counts, without their
-devices. Buffers of rows (`h`, the experts' activations, a row for each token and expert; and those of the backward) are sized
+devices. Buffers of rows (`h`, the experts' first projection, a row for each token and expert; those of the backward) are sized
 for `ROUND_SHARES` times a rank's even share. With two ranks no routing exceeds that. With more, rows beyond it are computed in
 further rounds of the same size, as many as the worst routing needs; a round without rows reads nothing. So no row is dropped,
 and no CPU process reads a row count.

@@ -111,7 +111,8 @@ OWN_LOSS = "own_loss"
 """Attribute of a generated head whose loss is upstream's mean over a call: the source of that loss."""
 
 LOSS_FORM = "loss_form"
-"""Attribute of a generated head with inline cross entropy: "aligned" or "shifted" (`kernels.causal_lm_loss`)."""
+"""Attribute of a generated head with inline cross entropy: "aligned" or "shifted", the forms of
+`runtime/written_losses.py` (computed by `kernels.loss.causal_lm_loss`)."""
 
 
 def upstream_labels(head: type | None, batch: dict[str, Any]) -> dict[str, Any]:

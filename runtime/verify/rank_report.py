@@ -18,12 +18,12 @@ FILE_NAME = "verify_ranks.json"
 
 
 def print_results(model: str, layout: str, results: Sequence[RankResult]) -> None:
-    """Prints a line for each batch: relative differences of the loss and of the worst gradient."""
+    """Prints how each tower was computed, and for each batch the relative differences or why it failed."""
     print(f"{model} on {layout}")
     for path, how in towers_of(results).items():
         print(f"  {path}: {how}")
     for result in results:
-        figures = f"loss {result.loss:.1e}  worst gradient {result.gradient:.1e} ({result.parameter})"
+        figures = f"loss differs by {result.loss:.1e}, worst gradient by {result.gradient:.1e} ({result.parameter})"
         print(
             f"  {'failed' if result.reason else 'ok':7} {result.case:21} {result.reason.strip() if result.reason else figures}"
         )

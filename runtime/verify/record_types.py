@@ -212,7 +212,8 @@ class ProofRecord(ProofFacts):
 
 
 class RankCaseRecord(TypedDict):
-    """One batch on the ranks against one rank; `failed` says why they do not agree."""
+    """One batch on the ranks against one rank: the relative differences of the loss and of the worst gradient; `failed` says
+    why they do not agree."""
 
     loss: str
     gradient: str

@@ -116,65 +116,65 @@ def prove_training_path(
             head_kinds.as_language_model(model_class, kind, unpacked_only=unpacked_only)
             for model_class in (reference_class, generated_class)
         )
-    path = Comparison(reference_class, generated_class, config, media)
-    path.only = head_kinds.UNPACKED_CHECKS if unpacked_only else ()
-    path.count_labels = functools.partial(head_kinds.num_items, kind)
+    comparison = Comparison(reference_class, generated_class, config, media)
+    comparison.only = head_kinds.UNPACKED_CHECKS if unpacked_only else ()
+    comparison.count_labels = functools.partial(head_kinds.num_items, kind)
     try:
-        path, kinds = attention_requirements(path, asked_config or config, named_seams or {})
+        comparison, kinds = attention_requirements(comparison, asked_config or config, named_seams or {})
     except Exception as error:
-        upstream_error = path.upstream_error()
+        upstream_error = comparison.upstream_error()
         problem = "upstream's own class fails on a document" if upstream_error else "its first step fails"
         failure = f"{problem}: {one_line_error(upstream_error or error)}"
         return TrainingPath(named_attention or "", "", failures=(failure,))
     attention_name = named_attention or attention_kinds.choose(kinds, config)
-    training_path = TrainingPath(attention_name, attention_name, path.seams, kinds)
+    training_path = TrainingPath(attention_name, attention_name, comparison.seams, kinds)
     if lacking := attention_kinds.missing_features(attention_name, kinds):
         able = attention_kinds.choose(kinds, config)
         failure = (
             f"attention '{attention_name}' lacks {' and '.join(lacking)}, which the model needs; '{able}' has it."
         )
         return replace(training_path, failures=(failure,))
-    path.compared_attention = cpu_attention(attention_name, kinds, config)
+    comparison.compared_attention = cpu_attention(attention_name, kinds, config)
     with single_rank() as state:
-        path.state = state
-        path = _run(path)
+        comparison.state = state
+        comparison = _run(comparison)
     return replace(
         training_path,
-        compared_attention=path.compared_attention,
-        checks=tuple(path.checks),
-        failures=tuple(path.failures),
-        left_out=path.left_out,
-        separates_documents=path.separates_documents,
+        compared_attention=comparison.compared_attention,
+        checks=tuple(comparison.checks),
+        failures=tuple(comparison.failures),
+        left_out=comparison.left_out,
+        separates_documents=comparison.separates_documents,
     )
 
 
-def _run(path: Comparison) -> Comparison:
+def _run(comparison: Comparison) -> Comparison:
     """Runs all checks on packed rows or, if some fail, with each document in a row of its own; returns what passed."""
-    path.run()
+    comparison.run()
     # Separate rows are for models whose packed documents mix upstream, too; in others they would hide a leak of ours.
-    if path.failures and path.mixes_documents_upstream():
+    if comparison.failures and comparison.mixes_documents_upstream():
         for separate in (
-            path.with_separate_documents(separated)
+            comparison.with_separate_documents(separated)
             for separated in (True, LEFT)
-            if separated != path.separates_documents
+            if separated != comparison.separates_documents
         ):
             separate.run()
             if not separate.failures:
                 return separate
-    return path
+    return comparison
 
 
 def attention_requirements(
-    path: Comparison, config: PreTrainedConfig, named_seams: Mapping[str, str | None]
+    comparison: Comparison, config: PreTrainedConfig, named_seams: Mapping[str, str | None]
 ) -> tuple[Comparison, tuple[Kind, ...]]:
     """What each kind of layer requires of its attention, and the comparison: with separate documents if upstream's model
     mixes them and ours fails on packed rows."""
     try:
-        return path, path.choose(config, named_seams)
+        return comparison, comparison.choose(config, named_seams)
     except Exception as error:
-        if not path.mixes_documents_upstream():
+        if not comparison.mixes_documents_upstream():
             raise
-        separate = path.with_separate_documents()
+        separate = comparison.with_separate_documents()
         try:
             return separate, separate.choose(config, named_seams)
         except Exception:
@@ -187,8 +187,8 @@ def _asked(generated_class: type[PreTrainedModel], config_text: str) -> tuple[Ki
     small = shrink(config).config
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):  # the caller may be a starting run
-        path = Comparison(generated_class, generated_class, _without_router_loss(small), media=True)
-        return attention_requirements(path, with_dropout(path.config, config), {})[1]
+        comparison = Comparison(generated_class, generated_class, _without_router_loss(small), media=True)
+        return attention_requirements(comparison, with_dropout(comparison.config, config), {})[1]
 
 
 def asked_of_attention(generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Kind, ...]:
