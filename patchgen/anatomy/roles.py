@@ -70,15 +70,7 @@ TORCH_ATTENTION = {
     "MultiheadAttention",
 }
 CONV1D = ("torch.nn.functional.conv1d", "torch.conv1d")
-CONV1D_OPTIONS = (
-    "in_channels",
-    "out_channels",
-    "kernel_size",
-    "stride",
-    "padding",
-    "dilation",
-    "groups",
-)  # nn.Conv1d's
+CONV1D_OPTIONS = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"]
 BY_SIZES = MAKERS | {"torch.Tensor", "torch.FloatTensor", "torch.full"}  # make a tensor of these sizes
 DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
 
@@ -188,8 +180,7 @@ def stack_shapes(anatomy: Anatomy, info: ClassInfo) -> dict[str, list[str]]:
 def _sizes(anatomy: Anatomy, maker: ast.Call) -> list[ast.expr]:
     """The sizes of the tensor that a call makes; empty where torch's arguments are others. Code of the file may take sizes."""
     meaning = anatomy.names.resolve(maker.func) or ""
-    is_changing = isinstance(maker.func, ast.Attribute) and is_in_place(maker.func)
-    if is_changing or (meaning.startswith("torch.") and meaning not in BY_SIZES):
+    if is_in_place(maker.func) or (meaning.startswith("torch.") and meaning not in BY_SIZES):
         return []
     shape = maker.args[:1] if meaning == "torch.full" else maker.args
     shape = shape or [keyword.value for keyword in maker.keywords if keyword.arg == "size"]
