@@ -36,7 +36,7 @@ def _triton(*arguments) -> Tensor:
 def _auto(
     hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, options
 ) -> Tensor:
-    backend = choose_backend(hidden_states, gate_up_proj, down_proj, options)
+    backend = choose_backend(hidden_states, gate_up_proj, down_proj, options, (gate_up_bias, down_bias))
     choices.record("fused_moe", backend, hidden_states, gate_up_proj)
     return BACKENDS[backend](
         hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, options

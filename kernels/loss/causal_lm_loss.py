@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from patchgen.kernels import packages
 from patchgen.kernels.loss.chunking import within_limit
 
 CHUNK_LOGITS = 2**29
@@ -177,10 +178,10 @@ def _cross_entropy_rows(logits_CV: Tensor, target_C: Tensor, ignore_index: int) 
 
 
 def _compiled_on_gpu(logits_CV: Tensor, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function, compiled on a GPU, where the fp32 logits then never exist in memory."""
-    return _compiled(function) if logits_CV.is_cuda else function
+    """The function, compiled on a GPU, where the fp32 logits then never exist in memory; in a traced graph as it is."""
+    return _compiled(function) if logits_CV.is_cuda and not torch.compiler.is_compiling() else function
 
 
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function)
+    return packages.compiled(function)

@@ -37,7 +37,13 @@ from patchgen.kernels.packages import failed_import
 _MEASURED_CAPABILITY = (9, 0)
 
 
-def choose_backend(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, options: MoeOptions) -> str:
+def choose_backend(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    options: MoeOptions,
+    biases: tuple[Tensor | None, ...] = (),
+) -> str:
     """The name of the backend for this call.
 
     `triton` on compute capability 9.0, where the table was measured, for supported calls; `torch` elsewhere.
@@ -48,4 +54,4 @@ def choose_backend(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tenso
         return "torch"
     from patchgen.kernels.moe.triton_backend import unsupported  # loads Triton
 
-    return "torch" if unsupported(hidden_states, gate_up_proj, down_proj, options) else "triton"
+    return "torch" if unsupported(hidden_states, gate_up_proj, down_proj, options, biases) else "triton"

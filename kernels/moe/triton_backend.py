@@ -52,7 +52,7 @@ def fused_moe_triton(
     Raises:
         UnsupportedOptionError: an option, a dtype or a size that the kernels do not have; see `unsupported`.
     """
-    reason = unsupported(hidden_states, gate_up_proj, down_proj, options)
+    reason = unsupported(hidden_states, gate_up_proj, down_proj, options, (gate_up_bias, down_bias))
     if reason is not None:
         raise UnsupportedOptionError(
             f"fused_moe, backend 'triton': {reason} To fix: use fused_moe='torch' or 'eager' for this model."
@@ -86,11 +86,17 @@ def fused_moe_triton(
 _INTERPRETED = triton.knobs.runtime.interpret
 
 
-def unsupported(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, options: MoeOptions) -> str | None:
+def unsupported(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    options: MoeOptions,
+    biases: tuple[Tensor | None, ...] = (),
+) -> str | None:
     """Why the kernels cannot serve this call, in one sentence that names the option; None if they can."""
-    trained = gate_up_proj.requires_grad or down_proj.requires_grad
+    trained = any(tensor is not None and tensor.requires_grad for tensor in (gate_up_proj, down_proj, *biases))
     if options.adapters.tensors and torch.is_grad_enabled() and trained:
-        return "with adapters the weights are frozen: the kernels have no gradient of theirs."
+        return "with adapters the weights and biases are frozen: the kernels have no gradient of theirs."
     if options.post_expert_norm is not None:
         return "post_expert_norm is not supported: the kernels do not hold a whole output row at once."
     if hidden_states.is_cuda:

@@ -7,7 +7,7 @@ import torch
 
 from patchgen.kernels import packages
 from patchgen.kernels.elementwise import formulas, norm_quack
-from patchgen.kernels.loss import linear_cross_entropy
+from patchgen.kernels.loss import causal_lm_loss, linear_cross_entropy
 from patchgen.kernels.moe import auto as moe_auto
 from patchgen.runtime import seams
 from patchgen.runtime.parallel import report
@@ -65,3 +65,9 @@ def test_without_triton_nothing_of_auto_needs_it(monkeypatch):
     assert moe_auto.choose_backend(hidden, hidden, hidden, None) == "torch"
     assert reason in linear_cross_entropy.unsupported(torch.nn.Linear(8, 16), hidden)
     assert packages.compiled(formulas.rms_norm) is formulas.rms_norm
+    logits, labels = torch.randn(1, 4, 8), torch.tensor([[1, 2, -100, 3]])
+    expected = causal_lm_loss.losses_of_rows(logits, labels)
+    monkeypatch.setattr(torch, "compile", None)
+    causal_lm_loss._compiled.cache_clear()
+    found = causal_lm_loss.losses_of_rows(logits.as_subclass(OnGPU), labels)
+    assert torch.equal(found.as_subclass(torch.Tensor), expected)

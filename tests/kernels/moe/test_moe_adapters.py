@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from moe_cases import CASES, Case, run
 from rounding import require_as_exact, require_rounding
 
 from patchgen.kernels.fused_moe import fused_moe
+from patchgen.kernels.moe import triton_backend
 from patchgen.kernels.moe.adapters import ExpertAdapters, LowRank
 
 on_gpu = torch.cuda.is_available()
@@ -123,3 +126,13 @@ def test_factors_that_do_not_fit_are_refused():
         run_adapted(case, case.tensors(torch.float32), factors_of(case, 4, torch.float64), "torch")
     with pytest.raises(ValueError, match=r"backend 'sonic': adapters of experts are not supported"):
         run_adapted(case, case.tensors(torch.float32), factors, "sonic")
+
+
+def test_trained_biases_beside_adapters_are_refused_and_frozen_ones_are_not():
+    """The kernels have no gradient of theirs; so `auto` takes the experts of torch."""
+    hidden, weight, bias = torch.randn(4, 8), torch.randn(2, 16, 8), torch.randn(2, 16)
+    adapter = LowRank(torch.randn(2, 3, 8), torch.randn(2, 16, 3), 1.0)
+    options = SimpleNamespace(adapters=ExpertAdapters(adapter), post_expert_norm="stops here")
+    for is_trained, reason in ((True, "weights and biases are frozen"), (False, "post_expert_norm")):
+        bias.requires_grad_(is_trained)
+        assert reason in triton_backend.unsupported(hidden, weight, weight, options, (bias, None))
