@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import torch
@@ -12,17 +13,28 @@ TYPES = (
     dist.DistError,
     *((torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()),
 )
-# The allocator of CPUs, the driver's of GPUs and gloo raise RuntimeErrors of no type of their own. Gloo's messages begin with
-# the file that raises them; those of a closed pair of ranks do not.
+# The allocator of CPUs, drivers and libraries of GPUs, Triton's launches and gloo raise RuntimeErrors of no type of their own.
+# Gloo's messages begin with the file that raises them; those of a closed pair of ranks do not.
 _MESSAGES = re.compile(
-    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA driver error: out of memory|/gloo/transport/"
-    r"|Timed out waiting|Connection closed by peer|Connection reset|Application timeout caused pair closure"
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|_STATUS_ALLOC_FAILED"
+    r"|(Triton Error \[CUDA\]|CUDA driver error): (out of memory|an illegal|device-side assert|unspecified launch)"
+    r"|/gloo/|Timed out waiting|Connection closed by peer|Connection reset|Application timeout caused pair closure"
+    r"|NCCL communicator was aborted"
 )
+_ASKED = re.compile(r"tried to allocate (\d+) bytes")
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether an error is of the device or of the ranks."""
-    return isinstance(error, TYPES) or (isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error))))
+    """Whether an error is of the device or of the ranks.
+
+    A request for more memory than the machine has is none: a model computed that size from its inputs.
+    """
+    if isinstance(error, TYPES):
+        return True
+    asked = _ASKED.search(str(error))
+    if asked and int(asked[1]) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        return False
+    return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
 
 
 def raise_failure(error: BaseException) -> None:

@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from patchgen.kernels.packages import failed_import
 from patchgen.kernels.peers.published import Published, TokenCounts
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.failures import is_failure
 from patchgen.runtime.parallel import watch
 from patchgen.runtime.parallel.collectives import gather_objects
 
@@ -139,10 +139,16 @@ def _try_to_share(allocate: Callable[[], Shared]) -> tuple[Shared | None, str | 
     try:
         shared = allocate()
     except (RuntimeError, OSError) as refused:  # what drivers and containers allow is only known after trying
-        raise_failure(refused)
-        error = f"rank {dist.get_rank()} could not share memory ({refused})."
-    reason = next((reason for reason in gather_objects(error) if reason is not None), None)
-    return (shared if reason is None else None), reason
+        error = refused
+    everyone = gather_objects(None if error is None else (str(error), is_failure(error)))
+    found = [(rank, *of_rank) for rank, of_rank in enumerate(everyone) if of_rank is not None]
+    if error is not None and is_failure(error):
+        raise error
+    if (failed := next(((rank, text) for rank, text, is_fatal in found if is_fatal), None)) is not None:
+        raise RuntimeError(f"Rank {failed[0]} failed while ranks were to share memory: {failed[1]}")
+    if found:
+        return None, f"rank {found[0][0]} could not share memory ({found[0][1]})."
+    return shared, None
 
 
 def _group_error(mesh: DeviceMesh) -> str | None:

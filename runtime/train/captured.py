@@ -233,7 +233,7 @@ class CapturedStep:
         with watch.operation("capture a step as a CUDA graph"):
             try:
                 self._recording = _capture(run, self.model, self.state)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, dist.DistError):  # an AcceleratorError may be of the capture itself
                 raise
             except Exception as error:
                 raise RuntimeError(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from patchgen.runtime import attention
 from patchgen.runtime.attention_kinds import Names
 from patchgen.runtime.document_rows import Separated
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify.media import MediaMaker
 from patchgen.runtime.verify.media_samples import SampleBuilder
@@ -75,7 +76,8 @@ def _may_share_row(pair: Pair, builder: SampleBuilder, comparison: Comparison) -
         rows = tuple(dict(builder.case("alone", [sample]).batch) for sample in samples)
         documents = Documents(rows, dict(builder.case("together", samples).batch))
         comparison.documents(" and ".join(pair), documents, documents.packed(comparison.positions))
-    except Exception:  # whatever upstream's forward or ours raises, such a row cannot be trained
+    except Exception as error:  # whatever upstream's forward or ours raises, such a row cannot be trained
+        raise_failure(error)
         return False
     return len(comparison.failures) == previous_failures
 

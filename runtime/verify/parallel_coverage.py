@@ -87,7 +87,7 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
         return row | {"applies": False, "seconds": time.perf_counter() - started}
     if sp > 1 and (refusal := encoder_decoder_refusal(generated, sp)):
         return row | {"reason": refusal, "seconds": time.perf_counter() - started}
-    reference = ReferenceModel(model, head)
+    reference = media_ranks.reference_model(Path(file).parent, head)
     if refusal := start_refusal(reference, state, separates):
         return row | {"reason": refusal, "seconds": time.perf_counter() - started}
     if takes_media:

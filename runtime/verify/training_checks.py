@@ -20,6 +20,7 @@ from patchgen.kernels.loss.chunking import largest_chunk
 from patchgen.runtime import attention, attention_kinds, model_calls, parallel, seams
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.document_rows import Separated
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel import loss, report
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import training_inputs as inputs
@@ -146,8 +147,8 @@ class Comparison:
                 model(**self.plain, use_cache=False)
         except (NotImplementedError, ImportError):
             return seams.AUTO
-        except Exception:
-            pass  # the check that runs it fails with this error
+        except Exception as error:
+            raise_failure(error)  # any other: the check that runs it fails with this error
         return self.seams[seam]
 
     # ------------------------------------------------------------------------------------------- the checks
@@ -183,6 +184,7 @@ class Comparison:
             try:
                 step()
             except Exception as error:
+                raise_failure(error)
                 self.failures.append(f"{_SUBJECT.get(name, name)}: {one_line_error(error)}")
             media = self.media.get(name.partition(" ")[2])
             has_failed = self.reference._supports_sdpa and len(self.failures) > before
@@ -282,7 +284,8 @@ class Comparison:
                 rows = {n: v for n, v in documents.packed(self.positions).items() if n in parameters}
                 separate = self._row_of_logits(self.reference, documents.reference())
                 deviation = deviation.worst(difference(self._reference_logits(self.reference, rows), separate))
-        except Exception:
+        except Exception as error:
+            raise_failure(error)
             return True
         return not deviation.relative <= TOLERANCE
 
@@ -292,6 +295,7 @@ class Comparison:
         try:
             self._reference_step(self.reference, self.text.rows, items)
         except Exception as error:
+            raise_failure(error)
             return error
         return None
 

@@ -35,6 +35,7 @@ from patchgen.runtime import attention, attention_kinds
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.document_rows import LEFT, Separated
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import head_kinds
@@ -122,6 +123,7 @@ def prove_training_path(
     try:
         comparison, kinds = attention_requirements(comparison, asked_config or config, named_seams or {})
     except Exception as error:
+        raise_failure(error)
         upstream_error = comparison.upstream_error()
         problem = "upstream's own class fails on a document" if upstream_error else "its first step fails"
         failure = f"{problem}: {one_line_error(upstream_error or error)}"
@@ -177,7 +179,8 @@ def attention_requirements(
         separate = comparison.with_separate_documents()
         try:
             return separate, separate.choose(config, named_seams)
-        except Exception:
+        except Exception as second:
+            raise_failure(second)
             raise error from None
 
 
