@@ -5,7 +5,7 @@
     labels           a a a e            upstream shifts them right for the decoder's input
 
 The answer is the tokens with a loss, which follow each other. A document with several answers is refused: what is between them
-would be no input of either. Tokens after the answer are left out, as nothing that has a loss depends on them.
+would be no input of either (`require_one_answer`). Tokens after the answer are left out: no loss depends on them.
 
 `model_calls.separate_documents` first puts each document of a packed row into its own row. The loss is the head's own, as a
 share of the step.
@@ -14,6 +14,7 @@ share of the step.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,10 @@ ONE_ANSWER = (
     "what follows, up to the next one. To fix: set data.learn: last and remove train and weight from the messages, or split "
     "conversations into one per answer."
 )
+
+
+class OnRows:
+    """Marks the heads that `on_rows` makes."""
 
 
 def has_loss_seam(head: type) -> bool:
@@ -59,30 +64,48 @@ def on_rows(head: type[PreTrainedModel]) -> type[PreTrainedModel]:
         with counted_targets():
             return head.forward(self, **inputs)
 
-    return type(head.__name__, (head,), {"forward": forward, "__module__": head.__module__, "__doc__": head.__doc__})
+    members = {"forward": forward, "__module__": head.__module__, "__doc__": head.__doc__}
+    return type(head.__name__, (OnRows, head), members)
+
+
+def row_check(model: object) -> Callable[[Mapping[str, Any]], None] | None:
+    """What a full micro-batch has to pass before any rank starts its step; None if the model has no such check."""
+    return require_one_answer if isinstance(model, OnRows) else None
+
+
+def require_one_answer(row: Mapping[str, Any]) -> None:
+    """Checks a full micro-batch, with `labels` `(1, S)` that are not shifted and `cu_seq_lens_q`, on the host.
+
+    Raises:
+        DataError: a document has several answers, or one with tokens without a loss inside.
+    """
+    has_loss = row["labels"].flatten() != IGNORED
+    has_loss[row["cu_seq_lens_q"][:-1].long().clamp(max=len(has_loss) - 1)] = False  # nothing predicts a first token
+    starts = has_loss & ~has_loss.roll(1)
+    ends = row["cu_seq_lens_q"][1:].long()
+    answers = torch.bincount(torch.bucketize(starts.nonzero().flatten(), ends, right=True), minlength=len(ends))
+    if several := int((answers > 1).sum()):
+        raise DataError(
+            f"{several} of the {len(ends)} documents of a row have several answers, or one with tokens without a loss "
+            f"inside. {ONE_ANSWER}"
+        )
 
 
 def prompts_and_answers(ids: Tensor, targets: Tensor, real: Tensor | None) -> dict[str, Tensor]:
     """The inputs of an encoder-decoder, from rows `(D, L)` and the target of each token; `real` is False for padding.
 
-    One host sync.
-
-    Raises:
-        DataError: a document has several answers.
+    One host sync. A document has one answer, which `require_one_answer` checked.
     """
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     has_loss = targets != IGNORED
     # The last token of the prompt, whose target is the first of the answer; of padding, beyond the row.
     first = positions.masked_fill(~has_loss, ids.shape[1]).amin(dim=1, keepdim=True)
-    last = positions.masked_fill(~has_loss, -1).amax(dim=1, keepdim=True)
-    gaps = ((positions > first) & (positions < last) & ~has_loss).any(dim=1).sum()
     is_prompt = positions <= first if real is None else (positions <= first) & real
     answer = targets.gather(1, (first + positions).clamp(max=ids.shape[1] - 1))
     answer = answer.masked_fill(first + positions >= ids.shape[1], IGNORED)
-    lengths = torch.stack([is_prompt.sum(1).max(), (answer != IGNORED).sum(1).max(), gaps])
-    prompt_length, answer_length, several = map(int, lengths.tolist())
-    if several:
-        raise DataError(f"{several} of the {len(ids)} documents of a row have several answers. {ONE_ANSWER}")
+    prompt_length, answer_length = map(
+        int, torch.stack([is_prompt.sum(1).max(), (answer != IGNORED).sum(1).max()]).tolist()
+    )
     return {
         "input_ids": ids[:, :prompt_length],
         "attention_mask": is_prompt[:, :prompt_length].long(),

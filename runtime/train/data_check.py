@@ -33,7 +33,7 @@ def require_data(recipe: Recipe) -> None:
             continue
         try:
             check_first_rows(config, [open_source(source) for source in config.sources])
-            if config.kind == "chat" and models.read_config(recipe.model).is_encoder_decoder:
+            if config.kind in ("chat", "multimodal") and models.read_config(recipe.model).is_encoder_decoder:
                 _require_one_answer(config)
             if not config.media and not config.special_tokens:
                 continue

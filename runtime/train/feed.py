@@ -9,7 +9,7 @@ any rank's data ended or failed, whether any rank was asked to stop, and the cou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,6 +100,7 @@ class Feed:
         cost: of the model, for the FLOPs of a step.
         num_sources: the number of data sources to count separately; 0: no separate counts.
         should_stop: whether this rank was asked to stop.
+        require_row: a further check of each full micro-batch, beside the objective's; an error in it ends every rank.
     """
 
     def __init__(
@@ -112,12 +113,14 @@ class Feed:
         *,
         objective: Objective | None = None,
         num_sources: int = 0,
+        require_row: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self.num_sources = num_sources
         self.loader, self.state, self.cost = loader, state, cost
         self.num_micro_batches = num_micro_batches
         self.should_stop = should_stop
         self.objective = objective or NextToken()
+        self.require_row = require_row
         self._rows = iter(loader)
 
     def next(self) -> StepBatches | End:
@@ -133,6 +136,8 @@ class Feed:
             slices = [self._slice(row) for row in full_rows]
             for row in full_rows:
                 self.objective.require_valid(row)
+                if self.require_row is not None:
+                    self.require_row(row)
             counts = [not full_rows, *self._local_counts(full_rows, slices)]
         except Exception as error:  # any error must reach the other ranks, which would wait otherwise
             failure = error

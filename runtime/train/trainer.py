@@ -27,7 +27,7 @@ from patchgen.kernels import choices
 from patchgen.runtime import parallel
 from patchgen.runtime.data import DataConfig, DataError, Loader
 from patchgen.runtime.data.agreement import counters_of_all_ranks, run_on_all_ranks
-from patchgen.runtime.objectives import learning
+from patchgen.runtime.objectives import encoder_decoder, learning
 from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object
@@ -173,8 +173,16 @@ class Trainer:
     def feed(self, loader: Batches, num_micro_batches: int, should_stop: Callable[[], bool] = lambda: False) -> Feed:
         """The steps of a loader."""
         figures = self.eval_sources if loader is self.eval_loader else self.sources
-        options = {"objective": self.learning.objective, "num_sources": len(figures.names) if figures else 0}
-        return Feed(loader, self.state, num_micro_batches, self.cost, should_stop, **options)
+        return Feed(
+            loader,
+            self.state,
+            num_micro_batches,
+            self.cost,
+            should_stop,
+            objective=self.learning.objective,
+            num_sources=len(figures.names) if figures else 0,
+            require_row=encoder_decoder.row_check(self.model),
+        )
 
     def sources_of(self, data: DataConfig | None) -> Sources | None:
         """The figures of each data source; None if there is only one."""

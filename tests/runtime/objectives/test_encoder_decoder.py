@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from patchgen.runtime.data.problems import DataError
-from patchgen.runtime.objectives.encoder_decoder import prompts_and_answers
+from patchgen.runtime.objectives.encoder_decoder import on_rows, prompts_and_answers, require_one_answer, row_check
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.train.data_check import require_data
 from patchgen.runtime.train.recipe import RecipeError, from_dict
@@ -27,9 +27,19 @@ def test_the_encoder_reads_up_to_the_answer_and_the_decoder_the_answer():
 
 
 def test_a_document_with_several_answers_is_refused_where_tokens_between_them_would_be_lost():
-    targets = torch.tensor([[NONE, 3, NONE, 5, 6, NONE], [8, 9, NONE, NONE, NONE, NONE]])
-    with pytest.raises(DataError, match="^1 of the 2 documents of a row have several answers.*data.learn: last"):
-        prompts_and_answers(IDS, targets, REAL)
+    """Before the step, for every rank: in the forward only one of them would fail. A first token's label is no target."""
+    bounds = torch.tensor([0, 6, 9, 12], dtype=torch.int32)
+    one = [[NONE, NONE, 3, 4, NONE, NONE, 7, 8, 9, NONE, NONE, NONE]]
+    require_one_answer({"labels": torch.tensor(one), "cu_seq_lens_q": bounds})
+    several = [[NONE, 2, 3, NONE, 5, 6, 7, NONE, 9, 1, NONE, 3]]
+    with pytest.raises(DataError, match="^1 of the 3 documents of a row have several answers.*data.learn: last"):
+        require_one_answer({"labels": torch.tensor(several), "cu_seq_lens_q": bounds})
+
+
+def test_ranks_learn_of_it_before_the_step():
+    head = on_rows(type("Head", (torch.nn.Module,), {"forward": lambda self: None}))
+    assert row_check(head()) is require_one_answer
+    assert row_check(torch.nn.Module()) is None
 
 
 def test_a_conversation_with_several_answers_is_refused_before_ranks_start(tmp_path):
