@@ -175,14 +175,12 @@ def _import_as(name: str, file: Path) -> ModuleType:
 
 
 def import_file(file: Path) -> ModuleType:
-    """Imports a generated file outside this installation, under a name derived from its path."""
+    """Imports a file outside this installation, under a name derived from its path."""
     location = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
     package = f"{LOCAL_PACKAGE}{location}"  # the folder as a package: the file may import its siblings
     add_packages({package: [str(file.parent.resolve())]})
-    if "." in file.stem:  # a model type like kosmos-2.5, which is no module name
-        importlib.import_module(package)
-        return _import_as(f"{package}.{file.stem.replace('.', '_')}", file)
-    return importlib.import_module(f"{package}.{file.stem}")
+    # By its path: a folder beside it may have its name, and one like kosmos-2.5 is no module's.
+    return _import_as(f"{package}.{file.stem.replace('.', '_')}", file)
 
 
 def local_packages() -> dict[str, list[str]]:
@@ -242,7 +240,9 @@ def generated_models(directory: Path | None = None) -> tuple[GeneratedModel, ...
     """The generated models below `directory` (default: those of this installation), by name."""
     root = directory or installed_directory()
     if not root.is_dir():
-        raise FileNotFoundError(f"{root} does not exist: there are no generated models. Run `make regen-all`.")
+        raise FileNotFoundError(
+            f"{root} does not exist: there are no generated models. Run `patchgen generate --all`."
+        )
     return tuple(read_model(record.parent) for record in sorted(root.glob("*/provenance.json")))
 
 

@@ -78,8 +78,8 @@ class ChatTemplate(Check):
 
 
 def template_of(patient: Patient) -> str | None:
-    """The template that the data are rendered with."""
-    processor = patient.parts.processor
+    """The template that the data are rendered with: the processor's where rows have media."""
+    processor = patient.parts.processor if patient.recipe.data.kind == "multimodal" else None
     template = getattr(processor, "chat_template", None) or patient.tokenizer.chat_template
     return template.get("default") if isinstance(template, dict) else template
 
