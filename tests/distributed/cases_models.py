@@ -342,7 +342,9 @@ def compare(
     beyond = {key: value for key, value in found.items() if not value <= tolerance}
     if beyond and perturbed is not None:
         moved = [differences(perturbed(seed), expected) for seed in (1, 2, 3)]
-        beyond = {key: value for key, value in beyond.items() if not value <= FACTOR * max(m[key] for m in moved)}
+        # Of three, the middle one: one of them may send a token to another expert, which moves everything.
+        bars = {key: min(FACTOR * sorted(one[key] for one in moved)[1], 100 * tolerance) for key in beyond}
+        beyond = {key: value for key, value in beyond.items() if not value <= bars[key]}
     if beyond:
         lines = [f"{' '.join(key)}: {value:.2e}" for key, value in beyond.items()]
         raise AssertionError(f"over {tolerance}:\n" + "\n".join(lines) + f"\n{got.losses} against {expected.losses}")
