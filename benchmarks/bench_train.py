@@ -1,4 +1,4 @@
-"""A training step of Qwen3-30B-A3B at full width, compared with plain transformers: tokens/s, TFLOP/s, MFU, memory, one run.
+"""A training step of Qwen3-30B-A3B at full width, against plain transformers and torchtitan: tokens/s, TFLOP/s, MFU, memory.
 
     torchrun --nproc-per-node 4 benchmarks/bench_train.py
     torchrun --nproc-per-node 4 benchmarks/bench_train.py --layers 16 --tokens 16384 --layouts FSDP EP4 --profile 16384
@@ -16,7 +16,7 @@ All: the same weights, the same packed rows (documents of log-normal length), fp
 fp32 reduction, a router that learns, clipping, activation checkpointing of whole layers above --checkpoint-above tokens
 (ours: --our-checkpoint-above, since less is kept for the backward). Losses and gradient norms of the first step are
 compared. MFU is by `runtime/train/flops.py`, for all alike. torchtitan's checkpointing is the first of --peer-checkpoint
-that fits. `ratio` is to the fastest of theirs.
+that fits. `ratio` is to the fastest case of transformers or torchtitan at the same tokens.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def layers_that_fit(sizes: dict, memory: int, world: int) -> int:
     return max(1, min(48, int((budget - (2 * one_layer - two_layers)) // (two_layers - one_layer))))
 
 
-# ------------------------------------------------------------------------------------------ the two models
+# ------------------------------------------------------------------------------------------ the models
 
 
 def ours(setting: Setting, state: ParallelState, mode: str, **options: Any) -> nn.Module:
@@ -200,7 +200,7 @@ def step_of(name: str, model: Model) -> Callable:
 
 
 def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelState, setting: Setting) -> dict:
-    """Loss and norm of the first step, then the time of the following ones."""
+    """Loss and norm of the first step, then the time of a step after the warm-up."""
     step = step_of(name, model)
     replays = LAYOUTS[name].get("cuda_graph", False)
     if replays and isinstance(model, nn.Module):
@@ -215,7 +215,7 @@ def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
     dist.all_reduce(total)
     for index in range(1, setting.warm_up):
         step(model, optimizer, batches[index % 2][0], state, items[index % 2])
-    trainer.freeze_objects()  # as a training run, for both
+    trainer.freeze_objects()  # as a training run, for all
     synchronise(setting)
     started = time.perf_counter()
     for index in range(setting.steps):
@@ -241,7 +241,7 @@ def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
 
 
 def profile(name: str, model: Model, optimizer, tokens: int, state: ParallelState, setting: Setting) -> None:
-    """The kernels and the calls of the host that take most of one step, with their share of it; and its trace."""
+    """The kernels and the calls of the host that take most of one step, which is never replayed, with their share of it; and its trace."""
     step = step_of(name, model)
     inputs, _ = inputs_of(tokens, state, setting, 0)
     items = loss.count_items([inputs], setting.device)
@@ -301,7 +301,9 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                     row |= measure(name, model, optimizer, tokens, state, setting)
                     if tokens in arguments.profile:
                         profile(name, model, optimizer, tokens, state, setting)
-                except Exception as error:  # of one case: the others are measured nonetheless
+                except (
+                    Exception
+                ) as error:  # of one case: other layouts and modes of checkpointing are measured nonetheless
                     failed = row["s/step"] = case_failures.reason(error)
                 optimizer = None
                 gc.unfreeze()
@@ -364,13 +366,20 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer-checkpoint", nargs="+", default=list(peer_torchtitan.MODES), help="torchtitan's, in order"
     )
-    parser.add_argument("--attention", help="default: the first that can run of runtime/train/model.py")
+    parser.add_argument("--attention", help="default: the first of ORDER in runtime/attention.py that can run")
     parser.add_argument("--their-attention", help="default: the same")
     parser.add_argument(
-        "--kernels", nargs="+", default=[], metavar="SEAM=NAME", help="ours too: rms_norm=auto rotary=compiled ..."
+        "--kernels",
+        nargs="+",
+        default=[],
+        metavar="SEAM=NAME",
+        help="of further seams of ours: rms_norm=auto rotary=compiled ...",
     )
     parser.add_argument(
-        "--rows", type=Path, metavar="FILE", help="JSON lines, a case each; the cases in it are skipped"
+        "--rows",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines of cases; those in it are skipped, and results_train.csv is not written",
     )
     parser.add_argument("--steps", type=int, default=4, help="timed")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the timed ones")
@@ -428,9 +437,15 @@ def main() -> None:
         for row in rows:
             if "ratio" in row and row["who"] == "ours":
                 print(
-                    f"{row['layout']} at {row['tokens/GPU']}: {row['ratio']} times the fastest of theirs", flush=True
+                    f"{row['layout']} at {row['tokens/GPU']}: {row['ratio']} times the fastest of transformers and torchtitan",
+                    flush=True,
                 )
-        print("\n".join(problems) or "first steps agree with theirs", flush=True)
+        agrees = (
+            "first steps agree with theirs"
+            if any("ratio" in row for row in rows)
+            else "nothing of theirs to compare with"
+        )
+        print("\n".join(problems) or agrees, flush=True)
         print(f"{time.perf_counter() - started:.0f} s in all", flush=True)
     dist.destroy_process_group()
     raise SystemExit(1 if problems else 0)

@@ -1,4 +1,7 @@
-"""The errors that patchgen shows its users. Each message says what was expected, what was found, where, and how to fix it."""
+"""The errors of the generator: those that the command line prints, and `Missed` and `LeftAlone`, by which analyses answer passes.
+
+A message says what was expected, what was found, where, and how to fix it.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ class PatchgenError(Exception):
 
 
 class UpstreamNotFound(PatchgenError):
-    """The upstream source is unavailable: unknown model, missing file, or a wheel that cannot be downloaded."""
+    """Something named does not exist: a model, a file, a release, a wheel, or an environment with a release."""
 
 
 class SourceSyntaxError(PatchgenError):
-    """The upstream source does not parse; the message has file, line and column."""
+    """The upstream source cannot be read as Python; the message has the file, and the place where it is known."""
 
 
 class PassMismatch(PatchgenError):
-    """A pass did not find the sites that it expects. Without this error the model would train unpatched.
+    """A pass did not find what it expects, or not as often. Without this error the model would train unpatched.
 
     Attributes:
-        sites: the sites that it missed, if it knows them.
+        sites: the sites that it missed; where their number is wrong, those that it found; empty if it knows none.
         pass_name: the pass; the pipeline sets it.
     """
 
@@ -35,7 +38,7 @@ class EmissionError(PatchgenError):
 
 
 class ConfigError(PatchgenError):
-    """A model config asks for something that does not exist or contradicts itself."""
+    """A config, an option, a recipe or a project asks for what does not exist or contradicts itself; or a package is missing."""
 
 
 class Missed(Exception):
@@ -51,4 +54,4 @@ class LeftAlone(Exception):
 
 
 class StaleFile(PatchgenError):
-    """A committed generated file differs from what generation gives, or has manual edits that would be overwritten."""
+    """A generated file has manual edits, its record is missing or unreadable, or the target of a hand edit has changed."""

@@ -1,4 +1,4 @@
-"""The work of the commands that `cli.py` declares; each module here is imported only when its command is called."""
+"""The work of the commands that `cli.py` declares. Modules are imported on first use: starting patchgen imports none of them."""
 
 import importlib
 from pathlib import Path

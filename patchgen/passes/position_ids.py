@@ -1,4 +1,4 @@
-"""Stacked multimodal position ids `(batch, 3, L)` become `(3, batch, L)`."""
+"""Stacked multimodal position ids `(batch, rows, L)`, of three or four rows, become `(rows, batch, L)`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PositionIds(SitePass):
         return f"fusion model with get_rope_index: {info.roles[Role.FUSION]}" if takes else ""
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """A class that takes pixels above a rotary embedding with three rows of positions, and no fusion model."""
+        """Models that take pixels, in a file with a rotary embedding of three rows of positions and without a site."""
         if self.sites(module, anatomy):
             return []
         rows = [info.name for info in anatomy.with_role(Role.ROTARY, module) if _is_multimodal(info)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from patchgen.pipeline import Generated
 
 FINISH = "header and imports"
-"""The step after the passes, which writes the header and adds and removes imports."""
+"""The step after the passes: it writes the header, the imports, and the comments on operations."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Row:
     """A line of either side, or of both: line numbers from 1, 0 if the side has no line.
 
     Attributes:
-        by: the pass that wrote or removed it; empty if both sides have the same line.
+        by: the pass, or FINISH, that wrote or removed it; empty if both sides have the same line.
     """
 
     left: int
@@ -82,7 +82,7 @@ def _lines_after(lines: list[_Line], texts: Sequence[str], by: str, removed: dic
 
 
 def _uncommented(text: str) -> str:
-    """A line of a pass without the comment on its operation, which a later step adds: the line is still that pass's."""
+    """A line without the comment on its operation, which FINISH adds: the line is still its pass's. "" without a comment."""
     mark, parenthesis, _ = text.partition(" (")
     return mark if parenthesis and mark.lstrip().startswith("# patchgen: ") else text.rpartition("  # ")[0]
 

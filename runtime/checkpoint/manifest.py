@@ -16,10 +16,11 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """The fields of `checkpoint.json`. The newest checkpoint has the highest `serial`, whatever its step.
+    """The fields of `checkpoint.json`, without `format`. The newest checkpoint has the highest `serial`, whatever its step.
 
     Attributes:
         world: the number of ranks.
+        origin: `layout.Origin` of the checkpoint that the weights were loaded from, as JSON; None: they were not loaded.
         files: name -> size in bytes, of every other file.
         checksums: name -> CRC-32 of the content.
     """

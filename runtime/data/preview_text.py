@@ -1,6 +1,6 @@
 """A preview as text: tokens with a loss are green or, without colours, in brackets.
 
-document 2   chats.jsonl:7   tokens 118 to 239   40 of 121 learned
+document 2   chats.jsonl:7   tokens 118 to 239   40 of 122 learned
   template  │ <|im_start|>user⏎
   user      │ Hi
   assistant │ 【Hello<|im_end|>】

@@ -1,4 +1,4 @@
-"""Checks of the doctor, and their findings."""
+"""The base class of the doctor's checks, and the findings that they return."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Finding:
     details: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """The fields of `--json`."""
+        """This finding's fields in the report of `--json`."""
         return {"status": self.status, "found": self.summary, "advice": self.advice, "shown": self.details}
 
 

@@ -10,8 +10,6 @@ What the host decides in a step is decided once, at capture. So rows are padded 
 the graph has (the last documents are empty), its maximum document length, and a padding mask even without padding. A step that
 does not fit runs eagerly, and the graph is captured again with a shape that it would have fitted. Ranks agree on this on the
 host: a rank that replays takes no part in host-side collectives within a step.
-
-    T tokens of this rank   D documents
 """
 
 from __future__ import annotations
@@ -38,9 +36,11 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 BOUNDS, LENGTHS, REAL = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k"), "real_tokens"
 TEXT = {"input_ids", "labels", "shift_labels", "position_ids", REAL, *BOUNDS, *LENGTHS}
-OTHER_SHAPE, SAME_SHAPE, REPLAYABLE = range(3)  # same shape as the graph; then: same state as at capture
+OTHER_SHAPE, SAME_SHAPE, REPLAYABLE = range(
+    3
+)  # does not fit the graph's shape; fits it; fits it, and the model's state is that of the capture
 WARN_AFTER = 20  # eager steps
-SLACK = 2  # a graph is captured for this multiple of the row's number of documents and of its longest document
+SLACK = 2  # a graph has room for at least so many times the row's document bounds and its longest document
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class GraphShape:
     """The inputs that a graph is captured for.
 
     Attributes:
-        num_bounds: document bounds, at most D + 1.
+        num_bounds: of documents; rows with fewer bounds are padded to it.
         longest: the maximum tokens of a document.
         shapes: name, shape and dtype of the other tensors; name and value of inputs that are not tensors.
     """
@@ -64,7 +64,10 @@ class GraphShape:
 
     @classmethod
     def with_slack(cls, inputs: Mapping[str, Any], before: GraphShape | None = None) -> GraphShape:
-        """A shape with room for more and longer documents than `inputs` has, and for all rows that fit `before`."""
+        """A shape with room for more and longer documents than `inputs` has, and for all rows that fit `before`.
+
+        The latter if the other inputs have the same shapes.
+        """
         bounds = inputs[BOUNDS[0]]
         tokens, longest = int(bounds[-1]), int(inputs[LENGTHS[0]])
         num_bounds = min(tokens, 2 ** (SLACK * len(bounds) - 1).bit_length()) + 1
@@ -98,7 +101,7 @@ def _shapes(inputs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 def with_defaults(rows: Mapping[str, Any], sp: int) -> dict[str, Any] | None:
     """Text rows or a slice of them, on the host, with document bounds and padding mask added where they are implicit.
 
-    None: rows of another kind, whose shapes change from step to step.
+    None: inputs that are not text alone, or no document bounds and not a single row with shifted labels.
     """
     if not rows.keys() <= TEXT or not isinstance(rows.get("input_ids"), Tensor):
         return None
@@ -114,7 +117,7 @@ def with_defaults(rows: Mapping[str, Any], sp: int) -> dict[str, Any] | None:
 
 
 def require_possible(recipe: Recipe, layout: ParallelConfig) -> None:
-    """Raises RecipeError, naming the recipe's key, if its steps cannot be replayed."""
+    """Raises RecipeError, naming the recipe's key, if the recipe alone tells that its steps cannot be replayed."""
     micro_batches = recipe.train.batches_per_step // layout.num_batches
     parallel = recipe.parallel
     reasons = {
@@ -248,7 +251,7 @@ class CapturedStep:
 
     @functools.cached_property
     def _shards(self) -> set[peer_shards.PeerShards]:
-        """The shards that an optimizer writes, known once each unit was gathered. A frozen unit has none."""
+        """The shards that an optimizer writes, known once each unit was gathered. A unit with a frozen parameter has none."""
         groups = (group for group in _param_groups(self.model) if isinstance(group, peer_units.PeerGroup))
         return {group.shards for group in groups if group.keeps_copies}
 
@@ -291,7 +294,7 @@ def _param_groups(model: nn.Module) -> list:
 
 
 def _capture(run: Callable[[], None], model: nn.Module, state: ParallelState) -> torch.cuda.CUDAGraph:
-    """Records what `run` launches on any stream, including from autograd's thread, without executing it."""
+    """Records what `run` launches, from autograd's thread too, on this stream and on those that wait for it; executes nothing."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # the cache of eager steps: a graph has its own memory pool

@@ -46,7 +46,10 @@ DOCUMENT_BOUNDS = "cu_seq_lens_q"
 
 @functools.cache
 def kind_of(class_name: str) -> str | None:
-    """The kind of a class by the mapping that lists it; None: a language model, or none of these kinds."""
+    """The kind of a class, by the mapping that lists it; None: a language model, or none of these kinds.
+
+    An encoder-decoder with labels for its vocabulary is CONDITIONAL, whichever mapping lists it.
+    """
     from transformers.models.auto import modeling_auto
 
     for kind, mapping in MAPPINGS.items():
@@ -67,7 +70,7 @@ def _is_encoder_decoder(class_name: str) -> bool:
 
 
 def _is_language_model(class_name: str) -> bool:
-    """Whether a class that AutoModel builds also has labels for its vocabulary."""
+    """Whether upstream lists a class as a language model, with labels for its vocabulary; AutoModel builds some of these."""
     from transformers.models.auto import modeling_auto
 
     names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
@@ -75,7 +78,11 @@ def _is_language_model(class_name: str) -> bool:
 
 
 def with_special_tokens(config: PreTrainedConfig, kind: str | None) -> PreTrainedConfig:
-    """The config, with the special tokens that heads of a kind need: classifiers read the last token before padding."""
+    """Adds special tokens that are missing to the config, in place, and returns it.
+
+    An encoder-decoder of any kind gets its pad and its first token, a classifier its pad token, since it reads the last token
+    before padding.
+    """
     text = config.get_text_config()
     if config.is_encoder_decoder:
         for name in ("pad_token_id", "decoder_start_token_id"):
@@ -120,7 +127,8 @@ def head_batch(kind: str, config: PreTrainedConfig, parameters: Mapping[str, Any
 def _with_end_token(config: PreTrainedConfig, ids: Tensor, mask: Tensor | None) -> Tensor:
     """Rows `(B, S)` as classifiers read them: each text ends with the end token, then come pad tokens.
 
-    Left padding keeps its ids: a head that reads it (BERT's first position) is found by changing them.
+    Left padding keeps its ids: `_reads_padding_upstream` (training_checks.py) changes them, to find a head that reads them
+    (BERT's first position).
     """
     mask = torch.ones_like(ids) if mask is None else mask
     text = config.get_text_config()
@@ -135,7 +143,7 @@ def _with_end_token(config: PreTrainedConfig, ids: Tensor, mask: Tensor | None) 
 
 def takes_unpacked_only(upstream_class: type[PreTrainedModel], kind: str) -> bool:
     """Whether a head takes unpacked rows only, in upstream and in our runs: its decoder attends to all encoder states of a
-    row, or it reads a single position of each row and is none of those that `objectives/heads.py` packs."""
+    row, or it is a classifier that is not derived from transformers' GenericForSequenceClassification."""
     from transformers.modeling_layers import GenericForSequenceClassification
 
     return "decoder_input_ids" in inspect.signature(upstream_class.forward).parameters or (
@@ -147,8 +155,9 @@ def as_language_model(model_class: type[PreTrainedModel], kind: str, *, unpacked
     """A subclass with a language model's inputs and outputs, so that its training path is compared like a language model's.
 
     Its logits `(B, S, n)` are the hidden states or the scores of each token; scores of a row are repeated for all tokens.
-    Its loss is the head's own, with labels derived from the tokens; in a packed row that of the run's objective; of a base
-    model the cross-entropy of a fixed projection of its hidden states. Without dropout.
+    Its loss is the head's own, with labels derived from the tokens; of classes per row and of answers, in a packed row, that of
+    the run's objective; of a base model the cross-entropy of a fixed projection of its hidden states. Its `nn.Dropout` modules
+    drop nothing; other dropout is the config's.
     """
     from transformers.modeling_outputs import CausalLMOutput
 

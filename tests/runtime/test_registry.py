@@ -128,8 +128,8 @@ def test_a_generated_module_stands_in_sys_modules_once(generated):
 
 def test_a_file_is_imported_by_its_path_where_a_folder_has_its_name(tmp_path):
     (tmp_path / "part").mkdir()
-    (tmp_path / "part" / "__init__.py").write_text("NAME = 'folder'\n")
+    (tmp_path / "part" / "__init__.py").write_text("name = 'folder'\n")
     for stem in ("part", "with.dots", "1st"):
-        (tmp_path / f"{stem}.py").write_text(f"NAME = '{stem}'\n")
+        (tmp_path / f"{stem}.py").write_text(f"name = '{stem}'\n")
         module = registry.import_file(tmp_path / f"{stem}.py")
-        assert module.NAME == stem
+        assert module.name == stem
