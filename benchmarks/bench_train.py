@@ -241,7 +241,7 @@ def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelStat
 
 
 def profile(name: str, model: Model, optimizer, tokens: int, state: ParallelState, setting: Setting) -> None:
-    """The kernels and the calls of the host that take most of one step, which is never replayed, with their share of it; and its trace."""
+    """The kernels and the calls of the host that take most of one step, with their share; and its trace. No step is replayed."""
     step = step_of(name, model)
     inputs, _ = inputs_of(tokens, state, setting, 0)
     items = loss.count_items([inputs], setting.device)
