@@ -123,7 +123,7 @@ def _loss(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -
 
 @torch.no_grad()
 def logits(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> Tensor:
-    """`(S, V)` of a packed row, on the CPU in fp32, without dropout."""
+    """The logits `(S, V)` of a packed row of S tokens, over V tokens of the vocabulary, on the CPU in fp32, without dropout."""
     inputs = without_labels(model_inputs(row, next(model.parameters()).device))
     with using_kernels(chosen), without_dropout(model):
         return model(**inputs, use_cache=False).logits[0].float().cpu()

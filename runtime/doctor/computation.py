@@ -141,7 +141,8 @@ class Router(Check):
 
 
 def router_outputs(patient: Patient, experts: list[str]) -> list[tuple[str, Tensor]]:
-    """The non-constant outputs of the modules next to the experts of each layer, and the experts' inputs, with paths."""
+    """The non-constant fp32 outputs of the modules next to the experts of each layer, and the routing weights passed to the
+    experts, with paths."""
     model, outputs = patient.model, []
 
     def record(path: str, values: Iterable[Any]) -> None:

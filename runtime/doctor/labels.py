@@ -134,7 +134,7 @@ def runs(labels: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _mask_problem(sample: Sample, turn: Turn | None, tokenizer: Any) -> str:
-    """Where the runs with a loss do not begin after the header of a turn, or do not stop with its end token."""
+    """Where the runs with a loss do not begin after the header of a turn, or do not stop with its end token; empty: nowhere."""
     ids, labels = sample.ids, sample.labels
     learned = list(runs(labels))
     if len(ids) > 1 and learned == [(0, len(ids))]:

@@ -1,12 +1,14 @@
-"""A model larger than memory: its layers have weights only while they compute.
+"""A model larger than memory: a layer's weights are loaded before it computes and freed when another needs the memory.
+
+If only one layer fits:
 
              embeddings, head, norms    layer 0    layer 1   ...   layer 47
 in layer 0   loaded                     loaded     -               -
 in layer 1   loaded                     -          loaded          -
 
-Parameters outside the layers are always loaded, and as many layers as fit. An unloaded layer has parameters of NaN in their
-shapes, so that code which reads them without calling the layer is noticed. The backward pass recomputes each layer from its
-inputs and reads its weights again.
+Parameters outside the layers are always loaded; of the layers, as many stay loaded as fit. An unloaded layer has
+parameters of NaN in their shapes, so that code which reads them without calling the layer is noticed. The backward pass
+recomputes each layer from its inputs, and reads its weights again if they were freed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ EXCHANGED_MARGIN = 1.0
 
 
 def pairs_of(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Chosen and rejected halves."""
+    """The chosen and the rejected half of each pair."""
     chosen = [sample for sample in samples if sample.half == "chosen"]
     return list(zip(chosen, (sample for sample in samples if sample.half == "rejected"), strict=True))
 

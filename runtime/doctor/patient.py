@@ -75,7 +75,7 @@ class Patient:
     """A recipe with its checkpoint and data.
 
     Attributes:
-        recipe: as given; the proof sets its attention and the modalities that share no row.
+        recipe: as given; the proof sets its attention, document separation and the modalities that share no row.
         proof_has_run: whether the proof has set them.
         device: the first GPU, or the CPU.
         scratch: a folder that is deleted at the end.
@@ -147,7 +147,7 @@ class Patient:
 
     @property
     def row(self) -> dict[str, Any]:
-        """All samples in one packed row, `(1, S)`, on the host; of pairs the chosen halves."""
+        """All samples in one packed row, `(1, S)` for S tokens, on the host; of pairs the chosen halves."""
         return self.rows([sample for sample in self.documents if sample.half != "rejected"])
 
     def rows(self, samples: list[Sample]) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class Patient:
         return f"{format_bytes(self.available_bytes)} are available on {setup.device_name(self.device)}"
 
     def require_memory(self, num_bytes: int, what: str) -> None:
-        """Raises NotEnoughMemory unless the device has this many bytes."""
+        """Raises NotEnoughMemory unless this many bytes are available (`available_bytes`)."""
         if num_bytes > self.available_bytes:
             raise NotEnoughMemory(
                 f"{what} take {format_bytes(num_bytes)}, and {self._memory_limit_text}: use a machine with more memory."

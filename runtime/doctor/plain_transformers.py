@@ -1,6 +1,6 @@
 """Does plain transformers compute the same logits from the checkpoint and from an export?
 
-One model is in memory at a time: the outputs of our layers are recorded before ours is released.
+One model is in memory at a time: the outputs of the generated model's layers are recorded before it is released.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _export_in_parts(patient: Patient) -> Finding:
 def _trace_in_layers(
     upstream: type[PreTrainedModel], patient: Patient, inputs: dict[str, Any], paths: Sequence[str]
 ) -> traces.Trace:
-    """The trace of upstream's class, one layer in memory at a time."""
+    """The trace of upstream's class, with as many layers in memory as fit."""
     with torch.device("meta"):
         model = upstream._from_config(
             copy.deepcopy(patient.blueprint.config), attn_implementation="eager", dtype=patient.dtype

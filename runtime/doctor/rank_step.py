@@ -1,4 +1,4 @@
-"""One training step of a recipe without a run: in this process, or as one of several ranks.
+"""A training step of a recipe, and a second one for its time, without a run: in this process, or as one of several ranks.
 
 python -m patchgen.runtime.doctor.rank_step RECIPE_AS_JSON     # with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 """
@@ -50,7 +50,7 @@ def one_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int
     """Takes two steps of a recipe on this rank; every rank calls it.
 
     Args:
-        groups: take the batches of this many batch groups of another layout: of a stream, each group reads others.
+        groups: read the batches of this many batch groups, as the layout to compare with: each reads its own part of a stream.
     """
     from patchgen.runtime.train.trainer import Trainer
 

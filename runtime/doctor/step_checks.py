@@ -1,4 +1,4 @@
-"""A training step: its time and memory against the estimate, and its loss on ranks against one rank."""
+"""A training step: its time, its memory against the estimate, and its loss and gradient norm on ranks against one rank."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def single_step(recipe: Recipe, ranks: int) -> Recipe:
 
 
 def estimate_of(patient: Patient, world: int) -> memory.Estimate:
-    """The memory estimate of `--dry-run` for a rank, without sp and ep."""
+    """The memory estimate of `--dry-run` for one of `world` ranks, without sp, ep and replicas."""
     recipe = replace(patient.recipe, parallel=replace(patient.recipe.parallel, sp=1, ep=1, dp_replicate=1))
     layout = models.parallel_config(recipe.parallel, world)
     options = models.sharding_options(recipe.parallel, patient.device)

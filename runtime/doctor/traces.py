@@ -31,7 +31,8 @@ MAX_ROUNDING = 0.3
 
 @dataclass(frozen=True)
 class Trace:
-    """The outputs of modules by path, in the order in which they returned, and the logits `(S, V)`; on the CPU, in fp32."""
+    """The outputs of modules by path, in the order in which they returned, and the logits `(S, V)` of S tokens over a
+    vocabulary of V; on the CPU, in fp32."""
 
     outputs: Mapping[str, Tensor]
     logits: Tensor
@@ -58,20 +59,20 @@ def watched(model: nn.Module) -> list[str]:
 
 
 def record(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
-    """A generated model with eager kernels and attention."""
+    """The trace of a generated model with eager kernels and attention."""
     with calls.eager_attention(model):
         return record_with(model, inputs, paths, {})
 
 
 def record_with(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str], chosen: Mapping[str, str]) -> Trace:
-    """A generated model with these kernels and its own attention."""
+    """The trace of a generated model with these kernels and its own attention."""
     with calls.using_kernels(chosen):
         return record_plain(model, without_labels(inputs), paths)
 
 
 @torch.no_grad()
 def record_plain(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
-    """Any model on inputs without labels."""
+    """The trace of any model on inputs without labels, without dropout."""
     outputs: dict[str, Tensor] = {}
     known = dict(model.named_modules())
 

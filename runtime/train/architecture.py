@@ -57,7 +57,8 @@ class Architecture:
         return ", ".join(config.model_type for head in self.heads for config in _custom_configs(head.config_class))
 
     def head(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-        """The generated head of a config: the one in `config.architectures`, else the first that takes its class."""
+        """The generated head of a config: the one in `config.architectures`, else the first that takes its class, else one in
+        `root`; None: there is none."""
         accepting = [head for head in self.heads if head.config_class is type(config)]
         named = [head for head in accepting if head.__name__ in (config.architectures or ())]
         return next(iter(named or accepting), None) or (_find_head(self.root, config) if self.root else None)
@@ -89,7 +90,8 @@ def register(model: ModelConfig) -> CustomHeads:
     """Registers the code that a recipe's model names, once per process; None if it names neither code nor a folder.
 
     Raises:
-        RecipeError: the folder or module does not exist, no model was generated from it, or it cannot be imported.
+        RecipeError: the folder or module does not exist, no model was generated from it, or it cannot be imported; or the
+            recipe sets both `code` and `trust_remote_code`.
     """
     if model.trust_remote_code:
         if model.code is not None:
@@ -154,7 +156,8 @@ def _register(key: str, folder: Path, module: str | None, root: str | None) -> A
 
 
 def import_path(model: ModelConfig) -> str | None:
-    """The folder that ranks need on their path to import the module `model.code`; None: it is importable already."""
+    """The folder that ranks need on their path to import the module `model.code`; None: it is importable already, or the recipe
+    names no module."""
     if model.code is None or Path(model.code).is_dir():
         return None
     folder, module = _find_code(model.code)

@@ -40,7 +40,7 @@ OTHER_SHAPE, SAME_SHAPE, REPLAYABLE = range(
     3
 )  # does not fit the graph's shape; fits it; fits it, and the model's state is that of the capture
 WARN_AFTER = 20  # eager steps
-SLACK = 2  # a graph has room for at least so many times the row's document bounds and its longest document
+SLACK = 2  # a graph has room for this many times the row's document bounds and longest document, up to its tokens
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class GraphShape:
     """The inputs that a graph is captured for.
 
     Attributes:
-        num_bounds: of documents; rows with fewer bounds are padded to it.
+        num_bounds: number of document bounds; rows with fewer are padded to it.
         longest: the maximum tokens of a document.
         shapes: name, shape and dtype of the other tensors; name and value of inputs that are not tensors.
     """
@@ -167,7 +167,7 @@ class CapturedStep:
         """This rank's share of the loss of one micro-batch, detached; parameters have their gradients.
 
         Args:
-            rows: as `slice_batch` returns them, on the host.
+            rows: model inputs as `slice_batch` returns them, on the host.
             items, tokens: labels and non-padding tokens of the step, over all ranks.
         """
         inputs = with_defaults(rows, self.state.sp)
@@ -277,7 +277,7 @@ class CapturedStep:
 
 
 def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """In pinned memory: a copy from pageable host memory to a GPU would block."""
+    """The tensor in pinned memory: a copy from pageable host memory to a GPU would block."""
     return tensor.pin_memory() if device.type == "cuda" and not tensor.is_pinned() else tensor
 
 

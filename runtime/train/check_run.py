@@ -22,8 +22,8 @@ def check(directory: Path, below: float) -> str:
     """Checks the run in `directory`; returns a one-line result.
 
     Raises:
-        ValueError: the mean loss of the last steps is not below `below` times the first, or the export has missing or
-            unexpected weights.
+        ValueError: there are no steps, the mean loss of the last ones is not below `below` times the first, or the export has
+            missing or unexpected weights or is loaded by another class than upstream's.
     """
     losses = [entry["loss"] for entry in run_log.read(directory) if "loss" in entry]
     if not losses:

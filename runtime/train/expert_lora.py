@@ -5,6 +5,8 @@
     lora_B           [E, N, r]                                 [N, r * E], experts inside
     sharding         as the experts: ep, then FSDP2's ep_shard    full tensors
 
+    E experts    r rank of the adapter    K, N sizes of the two sides of a weight, as PEFT takes them for A and B
+
 PEFT merges an adapter into its weight while the module runs; here the experts' seam gets the factors and multiplies rows with
 them (`kernels/moe/adapters.py`). PEFT inserts the modules in its own order and saves its file from them.
 """
@@ -72,7 +74,7 @@ class ExpertLora(ParamWrapper):
         return distribute_tensor(full, self.parallel_state.ep_mesh, [Shard(0)], src_data_rank=None)
 
     def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
-        """`(left, right, scale)`, whose product has the layout of the parameter."""
+        """`left [E, rows, r]`, `right [E, r, columns]` and the scale: their product has the layout of the parameter."""
         a, b = _weight(self.lora_A[adapter_name]), _weight(self.lora_B[adapter_name])
         # PEFT decides whether A is the input or the output side; its first releases assumed transposed parameters.
         swapped = getattr(self, "_did_swap_in_out_features", False)

@@ -3,7 +3,7 @@
 Ranks must take the same number of steps, or one waits forever for the others. So before each step one all-reduce sums whether
 any rank's data ended or failed, whether any rank was asked to stop, and the counts of the step:
 
-    rank 0: has 2 batches, 1,950 labels           total: 0 ended, 1 asked to stop, 7,801 labels
+    rank 0: has 2 batches, 1,950 labels           total: 0 ended, 1 asked to stop, 3,897 labels
     rank 1: has 2 batches, 1,947 labels, Ctrl-C     ->  no rank starts the step; all save and exit
 """
 
@@ -100,6 +100,7 @@ class Feed:
         cost: of the model, for the FLOPs of a step.
         num_sources: the number of data sources to count separately; 0: no separate counts.
         should_stop: whether this rank was asked to stop.
+        objective: of the run; None: next-token loss.
         require_row: a further check of each full micro-batch, beside the objective's; an error in it ends every rank.
     """
 
@@ -127,7 +128,7 @@ class Feed:
         """The next step (collective): all ranks get a step, or all get the end.
 
         Raises:
-            DataError: on all ranks, if a step has no label or the data of any rank are refused.
+            DataError: on all ranks, if a step has no item (label, document or pair) or the data of any rank are refused.
         """
         failure, full_rows, slices, counts = None, [], [], [0.0] * (6 + 2 * self.num_sources)
         try:

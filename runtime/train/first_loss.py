@@ -138,7 +138,7 @@ def save_measured(recipe: Recipe, loss: float) -> None:
 
 
 def read_measured(recipe: Recipe) -> float | None:
-    """The cached loss of these weight files, as they are now, on these data; None if there is none."""
+    """The cached loss of these weight files, as they are now, on these data; None if there is none that can be read."""
     try:
         return float(json.loads(_cache_file(recipe).read_text(encoding="utf-8"))["loss"])
     except (OSError, ValueError, KeyError):
@@ -150,8 +150,8 @@ def _cache_file(recipe: Recipe) -> Path:
 
 
 def _cache_key(recipe: Recipe) -> list[Any]:
-    """What a first loss depends on. Layout, kernels and row packing are left out: preflight may fill them in, and the key of
-    the recipe must not change."""
+    """What a first loss depends on. Layout and kernels, which change it only by rounding, are left out, and so are attention and
+    row packing, which preflight fills in."""
     weights, values = models.find_weights(recipe.model), to_dict(recipe)
     model: Mapping[str, Any] = values["model"]
     files = sorted(weights.glob("*.safetensors")) if isinstance(weights, Path) else []

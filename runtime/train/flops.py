@@ -128,7 +128,7 @@ def _attention_layers(model: PreTrainedModel) -> Iterable[tuple[int, int | None]
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """The dense bf16 peak of a device in TFLOP/s; None if its name is not in the table."""
+    """The dense bf16 peak of a device in TFLOP/s; None if it is not a GPU of the table."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,4 +1,5 @@
-"""Which modules get adapters: PEFT's syntax for targets, except that a tower is adapted only if a target names it.
+"""Which modules get adapters: PEFT's syntax for targets, except that a target adapts a tower only if it names it or matches
+nothing else.
 
     target_modules: [q_proj, v_proj]                        # names or endings: in the language model
     target_modules: [q_proj, audio_tower.proj]              # and that module of the tower
@@ -38,8 +39,8 @@ class Targets:
     Attributes:
         modules: linear layers and other adaptable modules.
         towers: tower -> the number of those modules in it.
-        skipped: tower -> the number of its modules that the targets match but that get no adapter.
-        experts: stacked parameters served by the experts' seam, in any layout.
+        skipped: tower -> the number of its modules that targets match without naming the tower; they get no adapter.
+        experts: stacked parameters served by the experts' seam, trained in any layout of ranks.
         others: further parameters, which PEFT replaces while their module runs; on one rank only.
     """
 

@@ -55,6 +55,7 @@ def estimate(
 
     Args:
         compute: the dtype layers compute in; None: as stored.
+        fused_loss: whether the loss is computed without storing all logits.
     """
     size = (compute or getattr(torch, recipe.model.dtype)).itemsize
     experts = set(sharding.expert_paths(model))
@@ -103,7 +104,7 @@ def estimate(
 
 def _saved_per_token(layer: nn.Module, text) -> int:
     """Numbers that a layer saves per token: inputs and outputs of its linear layers, and four of hidden size for norms
-    and residuals; for experts K times input, gate, up, product and output."""
+    and residuals; for each expert of a token input, gate, up, product and output."""
     saved = 4 * text.hidden_size
     for module in layer.modules():
         if isinstance(module, nn.Linear):

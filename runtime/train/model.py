@@ -157,7 +157,7 @@ def _with_overrides(
         inner, own_name = getattr(config, name, None), config.attribute_map.get(name, name)
         if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
             flat = {field: given[field] for field in inner.to_dict().keys() & given.keys() - {"model_type"}}
-            value = _with_overrides(inner, value, given.get(own_name) or flat)  # old files have its fields beside it
+            value = _with_overrides(inner, value, given.get(own_name) or flat)  # or flat, in old files
         replaced[own_name] = value
     return config.to_dict() | _derived(config, replaced, given) | replaced
 
@@ -212,7 +212,7 @@ def weights_folder(model: ModelConfig) -> Path | None:
 
 
 def build_on_meta(recipe: Recipe) -> PreTrainedModel:
-    """The generated model of a recipe on the meta device, with the recipe's parameters frozen.
+    """The generated model of a recipe on the meta device, with the parameters of `model.freeze` frozen.
 
     Raises:
         RecipeError: no such model, or a pattern or target that matches none of its parameters.
@@ -402,7 +402,7 @@ def set_padding(model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 def allowed_differences(recipe: Recipe, model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Patterns of weights that may be missing or unexpected in the checkpoint: a new head starts from another head's."""
+    """Patterns of weights that may be missing or unexpected in the checkpoint: a new head starts from a checkpoint with another."""
     missing, unexpected = recipe.model.allow_missing, ()
     if isinstance(model, TaskHead):
         missing, unexpected = missing + model.new_weights, model.causal_only

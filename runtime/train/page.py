@@ -49,7 +49,7 @@ class RunPage(Listener):
             write_png(run_log.read(self.directory), path)
 
     def _write(self, state: str, data: str = "", *, reload: bool = False) -> None:
-        """Replaces the page atomically: neither a reader nor a kill ever sees half of one."""
+        """Replaces the page atomically: no reader sees half of one, and no killed run leaves it."""
         text = page(self._start, state, data, run_log.read(self.directory), reload=self.seconds if reload else None)
         with run_log.writing(self.directory / PAGE, self.on_failed) as path:
             path.with_suffix(".new").write_text(text)

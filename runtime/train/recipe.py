@@ -108,7 +108,7 @@ class Recipe:
 
     @property
     def evaluation_data(self) -> DataConfig | None:
-        """`eval_data`, read once unless it says how often: a small set is not weighed by what a second pass begins."""
+        """`eval_data`, read once unless it sets `epochs`: of a small set a second pass would count the first samples twice."""
         if self.eval_data is None or self.eval_data.epochs is not None:
             return self.eval_data
         return dataclasses.replace(self.eval_data, epochs=1)

@@ -8,7 +8,7 @@ from patchgen.runtime.train.sources import SourceFigures
 
 
 class TrainingStopped(RuntimeError):
-    """The run cannot continue: its gradients are not finite, or its disk is full."""
+    """The run cannot continue: its first loss is implausible, its gradients are not finite, or its disk is full."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class StepRecord:
 
     Attributes:
         step: 1 is the first.
-        loss: mean over all labels of the step, before its update; includes the router loss if the model adds it.
+        loss: mean over all items (labels, documents or pairs) of the step, before its update; with the router loss, if any.
         grad_norm: over all parameters, before clipping.
         lr: of the first parameter group.
         tokens, labels: of all ranks; padding counts as tokens, not as labels.
-        seconds: from the start of the step to the end of the next one's preparation.
+        seconds: from the start of the step to the end of its update; the next step's data are read meanwhile.
         tflops: model TFLOP/s per device (flops.py); mfu: as a share of the device's peak, None if that is not known.
         peak_memory_gib: peak allocation on this device so far.
         expert_load: load of the busiest expert of any layer, as a multiple of the even share; since the last reading.
@@ -68,7 +68,8 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation after `step` steps: the mean loss per label, overall and for each of several sources."""
+    """One evaluation after `step` steps: the mean loss per item (label, document or pair), and per label of each
+    of several sources."""
 
     step: int
     loss: float

@@ -1,4 +1,4 @@
-"""The log of a run: `steps.jsonl`, `recipe.yaml`, `report.txt`, and the recipe's trackers.
+"""The log of a run: `steps.jsonl`, `recipe.yaml`, `report.txt`, `summary.json`, and the recipe's trackers.
 
 {"step": 1, "loss": 8.31, "grad_norm": 2.4, "lr": 0.0001, "tokens": 8192, ...}
 {"step": 20, "eval_loss": 5.02, "labels": 16210}
@@ -110,7 +110,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 
 def read_summary(directory: Path) -> dict[str, Any] | None:
-    """The `records.Summary` of the run in this directory, as a dict; None if it has not ended."""
+    """The `records.Summary` of the run in this directory, as a dict, from its last end; None if it never ended."""
     path = directory / SUMMARY
     return json.loads(path.read_text()) if path.is_file() else None
 
@@ -127,7 +127,7 @@ def require_tracker(kind: str) -> ModuleType:
 
 
 class Tracker(Listener):
-    """Logs the numbers of each step to TensorBoard, wandb or trackio."""
+    """Logs the numbers of each step and evaluation to TensorBoard, wandb or trackio."""
 
     def __init__(self, kind: str, project: str, directory: Path) -> None:
         self.kind, self.project, self.directory = kind, project, directory

@@ -1,4 +1,4 @@
-"""From a recipe to data, checkpoints, export and listeners on this rank."""
+"""From a recipe to data, export, listeners and profiler on this rank."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def listeners(recipe: Recipe) -> tuple[Listener, ...]:
 
 
 def profiler(recipe: Recipe) -> contextlib.AbstractContextManager[profile | None]:
-    """torch's profiler over the recipe's window, with traces in `profile/`; of None without a window."""
+    """torch's profiler over the recipe's window, with traces in `profile/`; a context of None if there is no window."""
     train = recipe.train
     if not train.profile_steps:
         return contextlib.nullcontext()

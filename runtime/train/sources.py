@@ -2,7 +2,7 @@
 
 The losses of tokens are read from the step, which computes them anyway (`loss.step(read_losses=...)`).
 
-n sources   D documents of a full row   s tokens of this rank's slice
+n sources   s tokens of this rank's slice
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def count(row: Mapping[str, Any], num_sources: int) -> Tensor:
 
 
 class Sources:
-    """Accumulates the losses of each source between steps.
+    """Accumulates the losses of each source between calls of `figures`.
 
     Args:
         names: of the sources.

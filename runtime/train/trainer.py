@@ -193,7 +193,7 @@ class Trainer:
         return Sources(data.source_names, self.state, self.device, reads_losses=reads)
 
     def compute_reference(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Fills the objective's reference table with the untrained model, over all data of the run. On a request to stop it
+        """Fills the objective's reference table with the model before the run, over all data of the run. On a request to stop it
         keeps what it has, and the loop ends before its first step."""
         if self.learning.table is None:
             return
@@ -244,7 +244,12 @@ class Trainer:
         return share.detach()
 
     def update(self) -> tuple[float, float]:
-        """Clips, and steps the optimizer if the gradients are finite; returns the norm and the learning rate."""
+        """Clips, and steps the optimizer if the gradients are finite; returns the norm before clipping and the learning rate.
+
+        Raises:
+            TrainingStopped: `optim.max_skipped` steps in a row were skipped.
+            NonFiniteGradient: with `optim.on_nonfinite: stop`.
+        """
         config = self.recipe.optim
         share = optimizers.factor(self.step, config, self.recipe.train.steps)
         rate = optimizers.set_learning_rate(self.optimizer, share)
@@ -305,7 +310,7 @@ class Trainer:
     # --------------------------------------------------------------------------------------------- the end
 
     def finish(self, reason: str) -> Summary:
-        """Exports the trained model, unless the run was stopped.
+        """Exports the trained model, unless the run was stopped or `checkpoint.export` is false; returns the summary.
 
         Raises:
             DataError: the data ended before the first step, so there is no trained model.
@@ -338,7 +343,7 @@ class Trainer:
 
     def export(self) -> Path:
         """Writes the model, or its adapters (collective)."""
-        if self.adapted is None or self.recipe.lora is None:  # always both
+        if self.adapted is None or self.recipe.lora is None:  # both are None or neither
             return setup.export(self.recipe, self.model, self.parts)
         lora.save(self.adapted, folder := self.recipe.directory / lora.ADAPTER)
         if not self.recipe.lora.merge:

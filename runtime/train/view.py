@@ -1,6 +1,6 @@
-"""Terminal output: a live panel on a terminal, a line per step elsewhere.
+"""Output of a run: a live panel on a terminal, elsewhere a line every `log.every` steps.
 
-step   120/1000   loss 3.2145   norm 0.87   lr 9.1e-05   45.1k tok/s/GPU   412 TFLOP/s   MFU 41.7 %   62 GiB   ...
+step   120/1000   loss 3.2145   norm 0.870   lr 9.10e-05   tok/s/device 45,100   TFLOP/s 412   MFU 41.7%   peak 62.0 GiB   ...
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RemainingTime:
 
 
 class PlainView(Listener):
-    """A line per step: for logs, pipes and CI."""
+    """A line every `every` steps and for each skipped step: for logs, pipes and CI."""
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
@@ -72,7 +72,7 @@ class PlainView(Listener):
 
 
 class LiveView(Listener):
-    """A panel that is redrawn each step, with the loss as a line of bars."""
+    """A panel that is redrawn every `every` steps, with the loss as a line of bars."""
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
