@@ -1,4 +1,4 @@
-"""What happens to the nodes of a part of a block, and the part's text after it."""
+"""Changes of the nodes of a part of a block (`places.Part`), and the part's text after them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Change:
 
     Attributes:
         instead: the code in its place; None keeps the statement.
-        with_lead: whether the comments and blank lines above it stay where it does not.
+        with_lead: whether the comments and blank lines above a statement stay when it is replaced.
     """
 
     above: list[Statement] = field(default_factory=list[Statement])
@@ -42,7 +42,7 @@ class Change:
         if self.mark is not None and not (self.instead is not None and f"# {self.mark}" in comments):
             lead.append(cst.EmptyLine(comment=cst.Comment(f"# {self.mark}")))
         above = list(self.above)
-        if above:  # a blank line stays above both
+        if above:  # blank lines stay above the inserted code and the statement
             blank = list(takewhile(lambda line: line.comment is None, lead))
             above[0] = above[0].with_changes(leading_lines=[*blank, *above[0].leading_lines])
             lead = lead[len(blank) :]
@@ -53,7 +53,7 @@ class Change:
 
 
 class _Apply(cst.CSTTransformer):
-    """Changes nodes by what is to happen to each, the inner ones first; visits what holds them, and no other."""
+    """Applies the changes of each node, inner nodes first; visits only these nodes and those that hold them."""
 
     def __init__(self, changes: Changes, found: Places) -> None:
         self._changes = changes
@@ -73,7 +73,7 @@ def visited(part: Part, changes: Changes) -> str:
     """The text of a part of a block with the changes of its nodes.
 
     Raises:
-        Missed: as `Editor.result`.
+        Missed: as `rewrite.Editor.result`.
     """
     found = part.places
     try:

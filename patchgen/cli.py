@@ -120,7 +120,7 @@ def new(
     source: Source = None,
     force: Annotated[bool, Option("--force", help="overwrite a config that exists")] = False,
 ) -> None:
-    """Write a draft config into patchgen/model_configs/.
+    """Write a draft config into patchgen/model_configs/, or into the folder of configs of the project.
 
     Example: patchgen new olmoe
     """
@@ -193,7 +193,7 @@ def upgrade(
     ] = None,
     jobs: Annotated[int, Option(help="processes")] = 2,
 ) -> None:
-    """Show what a move to another release changes, site by site. Exit 0: unchanged; 10: review; 20: needs a person.
+    """Show what a move to another release changes, site by site. Exit 0: unchanged; 10: review; 20: needs a person, or not moved.
 
     Example: patchgen upgrade qwen3_moe --to 5.17.0
     """

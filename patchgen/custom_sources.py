@@ -48,8 +48,8 @@ def check_imports(module: Module, upstream: Upstream) -> None:
     """Refuses a file on disk whose generated form would import something that does not exist.
 
     Raises:
-        ConfigError: lists every such import: missing modules beside the file, and names that the installed transformers
-            does not have.
+        ConfigError: lists every such import among the top-level statements: missing modules beside the file, and names that
+            the installed transformers does not have.
     """
     if upstream.version is not None or upstream.module.startswith("transformers."):
         return

@@ -30,7 +30,7 @@ OPS_IMPORT = "from patchgen.runtime import ops\n"
 def with_imports(module: Module, upstream: Upstream) -> Module:
     """Drops imported names that nothing uses any more, imports the runtime's operations and explains them.
 
-    An import that a pass or a hand edit added, or that upstream marks `# noqa: F401`, stays: it is there for what it does.
+    An import of `__future__`, one that a pass or a hand edit added, or one that upstream marks `# noqa: F401`, stays whole.
 
     Raises:
         EmissionError: the file binds the name `ops` itself.
@@ -57,10 +57,10 @@ def with_imports(module: Module, upstream: Upstream) -> Module:
 
 
 def _in_order(imports: Sequence[Block], version: str | None) -> list[Block]:
-    """A file's first imports with that of the operations where isort has it, and the guard above what a release brings.
+    """A file's first imports with that of the operations where isort has it, and the version guard above those of transformers.
 
-    Those of a release were relative, in the order of their dots; they are put in the order of their names, unless two
-    bind one name: the last of them counts.
+    In a release's file the latter were relative, in the order of their dots; they are sorted by name, unless two bind one
+    name: the last of them counts.
     """
     first = next((i for i, b in enumerate(imports) if _place(b)[2].split(".")[0] == "transformers"), len(imports))
     head, tail = list(imports[:first]), list(imports[first:])
@@ -105,7 +105,7 @@ def _explained(module: Module) -> Module:
             if dotted(node) != f"ops.{node.attr}" or (comment := descriptions.get(node.attr)) is None:
                 continue
             line = node.lineno - 1
-            ends = not lines[line].endswith("\\") and line + 2 not in inside  # with it, what stands on the line
+            ends = not lines[line].endswith("\\") and line + 2 not in inside  # a comment can stand behind it
             is_short = len(lines[line]) + len(comment) + 4 <= LINE_LENGTH
             marks = (i for i in range(line, -1, -1) if lines[i].lstrip().startswith("# patchgen: "))
             above = next((i for i in marks if i + 1 not in inside), None)
@@ -121,7 +121,7 @@ def _explained(module: Module) -> Module:
 
 
 def exported_names(module: Module) -> list[str]:
-    """The strings that lists written out for `__all__` have: what it is assigned, and what is added, extended or appended."""
+    """The strings that literals for `__all__` have: what it is assigned, and what is added, extended or appended."""
     values: list[ast.expr] = []
     for statement in (s for block in module for s in block.statements):
         match statement:
@@ -162,7 +162,7 @@ def check_parses(text: str, path: str) -> None:
 
 
 def check_stands_alone(module: Module) -> None:
-    """Raises if the module refers to a name that it neither defines nor imports.
+    """Raises if the module refers to a name that it neither defines nor imports. With a star import nothing is checked.
 
     Raises:
         EmissionError: with each name, where it is used, and what to do; or the text is not Python.

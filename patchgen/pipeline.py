@@ -34,7 +34,7 @@ class Step:
     outcome: Outcome
     seconds: float
     before: Module
-    anatomy: Anatomy  # that the pass read; the passes up to hand edits share one, and add classes to it
+    anatomy: Anatomy  # that the pass read; passes share one, those after hand edits another, and add classes to it
 
     @property
     def rewrites(self) -> bool:
@@ -87,7 +87,12 @@ def _files(upstream: Upstream, text: str, diff: str) -> dict[str, str]:
 
 
 def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config: ModelConfig) -> list[Step]:
-    """Runs passes in order and holds each to its expected hits. After hand edits the file is studied anew."""
+    """Runs passes in order and holds each to its expected hits. After hand edits the file is studied anew.
+
+    Raises:
+        PassMismatch: a pass refuses, or has other hits than the config expects; for a user's file with every such refusal.
+        ConfigError: the config expects hits of an unknown pass.
+    """
     for name in config.expect:
         if pass_named(name) is None:
             nearest = difflib.get_close_matches(name, [kind.name for kind in all_passes()], n=3, cutoff=0.2)
@@ -125,7 +130,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
 def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig) -> Outcome:
     """Runs a pass and holds it to the hits that the config expects, if it does.
 
-    Where it expects none, a site that the pass would rewrite is an error, and a site of another form is not.
+    With `Expect(0, ...)` a site that the pass would rewrite is an error, and a site of another form is not.
     """
     expected = config.expect.get(current.name)
     wanted, why = (expected.hits, f" ({expected.reason})") if isinstance(expected, Expect) else (expected, "")
@@ -155,7 +160,7 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
 
 @contextlib.contextmanager
 def _uncollected() -> Generator[None, None, None]:
-    """Without Python's search for cycles that nothing reaches: it goes through all syntax trees again and again, and they stay."""
+    """Without Python's garbage collector: it would go through all syntax trees again and again, and they stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -175,7 +180,7 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
         heads: the classes that the file is for, in place of those that the config or upstream's auto maps name.
 
     Raises:
-        PatchgenError: the source does not parse, a pass misses, or the result would not stand alone.
+        PatchgenError: the source does not parse, a pass misses, the config does not fit, or the result would not stand alone.
     """
     config_file = Path(upstream.config_file) if upstream.config_file else None
     config = (config or config_for(upstream.model, config_file)).for_heads(heads)

@@ -1,4 +1,4 @@
-"""Where the nodes of a block's libcst tree stand, so that what a reader found with `ast` is found again, and one within another."""
+"""Where the nodes of a block's libcst tree stand, so that a node found with `ast` is found again, and what holds it."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -15,7 +15,7 @@ from patchgen.errors import Missed
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 Span = tuple[int, int]  # the first byte and the one behind the last
-# What needs parentheses of its own beside an operator, and what has none only where the place gives them.
+# WEAK needs parentheses of its own beside an operator; BARE may be without only where the place allows it.
 WEAK = cst.IfExp | cst.Lambda | cst.NamedExpr
 BARE = cst.Tuple | cst.GeneratorExp
 PLACE = "_place_of_an_expression_"
@@ -28,7 +28,7 @@ class Places:
     tree: cst.Module
     # alone on their lines, by where they begin
     statements: dict[int, Statement] = field(default_factory=dict[int, Statement])
-    elifs: set[cst.If] = field(default_factory=set[cst.If])  # those of them that nothing can be put beside
+    elifs: set[cst.If] = field(default_factory=set[cst.If])  # those of the statements that nothing can be put beside
     imports: dict[int, cst.ImportFrom] = field(default_factory=dict[int, cst.ImportFrom])
     expressions: dict[Span, cst.BaseExpression] = field(default_factory=dict[Span, cst.BaseExpression])
     parents: dict[cst.CSTNode, cst.CSTNode | None] = field(default_factory=dict[cst.CSTNode, cst.CSTNode | None])
@@ -41,7 +41,7 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Lines of a block that are read and changed by themselves: a member of the class, or what stands above them.
+    """Lines of a block that are parsed and changed by themselves: a member of a class, what is above the members, or all.
 
     Attributes:
         start: where they begin in the block's bytes.
@@ -61,7 +61,7 @@ class Part:
             raise Missed("lines that libcst reads by themselves", self.text) from error
 
     def span(self, start: int, end: int) -> Span:
-        """Where bytes of the block stand in that module."""
+        """Where bytes of the block stand in the module that `before`, `text` and `after` make."""
         shift = len(self.before) - self.start
         return start + shift, end + shift
 
@@ -112,7 +112,7 @@ class _Spans(CodegenState):
 
 
 def places(text: str) -> Places:
-    """The nodes of a module's code.
+    """Parses a module's code: its nodes with their places.
 
     Raises:
         libcst.ParserSyntaxError: libcst does not read it.

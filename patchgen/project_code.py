@@ -47,7 +47,7 @@ def with_project_passes(kinds: Sequence[type[Pass]]) -> tuple[type[Pass], ...]:
     """The passes with those of the project inserted, each before the one that its `before` names.
 
     Raises:
-        ConfigError: a file is missing, cannot be imported or defines no pass; a name is taken, or `before` names no pass.
+        ConfigError: a file is missing, cannot be imported or defines no complete pass; a name is taken, or `before` names none.
     """
     passes = list(kinds)
     for kind in _project_passes():

@@ -71,9 +71,9 @@ def record(
 
     Args:
         files: file name -> text of what was generated, the modeling file first, and of what is copied along.
-        config: of the model; the record keeps what the targets of its hand edits were. Where it names no heads, they are
-            those among the roots that are causal.
-        asked: those that the command names, with which the file is made again.
+        config: of the model; the record keeps what the targets of its hand edits were. Where it names no heads, the
+            record has the roots that are heads, or else all roots.
+        asked: the heads that the command names, with which the file is made again.
     """
     anatomy, before, module = steps[-1].anatomy, steps[0].before, steps[-1].outcome.module
     upstream, models = anatomy.upstream, anatomy.models_in(module)
@@ -252,7 +252,7 @@ def write(generated: Generated, directory: Path, *, force: bool = False, reviewe
 
 
 def write_whole(files: Mapping[Path, str]) -> None:
-    """Writes files beside their places, all of them before the first is renamed: a crash leaves the old ones whole."""
+    """Writes files beside their places, all of them before the first is renamed: a crash leaves each file whole, old or new."""
     temporary: dict[Path, str] = {}
     try:
         for path, text in files.items():

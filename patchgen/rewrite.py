@@ -1,4 +1,4 @@
-"""Editing one block with libcst: readers speak of the nodes of `ast`, and each is found again in libcst's tree by where it stands.
+"""Editing one block with libcst: callers give nodes of `ast`, and each is found again in libcst's tree by where it stands.
 
 Inserted code is formatted with black at the depth where it lands; what was there keeps its bytes.
 """
@@ -75,7 +75,7 @@ class Editor:
 
         Raises:
             ValueError: code was changed that another change takes away.
-            Missed: the code does not take a change, as `if(a):` no expression without parentheses.
+            Missed: the code cannot take a change, such as `if(a):` an expression without parentheses.
         """
         changed = {node: [*self._edits.get(node, ()), change.apply] for node, change in self._changes.items()}
         changes: Changes = self._edits | changed
@@ -116,7 +116,7 @@ class Editor:
 
         Args:
             whole: with the comments and blank lines above a statement.
-            instead: a node below this one, and what stands in its place.
+            instead: a node within this one, and the code in its place.
         """
         (start, end), first = self._span(node), _first_line(node)
         if first < node.lineno:  # its decorators belong to it
@@ -308,7 +308,7 @@ class Editor:
         return start + node.col_offset, end + (node.end_col_offset or 0)
 
     def _gap(self, statement: ast.stmt) -> int:
-        """The first of the comments and blank lines above a statement; what stands deeper belongs to the one above."""
+        """The first line of the comments and blank lines above a statement; deeper comments belong to the statement above them."""
         line = _first_line(statement)
         while line > 1 and (above := self._lines[line - 2]).strip()[:1] in (b"", b"#"):
             if line - 1 in self._in_strings:
@@ -326,7 +326,7 @@ class Editor:
 
     @functools.cached_property
     def _parts(self) -> list[Part]:
-        """The block, or what stands above the members of the class, and each member: libcst reads what is changed alone."""
+        """The whole block, or what stands above the members of the class, and each member: libcst parses only what is changed."""
         members = self.block.members if isinstance(self.block.node, ast.ClassDef) else []
         first = self._lines[members[0].lineno - 1][: members[0].col_offset] if members else b""
         if not members or first.strip():  # on the line of the class
@@ -389,7 +389,7 @@ def indented(code: str, indent: str = INDENT) -> str:
 
 
 def inside_strings(code: ast.AST) -> set[int]:
-    """The lines that begin within a string."""
+    """The lines that begin within a string, or between the pieces of a concatenated one."""
     strings = [node for node in walk(code) if isinstance(node, ast.Constant | ast.JoinedStr)]
     return {line for node in strings for line in range(node.lineno + 1, _last_line(node) + 1)}
 
@@ -426,7 +426,9 @@ def with_torch(module: Module) -> Module:
 
 
 def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: str = "") -> list[str]:
-    """`f(x, ...)` becomes `ops.<kind>(f, x, ..., <more>)` for each f -> kind in `wanted`, its statement marked.
+    """`f(x, ...)` becomes `ops.<kind>(f, x, ..., <more>)` for each f -> kind in `wanted`.
+
+    Its statement is marked, unless the call is in the header of a branch or a loop.
 
     Returns:
         the kinds, one for each call.

@@ -61,7 +61,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Module:
-    """A modeling file: `header + blocks + footer` is its text, byte for byte."""
+    """A modeling file: `header + blocks + footer` is the text that `parse` read, byte for byte but for line endings."""
 
     header: str  # the comments above the first statement: the licence
     blocks: tuple[Block, ...]
@@ -100,7 +100,7 @@ class Module:
 
 
 def parse(text: str, path: str = "<source>") -> Module:
-    """Divides a source text into blocks.
+    """Divides a source text into blocks. Line endings become LF, the last line gets one, a byte order mark is dropped.
 
     Raises:
         SourceSyntaxError: with file, line and column.
@@ -132,7 +132,10 @@ def parse(text: str, path: str = "<source>") -> Module:
 
 
 def bound_names(statement: ast.AST) -> list[str]:
-    """The names that a statement binds in the scope it stands in, those inside `if`, `try`, `for`, `with` included."""
+    """The names that a statement binds in the scope it stands in, those inside `if`, `try`, `for`, `with` included.
+
+    Targets of comprehensions count as well; captures of `match` and the name of `except ... as` do not.
+    """
     match statement:
         case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
             return [statement.name]
@@ -158,7 +161,7 @@ def _statement_spans(tree: ast.Module) -> list[tuple[int, int]]:
 
 
 def _header_end(lines: list[str], first_statement: int) -> int:
-    """Where the header ends: after the last comment block that a blank line divides from the first statement."""
+    """Where the header ends: above the comments that touch the first statement, unless they begin the file; else at it."""
     end = first_statement
     while end > 0 and lines[end - 1].startswith("#"):
         end -= 1

@@ -67,7 +67,7 @@ class Upstream:
     path: str  # inside the release, or the name of the file
     given: str | None = None  # for a file on disk: where it is, as the user said it
     configs: dict[str, ConfigClass] = field(default_factory=dict[str, ConfigClass])
-    heads: tuple[str, ...] = ()  # classes of this file that upstream's auto maps list as heads for `model`
+    heads: tuple[str, ...] = ()  # classes of this file that upstream's auto maps list as heads (`_heads`)
     release: Release | None = None
     # of a file on disk: the modules that it imports beside it
     siblings: dict[str, str] = field(default_factory=dict[str, str])
@@ -211,7 +211,7 @@ def load(model: str, version: str | None = None, source: Path | None = None, con
         config: the file with its `CONFIG`; by default `patchgen_<model>.py` beside it, if there is one.
 
     Raises:
-        ConfigError: both a release and a source were named.
+        ConfigError: both a release and a source were named, or a config without a source.
         SourceSyntaxError: the file on disk is not UTF-8.
         UpstreamNotFound: unknown model (with the three nearest names), missing file, wheel out of reach.
     """
@@ -342,7 +342,7 @@ def absolute_module(node: ast.ImportFrom, base: list[str]) -> str:
 
 
 def _moved(text: str, model: str, path: Path) -> str:
-    """The text of a file that goes elsewhere: what it imports from beyond its folder has its place in transformers.
+    """The text of a file that is copied elsewhere: its imports from beyond its folder become absolute ones of transformers.
 
     Raises:
         SourceSyntaxError: an import reaches beyond transformers.

@@ -22,13 +22,17 @@ def installed_version() -> str | None:
 
 
 def cache_directory() -> Path:
-    """Where wheels of other releases are kept: `$PATCHGEN_CACHE`, else the user's cache folder."""
+    """Where wheels, environments and staged upgrades are kept: `$PATCHGEN_CACHE`, else `patchgen` in the user's cache folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("PATCHGEN_CACHE") or base / "patchgen")
 
 
 def cached_wheel(version: str) -> Path:
-    """The wheel of a release, downloaded into the cache on first use; safe for concurrent runs."""
+    """The wheel of a release, downloaded into the cache on first use; safe for concurrent runs.
+
+    Raises:
+        UpstreamNotFound: `version` is not a version, or its wheel cannot be downloaded.
+    """
     if not re.fullmatch(r"\d+(\.\w+)*", version):
         raise UpstreamNotFound(f"'{version}' is not a version of transformers. To fix: give one such as 5.17.0.")
     cache = cache_directory()

@@ -104,7 +104,7 @@ def fingerprint(directory: Path, *, code: str | None, generated: str | None) -> 
 
 def register(code: str | None, generated: str | None) -> Architecture | None:
     """Registers the architecture that the command or the project names. Never one that a run or a checkpoint names: those
-    may come from someone else, and registered code is executed."""
+    may come from someone else, and registered code is executed. None if neither names one."""
     from patchgen.runtime import project
     from patchgen.runtime.train import architecture
     from patchgen.runtime.train.recipe import ModelConfig, RecipeError

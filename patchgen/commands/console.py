@@ -22,7 +22,7 @@ def print_diff(lines: Iterable[str], indent: str = "", to: Console = console) ->
 
 @contextlib.contextmanager
 def writing(path: Path) -> Generator[None, None, None]:
-    """Reports an output that cannot be written by its path, as a user's mistake."""
+    """Reports an output that cannot be written as a user's mistake, with its path."""
     try:
         yield
     except OSError as error:

@@ -26,7 +26,7 @@ TEXT = "text"
 MAX_REASON = 240
 """Characters of a reason in a row."""
 CAUSAL_MAP = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-# Kernels that need no compiler: every seam is compared in `patchgen verify`, a sweep compares these.
+# Kernels that need no compiler: a sweep compares only these, `patchgen verify` every implementation of a seam.
 COMPARED_IMPLEMENTATIONS = ("torch", "chunked")
 PASSES_NOT_COUNTED = ("prune", "absolute_imports", "checkpoint_mapping")
 
@@ -37,7 +37,7 @@ class Examined:
 
     Attributes:
         generated: the digest of the generated text, or of the refusal in its place.
-        row: None where it is the text whose proof is current: then the row stays, with these facts of the generation.
+        row: None where generation gives the text that the present row is about: the row stays, with these facts.
     """
 
     model_type: str
@@ -84,8 +84,8 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
 
     Args:
         takes_media: whether the head that takes images, videos or audio is proven, instead of the causal one.
-        known: the digest of generated text whose proof is current: if generation gives the same text, it is not proven
-            again.
+        known: the digest of the generated text of a current row, whatever its status: if generation gives the same text,
+            it is not proven again.
     """
     from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS
 
@@ -101,7 +101,7 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
         try:
             type_verdict, proof = _prove(model_type, write(models, Path(folder)), takes_media=takes_media)
             status, reason = type_verdict.status, type_verdict.reason
-        except UPSTREAM_REFUSALS as error:  # the head that takes media is not found
+        except UPSTREAM_REFUSALS as error:  # while the head, or its packing rules, are looked up
             status, reason, proof = GENERATED, short_reason(error), None
     seconds = time.perf_counter() - start
     proven = row(model_type, status, reason, facts, proof, seconds=seconds, generation_seconds=generation)
@@ -109,7 +109,7 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
 
 
 def unproven(model_type: str, status: str, reason: str, generated: str, *, seconds: float = 0.0) -> Examined:
-    """A type of which nothing but a reason is known."""
+    """A type of which nothing but a reason is known: refused, or lost with its process."""
     found = row(model_type, status, reason, seconds=seconds)
     return Examined(model_type, generated, _nothing_generated(), found)
 

@@ -104,7 +104,7 @@ def _generate(
     force: bool,
     reviewed: Sequence[str],
 ) -> tuple[Generated, list[Path]]:
-    """One model and the models that it builds, written below `root`: the first, and the files that changed."""
+    """Writes one model, and those that it builds and that are missing, below `root`; returns it and the files that changed."""
     exists = functools.partial(_is_generated, root, loaded.version)
     generated, *parts = pipeline.generate_whole(loaded, exists, heads=heads)
     provenance.refuse_drifted_edits(root / generated.model, generated, reviewed)
@@ -118,7 +118,7 @@ def _generate(
 
 
 def _is_generated(root: Path, version: str | None, name: str) -> bool:
-    """Whether a model that another one builds has a generated file of the same release in a folder that runs search."""
+    """Whether the model `name`, which another one builds, was generated from the same release: in `root`, or where runs search."""
     folders = (root / name, provenance.generated_root() / name, installed_directory() / name)
     existing = (folder for folder in folders if (folder / "provenance.json").is_file())
     return any(provenance.read(folder)["upstream"]["version"] == version for folder in existing)
@@ -171,7 +171,7 @@ def _git(folder: Path, *arguments: str) -> bool:
 
 def check(models: list[str]) -> int:
     """Compares every committed file with what generation gives now, and every recorded proof with the sources that it
-    depends on; prints the differing lines and the stale records. 0 if all agree."""
+    depends on, and runs the examples of the project's passes; prints what differs or is stale. 0 if all agree."""
     names = models or committed()
     if not names:
         raise StaleFile(
@@ -271,7 +271,7 @@ def _show_stale(path: Path, present: str, wanted: str) -> None:
 
 
 def list_models() -> None:
-    """A line per committed model."""
+    """Prints a row per committed model."""
     table = Table("model", "upstream", "passes with hits", "lines", "proof", "proven with")
     for model in map(Committed, committed()):
         hits = [p["name"] for p in model.record["passes"] if p["hits"] and p["name"] not in PASSES_NOT_LISTED]

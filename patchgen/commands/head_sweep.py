@@ -38,7 +38,7 @@ MAPS = {
 
 
 def heads_of(release: upstream.Release) -> dict[str, dict[str, str]]:
-    """Model type -> kind -> class, for the types that take text: those with a causal head, or with one of these."""
+    """Model type -> kind -> class in its own file, for types that take text: with a causal head, or one of `MAPS` besides base."""
     found: dict[str, dict[str, str]] = {}
     text = {kind for name in (CAUSAL_MAP, *list(MAPS.values())[:-1]) for kind in release.auto_map(name)}
     for kind, mapping in MAPS.items():
@@ -149,7 +149,7 @@ def page(rows: Sequence[HeadRow]) -> str:
 
 
 def counts(rows: Iterable[HeadRow]) -> str:
-    """How many are proven, kind by kind."""
+    """How many of how many are proven, kind by kind, as text."""
     rows = list(rows)
     statuses = {kind: [row["status"] for row in rows if row["kind"] == kind] for kind in MAPS}
     return ", ".join(f"{kind}: {found.count(PROVEN)} of {len(found)}" for kind, found in statuses.items())

@@ -22,7 +22,7 @@ from patchgen.templates import render
 
 
 def diff(model: str, version: str | None, path: Path | None) -> None:
-    """The diff, one group per pass."""
+    """Prints the diff, one group per pass."""
     generated = pipeline.generate(upstream.load(model, version, path))
     for step in generated.steps:
         before, after = step.before.text, step.outcome.module.text
@@ -38,7 +38,7 @@ def diff(model: str, version: str | None, path: Path | None) -> None:
 
 
 def explain(subject: str | None, version: str | None, path: Path | None) -> None:
-    """A pass, a model, or the list of passes."""
+    """Prints what a pass is or what passes do to a model; without a subject, the list of passes."""
     if subject is None:
         table = Table("pass", "purpose")
         for kind in all_passes():
@@ -95,7 +95,7 @@ def _explain_model(generated: Generated) -> None:
 
 
 def inspect(subject: str, version: str | None) -> None:
-    """The anatomy of a model or of a file."""
+    """Prints the anatomy of a model or of a file, what each pass would hit, and a draft config."""
     path = Path(subject)
     name = path.stem.removeprefix("modeling_") if path.is_file() else path.name
     origin = upstream.load(name, version, path) if path.exists() else upstream.load(subject, version)

@@ -1,4 +1,4 @@
-"""mutate: mutants of upstream sources, each of which the generator must refuse or be equal to."""
+"""mutate: mutants of upstream sources; the generator must refuse each, or its file must compute the same."""
 
 from __future__ import annotations
 

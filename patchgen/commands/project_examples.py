@@ -26,7 +26,7 @@ def report_broken() -> bool:
 
 
 def _difference(kind: type[Pass], example: Example) -> str:
-    """The diff between the result and the example's, or between one run and two; empty if there is none."""
+    """The diff between the result and the example's, or between one run and two, or the refusal; empty if there is none."""
     try:
         first = _outcome(kind, example.before)
         if not example.shows(first):

@@ -98,7 +98,7 @@ def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | 
 def _subjects(
     models: list[str], *, every: bool, directory: Path | None, code: str | None, generated_folder: str | None
 ) -> list[GeneratedModel]:
-    """The models to prove: the one in the directory, the named ones, or the one generated from `--code`."""
+    """The models to prove: the one in the directory, the one generated from the registered code, or the named or committed ones."""
     if directory is not None:
         return [_in_directory(models, directory, code, every=every)]
     architecture = checkpoints.register(code, generated_folder)
@@ -155,7 +155,7 @@ def mesh(world_size: int, *, dp_replicate: int, sp: int, ep: int) -> None:
     """Prints the rank map of a layout.
 
     Raises:
-        ConfigError: the sizes do not divide `world_size`.
+        ConfigError: a size is below 1, or the sizes do not divide `world_size`.
     """
     from patchgen.runtime.parallel.config import mesh_text
 

@@ -46,9 +46,10 @@ MEDIA_MAPS = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_
 
 
 def sweep(family: str, jobs: int, version: str | None, only: list[str], output: Path | None, *, fresh: bool) -> int:
-    """Sweeps a family; 0 if every type that generates is proven, or, with `only`, if every one of those types is.
+    """Sweeps a family; 0 if some type is proven and every type that generates is, at least eagerly; with `only`, if each is proven.
 
-    Current rows (`records`) are kept; an interrupted sweep resumes. Rows of other types stay in the record unchanged.
+    1 also if a proven type has an input that no packing rule covers. Current rows (`records`) are kept; an interrupted
+    sweep resumes. Rows of other types stay in the record unchanged.
 
     Raises:
         ConfigError: no such family, or it has no such type.
@@ -103,7 +104,7 @@ def _merged(before: CoverageRow | None, found: Examined, key: Mapping[str, str])
 
 
 def _proven_digest(row: CoverageRow | None, key: Mapping[str, str]) -> str:
-    """The digest of the generated text that a row proves; empty if the row is missing or stale."""
+    """The digest of the generated text that a row, of whatever status, is about; empty if the row is missing or stale."""
     generated = records.generated_of(row) if row else None
     return generated if generated and records.holds(row, key, generated) else ""
 
@@ -127,7 +128,7 @@ def sweep_ranks(
     family: str, only: list[str], sp: int, ep: int, world: int, output: Path | None, *, fresh: bool
 ) -> int:
     """Compares the types of a family on several gloo ranks with upstream on one, into the same table; 0 if any agrees, or,
-    with `only`, if all do. Current comparisons are kept, and types that do not train on one rank are not compared.
+    with `only`, if all do. Current comparisons are kept; types that were swept and are not proven on one rank are left out.
 
     Raises:
         ConfigError: no such family, or it has no such type.
@@ -173,10 +174,10 @@ def _separates_documents(row: CoverageRow) -> Separated:
 
 
 def _run(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:
-    """Types as they are finished. A type that crashes its process is a failed row; the others continue.
+    """Types as they are finished. After a crash, the first unfinished type gets a row without a proof; the others run again.
 
     Args:
-        todo: model type -> the digest of the generated text that is proven already.
+        todo: model type -> the digest of the generated text of its current row, or "".
     """
     context = multiprocessing.get_context("spawn")
     remaining = dict(todo)
@@ -249,12 +250,12 @@ def missing_types(rows: Container[records.Place], release: upstream.Release) -> 
 
 
 def _candidates(release: upstream.Release, *, takes_media: bool) -> list[str]:
-    """The types with a causal head, or with a head that may take images or audio."""
+    """The types with a causal head, or, with `takes_media`, with a head that may take images or audio."""
     return sorted({kind for name in (MEDIA_MAPS if takes_media else (CAUSAL_MAP,)) for kind in release.auto_map(name)})
 
 
 def _family(model_type: str, release: upstream.Release) -> str:
-    """The kind of media that the models of a type take."""
+    """The kind of media that the models of a type take; TEXT if none."""
     anatomy = _anatomy(model_type, release)
     inputs = {name for info in anatomy.classes for name in media.takes_media(anatomy, info)} if anatomy else set[str]()
     audio = {name for name in inputs if name in AUDIO_INPUTS or "audio" in name}

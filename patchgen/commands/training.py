@@ -26,7 +26,7 @@ def train(
     print_config: bool,
     script: str | None,
 ) -> int:
-    """Trains a recipe; 0 on success."""
+    """Trains a recipe, or only prints its config, its plan or a start script; 0 on success."""
     try:
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:

@@ -73,7 +73,7 @@ def upgrade(
 
 
 def verify_against(models: list[str], to: str, *, every: bool, python: Path | None) -> int:
-    """Proves committed files, unchanged, with another release, and records it for those that are proven; 0 if all are."""
+    """Proves committed files, unchanged, with another release, and records in `verify.json` whether each is; 0 if all are."""
     from patchgen.upgrade.applying import prove_against
 
     names = named(models, every=every)

@@ -1,4 +1,4 @@
-"""The operator on the configuration file: another default of a field that the modeling file reads from its config."""
+"""The operator on the configuration file: another default of an annotated field (a bool, a float or an activation's name)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACTIVATIONS = {"silu": "gelu_pytorch_tanh", "gelu_pytorch_tanh": "silu", "gelu":
 
 @dataclass(frozen=True)
 class Configuration:
-    """The configuration module beside a modeling file: the last part of its name, and its text."""
+    """The configuration module beside a modeling file: the last part of its dotted name, and its text."""
 
     module: str
     text: str

@@ -20,9 +20,9 @@ class Mutant:
     Attributes:
         operator: the name of the operator that changed it.
         where: "Class.function line 12".
-        change: the new code, in one line, for a reader.
+        change: what was changed, in one line, for a reader.
         text: the full source.
-        keeps_meaning: it still computes the same.
+        keeps_meaning: it is meant to compute the same.
         modules: last part of the name -> source, of modules that it imports from its package.
     """
 
@@ -85,7 +85,10 @@ class Source:
         self.tree = ast.parse(text)
 
     def places(self, executed: Callable[[int, int], bool] = lambda first, last: True) -> Iterator[Place]:
-        """Every statement in a function or method for which `executed(first line, last line)`, without docstrings."""
+        """Every statement in a top-level function or a method for which `executed(first line, last line)` holds.
+
+        Docstrings, and statements in `except` and `case`, are left out.
+        """
         for block in self.tree.body:
             owner = block if isinstance(block, ast.ClassDef) else None
             for function in owner.body if owner is not None else [block]:

@@ -33,7 +33,7 @@ class ExpressionOperator:
     of_values: bool = False
 
     def mutants(self, place: Place) -> Iterator[Callable[[], Mutant]]:
-        """The mutants of one statement, built when they are called."""
+        """The mutants of one statement, as functions that build them."""
         for expression in _values(place.statement) if self.of_values else expressions(place.statement):
             for form in self.forms(expression, place):
                 yield lambda old=expression, new=form: self._mutant(place, old, new)
@@ -120,7 +120,7 @@ def other_arguments(node: ast.expr, place: Place) -> Iterator[ast.expr]:
                 yield changed
 
 
-# Of functions and modules outside the file.
+# The parameters of functions and modules that are defined outside the file.
 SIGNATURES = {
     "nn.functional.linear": ("input", "weight", "bias"),
     "F.linear": ("input", "weight", "bias"),
@@ -199,7 +199,7 @@ def _wrapped(template: str) -> Forms:
 
 
 def commuted(node: ast.expr, place: Place) -> Iterator[ast.expr]:
-    """`b * a` for `a * b`, which is bit-identical."""
+    """`b * a` for `a * b`, `b + a` for `a + b`: bit-identical for tensors."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add):
         yield ast.BinOp(copy.deepcopy(node.right), node.op, copy.deepcopy(node.left))
 

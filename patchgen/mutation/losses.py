@@ -15,7 +15,7 @@ from patchgen.mutation.whole_file import Change, FileOperator
 FORMULAS = ("X ** 0.5", "X ** 2", "X.clamp(max=0.5)", "X.log()", "X + 0.01 * X.detach().std(unbiased=False)")
 IN_PLACE = ("NAME.mul_(1.25)", "NAME.pow_(2)", "torch.sqrt(NAME, out=NAME.data)", "NAME[...] = NAME.detach() * NAME")
 FACTOR = "loss_factor"
-# Code added to `__init__`, a method added below it, and a statement above the one that reads the factor.
+# Code added to `__init__`, a member added below it, and a statement above the one that reads the factor.
 FACTORS = (
     (f'self.register_buffer("{FACTOR}", torch.tensor(1.25))', "", ""),
     (f"self.{FACTOR} = 1.0", "", f"self.{FACTOR} = TOKENS.detach().float().std()"),
@@ -30,7 +30,7 @@ def _is_loss_function(name: str, place: Place) -> bool:
 
 
 def formula(place: Place) -> Iterator[Change]:
-    """Another formula in a top-level loss function: of its result, or of a mean in it."""
+    """Another formula in a top-level loss function: of its result, or of the divisor of a quotient in it."""
     value = getattr(place.statement, "value", None)
     if place.owner is not None or not _is_loss_function(place.function.name, place):
         return
@@ -50,7 +50,7 @@ def formula(place: Place) -> Iterator[Change]:
 
 
 def auxiliary_loss(place: Place) -> Iterator[Change]:
-    """A head changes the result of such a function."""
+    """A caller changes the result of a loss function of the file."""
     match place.statement:
         case ast.Assign([ast.Name(name)], ast.Call(ast.Name(function))) if _is_loss_function(function, place):
             for code in (*(f"NAME = {formula.replace('X', 'NAME')}" for formula in FORMULAS), *IN_PLACE):
@@ -59,7 +59,7 @@ def auxiliary_loss(place: Place) -> Iterator[Change]:
 
 
 def factor(place: Place) -> Iterator[Change]:
-    """The loss in the result is multiplied by a value that the module stores and that differs between ranks."""
+    """The loss in the result is multiplied by a value that the module or its config stores; all but the first differ by rank."""
     init = next((m for m in getattr(place.owner, "body", ()) if getattr(m, "name", "") == "__init__"), None)
     if init is None or _result_with_loss(place.statement) is None or init.lineno > place.function.lineno:
         return

@@ -1,6 +1,6 @@
 """Many mutants of many models, in separate processes: a row per mutant, appended to a file when it is judged.
 
-An interrupted round resumes: a row identifies its mutant by a hash of its text. Mutants that were wrong are judged again
+An interrupted round resumes: a row identifies its mutant by a hash of its texts. Mutants that were wrong are judged again
 after the code has changed.
 """
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]  # of a mutant, as the file of rows has it
 REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
-# A process keeps all modules that it imported, so it is replaced after this many mutants.
+# A process keeps all modules that it imported, so it is replaced after this many mutants that ran.
 PER_PROCESS = 100
-PER_POOL = 60
+PER_POOL = 60  # mutants, of the ranks that compare them
 MEMORY = 8 << 30  # bytes of address space; a small model's process takes 4 GiB
-SECONDS = 60.0  # a changed loop may not terminate: nor does upstream's step then, and the mutant counts as not run
+SECONDS = 60.0  # of CPU time; a changed loop may not terminate: nor does upstream's step then, and the mutant counts as not run
 ON_RANKS = 20  # one in this many equal mutants is compared on two ranks
 PRELOADED = ["patchgen.runtime.verify.mutants", "transformers.modeling_utils"]
 JUDGES = ("patchgen.runtime.verify.mutants", "patchgen.runtime.verify.mutants_on_ranks", "patchgen.mutation.draw")
@@ -54,12 +54,16 @@ def code() -> str:
 def run(
     models: Iterable[str], count: int, seed: int, jobs: int, *, ranks: bool, records: Path | None
 ) -> Iterator[Row]:
-    """All rows of `records`, and those of further mutants until `count` of each model have run.
+    """The rows of `records` as `read` gives them, then those of further mutants until `count` of each model have run.
 
     Args:
         jobs: processes; two more with `ranks`.
         ranks: compare a share of the equal ones on two ranks.
         records: a file of rows, a line each, to read and to append to.
+
+    Raises:
+        ExceptionGroup: at the end, if mutants of some models could not be tried.
+        BrokenProcessPool: a process was killed.
     """
     key = code()
     known = read(records, key)
@@ -124,7 +128,7 @@ def _next_message(queue: Queue[Row | str], running: Collection[Future[bool]], se
 
 @dataclass
 class _Progress:
-    """The mutants of one model that have a verdict, and how many of them ran."""
+    """The hashes of the mutants of one model that have a verdict, and how many of these ran."""
 
     known: set[str]
     num_run: int = 0
@@ -169,7 +173,7 @@ def try_mutants(
 
     Args:
         known: hashes of mutants to skip.
-        ranks: add the `subject` that `mutants_on_ranks` compares to some equal ones.
+        ranks: add to the rows of some equal ones the `subject` that `mutants_on_ranks` compares.
     """
     import gc
     import warnings

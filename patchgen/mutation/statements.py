@@ -52,7 +52,7 @@ def moved(place: Place) -> Iterator[Change]:
 
 
 def moved_down(place: Place) -> Iterator[Change]:
-    """The statement runs after all that follow it in its block, except for a return."""
+    """The statement runs after all that follow it in its block, but above a final return, raise or continue."""
     following = place.body[place.index + 1 :]
     while following and isinstance(following[-1], ast.Return | ast.Raise | ast.Continue):
         following = following[:-1]
@@ -83,7 +83,7 @@ def in_training(place: Place) -> Iterator[Change]:
 
 
 def early_return(place: Place) -> Iterator[Change]:
-    """The function returns here what it returns at its end."""
+    """In training, the method returns here what it returns at its end."""
     last = place.function.body[-1]
     if isinstance(last, ast.Return) and place.statement is not last and place.owner is not None:
         yield [ast.If(ast.parse("self.training", mode="eval").body, [copy.deepcopy(last)], []), place.statement], 1
@@ -106,7 +106,7 @@ def residual(place: Place) -> Iterator[Change]:
 
 
 def layer_skipped(place: Place) -> Iterator[Change]:
-    """A loop over layers skips one."""
+    """In training, a loop over layers skips the second one."""
     loop = place.statement
     if isinstance(loop, ast.For) and "layers" in ast.unparse(loop.iter):
         changed = copy.deepcopy(loop)
@@ -133,7 +133,7 @@ def _scaled_logits(call: ast.Call) -> ast.Call:
 
 
 def loss_term(place: Place) -> Iterator[Change]:
-    """A mean over all tokens is added to a loss."""
+    """A mean square over all tokens is added to a loss."""
     name, value = _assigned(place)
     if name is None or "loss" not in name or isinstance(value, ast.Constant):
         return

@@ -130,7 +130,7 @@ def _free_names(node: ast.expr, place: Place) -> list[str] | None:
 
 
 def _computed(place: Place) -> Iterator[tuple[ast.expr, list[str]]]:
-    """The products and calls of a statement, with the local names that they read."""
+    """The calls and binary operations of a statement, with the local names that they read."""
     for node in expressions(place.statement):
         if isinstance(node, ast.Call | ast.BinOp):
             names = _free_names(node, place)
@@ -298,7 +298,7 @@ def parameter_added(place: Place) -> Iterator[Change]:
 
 
 def class_moved(place: Place) -> Iterator[Change]:
-    """The class of the statement is moved to another module, with the functions and classes that it needs."""
+    """The class of the statement is moved to another module, with copies of the functions and classes it needs, at most three."""
     if place.owner is None or place.owner.name.endswith(("Model", "ForCausalLM", "ForConditionalGeneration")):
         return
     blocks = {node.name: node for node in place.source.tree.body if isinstance(node, FunctionNode | ast.ClassDef)}
@@ -380,7 +380,7 @@ def class_of_same_name(place: Place) -> Iterator[Change]:
 
 
 def of_one_size(place: Place) -> Iterator[Change]:
-    """A parameter of the class gets one element, or another dimension of size one; broadcasting hides it."""
+    """A parameter of the class gets one element, or one more leading dimension of size one; broadcasting hides it."""
     if place.owner is None:
         return
     lines = place.source.lines

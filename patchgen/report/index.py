@@ -17,7 +17,7 @@ from patchgen.templates import render
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A row of the table."""
+    """A row of the table: `passes` has hits per pass, `notes`, `unread` and `changed` are counts, `ranks` is as `rank_results`."""
 
     name: str
     refusal: str  # why it has no page; empty if it has one

@@ -69,7 +69,7 @@ def _texts(generated: Generated) -> Iterator[tuple[str, str]]:
 
 
 def _lines_after(lines: list[_Line], texts: Sequence[str], by: str, removed: dict[int, str]) -> list[_Line]:
-    """The lines after a pass; upstream lines that it removed are recorded in `removed`."""
+    """The lines after a pass; upstream lines that it removed are recorded in `removed` (line number -> pass)."""
     found: list[_Line] = []
     for kind, left, right in diff_blocks([line.text for line in lines], texts):
         if kind == "equal":
@@ -82,13 +82,13 @@ def _lines_after(lines: list[_Line], texts: Sequence[str], by: str, removed: dic
 
 
 def _uncommented(text: str) -> str:
-    """A line without the comment on its operation, which FINISH adds: the line is still its pass's. "" without a comment."""
+    """A line without the comment on its operation, which FINISH adds: the line still counts as its pass's; "" without one."""
     mark, parenthesis, _ = text.partition(" (")
     return mark if parenthesis and mark.lstrip().startswith("# patchgen: ") else text.rpartition("  # ")[0]
 
 
 def diff_blocks(before: Sequence[str], after: Sequence[str]) -> list[tuple[str, slice, slice]]:
-    """The blocks that difflib finds; equal ends, which are most of a file, are cut off first."""
+    """The blocks that difflib finds (kind, lines before, lines after); equal ends, which are most of a file, are cut off first."""
     start = _prefix_length(zip(before, after, strict=False))
     shorter = min(len(before), len(after)) - start
     end = min(_prefix_length(zip(reversed(before), reversed(after), strict=False)), shorter)

@@ -107,7 +107,7 @@ def _as_a_run_computes(path: TrainingRecord) -> Table:
 
 
 def _difference(parts: Sequence[DifferenceRecord]) -> str:
-    """The largest relative difference of several comparisons."""
+    """The largest relative difference of several comparisons, or "equal"."""
     return "equal" if all(part["equal"] for part in parts) else max((p["relative"] for p in parts), key=float)
 
 

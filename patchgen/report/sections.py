@@ -44,7 +44,7 @@ class Code:
 
 
 def symbols(text: str) -> list[tuple[int, int, str]]:
-    """First line, last line and name of each class, method and function, outer ones first."""
+    """First line, last line and name of each class, method and function, outer ones first; those inside functions are left out."""
     found: list[tuple[int, int, str]] = []
 
     def visit(node: ast.AST, owner: str) -> None:
@@ -65,6 +65,8 @@ def side_by_side(rows: Sequence[Row], left: str, right: str, hues: Mapping[str, 
 
     Args:
         rows: as `lines.trace` gives them.
+        left: the text of upstream's file.
+        right: the generated text.
         hues: pass -> its hue.
     """
     writer = _SectionWriter(highlighted(left), highlighted(right), symbols(left), symbols(right), hues)

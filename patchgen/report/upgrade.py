@@ -23,7 +23,7 @@ class Block:
     """A site as the page shows it.
 
     Attributes:
-        columns: their titles; the third, if any, is the newly generated code, or the edit that prevents it.
+        columns: their titles; the third, if any, is the newly generated code, or for a hand edit its code.
     """
 
     key: str
@@ -58,7 +58,7 @@ def _block(key: str, site: Site, model: ModelUpgrade) -> Block:
 def align(old: Sequence[str], new: Sequence[str], then: Sequence[str]) -> list[Aligned]:
     """The lines of three texts in rows: beside each line of the new one, the line of either other that it equals or replaces.
 
-    Further lines of the outer texts are in rows without the new one, above its next line.
+    Further lines of `old` and `then` are in rows without the new text, above its next line.
     """
     before, after = _partners(old, new), _partners(then, new)
     rows: list[Aligned] = []
@@ -77,7 +77,7 @@ def align(old: Sequence[str], new: Sequence[str], then: Sequence[str]) -> list[A
 
 
 def _partners(other: Sequence[str], new: Sequence[str]) -> dict[int, int]:
-    """Line of the new text -> the line of the other that it equals or replaces."""
+    """Line of the new text -> the line of the `other` text that it equals or replaces."""
     found: dict[int, int] = {}
     for _, left, right in diff_blocks(other, new):
         found.update(zip(range(right.start, right.stop), range(left.start, left.stop), strict=False))
@@ -112,7 +112,7 @@ HUES = (4, 140, 215)
 def _in_view(
     rows: Sequence[Aligned], texts: Sequence[Sequence[str]], columns: int
 ) -> Iterator[tuple[list[bool], Aligned, int]]:
-    """Per row near a difference: the columns that differ, the row, and how many rows are left out in its place."""
+    """Per row near a difference: the columns that differ, the row, and 0; per stretch left out: its length in place of the 0."""
     marks = [_marks(row, texts)[:columns] for row in rows]
     changed = [number for number, found in enumerate(marks) if any(found)]
     visible = {near for number in changed for near in range(number - CONTEXT, number + CONTEXT + 1)}

@@ -1,7 +1,7 @@
 """The move itself: generate into a staging folder, prove in the release's environment, and only then write.
 
-All files of a model move, or none, and no work is repeated: generated files and proofs in the staging folder, or from an
-earlier run, are reused while they are current.
+All files of a model move, or none, and no proof is repeated: one in the staging folder, or beside the committed file, is
+reused while it is current.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROOF, PROVEN = "verify.json", "proven"
 
 @dataclass
 class MoveResult:
-    """What `move` did: the models that are at the new release now, and why the others are not."""
+    """What `move` did: the models that are at the new release now, and why the others are not (model -> reason)."""
 
     moved: list[str] = field(default_factory=list[str])
     held_back: dict[str, str] = field(default_factory=dict[str, str])
@@ -62,10 +62,12 @@ def move(
 ) -> MoveResult:
     """Moves every model that needs no person: each is regenerated, proven, and written with its proof. Installs nothing here.
 
+    A model is held back if its proof fails, unless its status is the one that it had before.
+
     Args:
         to: the release, as `releases.find` takes it.
         root: the folder of generated models.
-        python: a Python that has the release; without one an environment is created and kept.
+        python: a Python that has the release; without one, unless it is installed here, an environment is created and kept.
         report: prints a message per step.
     """
     result = MoveResult(held_back={model.model: model.reason for model in found.models if model.verdict == PERSON})
@@ -142,7 +144,7 @@ def _move_one(generated: Generated, context: MoveContext) -> str:
 
 
 def _is_proven(folder: Path, generated: Generated, context: MoveContext) -> bool:
-    """Whether a folder has a proof of this very text, with the target release, by today's prover."""
+    """Whether a folder has a proof record, of any status, of this very text, with the target release, by today's prover."""
     if not (folder / PROOF).is_file():
         return False
     proof = json.loads((folder / PROOF).read_text(encoding="utf-8"))
@@ -153,7 +155,7 @@ def _is_proven(folder: Path, generated: Generated, context: MoveContext) -> bool
 
 
 def prove(python: Path, folder: Path, jobs: int, variables: Mapping[str, str] | None = None) -> None:
-    """Proves the generated model in a folder with a Python's release of transformers; writes `verify.json` beside it.
+    """Proves the generated model in a folder with a Python's release of transformers; writes `verify.json` there.
 
     Args:
         variables: additional environment variables.
@@ -184,7 +186,8 @@ def prove_against(model: str, to: str, root: Path, python: Path | None = None) -
         Whether it is proven, and the status and reason of the proof.
 
     Raises:
-        PatchgenError: the release, or its environment, is unavailable.
+        PatchgenError: the release or its environment is unavailable, the prover wrote no proof, or the present `verify.json`
+            proves another text.
     """
     target = releases.find(to)
     version = target.release.version

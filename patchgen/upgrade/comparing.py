@@ -104,7 +104,7 @@ def compare_model(
 
 
 def _old_upstream(model: str, record: Provenance) -> tuple[Upstream, Library]:
-    """The file that the committed one was generated from, and its release."""
+    """The file that the committed one was generated from, and its release, or the installed one for a user's file."""
     version = record["upstream"]["version"]
     if version is not None:
         before = library(version)
@@ -229,7 +229,7 @@ def _changed_hits(record: Provenance, then: Provenance, texts: Texts) -> list[Si
 
 
 def _differently_generated(sites: Iterable[Site], texts: Texts) -> Iterator[Site]:
-    """Symbols that are generated differently for no reason listed so far: the generator changed since the file was committed."""
+    """Symbols that are generated differently for no reason listed so far: code elsewhere changed, or the generator."""
     listed = {site.symbol for site in sites} | {site.symbol.partition(".")[0] for site in sites}
     now, then = symbols_of(texts.now), symbols_of(texts.then)
     for name in dict.fromkeys((*now, *then)):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def drift_under_edits(
     edits: Sequence[Edit], record: Provenance, old: Upstream, new: Upstream, reviewed: Collection[str]
 ) -> Iterator[Site]:
-    """A site for each edit whose target changed or is gone, with old upstream, new upstream and the edit.
+    """A site for each edit whose target changed or is gone, or whose added method the new release has.
 
     The target is compared with the hash in the record, taken when the edit was written or last reviewed; without one, with
     the release that the committed file was generated from.

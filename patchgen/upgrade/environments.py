@@ -26,7 +26,7 @@ def python_for(target: LocatedRelease, python: Path | None = None) -> Path:
     """A Python with that release: the given one, the running one, or that of an environment that is created and kept.
 
     Raises:
-        UpstreamNotFound: the given Python has another release, or pip failed; with its message.
+        UpstreamNotFound: the Python cannot be run or has another release, or the environment cannot be created.
     """
     if python is None and target.is_installed:
         return Path(sys.executable)
@@ -63,7 +63,7 @@ def _environment(target: LocatedRelease) -> Path:
 
 
 def _share_packages(folder: Path, target: LocatedRelease) -> None:
-    """Adds this environment's packages, patchgen and torch among them, to another one's path, after its own packages."""
+    """Adds the release's folder, if any, and this environment's packages to another one's path, after its own packages."""
     site = next(folder.glob("lib/python*/site-packages"))
     checkout = Path(__file__).parents[2]  # the folder that patchgen is imported from
     paths = [
@@ -77,7 +77,7 @@ def _share_packages(folder: Path, target: LocatedRelease) -> None:
 
 
 def environment_variables() -> dict[str, str]:
-    """Those of this process, without those that would put another transformers before an environment's."""
+    """The environment variables of this process, without those that would put another transformers before an environment's."""
     return {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     }

@@ -25,7 +25,7 @@ class Site:
         old_upstream, new_upstream, generated_now, generated_then: the source of the symbol; empty if there is none.
         edit: for a hand edit its code, the third side.
         old_line, new_line: in upstream's files, from 1; 0 if there is none.
-        is_run: of a helper, whether training can run the change and no other site reports it.
+        is_run: of a helper, whether training can run the change and no other site reports it; True elsewhere.
     """
 
     place: str

@@ -93,7 +93,7 @@ def _is_listed_with_its_class(
 
 
 def _differs_in_annotation_only(place: SymbolPlace, a: Symbol | None, b: Symbol | None) -> bool:
-    """Whether only a field's annotation changed, outside configurations, whose values are checked against theirs."""
+    """Whether only a field's annotation changed, outside configurations, whose values are checked against their annotations."""
     is_checked = place[0].rpartition("/")[2].startswith("configuration_")
     return not is_checked and a is not None and b is not None and a.form == b.form
 

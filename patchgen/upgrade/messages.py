@@ -92,7 +92,7 @@ def commit_message(found: Upgrade, written: Iterable[str], reviewed: Iterable[st
     """The message for what `--apply` wrote.
 
     Args:
-        written: the models that moved, each proven with the new release.
+        written: the models that moved.
         reviewed: the targets of hand edits that a person confirmed.
         held_back: model -> why it was not moved.
     """

@@ -41,7 +41,7 @@ class File:
     text: str
     symbols: Mapping[str, Symbol]
     names: Names
-    imports: Mapping[str, str]  # name -> dotted name, also of imports for type checkers only
+    imports: Mapping[str, str]  # name -> dotted name, of every `from` import, those in branches included
 
 
 class Library:
@@ -66,7 +66,7 @@ class Library:
         return file
 
     def locate(self, dotted: str) -> tuple[str, list[str]] | None:
-        """The file that a dotted name of the package leads to, through re-exports, and the remaining parts of the name."""
+        """The file that a dotted name of the package leads to, through re-exports, and the remaining parts; None without one."""
         return self._find(dotted)
 
     def _locate(self, dotted: str, depth: int = 0) -> tuple[str, list[str]] | None:
@@ -190,7 +190,7 @@ class Library:
                     yield from self.members_of(*place, attribute)
 
     def members_of(self, path: str, owner: str, attribute: str) -> list[SymbolPlace]:
-        """The definition of an attribute in a class, or in the first of its bases that has it."""
+        """The definition of an attribute in a class, or in the first of its bases that has it, breadth first; or none."""
         visited, pending = set[SymbolPlace](), [(path, owner)]
         while pending:
             place = pending.pop(0)
@@ -281,7 +281,7 @@ def _module_scope(nodes: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _expressions(node: ast.AST, with_annotations: bool) -> Iterator[ast.expr]:
-    """The names and attributes that code reads."""
+    """The names and attributes in code, assigned ones included; those of annotations only if asked for."""
     pending = [node]
     while pending:
         current = pending.pop()

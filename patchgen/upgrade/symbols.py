@@ -64,7 +64,7 @@ def symbols_of(text: str, *, is_config: bool = False) -> Mapping[str, Symbol]:
 
 
 def symbols_of_statements(nodes: list[ast.stmt], *, is_config: bool) -> dict[str, Symbol]:
-    """The same for the statements of a parsed file."""
+    """As `symbols_of`, for the statements of a parsed file."""
     symbols: dict[str, Symbol] = {}
     others: list[ast.stmt] = []
     for node in nodes:
