@@ -26,7 +26,7 @@ sequence needs no slice of a mask. A backend refuses unsupported features by nam
 Models with hand-written attention get a mask that behaves like upstream's tensor (`attention_masks.py`). Overlays on the mask,
 such as keys selected by an indexer or biases, mean the same under every name (`attention_overlays.py`).
 
-    B rows   S tokens per row   s = S / sp of this rank   N heads   D head size
+    B rows   S tokens per row   s = S / sp of this rank   N heads, N_q of queries   D head size, D_v of values
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def accept_names() -> None:
 
     Otherwise a name with `flash` in it is looked up as a kernel repository when the model is built, and models with a
     list of compatible flash implementations replace it silently. Both happen in one method, which is wrapped here. A
-    name without `flash` would avoid that, but vision towers pass packed lengths only to such names.
+    name without `flash` would avoid that, but vision towers pass packed lengths only to names with it.
     """
     from transformers.modeling_utils import PreTrainedModel
 
@@ -204,7 +204,7 @@ _RECORDINGS: list[Recorded] = []
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorded]:
-    """Records the features that attention calls need; meanwhile all of them run in eager, and none is refused."""
+    """Records the features that attention calls need; meanwhile all of them run in eager, which has every feature."""
     recorded: Recorded = {}
     _RECORDINGS.append(recorded)
     try:

@@ -105,7 +105,7 @@ _COMPILED_FLEX: list[Callable] = []
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-    """`flex_attention` with a block mask built once per batch; sinks by renormalising with the log-sum-exp:
+    """`flex_attention` with a block mask, built once per packed batch; sinks by renormalising with the log-sum-exp:
     `out * exp(lse) / (exp(lse) + exp(sink)) = out * sigmoid(lse - sink)`.
 
     Compiled on the GPU; the CPU runs torch's unfused form, which has no log-sum-exp for sinks.
@@ -151,7 +151,7 @@ def _at(per_head: Tensor, batch: Tensor, head: Tensor) -> tuple:
 
 
 def _blocks_of(mask: Tensor):
-    """A BlockMask from a dense mask `(B or 1, N or 1, S, K)`, bool."""
+    """A BlockMask from a dense mask `(B or 1, N_q or 1, S, keys)`, bool."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     rows, heads, S, K = mask.shape

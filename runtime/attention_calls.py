@@ -36,7 +36,7 @@ def dtype_features(dtype: torch.dtype | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of packed rows: `bounds` `(documents + 1,)` int32 over the T tokens, and the longest one."""
+    """The documents of packed rows: `bounds` `(documents + 1,)` int32 over the B * S tokens, and the longest length."""
 
     bounds: Tensor
     longest: int
@@ -56,7 +56,7 @@ class Attention:
         dropout: of the weights.
         documents: None, or the documents that do not see each other.
         padding: None, or `(B, S)` bool, False for padding.
-        overlay: None, or upstream's own mask (4-D tensor or BlockMask), which replaces all of the above structure.
+        overlay: None, or upstream's own mask (4-D tensor or BlockMask), which replaces order, window, documents and padding.
         is_cross: queries and keys belong to different sequences.
     """
 
@@ -100,6 +100,7 @@ masks: TensorCache[dict] = TensorCache(lambda _bounds: {})
 def dense_mask(attention: Attention, B: int, S: int, device: torch.device) -> Tensor | None:
     """`(B or 1, 1, S, S)` bool, True where a query (third) sees a key (fourth); None where all see all.
 
+    An overlay is returned unchanged: it may be additive, and have a mask per head.
     A padded query sees itself, so that no row of the softmax is empty; nothing reads its output.
     """
     if attention.overlay is not None:

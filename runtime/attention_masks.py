@@ -86,8 +86,8 @@ class MaskStructure:
         window: None, or the sliding window. Most models pass it to their attention as well; some only put it in the mask.
         is_overlay: the mask has more conditions than order, window, packing and padding: backends need the mask itself.
         is_packed: position ids show several documents per row.
-        document: `(B, S)`, the index of each token's document that upstream found in the position ids; None on a slice
-            of the sequence, whose position ids do not show document bounds.
+        document: `(B, S)`, the index of each token's document that upstream found in the position ids; None if it found none,
+            and on a slice of the sequence, whose position ids do not show document bounds.
         cu_seq_lens: None, or the document bounds that the model was called with when the mask was built.
         padding: None, or `(B, S)` bool of the full sequence, False for padding.
     """

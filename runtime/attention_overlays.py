@@ -31,7 +31,7 @@ def overlay_arguments(arguments: Mapping[str, Any]) -> Collection[str]:
 def overlay_mask(
     request: Attention, q: Tensor, k: Tensor, overlays: Mapping[str, Any], mask: Any, module: nn.Module
 ) -> Tensor:
-    """The mask of a call combined with its overlays: bool, or additive if there is a bias.
+    """The mask of a call combined with its overlays: bool or additive, always additive with a bias.
 
     Args:
         request: the call, with its `overlay` already a tensor.

@@ -81,6 +81,8 @@ def register_stacked_experts(*class_names: str, experts: Mapping[str, tuple[str,
         ...                                    /
         mlp.experts.0.down_proj.weight [H, I]  ->  mlp.experts.down_proj [E, H, I]
 
+        E experts   H hidden size   I expert intermediate size
+
     Biases likewise, to `gate_up_proj_bias` and `down_proj_bias`. transformers applies this on load and undoes it on
     save, looking conversions up by class name, whichever module defines the class. Another class of that name with a
     ModuleList (the source of the generated file) is unaffected: keys that a model has are not converted. A class of

@@ -60,7 +60,7 @@ def applied(owner: nn.Module, name: str, low_rank: LowRank) -> Iterator[None]:
 
 
 def adapters_of(gate_up_proj: Tensor, down_proj: Tensor) -> ExpertAdapters | None:
-    """The adapters of a call with these weights; None: they have none."""
+    """The adapters of a call with these weights; None: no adapter is active."""
     if not _ACTIVE:
         return None
     from patchgen.kernels.moe.adapters import ExpertAdapters

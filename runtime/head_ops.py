@@ -51,8 +51,8 @@ def causal_lm_loss(
         the loss is this rank's share of the mean over the global batch, or of the step's objective.
 
     Raises:
-        ValueError: with a parallel state: another loss than transformers' ForCausalLMLoss, or `local_terms` in a step of
-            several ranks or micro-batches, over which they do not sum up.
+        ValueError: with a parallel state: a loss that is neither transformers' ForCausalLMLoss nor an inline one, or
+            `local_terms` in a step of several ranks or micro-batches, over which they do not sum up.
     """
     if labels is None:
         return head(hidden_states), None
@@ -114,7 +114,7 @@ def _labels_of_step(
 
 
 def require_no_step(labels: object, what: str) -> None:
-    """Raises ValueError if labels are given in a parallel step, but the head's loss is upstream's own mean: `what`, as source."""
+    """Raises ValueError if there are labels and a parallel state, but the head's loss is upstream's own mean: `what`, as source."""
     if labels is not None and parallel.current() is not None:
         from patchgen.runtime.parallel.loss import upstream_mean_message
 
@@ -158,7 +158,8 @@ def router_loss(
 
     Without a parallel state: upstream's function, called as upstream calls it. With one, even on one rank: this rank's share
     of a value that is the same in every layout and for every padding (`runtime/parallel/router_loss.py` has the formula):
-    upstream's loss of each row without padding, averaged over the rows of the step, weighted by tokens.
+    upstream's loss of each row without padding, averaged over the rows of the step, weighted by tokens; with the state's
+    `router_loss` "global", that of all tokens of the step.
 
     Args:
         function: upstream's; its parameter `gate_logits` takes the router logits of each layer, `[T, E]`, and its
@@ -180,8 +181,8 @@ def router_loss(
 def router_means(tokens_per_expert: Tensor, router_prob_per_expert: Tensor) -> tuple[Tensor, Tensor]:
     """The two factors of the load-balancing loss, before their product in the function that `router_loss` calls.
 
-    Unchanged without a parallel state. With one: the first averaged over all ranks, since the product of means is not the
-    mean of products; the second this rank's part of a mean over the step.
+    Unchanged without a parallel state. With one: the first averaged over the ranks that have tokens of its group (a row, or the
+    step), since the product of means is not the mean of products; the second this rank's part of a mean over the step.
 
     Args:
         tokens_per_expert: the share of tokens routed to each expert, a mean over this rank's tokens, `[..., E]`.

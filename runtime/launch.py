@@ -53,7 +53,7 @@ def launch(
     rdzv_endpoint: str = "",
     fresh: bool = False,
 ) -> int:
-    """Runs a recipe to its end on all ranks of this machine; returns an exit status: 0, or `STOPPED`.
+    """Runs a recipe to its end on all ranks of this machine (under torchrun on this rank); returns an exit status: 0, or `STOPPED`.
 
     Args:
         processes: ranks on this machine.
@@ -64,7 +64,7 @@ def launch(
     Raises:
         LaunchFailed: the ranks failed.
         RecipeError, DataError, CheckpointError: the arguments contradict each other, or the run is impossible; raised before
-            any rank starts.
+            any rank starts, except under torchrun.
     """
     from patchgen.runtime.train import checks, continuing, preflight, run_lock
     from patchgen.runtime.train.run_plan import require_valid

@@ -3,6 +3,8 @@
 A packed vision tower takes `[P, C * T * p * p]` or `[P, C, p, p]` and the grid `(t, h, w)` of each image in patches, h and
 w multiples of the merge size. Others take full images `[N, C, H, W]`. An audio tower takes spectrograms `[N, mel, F]`, or raw
 samples `[N, F]`.
+
+    P patches   p patch side   C channels   T frames of a patch   N images or sounds   F frames or samples   mel bins per frame
 """
 
 from __future__ import annotations

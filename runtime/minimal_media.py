@@ -89,7 +89,7 @@ def fixed_frames(audio: Any) -> int:
 
 
 def candidates(features: Callable[..., Any], *, sp: int, like: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Arguments of a bound `get_<modality>_features` for one small image, video or sound, zeros.
+    """Arguments of a bound `get_<modality>_features` for one small image, video or sound, of zeros or ones.
 
     Args:
         features: its first parameter is the media tensor, its `__self__` the model.
@@ -191,7 +191,7 @@ def _image_candidates(
 
 
 def _patches(tower: Any, kind: str, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Patches of an image `[1, P, C * p * p]` with positions `[1, P, 2]` or a shape `[1, 2]`."""
+    """Patches of an image `[1, P, C * p * p]` (letters as in `media_sizes.py`) with positions `[1, P, 2]` or a shape `[1, 2]`."""
     first, *other_names = parameters
     position = next((name for name in other_names if name.endswith("position_ids")), None)
     shape = next((name for name in other_names if name.endswith("spatial_shapes")), None)

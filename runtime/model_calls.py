@@ -326,6 +326,7 @@ _is_all_ones = TensorCache(lambda mask: bool((mask == 1).all()))
 
 def _require_one_document(positions_BS: Tensor, is_token_BS: Tensor) -> None:
     """Refuses rows with padding in which positions restart: with a mask, the documents would not be found."""
+    # R: the S - 1 pairs of neighbouring tokens of a row.
     both_BR = is_token_BS[:, 1:] & is_token_BS[:, :-1]
     if bool((both_BR & (positions_BS[:, 1:] <= positions_BS[:, :-1])).any()):
         raise ValueError(

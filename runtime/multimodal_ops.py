@@ -2,6 +2,9 @@
 
 Images, videos and audio under sequence parallelism, and towers that have no input on this rank. In one process each is the
 identity or upstream's own computation.
+
+    B batch   S sequence of this rank   H hidden size   F feature rows   P patches   C channels, or a tower's width
+    p patch side   T frames of a patch   N images, videos or chunks
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Shapes in this file:
 
 Heads and losses are in `head_ops.py`, mixers of tokens in `sequence_ops.py`, towers in `multimodal_ops.py`.
 
-On one process every function computes exactly what upstream does; parallel functions are then the identity.
+On one process, with eager seams, every function computes exactly what upstream does, except mixers over packed rows, which keep
+documents apart; parallel functions are then the identity.
 The kernels behind the seams are selected in `runtime/seams.py`.
 """
 

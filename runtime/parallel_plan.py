@@ -30,7 +30,8 @@ def parallel_plan(
 
     Args:
         model: a generated model.
-        experts: for each experts class of the generated file the names of its parameters of shape `[E, ...]`.
+        experts: for each experts class of the generated file the names of its parameters of shape `[E, ...]`, E experts.
+        left_alone: class of experts that are not sharded -> why.
 
     Raises:
         ValueError: a named parameter does not exist on a live module, or a live module of such a class has a parameter

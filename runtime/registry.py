@@ -274,7 +274,11 @@ def build_model(config: PreTrainedConfig, *, directory: Path | None = None, **kw
 
 def find_head(config: PreTrainedConfig, *, directory: Path | None = None) -> type[PreTrainedModel]:
     """The generated head whose config class is that of `config`: the first language model in `provenance.json`, else the
-    first other head."""
+    first other head.
+
+    Raises:
+        UnknownModelError: there is none.
+    """
     from patchgen.runtime.verify.head_kinds import kind_of
 
     models = generated_models(directory)

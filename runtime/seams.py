@@ -3,7 +3,7 @@
 A seam is a call in generated code that a kernel may serve. Every seam has the implementation `eager`: the upstream
 code below the seam in the generated file; for experts the one in `experts_implementation`
 (`runtime/experts_interface.py`). With every seam eager and no parallelism, a generated model computes exactly what
-upstream computes, bit for bit, except short convolutions over packed rows with `cu_seq_lens`: they stop at document
+upstream computes, bit for bit, except convolutions, recurrences and scans over packed rows: they stop at document
 bounds, where upstream's torch forms mix documents or refuse them (`parallel/mixers.py`).
 
     from patchgen.runtime import seams

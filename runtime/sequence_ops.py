@@ -2,7 +2,7 @@
 
     B batch   S sequence of this rank   D head size   N heads   C channels
 
-On one process every function computes exactly what upstream does.
+On one process every function computes exactly what upstream does, except that documents of packed rows stay apart.
 """
 
 from __future__ import annotations

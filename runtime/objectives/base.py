@@ -5,11 +5,11 @@
         strength: float = 1.0                       # an option of the recipe
 
         def loss(self, batch):                      # within the forward of the model, of one micro-batch on one rank
-            log_probs = batch.token_log_probs()     # (s,), without the full logits
+            log_probs = batch.token_log_probs()     # (s,): of this rank's s tokens, without the full logits
             return -self.strength * torch.log1p(-log_probs.exp()).where(batch.is_learned, 0).sum()
 
-The loss of a step is the sum of what `loss` returns, over all micro-batches and ranks, divided by the items of the step
-(`per`). An objective need not handle ranks.
+The loss of a step is the sum of what `loss` returns, over all micro-batches and ranks (of documents and pairs, once for the
+ranks that share a row), divided by the items of the step (`per`). An objective need not handle ranks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Objective:
         """
 
     def count(self, row: Mapping[str, Any]) -> int:
-        """The number of documents, or pairs, in a full micro-batch on the host."""
+        """The number of documents (`per` "document") or pairs in a full micro-batch on the host, without padding."""
         documents = int((sources_of(row) >= 0).sum())
         return documents if self.per == "document" else documents // 2
 

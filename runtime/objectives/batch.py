@@ -4,7 +4,7 @@ row        chosen_0 chosen_0 chosen_0 rejected_0 | rejected_0 chosen_1 rejected_
 index      0        0        0        1          | 1          2        3          4
 document_sums((s,)) -> (5,)   the same on both ranks: the sums of all slices are summed
 
-s tokens of this rank's slice   H hidden size   D documents of the full row
+s tokens of this rank's slice   H hidden size   D documents of the full row   C tokens of a chunk   V outputs of the head
 """
 
 from __future__ import annotations
@@ -117,7 +117,10 @@ class Batch:
         return torch.stack([position == 1 - first, position == last + 1], dim=1)
 
     def document_max(self, values: Tensor) -> Tensor:
-        """The maxima over the tokens of each document, `(D, ...)`, of `(s, ...)`; over all ranks that share the row."""
+        """The maxima over the tokens of each document, `(D, ...)`, of `(s, ...)`; over all ranks that share the row.
+
+        Not differentiable if several ranks share it.
+        """
         lowest = torch.finfo(values.dtype).min if values.is_floating_point() else torch.iinfo(values.dtype).min
         index = self.index.view(-1, *[1] * (values.ndim - 1)).expand_as(values)
         top = values.new_full((self.num_documents, *values.shape[1:]), lowest).scatter_reduce(0, index, values, "amax")

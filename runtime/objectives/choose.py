@@ -96,7 +96,8 @@ def require_valid(recipe: Recipe) -> None:
     """Refuses combinations that no rank can train.
 
     Raises:
-        RecipeError: data of another kind, a loss kernel that would not run, or adapters with a new head.
+        RecipeError: data of another kind, a missing or unused teacher, a loss kernel that would not run, or adapters with a new
+            head.
     """
     objective = objective_of(recipe.objective)
     for section, data in (("data", recipe.data), ("eval_data", recipe.eval_data)):

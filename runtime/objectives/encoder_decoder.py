@@ -47,7 +47,7 @@ def has_loss_seam(head: type) -> bool:
 
 
 def on_rows(head: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The head with inputs `input_ids`, `shift_labels` `(D, L)`, one document per row; it also accepts upstream's inputs."""
+    """The head with inputs `input_ids`, `shift_labels` `(D, L)`: D documents, L tokens per row; it also takes upstream's inputs."""
 
     @functools.wraps(head.forward)
     def forward(
@@ -92,7 +92,7 @@ def require_one_answer(row: Mapping[str, Any]) -> None:
 
 
 def prompts_and_answers(ids: Tensor, targets: Tensor, real: Tensor | None) -> dict[str, Tensor]:
-    """The inputs of an encoder-decoder, from rows `(D, L)` and the target of each token; `real` is False for padding.
+    """The inputs of an encoder-decoder, from D documents `(D, L)` and the target of each token; `real` is False for padding.
 
     One host sync. A document has one answer, which `require_one_answer` checked.
     """

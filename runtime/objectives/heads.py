@@ -124,7 +124,7 @@ def head_over(kind: str, head: type[PreTrainedModel], config: PreTrainedConfig) 
         config: of that class.
 
     Raises:
-        UnknownHeadError: upstream has no such head, or one that differs from its generic class.
+        UnknownHeadError: upstream has no such head, or one that differs from its generic class or has another base model.
     """
     head_type = HEAD_TYPES.get(kind)
     upstream_base = MODEL_MAPPING.get(type(config), None)
@@ -185,7 +185,7 @@ class TaskHead(_Model):
     """Patterns of weights that such a checkpoint lacks."""
 
     def loss_or_scores(self, head: Callable, hidden_states: torch.Tensor) -> SequenceClassifierOutputWithPast:
-        """The loss of the step's objective; without an objective the scores of every token, `(1, s, labels)`."""
+        """The loss of the step's objective; without an objective the scores `(1, s, labels)` of all s tokens."""
         objective = current_step().objective
         if objective is None:
             return SequenceClassifierOutputWithPast(logits=head(hidden_states))
@@ -214,7 +214,7 @@ class Scorer(TaskHead):
     def forward(
         self, input_ids: torch.LongTensor | None = None, labels: torch.LongTensor | None = None, **kwargs: Any
     ) -> Any:
-        """In a run, the loss over packed rows; else upstream's forward."""
+        """In a run, the loss over packed rows, or all scores (`loss_or_scores`); else upstream's forward."""
         if parallel.current() is None:
             optional = {} if labels is None else {"labels": labels}
             return self.head_type.generic.forward(self, input_ids=input_ids, **optional, **kwargs)

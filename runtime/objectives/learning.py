@@ -55,7 +55,8 @@ class Learning:
         self.adapted, self.table, self.teacher = adapted, table, teacher
 
     def prepare(self, rows: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[..., Tensor] | None]:
-        """The inputs of the model on the device, and the function that computes the loss (`loss.step(objective=...)`).
+        """The inputs of the model on the device, and the function that computes the loss (`loss.step(objective=...)`);
+        None: the model computes it.
 
         Args:
             rows: of this rank, on the host.
@@ -72,7 +73,8 @@ class Learning:
         return inputs, loss_share(self.objective, batch)
 
     def fill_table(self, micro_batches: Iterable[Mapping[str, Any]]) -> int:
-        """Computes the missing entries of the reference table with the current model, and saves them.
+        """Computes the missing entries of the reference table with the current model, and saves them (collective). Returns how
+        many were missing.
 
         Args:
             micro_batches: of this rank, on the host, as many as of any other.

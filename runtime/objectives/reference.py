@@ -78,7 +78,7 @@ class ReferenceTable:
 
         Args:
             micro_batches: of this rank, equally many on every rank, with `document_keys`.
-            compute: returns the values of a micro-batch's documents.
+            compute: returns the values of a micro-batch's documents without padding, in the order of the keys.
         """
         before, rounds = len(self.values), 0
         for rows in micro_batches:

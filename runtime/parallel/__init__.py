@@ -7,11 +7,10 @@
     sharding.py      FSDP2 over both meshes                loss.py         means over the global batch
     router_loss.py   the load-balancing loss               gradients.py    norm, clipping, non-finite gradients
     checkpointing.py activation checkpointing              undivided.py    FSDP2 units that one rank owns entirely
-    watch.py         collectives that stall                exchange_reduce.py  gradient sums that travel in bf16
+    watch.py         collectives that stall                exchange_reduce.py  gradients sent in bf16, summed in fp32
     report.py        implementations and bytes per rank    gloo_groups.py   gloo groups with one worker thread
 
-Generated code reaches the active state through `patchgen.runtime.ops`. This module is light: it imports no torch until
-a state is activated.
+Generated code reaches the active state through `patchgen.runtime.ops`. This module is light: it imports no torch.
 """
 
 from __future__ import annotations

@@ -34,14 +34,17 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
             `stacked_position_ids` `(B, rows, S)`, `attention_mask` `(B, S)`, `cu_seq_lens_q` `(documents + 1,)` over the
             concatenated rows, `real_tokens` `(B, S)` bool, False where a token is padding. Other entries are passed through.
         sp, sp_rank: the number of ranks that share the batch, and the index of this one.
-        pad_token_id: pads rows to a multiple of `sp`; the padding is a document of its own without labels. It must not be
-            a placeholder of an image, a video or a sound.
+        pad_token_id: pads rows to a multiple of `sp`; the padding has no labels and is a document of its own, unless a mask
+            marks it. It must not be a placeholder of an image, a video or a sound.
 
     Returns:
         The same keys, sequences sliced to s, plus `position_ids` and, with labels, `shift_labels`. A batch of several
         documents gets `cu_seq_lens_q`, `cu_seq_lens_k` (int32, of the *full* sequence) and `max_length_q`, `max_length_k`
         (int). An attention mask without zeros is dropped. `real_tokens` is included if any token of the full batch is
         padding, according to that argument, to the mask, or because it is added here.
+
+    Raises:
+        ValueError: there are no tokens, grids come without positions, or documents do not match the positions or the batch.
     """
     out = dict(batch)
     tokens = out.get("input_ids", out.get("inputs_embeds"))

@@ -45,7 +45,7 @@ class FieldRule:
         listed: a list with an entry for each item, which the model takes as a list instead of a tensor.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # recipes have rules; with an annotation it would be a key
+    __pydantic_config__ = {"extra": "forbid"}  # recipes have rules; with an annotation it would be a field
 
     pack_dim: int
     sliced: bool = False
@@ -177,7 +177,7 @@ def declare(rules: Mapping[str, FieldRule | Mapping[str, Any]], where: str) -> N
         where: who declares them, for errors.
 
     Raises:
-        ValueError: an unknown attribute, or a second, different rule for a field.
+        ValueError: an unknown attribute or value, or a second, different rule for a field.
     """
     for name, declared in rules.items():
         try:
@@ -217,6 +217,7 @@ def pack(field: str, values: Sequence[Any], batch_fields: Collection[str] = ()) 
         batch_fields: the fields of the batch.
 
     Raises:
+        KeyError: a field without a rule.
         ValueError: they differ in another dimension, and this field is padded with counting positions.
     """
     rule = ITEMS if MASKS_OF_CROPS.get(field) in batch_fields else rule_of(field)

@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 @torch.no_grad()
 def compute_buffers(model: nn.Module) -> None:
-    """Computes non-persistent buffers, by upstream's initialisation of their module, else by its constructor.
+    """Computes non-persistent buffers, by upstream's initialisation of their module or one around it, else by a constructor.
 
     Raises:
-        ValueError: neither the module nor one around it computes them.
+        ValueError: neither initialises them, nor does the model's constructor compute them.
     """
     pending: dict[str, list[tuple[nn.Module, str]]] = {}
     for path, module in model.named_modules():

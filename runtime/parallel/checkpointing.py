@@ -208,7 +208,7 @@ def apply(model: nn.Module, mode: str) -> int:
         The number of layers.
 
     Raises:
-        ValueError: an unknown mode, or a model without such layers.
+        ValueError: an unknown mode, or a model without such layers in another mode than "none".
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -120,7 +120,7 @@ def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list
 
 
 def broadcast_object(value: Value, rank: int = 0, group: dist.ProcessGroup | None = None) -> Value:
-    """The value of one rank, on all ranks of `group`."""
+    """The value of the rank with the global number `rank`, on all ranks of `group`."""
     shared = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(shared, src=rank, group=group)

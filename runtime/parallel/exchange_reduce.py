@@ -132,7 +132,7 @@ def mesh_dimension(mesh: DeviceMesh, dimension: str) -> int:
 
 
 def copy_in_gradients(gradients: Sequence[Tensor], buffer: Tensor, world: int) -> None:
-    """Copies gradients `[D, ...]` into `buffer [world * N]` in FSDP2's layout: per rank its parts of all gradients.
+    """Copies gradients `[rows, ...]` into `buffer [world * N]` in FSDP2's layout: per rank its parts of all gradients.
 
     Each gradient is padded with zeros to a multiple of `world` rows.
     """

@@ -26,7 +26,9 @@ class _Experts(Protocol):
 
 
 class ExpertLoad:
-    """Counts the slots `[T, K]` that the routers of a generated model send to each expert, as integers.
+    """Counts the slots `[tokens, experts per token]` that routers of a generated model send to each expert, as integers.
+
+    Only forwards with gradients are counted, without the recomputations of `checkpointing.apply`.
 
     Experts that are called without indices (llama4's: each expert has an equal part of the rows) have no load.
 
@@ -48,7 +50,10 @@ class ExpertLoad:
         ]
 
     def read(self) -> dict[str, Tensor]:
-        """The counts `(E,)` per experts module over all ranks, since the last read. Waits for the device."""
+        """The counts `(num_experts,)` per experts module over all ranks since the last read, without modules that have none.
+
+        Every rank must call it. Waits for the device.
+        """
         totals = {}
         for path, counts in self._counts.items():
             total = self._none_counted(path) if counts is None else counts
@@ -88,8 +93,8 @@ class ExpertLoad:
 
 
 def _routing_index(path: str, values: Iterable[object]) -> Tensor | None:
-    """The indices `[T, K]` among the arguments of experts, whatever signature a wrapper gives their forward: hidden states
-    and weights are floating point.
+    """The indices `[tokens, experts per token]` among the arguments of experts, whatever signature a wrapper gives their forward:
+    hidden states and weights are floating point. None: there are none.
 
     Raises:
         ValueError: several arguments have integers.

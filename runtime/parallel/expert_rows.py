@@ -16,6 +16,7 @@ results are identical. No atomics: the backward of every gather is a gather.
 
     T tokens   K experts per token   H hidden size   E experts of the model   e experts of this rank
     R rows that this rank sends      Q rows that it receives                  n ranks of the EP group
+    S slots sorted by expert, T * K
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _exchange_sizes(state: ParallelState, expert_S: Tensor, num_experts: int) ->
 
 
 def _plan_with_capacity(state, top_k_index, expert_S, slot_S, place_TK, num_experts) -> tuple[Route, Exchange]:
-    """Equal blocks of C rows per rank, so that no size reaches the host. Slots beyond C are left out and counted."""
+    """Equal blocks of `expert_capacity` rows per rank, so no size reaches the host. Slots beyond it are left out and counted."""
     n, num_local = state.ep, num_experts // state.ep
     slots, capacity, device = slot_S.numel(), state.expert_capacity, slot_S.device
     first_n = torch.searchsorted(expert_S, torch.arange(n, device=device) * num_local)
@@ -200,7 +201,7 @@ def _sum_per_token(rows: Tensor, route: Route) -> Tensor:
 
         row_of_slot_TK = torch.where(route.left_out_TK, -1, route.row_of_slot_TK)
         return sum_slots(rows.contiguous(), None, row_of_slot_TK, row_of_slot_TK.shape[1])
-    # Left-out slots have rows past the last row that was sent.
+    # Left-out slots may have rows past the last row that was sent.
     per_slot_TKH = rows[route.row_of_slot_TK.clamp(max=rows.shape[0] - 1)]
     wide_TKH = per_slot_TKH.to(torch.promote_types(rows.dtype, torch.float32))
     return torch.where(route.left_out_TK.unsqueeze(-1), 0, wide_TKH).sum(dim=1).to(rows.dtype)

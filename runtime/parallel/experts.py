@@ -41,7 +41,7 @@ def fused_moe(
     adapters: ExpertAdapters | None = None,
     **options: object,
 ) -> Tensor:
-    """`ops.fused_moe` over the experts of all ranks; index and `num_experts` are the model's, weights this rank's."""
+    """`ops.fused_moe` over the experts of all ranks; index and `num_experts` are the model's, expert parameters this rank's."""
     num_local = num_experts // state.ep
     gate_up_e, down_e = _local_experts(gate_up_proj, num_local), _local_experts(down_proj, num_local)
     biases = {

@@ -35,6 +35,7 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients of all ranks, a scalar fp32 tensor, the same on every rank.
 
     Squares are summed per layout (mesh, sharded dimensions, dtype), then over the sharded dimensions: replicas count once.
+    Raises ValueError if no parameter has a gradient.
     """
     layouts: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:

@@ -157,7 +157,7 @@ _DIVIDES: TensorCache[dict[int, bool]] = TensorCache(lambda _layers: {})
 
 
 def _heads_divide(layers: nn.Module, size: int) -> bool:
-    """Whether `size` divides the heads of every attention inside; False if a number is unknown."""
+    """Whether `size` divides the heads of every attention inside; False if no number of heads is known."""
     divides = _DIVIDES(layers)
     if size not in divides:
         counts = [

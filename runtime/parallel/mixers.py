@@ -131,8 +131,9 @@ def delta_rule(rule: Callable[..., Any], *args: Any, state: ParallelState | None
     The role of an argument follows from its name (`mixer_arguments.py`).
 
     Raises:
-        ValueError: a recurrent state is passed or requested while the sequence is divided (it is a decoding cache); a
-            tensor with an unknown role, or with another shape than its role.
+        ValueError: a recurrent state (a decoding cache) is passed while the sequence is divided or packed, or requested while it
+            is divided; heads that do not divide by the number of ranks; `seq_idx` without document lengths; a tensor with
+            an unknown role, or with another shape than its role.
     """
     documents_argument = "cu_seqlens" if separates_documents(rule, "fla") else None
     return _over_heads(Call.of(rule, RULE_ROLES, args, kwargs), state, documents_argument)

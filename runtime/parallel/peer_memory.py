@@ -17,8 +17,8 @@ waited for the previous exchange, in A, whose barrier every rank entered after i
 
     rank 0    write A | barrier | read A | push into B of all | barrier | read own B | write A ...
 
-A layer has five exchanges in a step (tokens, sums, gradients of sums, gradients of tokens; prefetched tokens are one more)
-and three in evaluation. A replayed graph always begins on the same buffer, so a capture needs an even number (`replayable`).
+A layer has four exchanges in a step (tokens, sums, gradients of sums, gradients of tokens) and two in evaluation, each with one
+more for prefetched tokens. A replayed graph always begins on the same buffer, so a capture needs an even number (`replayable`).
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class PeerShards:
     # ---------------------------------------------------------------------------------------------- gradients
 
     def reduce(self, group: PeerGroup, gradients: list[tuple[ShardSlot, Tensor]]) -> torch.Event | None:
-        """Sums gradients `[D, ...]` over the ranks: each parameter gets this rank's part of the sum.
+        """Sums full gradients over the ranks: each parameter gets this rank's part of the sum.
 
         Args:
             gradients: of one large parameter, sent in pieces, or of all small ones of a unit. Separate calls let a layer's experts

@@ -1,7 +1,8 @@
 """FSDP2 units whose parameters the ranks of one machine read from each other's memory (`peer_shards.py`).
 
-A unit is left to FSDP2 if its stored dtype is not wider than its compute dtype, if some of it is frozen, if it is replicated as
-well, or is in host memory; and in a backward that ends gradient accumulation without reduction.
+A unit is left to FSDP2 unless it is stored in fp32, computed in a narrower dtype and its gradients are summed in fp32; if some
+of it is frozen, replicated as well, in host memory, or sharded along another dimension than the first; and in a backward that
+ends gradient accumulation without reduction.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class PeerGroup(ZeroFillingGroup):
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether all parameters are trained, decided at first use."""
+        """Whether all parameters are trained; decided at first use, which plans the layout as well."""
         if not hasattr(self, "_keeps_copies"):
             self._keeps_copies = all(param.sharded_param.requires_grad for param in self.fsdp_params)
             if self._keeps_copies:
@@ -250,7 +251,7 @@ def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
         exchange: "auto" is peer memory between GPUs that support it, in groups that were measured.
 
     Raises:
-        ValueError: peer memory was requested but is unavailable, or no unit can use it.
+        ValueError: an unknown `exchange`; or peer memory was requested but is unavailable, or no unit can use it.
     """
     if exchange not in ("auto", "collectives", "peer_memory"):
         raise ValueError(f"shard_exchange must be 'auto', 'collectives' or 'peer_memory', not {exchange!r}.")

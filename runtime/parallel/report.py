@@ -7,9 +7,9 @@
       fused_moe      torch, tokens exchanged over ep 4                                   48 Qwen3MoeExperts
       causal_lm_loss chunked                                                             1 Qwen3MoeForCausalLM
       ...
-    parameters                                  whole      this rank
-      dense    fsdp 8                           3.1 GiB    0.4 GiB
-      experts  ep 4, ep_shard 2                 56.6 GiB   7.1 GiB
+    parameters                                            count       whole   this rank
+      divided over fsdp 8, trained, bfloat16                435     3.1 GiB     0.4 GiB
+      divided over ep_shard 2, ep 4, trained, bfloat16       96    56.6 GiB     7.1 GiB
 
 A configured seam that no module uses is an error: it would silently have no effect.
 """

@@ -141,7 +141,7 @@ def _in_groups(heads: Tensor, size: int, groups: int, dim: int) -> list[Tensor]:
 def key_value_repeats(query_heads: int, key_heads: int, size: int, *, where: str) -> int:
     """The smallest number of repeats of key/value heads with which `size` ranks can divide them.
 
-    A rank gets query heads `[r * N_q/n, (r+1) * N_q/n)` and key heads `[r * f * N_k/n, ...)` after each key head was
+    Rank r gets query heads `[r * N_q/n, (r+1) * N_q/n)` and key heads `[r * f * N_k/n, ...)` after each key head was
     repeated f times; `f * N_k` must be a multiple of n, and divide `N_q` so that the groups stay aligned.
 
     Raises:

@@ -1,7 +1,7 @@
 """FSDP2 over both meshes: dense parameters over `fsdp`, experts over `ep` and then `ep_shard`.
 
     parameter          dense mesh (fsdp)             expert mesh (ep_shard x ep)
-    q_proj [O, I]      Shard(0)                      -
+    q_proj [out, in]   Shard(0)                      -
     gate_up [E, ..]    -                             Shard(0) over ep, then FSDP's shard over ep_shard
 
 Every gradient is the *sum* over the ranks: a rank's loss is its share of the global loss (`loss.py`), so dense and
@@ -47,7 +47,7 @@ class ShardingOptions:
         param_dtype: the compute dtype of layers; None: as stored. Stored parameters keep their dtype.
         reduce_dtype: the dtype in which gradients are summed; None: as computed.
         exchange_gradients: send gradients as computed and sum them on arrival, in `reduce_dtype` (`exchange_reduce.py`):
-            fewer bytes than a reduce-scatter in a wider dtype. None: if it saves bytes and the ranks share a machine.
+            fewer bytes than a reduce-scatter in a wider dtype. None: on GPUs, if it saves bytes and the ranks share a machine.
         shard_exchange: how ranks gather parameters and sum gradients. "peer_memory": ranks of one machine read each other's
             memory (`peer_shards.py`); "collectives": FSDP2's own; "auto": peer memory between up to four GPUs of one machine.
         reshard_after_forward: free a layer's gathered parameters after its forward and gather again for the backward.
@@ -78,7 +78,7 @@ def shard_model(
 
     Args:
         model: with full parameters, the same on every rank.
-        expert_parameters: paths of parameters `[E, ...]`; by default those of the model's own `get_parallel_plan()`.
+        expert_parameters: paths of parameters `[experts, ...]`; by default those of the model's own `get_parallel_plan()`.
         layer_classes: class names of the layers that are gathered one at a time; by default transformers'
             `_no_split_modules`, else the elements of the model's module lists.
         options: see `ShardingOptions`.
@@ -195,7 +195,9 @@ def undivided_experts(model: nn.Module) -> Mapping[str, str]:
 
 
 def check_plan(model: nn.Module, paths: Sequence[str], ep: int) -> None:
-    """Raises unless every path is a parameter of `model` whose first dimension divides by `ep`."""
+    """Raises ValueError unless there are paths, each a parameter of `model` whose first dimension divides by `ep`, and their
+    modules have no other parameters of their own.
+    """
     parameters = dict(model.named_parameters())
     missing = [path for path in paths if path not in parameters]
     if missing:
@@ -229,7 +231,10 @@ def check_plan(model: nn.Module, paths: Sequence[str], ep: int) -> None:
 
 
 def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[nn.Module]:
-    """The outermost modules of these classes; see `shard_model`."""
+    """The outermost modules of these classes that share no parameters with other modules; see `shard_model`.
+
+    Modules in lists are preferred. Raises ValueError if no module has one of the classes.
+    """
     names = set(layer_classes if layer_classes is not None else getattr(model, "_no_split_modules", None) or ())
     if layer_classes is None and not any(type(module).__name__ in names for module in model.modules()):
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]

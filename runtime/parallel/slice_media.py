@@ -33,7 +33,7 @@ class _Reached(Exception):
 def rows(
     model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """A modality that the model takes, and a row with one item of it; warns of those that no row is known for (collective)."""
+    """A modality that the model takes, and a row with one item of it; warns if none is known. Every rank must iterate."""
     for kind in (IMAGE, VIDEO, AUDIO):
         features = _features(model, kind)
         if features is None:
@@ -130,14 +130,14 @@ def _text(config: Any, vocab_size: int, length: int, generator: torch.Generator)
 
 
 def _count(output: Any, width: int) -> int:
-    """The rows of features."""
+    """The number of feature rows."""
     features = getattr(output, "pooler_output", None)
     tensors = minimal_media.feature_tensors(output if features is None else features)
     return sum(tensor.numel() for tensor in tensors) // width
 
 
 def _trial_copy(owner: Any, like: Tensor) -> Any:
-    """A copy with constant weights, without hooks and collectives, whose language model has embeddings only and is not run."""
+    """A copy with constant weights, without hooks and collectives, whose language model has no layers and is not run."""
     copy = minimal_media.bare_copy(owner, like)
     decoder = owner.language_model if hasattr(owner, "language_model") else owner.get_decoder()
     path = next(path for path, module in owner.named_modules() if module is decoder)

@@ -27,10 +27,10 @@ class ParallelState:
 
     Attributes:
         expert_capacity: the number of rows that a rank sends to each other rank in a token exchange, the same on all ranks
-            (an even distribution sends `tokens * K / ep`), or None. With it the exchange needs no host sync; rows beyond it
-            are dropped and counted.
+            (an even distribution sends `tokens * experts per token / ep`), or None. With it the exchange needs no host sync;
+            rows beyond it are dropped and counted.
         head_groups: the number of groups in which attention heads are exchanged, so that the attention of one group
-            overlaps with the exchange of others; at most the largest number that divides a rank's key heads.
+            overlaps with the exchange of others; lowered to the next number that divides a rank's key heads.
         router_loss: the tokens over which expert loads are counted: those of a "row", or of the whole step ("global"); see
             `router_loss.py`.
         peers: the buffers through which the ranks of an EP group read from each other; None: tokens travel by all-to-all.
@@ -68,7 +68,8 @@ class ParallelState:
                 GPUs of one machine, unless `expert_capacity` is given.
 
         Raises:
-            ValueError: the sizes do not match the number of ranks, or peer memory is unavailable between them.
+            ValueError: the sizes do not match the number of ranks, an option has another value than those above, or peer memory
+                is unavailable between the ranks.
             RuntimeError: torch.distributed is not initialised.
         """
         if not dist.is_initialized():

@@ -9,7 +9,7 @@ parameters and bf16 compute:
               or written by the optimizer in its step (`train/adamw.py`)                                    2
               gradient passed on uncast, if the optimizer takes it so (`grad_dtype` None)                   0
 
-This covers one GPU without sharding, and experts that are each on one rank (`ep_shard` 1). The numbers are FSDP2's: the same
+This covers one GPU without sharding, and experts that are each on one rank (`ep_shard` 1). The results are FSDP2's: the same
 cast, and gradients of several micro-batches are summed in the dtype of the parameter.
 
 A copy that an optimizer wrote is used in training until another optimizer takes a step or the parameter is changed otherwise.

@@ -49,7 +49,7 @@ def changed_module(module: str, text: str, siblings: Mapping[str, str]) -> Itera
     Args:
         module: the import path of upstream's file.
         text: the changed source.
-        siblings: changed or new modules of its package, by their last name.
+        siblings: sources of new modules of its package, by the last part of their import path.
     """
     package = importlib.import_module(module.rpartition(".")[0])
     name = f"{module}_changed_{next(_numbers)}"

@@ -35,7 +35,7 @@ class Committed:
 
     @property
     def changed_lines(self) -> int:
-        """Against upstream."""
+        """The number of added and removed lines against upstream."""
         return emit.changed_lines((self.folder / f"modeling_{self.name}.diff").read_text(encoding="utf-8"))
 
     @functools.cached_property

@@ -1,7 +1,7 @@
 """How far rounding alone moves a step: what upstream's own result moves by when its weights are perturbed by eps.
 
 A sum that cancels (the gradient of a decay's bias) loses digits in every order of operations. A difference beyond a fixed
-bar is therefore compared with the model's own sensitivity to a rounding error in its weights.
+tolerance is therefore compared with the model's own sensitivity to a rounding error in its weights.
 """
 
 from __future__ import annotations

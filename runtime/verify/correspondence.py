@@ -6,6 +6,8 @@
     experts.0.up_proj.weight   [I, H]   >      experts.gate_up_proj [E, 2I, H]
     ...                                /
 
+    E experts   I intermediate size of an expert   H hidden size
+
 The generated class's own checkpoint conversion is used, so a proof compares what a checkpoint would be loaded as. It is linear
 and invertible, so gradients convert like weights. Tensors whose name is in both models are not converted.
 """

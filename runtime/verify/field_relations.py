@@ -63,7 +63,10 @@ def distinct_placeholders(parts: Mapping[str, SmallConfig], special_ids: Iterato
 def vocabulary_map(
     values: Mapping[str, object], parts: Mapping[str, SmallConfig], source: str, special_ids: Iterator[int]
 ) -> dict[str, object]:
-    """The `vocabulary_map` that a modeling file reads, if the config has none: named ids, and codes of an image tokenizer."""
+    """The `vocabulary_map` that a modeling file reads, if it is None: named ids, and codes of an image tokenizer.
+
+    Also sets the numbers of codes in the config of that tokenizer, which is one of `parts`.
+    """
     prefix = next((prefix for prefix in sizes.IMAGE_CODES if f'startswith("{prefix}")' in source), None)
     if prefix is None or values.get("vocabulary_map", {}) is not None:
         return {}
@@ -78,7 +81,10 @@ def vocabulary_map(
 
 
 def layer_numbers(values: Mapping[str, object], parts: Mapping[str, SmallConfig]) -> dict[str, object]:
-    """The fields among `values` with numbers of layers that a small tower lacks, mapped to its layers in the same order."""
+    """The fields among `values` with numbers of layers that a small tower lacks, mapped to its layers in the same order.
+
+    `*_target_layers` become 1, 2, ..., and the text config gets one layer more than these.
+    """
     small_numbers: dict[str, object] = {}
     for name, value in values.items():
         if TEXT_LAYER_FIELD.match(name) and isinstance(value, (list, tuple)) and "text_config" in parts:

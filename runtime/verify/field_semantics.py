@@ -5,7 +5,7 @@ windows, experts), not models: a new model with common field names needs nothing
 
 Sizes of a small model:
 
-    hidden 64 = 4 heads x 16    2 key/value heads    4 layers (or one per kind of layer, `layer_selection.py`)
+    hidden 64 = 4 heads x 16    2 key/value heads    one layer per kind, at least 2 (4 with a period of kinds)
     experts 4, 2 per token, in 2 groups               intermediate 96, per expert 32, shared expert 48
     mamba inner 128 = 8 heads x 16                    vocabulary 128, window 8 (less than a test sequence)
 """

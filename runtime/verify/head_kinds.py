@@ -6,7 +6,7 @@ answers          the span of an answer      start_positions, end_positions (B,)
 base             the model without a head   no labels
 conditional      an encoder-decoder         labels (B, S), which are the targets: they are not shifted
 
-B rows   S tokens per row
+B rows   S tokens per row   n scores or hidden size of a token
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def text_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: 
         model_class: cases with arguments that its forward does not take are left out.
 
     Returns:
-        ids, labels, mask and position ids are int64 `[B, S]`.
+        ids, labels, mask and position ids are int64 `[B, S]`; labels of other heads are as in `head_kinds.py`.
     """
     generator = torch.Generator().manual_seed(seed)
     drawable = torch.tensor(drawable_ids(config))
@@ -89,7 +89,7 @@ def text_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: 
 
 
 def drawable_ids(config: PreTrainedConfig) -> list[int]:
-    """The ids of the vocabulary that are no special tokens of the config or of its sub-configs."""
+    """The ids of the small vocabulary without 0, the reserved ones and special tokens of the config or of its sub-configs."""
     text = config.get_text_config(decoder=True)
     vocab = min(vars(text).get(type(text).attribute_map.get("vocab_size", "vocab_size")) or sizes.VOCAB, sizes.VOCAB)
     special = set(special_ids(config))

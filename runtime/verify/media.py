@@ -7,6 +7,9 @@
 | unpacked images | otherwise | `pixel_values [N, C, H, W]` or `[N, crops, C, H, W]`, `image_sizes [N, 2]` where needed |
 | spectrograms | the forward takes `input_features` | `input_features [N, mel, F]`, `feature_attention_mask [N, F]` |
 | waveforms | it takes `input_values` | `input_values [N, samples]` or `[N, 1, samples]`, a mask of samples |
+
+N items   P patches of p x p pixels and T frames   C channels   H, W height and width in pixels   mel bins   F frames
+A forward may take `image_grid_hw` instead of `image_grid_thw`: grids `[N, 2]`.
 """
 
 from __future__ import annotations
@@ -380,7 +383,7 @@ class MediaMaker:
         return Item(AUDIO, {WAVEFORM: self._noise(1, *channel, samples), **dict.fromkeys(sorted(masks), mask)})
 
     def _required(self, kind: str, ending: str) -> set[str]:
-        """The required arguments with the length of each sound: masks, or lengths."""
+        """The arguments that the method of `_features` requires and whose names end in `ending`: masks, or lengths."""
         parameters = self._parameters(kind)
         return {name for name, p in parameters.items() if p.default is p.empty and name.endswith(ending)}
 
@@ -424,7 +427,8 @@ def _same_length(name: str, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def features_of(output: Any) -> Any:
-    """The features in the output of `get_<modality>_features`: `pooler_output`, or what a decoder layer takes."""
+    """The features in the output of `get_<modality>_features`: `pooler_output`, `last_hidden_state`, what the first decoder layer
+    takes, or the output itself."""
     for name in ("pooler_output", "last_hidden_state"):
         if getattr(output, name, None) is not None:
             return getattr(output, name)

@@ -311,8 +311,8 @@ def case_inputs(
 
 
 def _packed_inputs(reference: ReferenceModel, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The samples of the richest batch, padded for the reference and in one row for the ranks, because upstream does not
-    separate documents in every kind of layer. All batch indices have the same row, only the first its labels."""
+    """The samples of the richest batch, padded or one by one for the reference, in one row for the ranks, because upstream does
+    not separate documents in every kind of layer. All batch indices have the same row, only the first its labels."""
     batches = reference.batches()
     samples = next(batches[name] for name in ("mixed", "images", "audio", "video", "text") if name in batches)
     padded = dict(reference.builder.case("mixed", samples).batch)
@@ -325,7 +325,8 @@ def _packed_inputs(reference: ReferenceModel, state: ParallelState) -> tuple[lis
     else:
         positions = torch.cat([torch.arange(len(sample.ids)) for sample in samples])[None]
         local_batch = dict(reference.builder.in_one_row(padded, positions).batch)
-        # Padding changes what upstream's overlays see, so samples go one by one. Sounds are padded to the longest of a batch.
+        # Padding changes what upstream's overlays on the mask (`attention_overlays.py`) see, so samples go one by one. Sounds
+        # are padded to the longest of a batch.
         if set(reference.builder.layouts) != {AUDIO} and not normalises_by_batch(reference.model):
             full_batches = [dict(reference.builder.case("mixed", [sample]).batch) for sample in samples]
     if state.batch_index:
@@ -367,7 +368,7 @@ def verify_on_ranks(
         ep: how many ranks share the experts, which FSDP2 divides.
         head: the class to prove; default: the first head.
         cases: names of batches; default: all that upstream takes, and ten steps with one modality per rank.
-        training: whether both models are in training mode.
+        training: whether both models are in training mode; in the steps with one modality per rank they always are.
     """
     head = head or find(model).heads[0]
     head_class = getattr(find(model).load(), head)

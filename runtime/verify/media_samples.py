@@ -184,7 +184,7 @@ class SampleBuilder:
         return int(self.drawable[1]) if token is None else token
 
     def _interleaved(self, item: Item, layouts: Mapping[str, PlaceholderLayout]) -> Iterator[tuple[int, int]]:
-        """`<vision><audio> ... </audio></vision>` with the placeholders of both; no model reads their order here."""
+        """`<vision><audio> ... </audio></vision>` with the placeholders of both; no model reads how they alternate."""
         video, audio = item.parts
         outer, inner = layouts[VIDEO], layouts[AUDIO]
         counts = {VIDEO: self.maker.count(video), AUDIO: self.maker.count(audio)}
@@ -225,7 +225,7 @@ class SampleBuilder:
         return Case(name, {key: value for key, value in batch.items() if key in self.forward_parameters})
 
     def packed(self, batch: Mapping[str, Any], samples: Sequence[Sample]) -> Case | None:
-        """The samples of a batch in one row; None for models without multimodal positions."""
+        """The samples of a batch in one row; None without multimodal positions, or with videos and their audio."""
         source: Any = next(
             (m for m in (self.model, *self.model.children()) if hasattr(m, "compute_3d_position_ids")), None
         )
@@ -257,7 +257,7 @@ class SampleBuilder:
     def with_host_values(self, batch: Mapping[str, Any]) -> Case | None:
         """A batch with the values that a collator computes on the host: bounds, patch positions and sizes of images and videos.
 
-        None for models without packed patches.
+        None for models without packed patches, for grids that count tokens, and without `transformers.vision_utils`.
         """
         grids = {kind: batch[name] for kind in (IMAGE, VIDEO) if (name := f"{kind}_grid_thw") in batch}
         if not grids or importlib.util.find_spec("transformers.vision_utils") is None:

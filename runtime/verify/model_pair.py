@@ -49,7 +49,7 @@ def build_pair(
 
 
 def paired(upstream: PreTrainedModel, generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> ModelPair:
-    """A pair of `upstream` and the generated class with its weights."""
+    """A pair of `upstream` and the generated class with upstream's weights, unless their structure differs."""
     generated = build_model(generated_class, config)
     pair = ModelPair(upstream, generated, correspondence(upstream, generated))
     pair.problems += [*_class_problems(pair.generated, type(upstream)), *pair.correspondence.problems]

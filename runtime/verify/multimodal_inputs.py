@@ -55,8 +55,8 @@ def media_cases(model: PreTrainedModel, *, seed: int = 0) -> MediaCases:
         seed: of pixels, sounds and text.
 
     Returns:
-        Cases with `input_ids`, `labels` and `attention_mask` int64 `[B, S]`, the media as the model takes them, and
-        `mm_token_type_ids` or `token_type_ids` if the forward takes them. An input that upstream itself refuses is
+        Cases with `input_ids`, `labels` and (not if packed) `attention_mask` int64 `[B, S]`, the media as the model takes them,
+        and `mm_token_type_ids` or `token_type_ids` if the forward takes them. An input that upstream itself refuses is
         in `refused` with upstream's reason.
     """
     builder = SampleBuilder(model, seed=seed)

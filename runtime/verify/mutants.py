@@ -5,9 +5,9 @@
     judge = mutants.Judge(upstream.load("qwen3_moe"))
     judge.verdict(mutant)              # refused (by which pass), equal, wrong (what differs), or not_run
 
-The changed file is imported as a module of upstream's own package. Loss, logits and every gradient are compared in fp32:
+The changed file is imported as a module of upstream's own package. Loss and every gradient are compared in fp32:
 
-    eager    bit for bit
+    eager    bit for bit, with all other outputs
     seams    fused experts, the loss in chunks, the formulas of norm and rotary: within 1e-4, or what rounding explains
     run      the attention and kernels of a run, with the batch as the trainer passes it: the same tolerance
 
@@ -199,7 +199,10 @@ class Judge:
 
 
 def _checks(cases: tuple[Case, ...], attention: Names, kernels: Mapping[str, str]) -> Iterator[Check]:
-    """Every case eager, and with kernels once: a step takes as long as generating a file."""
+    """Every case eager, the first and the last with kernels, all but the first and padded ones as in a run.
+
+    Not every case in every way: a step takes as long as generating a file.
+    """
     for case in cases:
         yield Check("eager", case, case.name)
     for case in (cases[0], cases[-1]):
@@ -264,7 +267,7 @@ def raises_too(step: Callable[[], object], error: Exception) -> bool:
 
 
 def _without_numbers(error: Exception) -> str:
-    """The message of an error; sizes, versions and addresses depend on the layout."""
+    """The message of an error with N for each number: sizes, versions and addresses depend on the layout."""
     return re.sub(r"0x[0-9a-f]+|\d+", "N", str(error))
 
 
@@ -352,7 +355,8 @@ def _config_of(model_class: type[PreTrainedModel]) -> PreTrainedConfig:
 
 
 def _cases(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Case, ...]:
-    """The last one as upstream's trainer passes it, with the number of labels: a loss that drops that is another loss."""
+    """The cases; the last, if the loss takes it, with the number of labels as upstream's trainer passes it: a loss that ignores
+    this number is another loss."""
     texts = {case.name: case for case in text_cases(config, model_class)}
     step = texts.pop("step", None)
     if takes_media(model_class):

@@ -1,4 +1,4 @@
-"""A mutant that is equal in one process, on two gloo ranks: equal there, refused before a step, or wrong.
+"""A mutant that is equal in one process, on two gloo ranks: equal there, refused, wrong, or not run.
 
     pool = RankPool(2)
     mutants_on_ranks.verdict(pool, subject)
@@ -95,7 +95,7 @@ def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
 
 
 def compare(subject: Subject) -> mutants.Verdict:
-    """Runs on every rank."""
+    """The verdict of this rank; runs on every rank."""
     attention.register()
     with changed_module(subject.module, subject.text, subject.modules) as changed_source:
         generated = changed_source.folder / "generated"
@@ -179,7 +179,7 @@ def _fails_upstream(
 ) -> bool:
     """Whether upstream's changed class raises the same error in a step, under the attention of a run or sharded.
 
-    So do changes in place: of what the attention saved for its backward, or of a layer's input, which FSDP2 hooks.
+    Changes in place raise one: of what the attention saved for its backward, or of a layer's input, which FSDP2 hooks.
     """
 
     def step() -> None:

@@ -100,7 +100,7 @@ class Proof:
 
     @property
     def is_proven(self) -> bool:
-        """Whether it also does so on the training path."""
+        """Whether the verdict is "proven": equal on the training path, too, with nothing left uncompared."""
         return verdict.of(self).status == verdict.PROVEN
 
     @property
@@ -172,7 +172,7 @@ def prove(
 
 
 def merge(proofs: Iterable[Proof]) -> Proof:
-    """One proof of a model from the proofs of its variants; the first gives the name, the overrides and the seams."""
+    """One proof of a model from the proofs of its variants; all but cases, failures and refused inputs are those of the first."""
     first, *others = proofs
     for proof in others:
         first.cases += proof.cases

@@ -32,7 +32,7 @@ class CaseFailed(AssertionError):
 
     @property
     def first_error(self) -> str:
-        """The last line of the first traceback, or which ranks did not end."""
+        """The first line of the first exception, or which ranks did not end; at most 200 characters."""
         text = str(self)
         skipped = (" ", "rank ", "ranks ", "Traceback")
         lines = [line for line in text.splitlines() if line and not line.startswith(skipped)]
@@ -50,6 +50,9 @@ class RankPool:
 
     def run(self, case: Callable, *args, timeout: float = 240.0, **kwargs) -> list:
         """The results of `case(*args, **kwargs)` on every rank.
+
+        Args:
+            timeout: seconds within which every rank must return.
 
         Raises:
             CaseFailed: with the tracebacks of the ranks that raised, and the ranks that did not end in time.

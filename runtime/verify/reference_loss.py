@@ -5,7 +5,7 @@ upstream's formula on each row without its padding, averaged over rows with thei
 computes it over all rows of a call, so during the forward its function is replaced by one that records the router logits, and
 the original is called for each row afterwards.
 
-    B rows   S tokens per row   E experts
+    B rows   S tokens per row   T tokens of a row without padding   E experts
 """
 
 from __future__ import annotations

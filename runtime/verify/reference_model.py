@@ -133,7 +133,10 @@ class ReferenceModel:
         return correspondence(self.model, build_model(self.generated_class, self.config))
 
     def batches(self) -> dict[str, tuple[Sample, ...]]:
-        """The batches by name; items of `boundary` cross the middle of the row, those of `first` are in its first half."""
+        """The batches by name; items of `boundary` cross the middle of the row, those of `first` are in its first half.
+
+        Batches that upstream refuses are left out.
+        """
         batches = dict(self.builder.batches())
         kinds = list(self.builder.layouts)
         item, sample = self.builder.maker.item, self.builder.sample

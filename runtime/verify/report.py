@@ -35,7 +35,7 @@ FILE_NAME = "verify.json"
 
 
 def print_proof(proof: Proof, console: Console | None = None) -> None:
-    """Prints the small config, every case, every seam, and what failed."""
+    """Prints the small config, every case and seam, what failed, the training path, and the verdict."""
     console = console or Console()
     against = "the file that it was generated from, with " if proof.upstream_version is None else ""
     console.print(f"[bold]{proof.model}[/bold] {proof.head} against {against}transformers {transformers.__version__}")
@@ -93,7 +93,7 @@ def write_proof(proof: Proof, directory: Path, made_with: MadeWith) -> Path:
     """Writes `verify.json` into `directory` and returns its path.
 
     Its content depends on the proof alone: no times, no paths. Other releases that the same generated file was proven with
-    are kept; the installed one is listed if this proof passes.
+    are kept; the installed one is listed if the eager comparison passes.
 
     Args:
         made_with: the sources and releases that the proof depends on.

@@ -1,4 +1,4 @@
-"""The kernels behind the seams, one at a time, against the eager model: within a tolerance, and actually called.
+"""The kernels behind the seams, one at a time, against upstream's eager step: within a tolerance, and actually called.
 
 A kernel that is configured but never called speeds up nothing and fails no comparison. So calls are counted, and a seam
 that the executed functions contain but never reach has failed.

@@ -1,6 +1,6 @@
 """A small form of a user's config: its options are kept, its sizes become those of `small_config`.
 
-shrink(config).config        # yarn, windows, router loss, layer patterns as in `config`; hidden 64, four layers
+shrink(config).config        # yarn, windows, router loss, layer patterns as in `config`; hidden 64, a layer per kind
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def _shrink(config: PreTrainedConfig, ids: small.SpecialIds) -> small.SmallConfi
 
 
 def non_default_fields(config: PreTrainedConfig) -> dict[str, object]:
-    """The fields of a config, declared or not, that differ from the defaults of its class."""
+    """The fields of a config that differ from the defaults of its class, declared or not; without sub-configs, metadata and the
+    fields that `PreTrainedConfig` declares."""
     try:
         default = vars(type(config)())
     except small.REFUSALS:

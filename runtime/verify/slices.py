@@ -1,6 +1,6 @@
 """What a model refuses on several ranks or on a slice of a sequence, found in one process before ranks start.
 
-The collectives of torch's fake process group exchange nothing, so values are meaningless; only refusals are.
+The collectives of torch's fake process group exchange nothing, so values are meaningless; only refusals count.
 """
 
 from __future__ import annotations

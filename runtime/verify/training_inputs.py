@@ -60,7 +60,7 @@ class Documents:
         return collate([_sample(row, positions) for row in self.rows], pad_to=None, pad_token_id=0)
 
     def bounds(self) -> list[slice]:
-        """The places of the documents in the packed row."""
+        """The positions of the documents in the packed row."""
         places, start = [], 0
         for row in self.rows:
             places.append(slice(start, start + row["input_ids"].shape[1]))

@@ -151,7 +151,8 @@ def prove_training_path(
 
 
 def _run(comparison: Comparison) -> Comparison:
-    """Runs all checks on packed rows or, if some fail, with each document in a row of its own; returns what passed."""
+    """Runs all checks on packed rows or, if some fail, with each document in a row of its own, if upstream mixes
+    them; returns the comparison that passed, else the first."""
     comparison.run()
     # Separate rows are for models whose packed documents mix upstream, too; in others they would hide a leak of ours.
     if comparison.failures and comparison.mixes_documents_upstream():

@@ -1,7 +1,7 @@
 """How far a proof reaches, as every record, page and refusal states it.
 
 proven                       equal to upstream, eager and on the training path
-proven, eager only: REASON   equal to upstream with eager attention in one process; a run would compute something else, or fail
+proven, eager only: REASON   equal to upstream with eager attention in one process; a run differs, fails or was not compared
 generated: REASON            there is generated code, and it is not equal to upstream or was not compared
 """
 

@@ -33,7 +33,7 @@ CHECKPOINTING = "checkpointing"
 TEXT_ALONE = "text alone"
 EVALUATION = "evaluation"  # of models that take media, whose towers may differ there
 # Variants that change the effect of a mask or a packed batch: the router loss weights tokens by the mask, a window limits
-# the attention of each document. They run every case, the others the first.
+# the attention of each document. They and the first variant run every text case, the others the first case.
 ALL_CASES = ("router_logits", "window", "no_window")
 # Variants with other attention features or other layers: each is compared on the training path.
 TRAINED = (BASE, "window", "no_window", "experts")
@@ -59,7 +59,8 @@ def verify_model(
     Raises:
         registry.UnknownModelError: no such model, or no such head in it.
         registry.NoUpstreamError: the model was generated from a file on disk that is unknown or has changed.
-        SmallConfigError: upstream's config class refuses every small config.
+        SmallConfigError: upstream's config class refuses the base variant.
+        ValueError: `variants` is empty.
     """
     generated = find(model)
     head = _require_class(head or generated.heads[0], generated)
@@ -160,7 +161,7 @@ def _without_example(upstream_class: type, covered_inputs: Collection[str]) -> d
 def judge(
     model: Subject, *, head: str | None, implementations: Collection[str] | None = None
 ) -> tuple[verdict.Verdict, Proof | None]:
-    """The verdict on a model with all its variants, and its proof; None if upstream's class or config failed."""
+    """The verdict on a model with all its variants, and its proof; None if a class or its small config raised."""
     try:
         proof = verify_model(model, head=head, implementations=implementations)
     except SmallConfigError as refusal:
@@ -194,7 +195,7 @@ def _upstream_error(generated: registry.GeneratedModel, head: str | None) -> Exc
 def _training_path(
     upstream_class: type, generated_class: type, configs: Mapping[str, PreTrainedConfig]
 ) -> TrainingPath | None:
-    """The comparison of the training path, over variants; with media for the first."""
+    """The comparison of the training path, over variants, with media for the base variant; None if there are none."""
     paths = {
         variant: prove_training_path(upstream_class, generated_class, config, media=variant == BASE)
         for variant, config in configs.items()
