@@ -13,7 +13,7 @@ speed_ratio        relative to reading the same files one after the other into o
 ratios             the same, per round
 speed_ratio_kept   relative to reading them into newly allocated memory, in large pages, as weights need it
 page_cache         the share of the files that was in the page cache before a load
-memory_at_hand     "yes": each of them had allocated and freed the memory before (`settle`); "no" with `--unsettled`, and to GPUs
+memory_at_hand     "yes": before each, the memory was allocated and freed once (`settle`); "no" with `--unsettled`, and to GPUs
 Appends to benchmarks/results_checkpoints.csv.
 """
 

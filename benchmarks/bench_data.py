@@ -7,7 +7,7 @@ Documents have log-normal lengths (median 400 tokens, sigma 1.2: half the tokens
 drawn at random; the loader is the one that trainers use, with shuffling, as rank 0 of the given number of ranks. Every
 batch is built completely (ids, labels, positions, bounds) in one thread, and not used. On a shared machine, CPU seconds
 are more reliable than wall time. Efficiency is tokens of documents per
-token of budget over a whole epoch. The targets: 97 % and a million tokens per second.
+token of budget over a whole epoch, on one rank. The targets: 97 % and a million tokens per second.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ EPS = 1e-6
 
 
 def median_ms(function: Callable[[], object], milliseconds: int) -> float:
-    """Of so many milliseconds of repetitions, ten at least."""
+    """The median time of a call, over so many milliseconds of repetitions, at least ten calls."""
 
     def measured(warm_up: int, repetitions: int) -> float:
         median = do_bench(function, warmup=warm_up, rep=repetitions, return_mode="median")

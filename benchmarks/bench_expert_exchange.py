@@ -4,9 +4,9 @@
     python benchmarks/bench_expert_exchange.py                          # one GPU: what a rank computes in each form
 
 Qwen3-30B-A3B's experts, bf16, uniform random routing, forward and backward, medians. With several ranks: the layer by both
-exchanges. "host" is how long the host needs to launch a layer, and waits in it, on an idle device. With one: the experts of
-a rank with its half of them, over the rows that an all-to-all brings it, and over the tokens of two ranks; and the kernels
-that read from peers, here on memory of this GPU.
+exchanges. "host" is how long the host needs to launch a layer, and waits in it, on an idle device. With one: all experts
+without EP; half of them, as one of two ranks has them, over the rows that an all-to-all brings it, and over the tokens of two
+ranks; and the kernels that read from peers, here on memory of this GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Three ways to put features onto placeholder tokens whose embeddings are sliced: time and bytes per rank, forward and
-backward, all equal.
+backward, with equal results.
 
     python benchmarks/bench_fill_back.py --ranks 4 --tokens 8192 --hidden 2048 --share 0.5
 
@@ -8,6 +8,8 @@ backward, all equal.
     own        embeddings stay; features of the tower's slices are gathered, each rank keeps those of its tokens (ours)
 
 The tower leaves each rank a slice of the feature rows in all three.
+
+    S tokens of the sequence   F feature rows   H hidden size   n ranks
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ WAYS = {"exchange": exchange, "gather": gather, "own": exchange_features}
 
 
 def measure(tokens: int, hidden: int, share: float) -> list[dict]:
-    """Seconds and received bytes of each variant; runs on every rank."""
+    """A row for each variant: the least milliseconds of `REPEATS` runs, and received MB; runs on every rank."""
     n = dist.get_world_size()
     state = ParallelState.create(ParallelConfig.for_world(n, sp=n), "cpu")
     generator = torch.Generator().manual_seed(0)

@@ -4,8 +4,8 @@
     python benchmarks/bench_loss.py --tokens 8192 --options chunked linear
 
 V = 151,936, H = 2048, bf16, one sequence of 8k and of 32k tokens. Times are medians of `triton.testing.do_bench`; the
-peak counts what a run allocates above its inputs, gradients of hidden states and weight included. The error is that of
-the gradients of the hidden states and of the weight against fp32 logits.
+peak counts what a run allocates above its inputs, gradients of hidden states and weight included. The error is the
+worse one of the gradients of hidden states and weight, against the chunked loss in fp32.
 """
 
 from __future__ import annotations

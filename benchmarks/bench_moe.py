@@ -3,8 +3,9 @@
     make bench-moe
     python benchmarks/bench_moe.py --shapes qwen3 --tokens 16384 --routings random
 
-Every implementation is first compared with an fp32 expert-by-expert reference on the same bf16 inputs (output and all
-gradients). Times are medians over rounds in which the options take turns, the L2 emptied before each call. "cublas" is the
+With the first of `--routings` and up to `--check-up-to` tokens, every implementation is first compared with an fp32
+expert-by-expert reference on the same bf16 inputs (output and all gradients).
+Times are medians over rounds in which the options take turns, the L2 emptied before each call. "cublas" is the
 time of plain products with the same operations (2 forward, 4 backward; one big weight, no routing, no activation),
 measured in the same process. Saved bytes are what the forward leaves allocated, output included.
 
@@ -265,7 +266,7 @@ def cublas(problem: Problem) -> tuple[Callable[[], None], Callable[[], None]]:
 def layer(
     function: Callable[[Problem], Tensor], problem: Problem
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """An implementation's forward, and both."""
+    """An implementation's forward, and its forward with backward."""
     return (
         lambda: function(problem),
         lambda: torch.autograd.grad(function(problem), problem.leaves, problem.grad),

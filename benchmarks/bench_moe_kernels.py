@@ -3,7 +3,7 @@
     python benchmarks/bench_moe_kernels.py --shape qwen3
 
 A kernel runs over and over for `--seconds`; the L2 is not emptied. Clock and power are what `nvidia-smi` says during the
-last two thirds of that. cuBLAS multiplies the same rows with one weight, without routing. Appends to
+last two thirds of that. cuBLAS multiplies as many rows with one weight, without routing. Appends to
 benchmarks/results_moe_kernels.csv.
 """
 

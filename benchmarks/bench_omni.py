@@ -4,8 +4,8 @@
     python benchmarks/bench_omni.py --device cpu --tiny        # that it runs
 
 One packed row: images of 64 x 64 patches (1,024 tokens each), sounds of 30 s (390 tokens each) and text between them.
-Upstream's class in fp32 is the reference; upstream's and the generated class in bf16 follow with the same weights. The
-loss and all gradients of ours may be 1.5 times as far from the reference as upstream's own bf16.
+Upstream's class in fp32 is the reference; upstream's and the generated class in bf16 follow with the same weights. Every
+gradient of ours may be 1.5 times as far from the reference as upstream's own bf16.
 """
 
 from __future__ import annotations

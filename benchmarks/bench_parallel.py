@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 benchmarks/bench_parallel.py --device cpu --tiny    # that it runs, on gloo
 
 agreement   bf16 with fused kernels on all ranks against fp32 on one: its error, next to the error of bf16 on one
-syncs       one step under `torch.cuda.set_sync_debug_mode`: the places that wait for the device
+syncs       a forward and backward under `torch.cuda.set_sync_debug_mode`: the places that wait for the device
 table       seconds per step (forward, backward, clip, AdamW), tokens per second and GPU, peak memory, and the share of
             the step in which all-to-all, all-gather and reduce-scatter kernels run (torch.profiler)
 
@@ -322,7 +322,7 @@ def distance(got: Tensor, expected: Tensor) -> float:
 
 
 def syncs(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
-    """Where a step waits for the device; a bounded exchange must not wait at all."""
+    """Where a forward and backward wait for the device; a bounded exchange must not wait at all."""
     rank, world = dist.get_rank(), dist.get_world_size()
     cases = [(name, None) for name in arguments.layouts if fits(LAYOUTS[name], world)]
     cases.append(("EP2", arguments.agreement_tokens * sizes["num_experts_per_tok"]))

@@ -141,7 +141,7 @@ def run_until_killed(command: list[str], run: Path, log: Path, deadline: float) 
 
 
 def run_to_end(command: list[str], log: Path, deadline: float) -> None:
-    """Runs a command; its end is that of the time at the latest.
+    """Runs a command to its end, and kills it at `deadline`.
 
     Raises:
         RecipeFailed: it failed, or took too long.

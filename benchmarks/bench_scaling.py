@@ -3,9 +3,9 @@
     python benchmarks/bench_scaling.py --gpus 4 --budget 560
     python benchmarks/bench_scaling.py --gpus 2 --budget 600 --tiny --tokens 64 128       # that it runs, on the CPU
 
-first        FSDP, EP, transformers, EP with SP, by collectives: what a table needs most comes first
+first        FSDP and EP through peer memory, as CUDA graphs and without, and transformers: what a table needs most
 then         the recipe: a checkpoint, a kill, a resume, an export
-what is left other divisions of the ranks
+what is left SP, EP with SP, and exchanges by collectives
 
 A case that kills its process, or reports nothing for `--silence` seconds, loses only its own result: the process is ended, and
 another one continues with the next case. Rows are written to a file as they are measured; the table is printed last.
@@ -61,7 +61,7 @@ class Part:
 
 
 def parts_of(gpus: int, tokens: tuple[int, ...], options: tuple[str, ...]) -> tuple[Part, Part]:
-    """The table, and what may follow it: other divisions of the ranks."""
+    """The table, and what may follow it: layouts with SP, and exchanges by collectives."""
     full, half = f"EP{gpus}", f"EP{gpus // 2}"
     replayed = ("FSDP, graph", f"{half}, peer memory, graph", f"{full}, peer memory, graph")
     table = (*replayed, THEIRS, "FSDP", f"{half}, peer memory", f"{full}, peer memory")

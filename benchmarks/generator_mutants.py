@@ -1,4 +1,4 @@
-"""Mutants of the generator's modules: applicable operators of `patchgen.mutation`, and negated conditions.
+"""Mutants of the generator's modules: applicable operators of `patchgen.mutation`, negated conditions and memberships.
 
 Excluded are mutants that no test could catch, or that every test would: texts of errors, annotations, `zip(strict=)`,
 and `isinstance` with other arguments, which is a TypeError.
@@ -95,7 +95,7 @@ OPERATORS = (
 
 
 def drawn(text: str, seed: str) -> Iterator[tuple[int, Mutant]]:
-    """Changes of a source and the line of the statement that each is in: a change a statement, the operators in turn."""
+    """Changes of a source, each after the line of its statement: the operators in turn, each at most once per statement."""
     generator = random.Random(seed)
     places = [place for place in Source(text).places() if place.function.name not in SHOWN]
     orders = [generator.sample(places, len(places)) for _ in OPERATORS]

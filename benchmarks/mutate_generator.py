@@ -4,9 +4,10 @@
     PYTHONPATH=. python benchmarks/mutate_generator.py --only passes/prune.py --show
     PYTHONPATH=. python benchmarks/mutate_generator.py --again                # the survivors, after tests were added
 
-Modules get mutants in proportion to their lines. A mutant is caught if a test of `make test` fails or does not end; see
-generator_trials.py. Rows are written as they are finished, and an interrupted run resumes: with the same seed and the same code it
-draws the same mutants. The column `note` is written by people, for survivors: why the mutant is equal, or another remark.
+Modules get mutants in proportion to their lines. A mutant is caught if a test of tests/patchgen that is neither slow nor for
+GPUs fails or does not end; see generator_trials.py. Rows are written as they are finished, and an interrupted run resumes: with
+the same seed and the same code it draws the same mutants. The column `note` is written by people, for survivors: why the mutant
+is equal, or another remark.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from patchgen.runtime.checkpoint.placement import shard_like
 
 
 def weight_of(name: str, shape: Sequence[int], device: str) -> Tensor:
-    """The full fp32 weight of that name: ones for a norm (one dimension), else normal with a deviation of 0.02."""
+    """The full fp32 weight of that name: ones for a norm (one dimension), else normal with a standard deviation of 0.02."""
     if len(shape) == 1:
         return torch.ones(shape, device=device)
     digest = hashlib.sha256(name.encode()).digest()

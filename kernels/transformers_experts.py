@@ -27,7 +27,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
     Args:
         self: the experts module; its attributes (`has_gate`, `has_bias`, `is_transposed`, `is_concatenated`, and
-            `has_post_expert_norm` from 5.2x on) come from the decorator.
+            `has_post_expert_norm`, which 5.18 lacks and 5.23 has) come from the decorator.
         hidden_states: `[T, H]`.
         top_k_index, top_k_weights: `[T, K]`.
     """

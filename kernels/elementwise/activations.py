@@ -1,8 +1,8 @@
 """The gates of expert layers: their formulas, and which one a model's own function computes.
 
 A kernel cannot call a Python function of the model, so it must know what the function computes. Names are not enough:
-upstream classes of one name differ between releases, and one formula has many names. So the function is evaluated on a
-few fp32 probe values and compared with each formula of this file. A function that matches none is reported as unknown,
+upstream classes of one name differ between releases, and one formula has many names. So the function is evaluated on
+some 200 fp32 probe values and compared with each formula of this file. A function that matches none is reported as unknown,
 never approximated.
 
     R rows   I expert intermediate size

@@ -30,7 +30,7 @@ IS_CROSS_ENTROPY = "is_mean_cross_entropy"
 
 
 def chunk_size(vocab_size: int) -> int:
-    """Tokens per chunk: a power of two with at most `CHUNK_LOGITS` logits."""
+    """Tokens per chunk: a power of two from 128 to 8192, with at most `CHUNK_LOGITS` logits if possible."""
     return min(_LARGEST_CHUNK, max(128, 1 << ((CHUNK_LOGITS // vocab_size).bit_length() - 1)))
 
 
@@ -62,7 +62,7 @@ def chunked_causal_lm_loss(
         ignored_by_upstream: other keywords of the model's forward, which upstream's loss ignores too.
 
     Raises:
-        ValueError: another loss function, or a head whose logits are not `[1, C, V]`.
+        ValueError: another loss function, a wrong number of labels, or a head whose logits are not `[1, C, V]`.
     """
     require_causal_lm_loss(loss_function, "chunked")
     target_T = shifted_targets(hidden_states, labels, shift_labels, ignore_index)
@@ -144,7 +144,7 @@ def _chunk_loss(
     ignore_index: int,
     with_rows: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of losses, bit-identical with and without `with_rows`, and the loss of each token `with_rows`."""
+    """The sum of losses, bit-identical with and without `with_rows`, and the loss of each token (None without `with_rows`)."""
     logits_1CV = head(hidden_CH.unsqueeze(0))
     if logits_1CV.shape != (1, hidden_CH.shape[0], vocab_size):
         raise ValueError(

@@ -1,7 +1,7 @@
 """A tensor times a number on the device, rounded once to another dtype, in one pass.
 
-torch's multiplication into another dtype moves 1.5 TB/s on an H200, where memory gives 4.2. Floor: N read and N written, at
-the speed of memory.
+torch's multiplication into another dtype moves 1.5 TB/s on an H200, where memory gives 4.2. Floor: N elements read and
+N written, at the speed of memory.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def per_token(
         inputs: other values per token, `[T, ...]`.
 
     Returns:
-        Its tensors for all tokens, `[T, ...]`.
+        The tensors of `function` for all tokens, `[T, ...]`.
     """
     with torch.no_grad():  # from one token: the chunk size must be known first
         vocab_size = head(hidden_TH[:1].unsqueeze(0)).shape[-1]

@@ -4,7 +4,7 @@
 
 Floor: R * H read and T * H written, at the speed of memory.
 
-    T tokens   K slots per token   H hidden size   R = T * K slots   P padded rows
+    T tokens   K slots per token   H hidden size   R = T * K slots   P padded rows   E experts   N column tiles
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def _awaiting() -> Sink | None:
 
 
 def hand_over(tokens: Tensor, weights: Tensor) -> None:
-    """Passes on computed (or launched) gradients `[N, H]` and `[N, K]` if they are awaited; once."""
+    """Passes on computed (or launched) gradients of tokens `[T, H]` and routing weights `[T, K]` if they are awaited; once."""
     sink = _awaiting()
     if sink is not None:
         _state.sink = None
@@ -70,5 +70,5 @@ def compute_deferred() -> None:
 
 
 def discard_deferred() -> None:
-    """Discards what a failed backward deferred."""
+    """Discards all that is deferred; for what a failed backward left."""
     _deferred.clear()

@@ -8,7 +8,8 @@
 `g` is rounded to the dtype of the tokens, as a product's output would be: half the registers, which lets sixteen warps
 share the epilogue. `a` is recomputed from `h`. The unweighted output is not needed, because `<grad, down a> = <down^T grad, a>`.
 
-    R rows   P padded rows   H hidden size   I expert intermediate size   E experts   W = 2I with a gate, I without
+    T tokens   K slots per token   R rows   P padded rows   H hidden size   I expert intermediate size   E experts   r rank
+    W = 2I with a gate, I without
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def gate_backward_gemm(
         down_proj: `[E, H, I]`, or `[E, I, H]` if `is_transposed`.
         kept: `[R, W]`, the first projection of the forward.
         top_k_weights: `[T, K]`.
-        added: a thin product that is added to `g`, its weight `[E, r, I]`; or None.
+        added: a low-rank product that is added to `g`, its weight `[E, r, I]`; or None.
     """
     down_proj = down_proj.contiguous()
     hidden_size, inner, width = grad_out.shape[1], down_proj.shape[1 if is_transposed else 2], kept.shape[1]
@@ -151,7 +152,7 @@ def _gate_backward_gemm(
     slot = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, BLOCK_M))
     slot_of_half = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, HALF))
     for index in tl.range(start, num_m * num_n, tl.num_programs(0)):
-        # The next tile's numbers travel while this tile is computed.
+        # The next tile's rows and expert are prefetched while this tile is computed.
         next_m, next_n, next_expert, next_first, next_end = describe_tile(
             index + tl.num_programs(0), num_m, num_n, tiles, num_tiles, GROUP
         )
@@ -164,7 +165,7 @@ def _gate_backward_gemm(
                 H, INNER, WIDTH, TOP_K, IS_GATED, IS_TRANSPOSED, IS_INTERLEAVED, RANK, STEP, BLOCK_M, BLOCK_N, BLOCK_K, PIECES,
                 GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
             )  # fmt: skip
-        else:  # what it leaves unwritten nobody reads: the weight gradients take rows in blocks of HALF
+        else:  # the unwritten half does no harm: weight gradients read blocks of HALF rows, `grouped_gemm` makes padding of it
             _gate_backward_tile(
                 grad_out, copied_half, weight, added_half, added_weight, kept, top_k_weights, grad_kept, weighted, partial,
                 slot_of_half, num_padded, m * BLOCK_M, n, expert, first, end,
@@ -313,8 +314,8 @@ def _read_kept(
 ):
     """Gate and up of `SPAN` columns; twice the projection itself where there is no gate.
 
-    What is read and written here is larger than the cache and not wanted again in this kernel: evicted first, it
-    leaves the cache to the operands (0.973 to 0.948 ms at Qwen3's shape).
+    What is read here and written by `_store_gradient` is larger than the cache and not wanted again in this kernel: evicted
+    first (but not if interleaved), it leaves the cache to the operands (0.973 to 0.948 ms at Qwen3's shape).
     """
     column = first_column + tl.arange(0, SPAN)
     mask = valid[:, None] & (column < INNER)[None, :]

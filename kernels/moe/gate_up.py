@@ -5,9 +5,10 @@
 
 The rows of x are read through their row numbers by the copy into shared memory; a permuted copy of x never exists. A
 tile holds the gate and the up columns of the same outputs side by side in one accumulator, so the gate is elementwise
-in registers. Where `is_specialized_here`, `gate_up_specialized` computes the same bits in less time.
+in registers. Where `is_specialized_here` and `_is_specialized_for` hold and nothing is added, `gate_up_specialized` computes
+the same bits in less time.
 
-    R rows   H hidden size   I expert intermediate size   E experts   W = 2I with a gate, I without
+    T tokens   R rows   H hidden size   I expert intermediate size   E experts   W = 2I with a gate, I without   r rank
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def gate_up(
         hidden_states: `[T, H]`.
         gate_up_proj: `[E, W, H]`, or `[E, H, W]` if `is_transposed`.
         bias: `[E, W]` or None.
-        added: a thin product that is added to `h`, its weight `[E, W, r]`; or None.
+        added: a low-rank product that is added to `h`, its weight `[E, W, r]`; or None.
     """
     hidden_size = hidden_states.shape[1]
     width = gate_up_proj.shape[2 if is_transposed else 1]
@@ -169,7 +170,7 @@ def _gate_up(
     slot = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, BLOCK_M))
     slot_of_half = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, HALF))
     for index in tl.range(start, num_m * num_n, tl.num_programs(0)):
-        # The next tile's numbers travel while this tile is computed.
+        # The next tile's rows and expert are prefetched while this tile is computed.
         next_m, next_n, next_expert, next_first, next_end = describe_tile(
             index + tl.num_programs(0), num_m, num_n, tiles, num_tiles, GROUP
         )

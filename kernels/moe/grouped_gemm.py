@@ -1,7 +1,8 @@
 """Grouped product with a variable number of rows per expert: `out[r] = rows[r] @ weight[e] (+ bias[e])`.
 
-Used for the second half of the forward (`a @ down^T`) and the gradient of the gathered rows (`dh @ gate_up`). TMA loads
-rows and weights and stores the padded output, which overlaps with the loads of the next tile: one loop over tiles and depth.
+Used for the second half of the forward (`a @ down^T`), the gradient of the gathered rows (`dh @ gate_up`) and thin products
+of adapters. TMA loads rows and weights and stores the padded output, which overlaps with the loads of the next tile: one
+loop over tiles and depth.
 
     R rows   P padded rows   E experts   K inner size   N output size
 """
@@ -27,7 +28,8 @@ def grouped_gemm(
     is_padded: bool,
     added: LowRankTerm | None = None,
 ) -> Tensor:
-    """`[P, N]`, padded; padding rows are undefined, unused tiles are not written.
+    """`[P, N]`, padded; unused tiles are not written. Padding rows are undefined, but zero where those of `[P, K]` are zero and
+    neither `bias` nor `added` is given.
 
     Args:
         rows: `[R, K]`, or `[P, K]` if `is_padded` (see `plan`).

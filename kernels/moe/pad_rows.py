@@ -2,7 +2,7 @@
 
 Each token is read once and written to its K rows. Floor: T * H read, R * H written, at the speed of memory.
 
-    T tokens   K slots per token   H hidden size   P padded rows   E experts   M tiles
+    T tokens   K slots per token   R = T * K rows   H hidden size   P padded rows
 """
 
 from __future__ import annotations

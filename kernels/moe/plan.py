@@ -201,8 +201,8 @@ class LowRankTerm(NamedTuple):
     """A low-rank product that a kernel adds to its tiles before its epilogue, as further depth steps.
 
     Attributes:
-        rows: `[P, r]`, padded.
-        weight: `[E, N, r]` if `r_is_last`, else `[E, r, N]`.
+        rows: `[P, r]`: P padded rows, r the rank.
+        weight: `[E, N, r]` if `r_is_last`, else `[E, r, N]`, with the N columns of the product.
     """
 
     rows: Tensor

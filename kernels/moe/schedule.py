@@ -68,7 +68,7 @@ _COPY_ROWS_PER_EXPERT = 1536
 
 
 def copy_pays_off(num_rows: int, num_experts: int, num_columns: int) -> bool:
-    """Whether a weight gradient should first copy its tokens into row order, to read them by TMA.
+    """Whether a weight gradient, of `num_columns` in its other factor, should first copy its tokens into row order for TMA.
 
     The copy costs in proportion to the rows, the product in proportion to rows times columns, and many rows per expert gain
     most (H200, 2026-11-21, both weight gradients, gathered against copied, the copy included: gpt_oss dimensions

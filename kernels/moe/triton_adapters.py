@@ -7,7 +7,7 @@
 The kernels of the weights add the terms in brackets as further depth steps of their tiles (`plan.LowRankTerm`), so low-rank
 products as wide as the weight never exist in memory. Saved for the backward in addition to `triton_backend`: u1.
 
-    P padded rows   r rank   W = 2I with a gate, I without   a1 [E, r, H]   b1 [E, W, r]   a2 [E, r, I]   b2 [E, H, r]
+    P padded rows   r rank   a1 [E, r, H]   b1 [E, W, r]   a2 [E, r, I]   b2 [E, H, r]   other letters as in `triton_backend`
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def moe_adapted_backward(
     is_gated: bool,
     needed: list[bool],
 ) -> list[Tensor]:
-    """The gradients of x, weights and the four factors, in this order; x and weights as `needed`, empty where not."""
+    """The gradients of x, routing weights and the four factors, in this order; empty if not `needed`, or without an adapter."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
     plan = Plan(padded_of_slot, slot_of_padded, row_start, tile_start, tiles)
     top_k = top_k_weights.shape[1]

@@ -209,7 +209,7 @@ def _moe_backward(
     is_gated: bool,
     needed: list[bool],
 ) -> list[Tensor]:
-    """The gradients of x, weights, gate_up, down and the biases, in this order; empty if not `needed`, or deferred."""
+    """The gradients of x, routing weights, gate_up, down and the biases, in this order; empty if not `needed`, or deferred."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
     plan = Plan(padded_of_slot, slot_of_padded, row_start, tile_start, tiles)
     top_k = top_k_weights.shape[1]

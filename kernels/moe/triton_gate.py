@@ -1,6 +1,6 @@
 """The gates of `kernels/elementwise/activations.py` inside Triton kernels: value and derivatives, elementwise in fp32.
 
-A gate travels to the kernels as compile-time constants (`GATE_*`), one compiled kernel per gate. The derivatives
+A gate is passed to the kernels as compile-time constants (`GATE_*`), one compiled kernel per gate. The derivatives
 follow torch's conventions at the corners: a clamp passes the gradient on its bounds, relu' (0) = 0.
 """
 
@@ -101,7 +101,7 @@ def gate_forward(
     GATE_SHIFT: tl.constexpr,
     GATE_LIMIT_AFTER: tl.constexpr,
 ):
-    """`activate(clamp(gate)) * (clamp(up) + shift)`."""
+    """`activate(clamp(gate)) * (clamp(up) + shift)`; with `GATE_LIMIT_AFTER`, `clamp(activate(gate))` is the first factor."""
     if GATE_LIMIT is not None:
         up = tl.minimum(tl.maximum(up, -GATE_LIMIT), GATE_LIMIT)
         if not GATE_LIMIT_AFTER:

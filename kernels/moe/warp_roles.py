@@ -8,8 +8,8 @@ Some warps load into a ring of stages in shared memory, two groups of four only 
     products 1                   the second half
 
 Loads run ahead across tile boundaries, so that the first steps of a tile are in shared memory when the last product of the
-previous tile ends; Triton's own pipelines end with each tile. `full` of a stage counts its arrivals, `empty` the two groups
-that have consumed it.
+previous tile ends; Triton's own pipelines end with each tile. `full` of a stage counts the arrivals of its loads, `empty` the
+two groups that have consumed it.
 
 The kernels are written in Gluon, an experimental language whose interface changes from release to release, and work around
 what one release compiles wrongly: they serve that release, on the one architecture with `wgmma`

@@ -1,7 +1,7 @@
 """A step of AdamW in one pass over memory: the gradient as it was computed, clipped, and the copy that layers compute with.
 
-torch's fused AdamW takes gradients in the dtype of the parameter, multiplied before; a layer's cast comes after it. For an fp32
-parameter with a bf16 gradient that is, in bytes per parameter:
+torch's fused AdamW takes gradients in the dtype of the parameter, already clipped; the cast that layers need comes after it.
+For an fp32 parameter with a bf16 gradient that is, in bytes per parameter:
 
     gradient widened 6, multiplied 8, AdamW 28, cast 6     48
     here                                                   28: p, m, v read and written (24), gradient read, copy written
@@ -41,7 +41,7 @@ def adamw_(
         parameter, gradient, exp_avg, exp_avg_sq: of one shape, contiguous, each fp32 or narrower; computed with in fp32.
         step: of this update; the first is 1.
         factor: one number on the same device that the gradient is multiplied by; None: 1.
-        copy: as many elements, in any dtype: written with the new values.
+        copy: as many elements, contiguous, in any dtype: written with the new values.
 
     Raises:
         ValueError: tensors that are not contiguous or not of one size.

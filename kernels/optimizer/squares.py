@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _BLOCKS = 2048, 4  # elements at once, and how often
+_BLOCK, _BLOCKS = 2048, 4  # elements per block, blocks per program
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """The squares of all elements of all tensors, added up: a scalar fp32 tensor.
 
     Args:
-        tensors: contiguous, on one device, of any sizes and dtypes.
+        tensors: at least one, contiguous, on one device, of any sizes and dtypes.
 
     Raises:
         ValueError: a tensor that is not contiguous.

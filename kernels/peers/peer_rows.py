@@ -5,8 +5,8 @@
     sum_rows        the sum over ranks of what each computed for this rank's tokens, in fp32 and in rank order
     read_slots      one value per slot, from the rank that owns the slot's expert
 
-No number is copied to the CPU's memory, and only needed rows are read: rows of `read_tokens` without a slot here are not
-written. On CPUs the same with torch, on memory shared by the processes.
+Nothing is copied to the host, and only needed rows are read: rows of `read_tokens` without a slot here are not written.
+On CPUs the same with torch, on memory shared by the processes.
 
     n ranks   T tokens of this rank   N tokens of all ranks   K slots per token   H hidden size   e experts per rank
 """
@@ -40,7 +40,8 @@ def read_routing(
     """`(index [N, K] int32, weights [N, K])` of all ranks' tokens for the experts of this one.
 
     Args:
-        index_offset, weights_offset: byte offsets of `[T, K]` int32, the model's experts, and of the weights.
+        index_offset, weights_offset: byte offsets, in what each rank published, of `[T, K]` int32, the model's experts, and of
+            `[T, K]` in `weights_dtype`, the routing weights.
         first_expert, num_experts: the experts of this rank. They become `[0, num_experts)`, all others `num_experts`, which
             marks a slot that is left out.
     """
@@ -354,7 +355,7 @@ def _read_slots(
 
 
 def row_grid(rows: Tensor, top_k: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid of a kernel over `rows [T, H]`, a program per row and block of columns, and its sizes."""
+    """The grid of a kernel over `rows [T, H]`, a program per row and block of columns, and its other arguments."""
     block = min(triton.next_power_of_2(rows.shape[1]), 2048)
     sizes = {"H": rows.shape[1], "TOP_K": top_k, "BLOCK_K": triton.next_power_of_2(top_k), "BLOCK_H": block}
     return (rows.shape[0], triton.cdiv(rows.shape[1], block)), {**sizes, "num_warps": max(1, block // 512)}

@@ -1,4 +1,7 @@
-"""What the ranks of one machine read from each other; without kernels, so that it is imported where Triton is missing, too."""
+"""What the ranks of one machine read from each other; without kernels, so that it is imported where Triton is missing, too.
+
+n ranks   B bytes that a rank publishes
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Sums over a token's rows, written directly into the buffer of the token's rank, without a local copy.
 
     with offer(targets):       the exchange offers the ranks' buffers
-        experts                the Triton experts `take_offer` and `push` their sums, others ignore it
+        experts                the Triton experts without adapters `take_offer` and `push` their sums, others ignore it
     targets.was_pushed         whether the offer was used
 
-The buffer of a rank with T tokens then has `[n, T, H]`: what each rank computed for them. On CPUs through the interpreter.
+The buffer of a rank with T tokens then has `[n, T, H]`: what each rank computed for them. On CPUs through Triton's interpreter.
 
     n ranks   T tokens of a rank   K slots per token   H hidden size
 """

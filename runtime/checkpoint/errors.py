@@ -9,7 +9,7 @@ NUM_LISTED = 20
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or written; the failed call changed nothing on disk.
+    """A checkpoint cannot be read or written; nothing on disk was changed, unless the message says otherwise.
 
     Attributes:
         problems: all problems, one sentence each.

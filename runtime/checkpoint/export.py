@@ -2,12 +2,14 @@
 
     export_pretrained(model, "runs/one/export", source="/models/Qwen3-30B-A3B", dtype=torch.bfloat16)
 
-No rank ever has more than one full tensor of the output. Each file is written by one rank; for each tensor, every rank
-sends its shard of it to the writer:
+The full tensors of the output that a rank has at a time are together no larger than the largest one. Each file is written
+by one rank; for each tensor, ranks that hold a region of it send that to the writer:
 
     rank 0: experts 0-3   -+
     rank 1: experts 4-7    +->  experts.5.up_proj [I, H]  ->  its file, written by rank 2
     ...                   -+    (rank 1 alone sends)
+
+    I expert intermediate size   H hidden size
 """
 
 from __future__ import annotations
@@ -68,12 +70,12 @@ def export_pretrained(
         source: the folder of the original, whose tokenizer, processor and generation config are copied; None: that of
             the untrained part, if there is one.
         dtype: of floating-point weights, except those that upstream keeps in fp32; None: unchanged.
-        max_file: bytes of a file.
+        max_file: bytes of a file, unless a single tensor is larger.
         trained_only: write only the model, with its own config.
 
     Raises:
-        CheckpointError: on every rank, naming rank, file and key, as soon as one rank fails, or if the folder of the
-            untrained part is missing; earlier files are unchanged.
+        CheckpointError: on every rank, naming rank, file and key, as soon as one rank fails; no such layout, adapters in the
+            model, or no folder of the untrained part. Earlier files are unchanged, unless it says that the folder is incomplete.
     """
     directory = Path(directory)
     tensors = saved_tensors(model)
@@ -151,7 +153,8 @@ def outputs_and_files(
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of a checkpoint of `model`: parameters and persistent buffers, tied ones once."""
+    """The tensors of a checkpoint of `model`: parameters and persistent buffers, tied ones once, without those that
+    upstream does not save."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     dropped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for group in tied_groups(model):
@@ -176,7 +179,7 @@ def plan_outputs(
 
 
 def require_no_adapters(model: nn.Module) -> None:
-    """Refuses a model with PEFT adapters: its weights have other names, and do not include what the adapters add."""
+    """Raises CheckpointError for a model with PEFT adapters: its weights have other names, and lack what the adapters add."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")  # not imported: there are no adapters
     layers = (name for name, module in model.named_modules() if tuners and isinstance(module, tuners.BaseTunerLayer))
     first = next(layers, None)

@@ -49,7 +49,8 @@ class _Run:
     Attributes:
         offset: of the first byte in the file.
         values [numel]: on the CPU, in the dtype of the file.
-        out: the target that `values` are copied to, with a cast; None if `values` is the target.
+        out: the target that `values` are copied to, with a cast; None if `values` is the target, or the caller
+            copies them.
     """
 
     stored: StoredTensor
@@ -238,7 +239,7 @@ class FileReader:
         if not keeps_pages:
             try:
                 return os.preadv(descriptor, views, offset, DONT_CACHE)
-            except (OSError, NotImplementedError) as error:  # NotImplementedError: a Python built without preadv
+            except (OSError, NotImplementedError) as error:  # NotImplementedError: a Python built without preadv2
                 if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
                 self.keeps_pages = True  # an older kernel, or a file system without support

@@ -1,8 +1,8 @@
 """Loads the weights of a checkpoint a few tensors at a time, for a model that never has all of them in memory.
 
-weights = WeightsInParts(model, "/models/Qwen3-235B-A22B")    # reads headers, refuses what `load_pretrained` refuses
+weights = IncrementalLoader(model, "/models/Qwen3-235B-A22B") # reads headers, refuses what `load_pretrained` refuses
 weights.read({"model.norm.weight": tensor})                   # fills it, converted as a load converts it
-problems = weights.differences_of_export()                    # there and back again, one tensor in memory at a time
+problems = list(weights.export_differences())                 # there and back again, one tensor in memory at a time
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class IncrementalLoader:
     def export_differences(self) -> Iterator[str]:
         """How an export of these weights would differ from the checkpoint, a sentence per tensor.
 
-        Converts there and back and compares with the files, one tensor in memory at a time; writes nothing.
+        Converts there and back and compares with the files, one tensor in memory at a time; writes nothing. Tensors
+        that the checkpoint lacks, and those that an export copies from it, are left out.
         """
         stored, match, saved = read_folder(self.directory), self._match, saved_tensors(self.model)
         parameters = {

@@ -3,12 +3,14 @@
     assemble       keys of a checkpoint -> parameters        (what `from_pretrained` does)
     disassemble    parameters -> keys of a checkpoint        (what `save_pretrained` does)
 
-Both work on `LazyTensor` tensors, so nothing is read or computed here. transformers supports per-expert, stacked and
-renamed layouts; two more are derived here from its converters, for any model:
+On `LazyTensor` tensors, nothing is read or computed here; `disassemble` takes any others, too. transformers supports
+per-expert, stacked and renamed layouts; two more are derived here from its converters, for any model:
 
     merged        experts.gate_proj [E, I, H] + experts.up_proj [E, I, H]: the converter of single experts without its
                   stacking
     transposed    stacks with the last two dimensions exchanged
+
+    E experts   I expert intermediate size   H hidden size
 """
 
 from __future__ import annotations
@@ -85,8 +87,8 @@ class Assembly:
     Attributes:
         parameters: name in the model's state dict -> its tensor, built from the checkpoint's.
         sources: name in the model's state dict -> the keys that it is built from.
-        unexpected: keys that belong to no parameter.
-        problems: sentences about keys that cannot be converted.
+        unexpected: keys that belong to no parameter or persistent buffer.
+        problems: sentences about tensors that appear twice, cannot be converted or have another shape.
     """
 
     parameters: dict[str, LazyTensor] = field(default_factory=dict)

@@ -10,6 +10,8 @@ to read, each with the view of its own memory to read it into:
     experts.0.up_proj   [I, H] -+                   +- cat [2, 2I, H]   plan_reads(region of expert 1) -> 1.gate, 1.up
     experts.1.up_proj   [I, H] -+- stack [2, I, H] -+
 
+    I expert intermediate size   H hidden size
+
 Nothing here knows a model: every operation is a cat, slice, permute or reshape. One that computes values (dequantisation)
 is refused by name.
 """
@@ -74,7 +76,7 @@ class UnsupportedOperation(NotImplementedError):
 
 
 class LazyTensor(Tensor):
-    """A tensor of known shape and dtype, without data; `origin` says how it is built. `meta` is it on the meta device."""
+    """A tensor of known shape and dtype, without data; `origin` says how it is built, `meta` is a meta tensor like it."""
 
     origin: _Origin
     meta: Tensor
@@ -204,7 +206,7 @@ class ReadPlan:
     """How to fill one tensor: do `reads`, then call `finish`.
 
     Attributes:
-        reads: (leaf, region of it, the view of the target that this region fills).
+        reads: (leaf, region of it, the view of the target, or of a buffer, that this region fills).
         final_copies: copies from buffers that are larger than what the target needs of them; empty if every element is
             read directly into the target.
     """
@@ -313,7 +315,8 @@ def _add_reshaped_reads(parent: LazyTensor, shape: Sequence[int], region: Region
 
 
 def _enclosing_regions(before: tuple[int, ...], after: tuple[int, ...], region: Region) -> tuple[Region, Region]:
-    """The smallest region around `region` that is one before the reshape as well: as of the shapes `after` and `before`."""
+    """The smallest region around `region` that is one before the reshape as well: in indices of the shape
+    `after`, and in those of `before`."""
     enclosing: list[tuple[int, int]] = []
     parent: list[tuple[int, int]] = []
     for dims_before, dims_after in _dimension_groups(before, after):

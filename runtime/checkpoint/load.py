@@ -56,11 +56,11 @@ class LoadReport:
     """What a load did on this rank.
 
     Attributes:
-        num_tensors: parameters and buffers that were filled.
+        num_tensors: parameters and buffers that were filled from the checkpoint, tied ones once.
         num_bytes: bytes that this rank read.
         initialised: names that the checkpoint lacks, as `allow_missing` or upstream allows: they have upstream's initial
             values, the same on any number of ranks.
-        ignored: keys that upstream's class ignores.
+        ignored: keys that upstream's class or `allow_unexpected` ignores.
     """
 
     directory: Path
@@ -218,7 +218,7 @@ def match_checkpoint(
 
 
 def missing_names(model: nn.Module, assembly: Assembly) -> list[str]:
-    """The names in the state dict that the checkpoint has no tensor for, under no name of a tied tensor.
+    """The names in the state dict that the checkpoint has no tensor for; for a tied tensor, under none of its names.
 
     Those that cannot be built from its tensors are problems of the assembly already, and are not among them.
     """
@@ -273,7 +273,8 @@ def integer_weight_problems(
 
 
 def require_same_type(model: PreTrainedModel, directory: Path) -> None:
-    """Raises if the folder's config is of another model type or of quantised weights; without a config nothing is checked."""
+    """Raises CheckpointError if the folder's config is of another model type or of quantised weights; without a config nothing is
+    checked."""
     file = directory / CONFIG
     if not file.is_file():
         return
@@ -413,7 +414,7 @@ def _pieces(stored: StoredTensor, region: Region, out: Tensor) -> list[tuple[Reg
 def _compare_tied_copies(
     reader: FileReader, pool: ThreadPoolExecutor, match: CheckpointMatch, tensors: Mapping[str, Tensor]
 ) -> list[str]:
-    """Requires that all copies of a tied tensor in the checkpoint are equal."""
+    """A sentence for each further copy of a tied tensor in the checkpoint that differs or cannot be read."""
     errors: list[str] = []
     for name, owner in match.copies:
         if owner not in tensors:

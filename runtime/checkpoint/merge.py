@@ -3,7 +3,8 @@
     merge_adapter("runs/one/adapter", "/models/Qwen3-30B-A3B", "merged")
 
 PEFT reads the adapter and its scaling; each adapted weight is its stored value plus the product of the two factors, one
-tensor at a time. Everything else is copied byte for byte: other layers, towers, the talker of an omni model.
+tensor at a time. Other weights of the adapted model keep their values, rounded to `dtype` if it is given; the rest of the
+checkpoint (the talker of an omni model) is copied byte for byte.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Factors:
     """What an adapter adds to a parameter: `scaling * left @ right`, for each expert if there are any.
 
     Attributes:
-        left [..., O, R], right [..., R, I]: of the parameter [..., O, I].
+        left [..., O, R], right [..., R, I]: of the parameter [..., O, I]; R is the rank of the adapter.
     """
 
     left: Tensor
@@ -216,7 +217,7 @@ def _factors_of_layer(layer, weight: Tensor, first: Tensor, second: Tensor) -> F
 
     Args:
         weight: the adapted parameter, on the meta device.
-        first [E R, I], second [O, R E]: as PEFT stores them.
+        first [E R, I], second [O, R E]: as PEFT stores them; E experts, 1 for a linear layer.
     """
     from peft.tuners.lora.layer import ParamWrapper
 

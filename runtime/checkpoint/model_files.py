@@ -39,7 +39,7 @@ def config_files(model: PreTrainedModel, dtype: torch.dtype | None = None) -> di
 
 
 def common_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype of most of the parameters' elements."""
+    """The dtype of most elements of floating-point parameters; None without any."""
     sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -96,7 +96,10 @@ def candidate_models_on_meta(directory: Path) -> Iterator[PreTrainedModel]:
     """The models that a folder's config may describe, on the meta device.
 
     In this order: transformers' classes, those registered by the user's code, generated ones, whose experts may be stacked
-    differently; if none has such a name, what `AutoModel` builds.
+    differently; if there is no class of the names in `architectures`, what `AutoModel` builds.
+
+    Raises:
+        CheckpointError: the config cannot be read, or transformers does not know its model.
     """
     from transformers import AutoConfig, AutoModel
 

@@ -87,14 +87,15 @@ def convert(
 ) -> Converted:
     """Writes a Hugging Face checkpoint in another layout; returns what was written.
 
-    Tensors that upstream's class ignores (heads for further tokens) are copied.
+    Tensors that upstream's class ignores (multi-token prediction heads) are copied.
 
     Args:
         layout: "per-expert" or "stacked"; None: upstream's own.
-        dtype: of floating-point weights; None: unchanged.
+        dtype: of floating-point weights, except those that upstream keeps in fp32; None: unchanged.
 
     Raises:
-        CheckpointError: naming file and key.
+        CheckpointError: no such layout, the tensors do not fit the model of the config, or a file, with its key, cannot be
+            read or written.
     """
     source, directory = Path(source), Path(directory)
     if source.resolve() == directory.resolve():
@@ -131,6 +132,7 @@ def export_run(
         source: folder of the original, for tokenizer, generation config and the untrained part; None: the one that the
             run's weights were loaded from, if it still exists.
         trained_only: write only the trained model, not the untrained part of the original.
+        directory, layout, dtype, max_file: as in `export_pretrained`.
 
     Raises:
         CheckpointError: no complete checkpoint, or files that cannot be read or written.
@@ -289,7 +291,7 @@ def write_folder(
         may_be_infinite: keys of tensors that may have infinite values.
 
     Raises:
-        CheckpointError: naming file and key; earlier content is unchanged.
+        CheckpointError: naming file and key; earlier content is unchanged, unless files could not be renamed.
     """
     planned = plan_files(outputs, max_file=max_file)
     writer = FolderWriter(directory, planned)

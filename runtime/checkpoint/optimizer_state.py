@@ -1,7 +1,7 @@
 """The state of an optimizer by parameter name, independent of parameter groups and meshes.
 
-Groups follow the mesh (`sharding.optimizer_groups`), which may change between runs. So options are saved per
-parameter, and state tensors have the placements of their parameter.
+Groups follow the mesh (`sharding.optimizer_groups`), which may change between runs. So options are saved with the
+names of their parameters, and state tensors have the placements of their parameter.
 """
 
 from __future__ import annotations
@@ -154,7 +154,11 @@ def _equal(a: object, b: object) -> bool:
 
 
 def fit_scheduler(state: Mapping[str, object], optimizer: Optimizer) -> dict[str, object]:
-    """The state of a learning-rate scheduler for this run's groups, whose options are already restored."""
+    """The state of a learning-rate scheduler for this run's groups, whose options are already restored.
+
+    Raises:
+        CheckpointError: the number of groups has changed, and the groups had different values.
+    """
     groups = optimizer.param_groups
     fitted = dict(state)
     rates = fitted.get("base_lrs")

@@ -16,7 +16,7 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.lazy_tensors import Region, full_region
 from patchgen.runtime.parallel.collectives import gather_objects
 
-FAILURES = (Exception, CheckpointException)  # DCP's own is a BaseException
+FAILURES = (Exception, CheckpointException)  # torch's distributed checkpoint (DCP) raises a BaseException
 Result = TypeVar("Result")
 
 
@@ -142,5 +142,5 @@ def narrow_to(tensor: Tensor, outer: Region, inner: Region) -> Tensor:
 
 
 def shard_like(tensor: Tensor, like: DTensor) -> Tensor:
-    """The region of a full tensor that this rank holds of `like`, a DTensor of the same shape on whose mesh it is."""
+    """The region of a full tensor that this rank holds of `like`, a DTensor of the same shape whose mesh includes this rank."""
     return narrow_to(tensor, full_region(tensor.shape), local_region(like))

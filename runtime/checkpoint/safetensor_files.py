@@ -127,7 +127,8 @@ def read_header(file: Path) -> list[StoredTensor]:
     """The tensors of one file, after a check of its size.
 
     Raises:
-        CheckpointError: the file is missing, shorter or longer than its header says, or not a safetensors file.
+        CheckpointError: the file is missing, shorter or longer than its header says, or not a safetensors file; a dtype is not
+            supported.
     """
     if not file.is_file():
         raise CheckpointError(f"{file.name} is missing.")

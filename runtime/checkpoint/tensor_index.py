@@ -59,7 +59,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def _is_tensor(entry: object) -> bool:
-    """torch unpickles every other entry, which may run code."""
+    """Whether an entry is that of a tensor: torch unpickles the data of every other one, which may run code."""
     return isinstance(entry, TensorStorageMetadata) and isinstance(entry.properties, metadata.TensorProperties)
 
 

@@ -8,6 +8,7 @@
 On disk, below the directory:
 
     .step-00000200.partial/     being written, or left by a crash: never loaded, removed by the next save
+    .step-00000100.replaced/    an earlier save of the same step: loaded only if a crash left no step-00000100/
     step-00000100/              complete: renamed after all bytes were on disk
         checkpoint.json         step, layout, and size and checksum of every other file
         config.json             the model, for `patchgen export`
@@ -285,7 +286,7 @@ class Checkpointer(SavedSteps):
             world: the number of ranks that saved.
 
         Raises:
-            CheckpointError: there is none, or it is incomplete or of another model.
+            CheckpointError: there is none, or it is incomplete, damaged or of another model.
         """
         self.wait()
         is_verified = step is None
@@ -392,7 +393,7 @@ class Checkpointer(SavedSteps):
         raise CheckpointError(f"{self.directory} holds no complete checkpoint{':' if damaged else '.'}", damaged)
 
     def _require_content(self, step: int) -> None:
-        """Compares a checkpoint's files with their checksums; each file is read by one rank."""
+        """Compares this rank's share of a checkpoint's files with their checksums; each file is read by one rank."""
         folder = self.folder_of(step)
         manifest = read_manifest(folder)
         own_files = sorted(manifest.checksums)[self._rank :: self._world]

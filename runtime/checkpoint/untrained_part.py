@@ -101,7 +101,7 @@ def find_untrained_part(model: PreTrainedModel, origin: Origin | None, source: P
         source: the folder of the original, if it is not that of `origin`; ignored if its keys are not those of `origin`.
 
     Raises:
-        CheckpointError: there is an untrained part, and its folder is missing or damaged.
+        CheckpointError: the folder is missing, and the model's class ignores some of its keys; or it is damaged.
     """
     if origin is None:
         return UntrainedPart()

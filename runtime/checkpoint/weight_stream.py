@@ -13,6 +13,8 @@ buffer one by one:
 
 No rank ever has the full model: its memory holds its shards, the buffer, the tensor being assembled, and the tensors that
 the caller keeps, in a loop the previous one.
+
+    I expert intermediate size   H hidden size
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def stream_weights(
     layout: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The full weights of `model` with upstream's names and layout, on its device, in the same order on every rank.
+    """The full weights of `model` with the names and layout of an export, on its device, in the same order on every rank.
 
     Collective: every rank must exhaust the iterator, and must not train the model meanwhile. No communication is pending
     while the caller has a tensor.
@@ -64,8 +66,8 @@ def stream_weights(
         layout, dtype: as in `export_pretrained`.
 
     Raises:
-        CheckpointError: on every rank, before anything is sent: no such layout, or adapters in the model.
-        ValueError: `bucket_bytes` is too small.
+        CheckpointError: on every rank, at the first tensor: no such layout, or adapters in the model.
+        ValueError: at the first tensor: `bucket_bytes` is too small.
     """
     if bucket_bytes < 8 * BUFFERS_PER_BUCKET:
         raise ValueError(f"bucket_bytes must be at least {8 * BUFFERS_PER_BUCKET}, not {bucket_bytes}.")
@@ -122,7 +124,7 @@ class _Stream:
         self._buffer = torch.empty(limit, dtype=torch.uint8, device=self.device)
 
     def arrivals(self, outputs: Iterable[Output]) -> Iterator[tuple[_Piece, Tensor]]:
-        """The pieces of all tensors, in order, each with its elements: flat, on the device, valid until the next."""
+        """The pieces of all tensors, in order, each with its elements: flat, on the device, valid until the next is taken."""
         waiting: list[_Piece] = []
         size = 0
         for piece in (piece for output in outputs for piece in self._pieces(output)):

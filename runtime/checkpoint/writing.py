@@ -232,7 +232,7 @@ class FolderWriter:
             _partial(file).unlink(missing_ok=True)
 
     def _invalidate(self, prepared: Iterable[Path]) -> None:
-        """Marks the folder as incomplete, and removes index, single file and config of an earlier checkpoint."""
+        """Marks the folder as incomplete, and removes an earlier index, single file and, if it will be replaced, config."""
         (self.directory / INCOMPLETE).write_text("Files of this folder were being replaced: do not load it.\n")
         replaced = {file.name for file in prepared}
         for name in (INDEX, SINGLE, *({CONFIG} & replaced)):

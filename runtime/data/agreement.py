@@ -33,7 +33,7 @@ def run_on_all_ranks(work: Callable[[], Result]) -> Result:
     """Runs `work` on every rank. Collective.
 
     Raises:
-        DataError: on all ranks, if it failed on any: with the rank, unless the message is the same on all.
+        DataError: on all ranks, if it failed on any, with the rank; an error with the same message on all is raised unchanged.
     """
     failure: Exception | None = None
     result: list[Result] = []  # empty only after a failure, which is raised

@@ -41,13 +41,14 @@ def build_loader(
         config: what to read and how to batch it.
         tokenizer: of transformers; `train_tokenizer` trains one on the data.
         processor: of transformers, for kind multimodal.
-        position_function: of the generated model, for kind multimodal: picklable, returns positions `(3, n)`.
+        position_function: of the generated model, for kind multimodal: picklable, as in `PrepareMultimodal`.
         batch_index, num_batches: of `ParallelState`; equal on the ranks of a sequence-parallel group.
         agree: the maximum over ranks; called at every batch of a stream with a limited number of epochs.
 
     Raises:
-        DataError: no data, or a bad sample; names its place. The same on all ranks if tokens are cached; otherwise on the
-            rank that reads the sample (`agreement.raise_on_all_ranks`).
+        DataError: no data, or a bad sample; names its place. The same on all ranks if tokens are cached; otherwise the loader
+            raises it, on the rank that reads the sample (`agreement.raise_on_all_ranks`).
+        ValueError: `batch_index` is not below `num_batches`.
     """
     if not 0 <= batch_index < num_batches:
         raise ValueError(f"batch_index must be one of 0 to {num_batches - 1}, not {batch_index}.")

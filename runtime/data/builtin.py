@@ -76,7 +76,7 @@ def _is_text(file: Path) -> bool:
 
 @functools.cache
 def documented_functions() -> list[tuple[str, str]]:
-    """Signature and docs of documented functions in the modules at the top of the standard library."""
+    """Signature and docs of the first QUESTIONS documented functions in the modules at the top of the standard library."""
     top = Path(sysconfig.get_path("stdlib"))
     functions = (
         (f"{file.stem}.{node.name}({ast.unparse(node.args)})", docs)

@@ -76,7 +76,7 @@ def text_sample(number: int) -> dict[str, Any]:
 
 
 def all_sample(number: int) -> dict[str, Any]:
-    """An image, a clip and a tone in one conversation."""
+    """The images, the clip and the tones of this number in one conversation."""
     parts = [make(number)["messages"] for make in (image_sample, video_sample, audio_sample)]
     return {"messages": [message for messages in parts for message in messages]}
 

@@ -1,4 +1,4 @@
-"""Tokens of a source, encoded once and memory-mapped by all ranks.
+"""Tokens of a source, T in all, encoded once and memory-mapped by all ranks.
 
     <cache_dir>/<key>/tokens.npy     uint16 or uint32 (T,)    all documents, concatenated
                       targets.npy    bool or int32 (T,)       the tokens with a loss, or their classes; absent: all have one
@@ -7,11 +7,11 @@
                       labels.npy     float64 (documents,)     the label of each; absent: no labels
                       places.txt     file and line of each document
                       counters.json  bad samples: how many, and where
-                      contents.txt   a hash of tokens, targets and lengths, which a saved position must match
+                      contents.txt   a hash of all these arrays, which a saved position must match
 
-The key is a hash of the samples' files (path, size, time of change), the tokenizer and the encoding. Of processes that
-need the same tokens at once, one encodes and the others wait. A folder gets its name only when it is complete, so a
-process that is killed leaves nothing that another would read.
+The key is a hash of the source (path, size and time of change of its files), the tokenizer, the encoding and on_bad. Of
+processes that need the same tokens at once, one encodes and the others wait. A folder gets its name only when it is
+complete, so a process that is killed leaves nothing that another would read.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) 
     Args:
         root: the folder of all caches.
         skip_bad: skip and count bad samples; otherwise the first one raises a DataError.
+
+    Raises:
+        DataError: a bad sample, no usable one, or the cache folder cannot be written or is full.
     """
     key_parts = {
         "version": VERSION,

@@ -85,7 +85,7 @@ def learned_turns(where: str, messages: list[dict[str, Any]], learn: str = "all"
     """The indices of the messages with a loss; None: all of the assistant.
 
     Raises:
-        BadSample: a flag is not a boolean, is set on a message of another role, or contradicts another flag.
+        BadSample: a flag is not a boolean, 0 or 1, is set on a message of another role, or contradicts another flag.
     """
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     flags = {number: _flag(where, number, message) for number, message in enumerate(messages)}

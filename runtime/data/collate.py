@@ -29,10 +29,10 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
         pad_to: the row is filled up to this many tokens with a last document without labels.
 
     Returns:
-        `input_ids`, `labels` (not shifted, IGNORED where there is no loss), `position_ids`, all `(1, S)` int64; positions of
-        multimodal samples are `(4, 1, S)`: text, time, height, width; `cu_seq_lens_q`, `cu_seq_lens_k`
-        `(documents + 1,)` int32; `max_length_q`, `max_length_k` int; the media of all samples, packed by the rules
-        of `parallel/batch_fields.py`; with padding, `real_tokens` `(1, S)` bool.
+        `input_ids`, `labels` (not shifted, IGNORED where there is no loss), `position_ids`, all `(1, S)` int64 for S tokens;
+        positions of multimodal samples are `(4, 1, S)`: text, time, height, width, in the dtype of the position function;
+        `cu_seq_lens_q`, `cu_seq_lens_k` `(documents + 1,)` int32; `max_length_q`, `max_length_k` int; the media of all
+        samples, packed by the rules of `parallel/batch_fields.py`; with padding, `real_tokens` `(1, S)` bool.
     """
     lengths = [sample["input_ids"].shape[-1] for sample in samples]
     padding = max((pad_to or 0) - sum(lengths), 0 if samples else 1)

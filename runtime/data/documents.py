@@ -66,7 +66,7 @@ class Documents:
         self.starts, self.parts = self.starts[self.numbers], np.minimum(self.parts[self.numbers], limit)
 
     def _has_loss(self, number: int, limit: int) -> bool:
-        """Whether any of the first `limit` tokens of each document of a sample have a loss."""
+        """Whether each document of a sample has a loss among its first `limit` tokens, the first of which is not predicted."""
         targets = self.cache.targets
         parts = zip(self.starts[number], np.minimum(self.parts[number], limit), strict=True)
         return targets is None or all(bool(targets[start + 1 : start + length].any()) for start, length in parts)

@@ -39,7 +39,7 @@ def find_files(path: str, format: str) -> list[Path]:
 
 
 class Files:
-    """A source of files. A position is `[file, ...]`, of plain numbers."""
+    """A source of files. A position is a list of integers, the first of which is the index of a file."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)

@@ -12,7 +12,7 @@
 
 The format of a row is determined by its columns and their types (`detect_row_format`). In multimodal rows, `<image>`,
 `<video>` and `<audio>` in a text are placeholders of the items in `image` or `images` and so on, in order; parts of
-OpenAI's API (`image_url`, `input_audio`) become parts of chat templates. Other columns are kept.
+OpenAI's API (`image_url`, `input_audio`) become parts of chat templates. Other columns of conversations are kept.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _columns_of(row: Row) -> str:
 
 
 def _nearest(row: Row, kind: str) -> str:
-    """The three formats with the fewest missing columns; ties are ordered by kind, then by similar column names."""
+    """The three formats with the smallest share of missing columns; ties are ordered by kind, then by similar column names."""
 
     def distance(name: str) -> tuple[float, ...]:
         missing = [column for column in FORMATS[name].required if row.get(column) is None]

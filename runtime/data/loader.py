@@ -120,7 +120,7 @@ class Loader(ABC):
 
 
 def require_same(expected: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises unless the `saved` settings of a position are the `expected` ones of this loader."""
+    """Raises DataError unless the `saved` settings of a position are the `expected` ones of this loader."""
     different = [name for name in expected | saved if expected.get(name) != saved.get(name)]
     if different:
         lines = "".join(f"\n  {name}: saved {saved.get(name)!r}, now {expected.get(name)!r}" for name in different)

@@ -87,7 +87,7 @@ def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[
     """Frames of a video.
 
     Args:
-        value: as above; an array `(frames, height, width, 3)` uint8 has `fps` frames per second.
+        value: as above; an array `(frames, height, width, 3)` uint8 has `fps` frames per second, and is returned as it is.
         fps: frames per second to sample, evenly; fewer if they would exceed `max_frames`.
 
     Returns:

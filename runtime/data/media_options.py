@@ -37,7 +37,7 @@ class MediaOptions:
     """The options of `data.media` for one processor.
 
     Raises:
-        DataError: it has no option of such a name, or of another type.
+        DataError: the processor has no option of such a name, or one of another type.
     """
 
     def __init__(self, config: DataConfig, processor: ProcessorAdapter) -> None:

@@ -57,7 +57,7 @@ class PrepareMultimodal:
         processor: of transformers, with a chat template.
         position_function: called with those of `input_ids` `(1, n)`, `attention_mask` `(1, n)`, the processor's fields,
             `audio_seqlens` and `second_per_grids` that it has parameters for; returns positions `(3, 1, n)` or `(3, n)`,
-            alone or first in a tuple. None: positions are 0, 1, 2 ...
+            alone, first in a tuple, or as `position_ids` in a dict. None: positions are 0, 1, 2 ...
 
     Raises:
         DataError: no processor, no chat template, or no such option as in `config.media`.

@@ -52,7 +52,7 @@ class Pool(Generic[Key]):
         self.tokens = 0
 
     def add(self, key: Key, length: int, modalities: frozenset[str] = frozenset()) -> None:
-        """Raises ValueError for a length outside of the budget or a key that is already waiting."""
+        """Adds a sample. Raises ValueError for a length outside of the budget or a key that is already waiting."""
         if not 0 < length <= self.budget:
             raise ValueError(f"Sample {key} has {length} tokens; expected 1 to {self.budget}.")
         if key in self._waiting:

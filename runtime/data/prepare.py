@@ -37,7 +37,7 @@ class Prepare(Protocol):
 
 
 class PrepareText:
-    """Text and conversations.
+    """Samples of all kinds except multimodal ones.
 
     Args:
         encoders: by source.
@@ -82,7 +82,7 @@ def _halves(tokens: Tokens) -> list[Tokens]:
 
 
 def _has_loss(tokens: Tokens, limit: int) -> bool:
-    """Whether any of the first `limit` tokens of each document have a loss."""
+    """Whether each document has a loss among its first `limit` tokens, the first of which is not predicted."""
     return all(half.targets is None or bool(half.targets[1:limit].any()) for half in _halves(tokens))
 
 

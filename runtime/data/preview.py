@@ -37,7 +37,8 @@ class Document:
 
     Attributes:
         source, where: its source, file and line; empty for padding.
-        half: "chosen" or "rejected" of a pair.
+        half: of a pair, the column of this document ("chosen", "rejected", "anchor", "positive"); otherwise empty.
+        label: of its sample, if it has one.
         start: its first token in the row.
         tokens, learned: the number of tokens, and of those with a loss.
         role_runs: its tokens, grouped by role.

@@ -14,7 +14,7 @@ ALL_USED = "all samples used"
 
 
 class DataError(ValueError):
-    """The data cannot be used; the message has file, line and how to fix it."""
+    """The data cannot be used; the message says where (file and line of a sample) and how to fix it."""
 
 
 class FailedOnAnotherRank(DataError):

@@ -1,8 +1,8 @@
 """One interface for the processors of transformers.
 
-Processors differ in the name of sounds (`audio`, `audios`), and many fail on empty lists. Here names are always `images`,
-`videos`, `audios`, and empty lists are left out. A processor that is not a `ProcessorMixin` gets only the options that
-its call names.
+Processors differ in the name of the argument for sounds (`audio`, `audios`), and many fail on empty lists. Here names
+are always `images`, `videos`, `audios`, and empty lists are left out. A processor that is not a
+`ProcessorMixin` gets only the options that its call names.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ProcessorAdapter:
         audios: Sequence[Any] = (),
         **options: Any,
     ) -> dict[str, Any]:
-        """The fields of one sample, as tensors with a batch dimension of 1.
+        """The fields of one sample; those per token have a batch dimension of 1.
 
         Args:
             text: with a placeholder for each item, as the chat template renders it.

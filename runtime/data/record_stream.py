@@ -21,7 +21,8 @@ from patchgen.runtime.data.records import Record, Source
 
 @dataclass(frozen=True)
 class Share:
-    """The records of one rank, by number: from `since` on every `count`-th, and before that those of `leftover`.
+    """The records of one rank, by number: from `since` on those with `number % count == index`, before that those of
+    `leftover`.
 
     Records are left over if a run with another number of ranks was resumed, whose ranks had advanced differently.
     """
@@ -38,7 +39,8 @@ class Share:
 
 @dataclass
 class Cursor:
-    """The state of a source in the epoch. `position` is the index of the next sample, or one of `Source.read`."""
+    """The state of a source in the epoch: `count` records were read, in `lap` full passes and the current one. `position` is the
+    index of the next sample, or one of `Source.read`."""
 
     count: int = 0
     lap: int = 0

@@ -69,7 +69,7 @@ def roles_of_tokens(count: int, spans: Mapping[str, Any], within: Callable[[Any]
     """The role of each of `count` tokens.
 
     Args:
-        within: `(count,)` bool, the tokens that overlap these spans.
+        within: returns `(count,)` bool, the tokens that overlap the spans of a role.
     """
     roles = [TEMPLATE] * count
     for role, of_role in spans.items():

@@ -107,6 +107,7 @@ class StreamedLoader(Loader):
         Args:
             share: the records of the stream to use, including those of `waiting`.
             waiting: samples that were waiting; the other samples of their records were already used.
+            state: the position that was loaded, which `state_dict` returns until a batch is read; None: none was.
         """
         self._pool: Pool[Key] = Pool(
             self._config.tokens_per_batch,
@@ -128,7 +129,7 @@ class StreamedLoader(Loader):
         self._loaded = state
 
     def _entries(self) -> Iterator[Entry]:
-        """Runs in this process, ahead of the workers."""
+        """The records of this rank; read in this process, ahead of the workers."""
         for count, (number, source, record) in enumerate(self._stream, 1):
             if count % POSITION_EVERY == 0:
                 self._stream_positions[number + 1] = self._stream.state_dict()

@@ -63,7 +63,8 @@ class SampleEncoder(ABC):
 
 
 class TextEncoder(SampleEncoder):
-    """Plain text: all tokens have a loss, and each document ends with the end-of-sequence token, if there is one.
+    """Plain text: all tokens have a loss, and with `append_eos` each document ends with the end-of-sequence
+    token, if there is one.
 
     Of a `prompt` and its `completion`, only the completion and its end-of-sequence token have a loss.
 

@@ -27,7 +27,7 @@ class TokenAlignment:
 
     Attributes:
         offsets: `(n, 2)`, its characters; (0, 0): none.
-        expanded: maps a span of the text with one placeholder per item to these characters.
+        expanded: maps a span of the text with one placeholder per item to the characters that `offsets` counts.
         is_media: `(n,)` bool, whether it belongs to an item.
     """
 

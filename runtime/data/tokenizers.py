@@ -29,7 +29,11 @@ def train_tokenizer(config: DataConfig, *, vocab_size: int) -> Any:
     """A byte-level BPE tokenizer trained on `config`'s sources, as a transformers tokenizer.
 
     It is cached and the same for the same files, so all ranks have the same one. Id 0 is padding, 1 the end of a text.
-    For conversations it has a chat template: `role: content`, one line per message.
+    For kinds other than text it has a chat template: `role: content`, one line per message.
+
+    Raises:
+        ValueError: `vocab_size` is smaller than the number of bytes and special tokens.
+        DataError: a source cannot be opened, or the cache folder cannot be written.
     """
     from transformers import PreTrainedTokenizerFast
 
