@@ -17,7 +17,6 @@ from patchgen.anatomy.classes import (
     Build,
     ClassInfo,
     FunctionNode,
-    arguments,
     calls,
     dotted,
     is_in_place,
@@ -25,6 +24,7 @@ from patchgen.anatomy.classes import (
     parameter_names,
     walk,
 )
+from patchgen.anatomy.convolutions import built_convolutions, convolutions
 from patchgen.anatomy.flow import Attention, Embedder, Rotary
 from patchgen.anatomy.known import MAKERS
 from patchgen.anatomy.names import local_names
@@ -69,8 +69,6 @@ TORCH_ATTENTION = {
     "flex_attention",
     "MultiheadAttention",
 }
-CONV1D = ("torch.nn.functional.conv1d", "torch.conv1d")
-CONV1D_OPTIONS = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"]
 BY_SIZES = MAKERS | {"torch.Tensor", "torch.FloatTensor", "torch.full"}  # make a tensor of these sizes
 DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
 
@@ -219,20 +217,9 @@ def _router(anatomy: Anatomy, info: ClassInfo) -> str | None:
 
 
 def _mixer(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
-    convolutions = grouped_convolutions(anatomy, info)
-    return f"mixes along the sequence with the grouped convolution self.{convolutions[0]}" if convolutions else None
-
-
-def grouped_convolutions(anatomy: Anatomy, info: ClassInfo) -> list[str]:
-    """The attributes that are `nn.Conv1d`s of more than one group of channels, or of a number that nothing tells."""
-    convolutions = {name: call for name, call in info.built.items() if anatomy.is_a(call, "torch.nn.Conv1d")}
-    return [name for name, call in convolutions.items() if _is_grouped(call)]
-
-
-def _is_grouped(convolution: ast.Call) -> bool:
-    given = arguments(convolution, CONV1D_OPTIONS)
-    is_told = None not in given and not any(isinstance(arg, ast.Starred) for arg in convolution.args)
-    return not is_told or ("groups" in given and ast.unparse(given["groups"]) != "1")
+    built = [f"self.{name}" if name else ast.unparse(call) for call, name in built_convolutions(anatomy, info).items()]
+    called = [ast.unparse(node) for method in info.methods.values() for node in convolutions(anatomy, method)]
+    return next((f"mixes along the sequence with the convolution {one}" for one in (*built, *called)), None)
 
 
 _FORWARD_DETECTORS = {Role.NORM: _norm, Role.ROTARY: _rotary}  # with the forward that runs, an inherited one too
@@ -419,17 +406,6 @@ def attention_of_torch(anatomy: Anatomy, code: ast.AST) -> Iterator[ast.expr]:
         package, _, name = (anatomy.names.resolve(node, local) or "").rpartition(".")
         if name in TORCH_ATTENTION and package.startswith("torch"):
             yield node
-
-
-def convolutions(anatomy: Anatomy, method: FunctionNode, attributes: Sequence[str] = ()) -> Iterator[ast.AST]:
-    """The expressions of a function's body that stand for a convolution, or their calls; `attributes` are those that do."""
-    local, nodes = local_names(method), [node for part in method.body for node in walk(part)]
-    called = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
-    read = [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("weight", "bias")]
-    for node in (node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and node not in read):
-        is_own = own_attribute(node) in attributes and isinstance(node.ctx, ast.Load)
-        if is_own or anatomy.names.resolve(node, local) in CONV1D:
-            yield called.get(id(node), node)
 
 
 def reads_interface(anatomy: Anatomy, code: ast.AST) -> bool:

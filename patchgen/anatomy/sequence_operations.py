@@ -18,10 +18,11 @@ from patchgen.anatomy.classes import (
     stored,
     walk,
 )
+from patchgen.anatomy.convolutions import convolutions
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.known import POINTWISE
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.roles import TOKENS, Role, convolutions, takes_media_alone
+from patchgen.anatomy.roles import TOKENS, Role, takes_media_alone
 
 CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
 BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"

@@ -7,13 +7,9 @@ from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, loaded
+from patchgen.anatomy.convolutions import built_convolutions, convolutions
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.roles import (
-    HAND_WRITTEN,
-    attention_of_torch,
-    convolutions,
-    grouped_convolutions,
-)
+from patchgen.anatomy.roles import HAND_WRITTEN, attention_of_torch
 from patchgen.anatomy.sequence_loops import carrying_loop
 from patchgen.anatomy.sequence_operations import (
     CONVOLUTION,
@@ -98,14 +94,14 @@ class MixerSP(SitePass):
                 raise Missed("operations along the sequence by names that nothing else is bound to", method)
         editor = Editor(block, self.mark)
         kinds = wrap_calls(editor, block.node, operations)
-        if not kinds or UNKNOWN in kinds:  # on one rank upstream's own; a slice is refused
+        built = set(built_convolutions(anatomy, info).values())
+        if not kinds or UNKNOWN in kinds or "" in built:  # on one rank upstream's own; a slice is refused
             refusing = insert_first(block, "forward", f'ops.refuse_slices("{info.name}")', self.mark)
             return Rewritten(refusing, "cannot be divided by heads or channels: refuses sequence slices")
-        convolution_names = grouped_convolutions(anatomy, info)
-        besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, convolution_names)]
+        besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, built)]
         functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
         steps = any(stepping_loops(anatomy, function) for function in functions)
-        needed = [kind for kind, is_needed in ((CONVOLUTION, convolution_names), (DELTA_RULE, steps)) if is_needed]
+        needed = [kind for kind, is_needed in ((CONVOLUTION, built), (DELTA_RULE, steps)) if is_needed]
         if missing := [kind for kind in needed if kind not in kinds]:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing)
             raise Missed(f"a call of {wanted}", [*besides * (CONVOLUTION in missing), info.methods["forward"]][0])

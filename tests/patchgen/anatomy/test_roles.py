@@ -143,15 +143,34 @@ def test_a_gated_mlp_is_a_product(code: str, found: bool):
     assert (Role.MLP in roles(forward(*code.split("\n")))) is found
 
 
-def test_a_mixer_has_a_grouped_convolution():
-    convolution = "def __init__(self):\n    self.conv = nn.Conv1d(8, 8, 3, {})\n"
-    told = "mixes along the sequence with the grouped convolution self.conv"
-    assert roles(convolution.format("groups=8") + forward("return x"))[Role.MIXER] == told
-    for groups in ("1, 0, 1, 8", "groups=config.groups", "*options", "**options"):  # by position, or not told
-        assert roles(convolution.format(groups) + forward("return x"))[Role.MIXER] == told
-    for one in ("bias=False", "groups=1", "1, 0, 1, 1"):
-        assert Role.MIXER not in roles(convolution.format(one) + forward("return x"))
-    assert Role.MIXER not in roles(convolution.format("groups=8").replace("Conv1d", "Linear") + forward("return x"))
+@pytest.mark.parametrize(
+    ("made", "mixes"),
+    [
+        ("nn.Conv1d(8, 8, 3, groups=8)", "self.conv"),
+        ("nn.Conv1d(8, 8, 3, groups=1)", "self.conv"),  # groups decide nothing
+        ("nn.Conv1d(8, 8, config.width)", "self.conv"),
+        ("nn.Conv1d(8, *sizes, 1)", "self.conv"),
+        ("nn.Conv1d(8, 8, **options)", "self.conv"),
+        ("nn.Sequential(nn.SiLU(), nn.Conv1d(8, 8, 3))", "self.conv"),
+        ("weight_norm(nn.Conv1d(8, 8, 3))", "self.conv"),
+        ("Causal(8, 1, 1)", "self.conv"),  # what a subclass makes of these is not read
+        ("nn.ModuleList()\n    self.conv.append(nn.Conv1d(8, 8, 3))", "nn.Conv1d(8, 8, 3)"),
+        ("nn.Conv1d(8, 8, 1, groups=8)", ""),
+        ("nn.Conv1d(8, 8, kernel_size=1)", ""),
+        ("nn.Linear(8, 8, 3)", ""),
+    ],
+)
+def test_a_mixer_has_a_convolution_of_more_than_one_token(made: str, mixes: str):
+    above = "class Causal(nn.Conv1d):\n    pass\n"
+    code = f"def __init__(self, config):\n    self.conv = {made}\n" + forward("return x")
+    told = f"mixes along the sequence with the convolution {mixes}" if mixes else None
+    assert roles(code, above=above).get(Role.MIXER) == told
+
+
+def test_a_mixer_calls_torchs_convolution():
+    code = forward("return F.conv1d(x, self.taps)")
+    assert "F.conv1d" in roles(code, above="import torch.nn.functional as F\n")[Role.MIXER]
+    assert Role.MIXER not in roles(code, above="from elsewhere import F\n")
 
 
 LAYERS = "def __init__(self, config):\n    self.layers = nn.ModuleList([Gated(config)])\n"

@@ -172,6 +172,31 @@ def test_a_mixer_without_any_known_operation_refuses_slices():
     assert [line.strip() for line in first] == ["# patchgen: mixer_sp", 'ops.refuse_slices("Mixer")']
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        "nn.Conv1d(8, 8, 3, padding=2, groups=1)",
+        "nn.Conv1d(8, 8, 3, padding=2)",
+        "nn.Sequential(nn.Conv1d(8, 8, 3, padding=2))",
+        "nn.Conv1d(8, 8, 1)",
+    ],
+)
+def test_a_convolution_in_a_layer_refuses_slices_unless_it_is_of_one_token(made: str):
+    layer = "        self.self_attn = "
+    run = "        residual = hidden_states\n        hidden_states = self.input_layernorm("
+    convolved = f"        hidden_states = self.conv(hidden_states.mT)[..., : hidden_states.shape[1]].mT\n{run}"
+    text = pipeline.generate(edited(load("qwen3"), (layer, f"        self.conv = {made}\n{layer}"), (run, convolved))).text
+    assert ('ops.refuse_slices("Qwen3DecoderLayer")' in text) == ("8, 3" in made)
+
+
+def test_an_ungrouped_convolution_beside_a_served_one_is_missed():
+    text = mixer().replace("groups=8)", "groups=8)\n        self.pre = nn.Conv1d(8, 8, 3)")
+    with pytest.raises(PassMismatch, match="in a call of its own name"):
+        applied(MixerSP(), text.replace("x = conv(x,", "x = conv(self.pre(x),"))
+    listed = text.replace("self.pre = nn.Conv1d(8, 8, 3)", "self.pre.append(nn.Conv1d(8, 8, 3))")
+    assert 'ops.refuse_slices("Mixer")' in applied(MixerSP(), listed).module.text
+
+
 MODEL = """
 import torch
 from torch import nn
