@@ -352,7 +352,7 @@ def _moved(text: str, model: str, path: Path) -> str:
     except SyntaxError:
         return text  # nothing reads it: as it is
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level > 1]
-    lines = [line.encode() for line in text.splitlines(keepends=True)]  # columns count bytes
+    lines = text.encode().splitlines(keepends=True)  # of bytes, as ast counts lines and columns
     for node in sorted(imports, key=lambda node: (node.lineno, node.col_offset), reverse=True):
         base, place = _above(f"transformers.models.{model}", node.level), node.lineno - 1
         if not base:

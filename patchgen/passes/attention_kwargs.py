@@ -1,13 +1,12 @@
 """The packing arguments of the language model never reach a tower."""
 
-# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import ClassInfo, calls, own_attribute, plain_assignments, walk
+from patchgen.anatomy.bodies import form_of, normal_form
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, own_attribute, plain_assignments
 from patchgen.anatomy.media import FEATURES, takes_media
 from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import Editor
@@ -15,7 +14,29 @@ from patchgen.source import Block
 
 FILTER = "accepts_precomputed_kwargs"
 FILTER_FILE = "utils/generic.py"
-PACKING = "cu_seq_lens_q"
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+FILTER_FORM = form_of("""
+def accepts_precomputed_kwargs(modality):
+    prefix = f"{modality}_"
+    other_prefixes = tuple(f"{m}_" for m in _KNOWN_MODALITIES if m != modality)
+    def decorator(func):
+        existing_params = set(inspect.signature(func).parameters)
+        @wraps(func)
+        def wrapper(*args, **kwargs):
+            translated = {}
+            for k, v in kwargs.items():
+                if k.startswith(other_prefixes):
+                    continue
+                if k.startswith(prefix) and k not in existing_params:
+                    translated[k.removeprefix(prefix)] = v
+                elif k in _FLASH_VARLEN_KWARGS and k not in existing_params:
+                    continue
+                else:
+                    translated[k] = v
+            return func(*args, **translated)
+        return wrapper
+    return decorator
+""")
 
 
 class AttentionKwargs(SitePass):
@@ -67,7 +88,10 @@ def _callees(anatomy: Anatomy, name: str) -> list[str]:
 
 
 def _filters(anatomy: Anatomy, owner: str, method: str) -> bool:
-    """Whether upstream's decorator of the method drops the packing arguments, which its release decides."""
+    """Whether upstream's decorator of the method drops the packing arguments: that of the release has the known form.
+
+    Under another form they are withheld here, which loses nothing where upstream drops them, too.
+    """
     owner_and_method = anatomy.method(owner, method) if FEATURES.match(method) else None
     if owner_and_method is None or not any(
         anatomy.names.is_upstream(decorator, FILTER) for decorator in owner_and_method[1].decorator_list
@@ -75,53 +99,6 @@ def _filters(anatomy: Anatomy, owner: str, method: str) -> bool:
         return False
     release = anatomy.upstream.release
     tree = ast.parse((release and release.read(FILTER_FILE)) or "")
-    lists = {name for name, value in plain_assignments(tree.body).items() if _lists_packing(value)}
-    decorators = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == FILTER]
-    return any(_drops(decorator, lists) for decorator in decorators)
-
-
-def _lists_packing(value: ast.AST) -> bool:
-    """Whether a packing argument is in a collection that the source says."""
-    names = value.elts if isinstance(value, ast.Tuple | ast.List | ast.Set) else []
-    return any(isinstance(name, ast.Constant) and name.value == PACKING for name in names)
-
-
-def _drops(decorator: ast.FunctionDef, lists: set[str]) -> bool:
-    """Whether all keyword arguments that a decorator hands on are filtered; `lists`: collections of packing arguments."""
-    handed = [keyword.value for call in calls(decorator) for keyword in call.keywords if keyword.arg is None]
-    filtered = {name for node in walk(decorator) for name in _filtered(node, lists)}
-    return bool(handed) and all(isinstance(value, ast.Name) and value.id in filtered for value in handed)
-
-
-def _filtered(node: ast.AST, lists: set[str]) -> Iterator[str]:
-    """The dicts that a loop fills with all but the packing arguments, a comprehension makes of these, or these leave."""
-    match node:
-        case ast.For(ast.Tuple([ast.Name(key), _])):
-            asking = [n for n in walk(node) if isinstance(n, ast.If) and _asks(n.test, key, lists)]
-            dropped_at = [one.lineno for one in asking if isinstance(one.body[0], ast.Continue)]
-            subscripts = [n for n in walk(node) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
-            filled = [n for n in subscripts if ast.unparse(n.slice) == key]  # other keys are of other arguments
-            if dropped_at and all(n.lineno > dropped_at[0] for n in filled):
-                yield from (ast.unparse(n.value) for n in filled)
-        case ast.Assign([ast.Name(made)], ast.DictComp(ast.Name(key), _, [ast.comprehension(_, _, tests)])):
-            for test in tests:
-                match test:
-                    case ast.Compare(ast.Name(name), [ast.NotIn()], [among]) if name == key and _among(among, lists):
-                        yield made
-        case ast.For(ast.Name(key), among, [ast.Expr(ast.Call(ast.Attribute(ast.Name(left), "pop"), [popped, _]))]):
-            if _among(among, lists) and ast.unparse(popped) == key:
-                yield left
-
-
-def _among(collection: ast.expr, lists: set[str]) -> bool:
-    return _lists_packing(collection) or (isinstance(collection, ast.Name) and collection.id in lists)
-
-
-def _asks(test: ast.expr, key: str, lists: set[str]) -> bool:
-    """Whether a condition is that a key is a packing argument, and perhaps no parameter of the method."""
-    asked, *others = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
-    match asked:
-        case ast.Compare(ast.Name(name), [ast.In()], [among]) if name == key and _among(among, lists):
-            return all(ast.unparse(other).startswith(f"{key} not in ") for other in others)
-        case _:
-            return False
+    dropped = plain_assignments(tree.body).get("_FLASH_VARLEN_KWARGS")
+    forms = [normal_form(node).text for node in tree.body if isinstance(node, FunctionNode) and node.name == FILTER]
+    return forms == [FILTER_FORM] and dropped is not None and ast.unparse(dropped) == str(PACKING)

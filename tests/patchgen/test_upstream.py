@@ -156,10 +156,11 @@ def test_a_file_on_disk_brings_its_configuration_and_the_modules_beside_it(tmp_p
 
 
 BESIDE = """\
-\"\"\"An umlaut, ü, and
+\"\"\"An umlaut, ü, what ends no line for Python, \x1c \x85 \u2028 \x0b, and
 from ...what_is_no_import import it
 \"\"\"
-from ... import initialization as init
+\x0c
+\x0cfrom ... import initialization as init
 from ..auto import (  # wrapped
     AutoModel,
 )

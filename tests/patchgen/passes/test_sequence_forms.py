@@ -185,7 +185,9 @@ def test_a_convolution_in_a_layer_refuses_slices_unless_it_is_of_one_token(made:
     layer = "        self.self_attn = "
     run = "        residual = hidden_states\n        hidden_states = self.input_layernorm("
     convolved = f"        hidden_states = self.conv(hidden_states.mT)[..., : hidden_states.shape[1]].mT\n{run}"
-    text = pipeline.generate(edited(load("qwen3"), (layer, f"        self.conv = {made}\n{layer}"), (run, convolved))).text
+    text = pipeline.generate(
+        edited(load("qwen3"), (layer, f"        self.conv = {made}\n{layer}"), (run, convolved))
+    ).text
     assert ('ops.refuse_slices("Qwen3DecoderLayer")' in text) == ("8, 3" in made)
 
 
