@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Collection, Mapping
 
-from patchgen.anatomy.classes import ClassInfo, own_attribute, stores_of, targets
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, mentions, own_attribute, stores_of, targets
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.origins import origins
 from patchgen.anatomy.own_losses import ALIGNED
@@ -19,9 +19,9 @@ from patchgen.errors import Missed
 from patchgen.upstream import open_release
 from patchgen.wheels import installed_version
 
-NEXT_TOKEN, SAME_TOKEN = "ForCausalLM", "ForMaskedLM"
-FORMS = {NEXT_TOKEN: "", "ForConditionalGeneration": "", SAME_TOKEN: ALIGNED}
-"""Type of a loss over a vocabulary -> its form; "" where it shifts the labels."""
+NEXT_TOKEN = "ForCausalLM"
+KINDS = (NEXT_TOKEN, "ForConditionalGeneration", "ForMaskedLM")
+"""Types of a loss over a vocabulary."""
 FUNCTIONS = {"ForCausalLMLoss": "", "ForMaskedLMLoss": ALIGNED}
 """Function of transformers -> the form of its loss; others are of no language model."""
 LOSS_FILE, LOSS_TABLE = "loss/loss_utils.py", "LOSS_MAPPING"
@@ -29,13 +29,20 @@ LOSS_FILE, LOSS_TABLE = "loss/loss_utils.py", "LOSS_MAPPING"
 
 @functools.lru_cache(maxsize=8)
 def forms_in(text: str) -> Mapping[str, str | None]:
-    """Type -> form, in the order of transformers' table in a file of that text; None for another kind of loss."""
-    for node in ast.parse(text).body:
-        match node:
-            case ast.Assign([ast.Name(name)], ast.Dict(keys, values)) if name == LOSS_TABLE:
-                pairs = zip(keys, values, strict=True)
-                return {str(k.value): FUNCTIONS.get(ast.unparse(v)) for k, v in pairs if isinstance(k, ast.Constant)}
-    return FORMS
+    """Type -> form, in the order of transformers' table in a file of that text; None for another kind of loss.
+
+    Raises:
+        Missed: the file has not one literal table, of which everything is read.
+    """
+    nodes = [node for node in ast.parse(text).body if not isinstance(node, FunctionNode | ast.ClassDef)]
+    match [node for node in nodes if mentions(node, LOSS_TABLE)]:
+        case [ast.Assign([ast.Name()], ast.Dict(keys, values)) | ast.AnnAssign(ast.Name(), _, ast.Dict(keys, values))]:
+            names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            if len(names) == len(keys):
+                return {name: FUNCTIONS.get(ast.unparse(value)) for name, value in zip(names, values, strict=True)}
+    raise Missed(
+        f"the table {LOSS_TABLE} of transformers' {LOSS_FILE}, as one dict of strings in an installed release"
+    )
 
 
 def _forms(anatomy: Anatomy) -> Mapping[str, str | None]:
@@ -55,7 +62,7 @@ def library_form(owner: str, anatomy: Anatomy) -> str:
     found = {kind for name in heirs if anatomy.method(name, "forward") == forward for kind in _types(name, anatomy)}
     forms = {_forms(anatomy).get(kind) for kind in found}
     if None in forms or len(forms) != 1:
-        raise Missed(f"one loss_type of {', '.join(FORMS)}, that is known", f"{owner}: {', '.join(sorted(found))}")
+        raise Missed(f"one loss_type of {', '.join(KINDS)}, that is known", f"{owner}: {', '.join(sorted(found))}")
     return forms.pop() or ""
 
 
