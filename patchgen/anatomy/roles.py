@@ -26,7 +26,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.convolutions import built_convolutions, convolutions
 from patchgen.anatomy.flow import Attention, Embedder, Rotary
-from patchgen.anatomy.known import MAKERS
+from patchgen.anatomy.known import CASTS, MAKERS
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.vocabulary import attributes_read, uses_projection
 
@@ -70,6 +70,9 @@ TORCH_ATTENTION = {
     "MultiheadAttention",
 }
 BY_SIZES = MAKERS | {"torch.Tensor", "torch.FloatTensor", "torch.full"}  # make a tensor of these sizes
+FILLING = CASTS | {"normal_", "uniform_", "zero_", "fill_", "mul_", "div_", "mul", "div"}
+RESHAPING = ("view", "reshape", "expand")  # to these sizes
+INITIALISERS = ("torch.nn.init.", "transformers.initialization.")
 DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
 
 
@@ -164,15 +167,31 @@ def _mlp(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None
 
 def stack_shapes(anatomy: Anatomy, info: ClassInfo) -> dict[str, list[str]]:
     """The dimensions, as source, of every `nn.Parameter(torch.empty(E, ..., ...))` of the class: stacks of matrices."""
-    shapes: dict[str, list[str]] = {}
-    for name, call in info.built.items():
-        initial_value = call.args[0] if anatomy.is_a(call, PARAMETER) and call.args else None
-        for tensor in _beneath(initial_value):
-            shape = _sizes(anatomy, tensor)
-            if len(shape) == EXPERT_DIMS:
-                shapes[name] = [ast.unparse(size) for size in shape]
-                break
-    return shapes
+    parameters = {name: call for name, call in info.built.items() if anatomy.is_a(call, PARAMETER) and call.args}
+    shapes = {name: _shape(anatomy, call.args[0]) for name, call in parameters.items()}
+    return {name: shape for name, shape in shapes.items() if len(shape) == EXPERT_DIMS}
+
+
+def _shape(anatomy: Anatomy, value: ast.expr) -> list[str]:
+    """The sizes, as source, of a stack of matrices; empty for anything else.
+
+    What fills, scales or casts a stack keeps its sizes. Those of what else is made of one are told by itself alone.
+    """
+    if isinstance(value, ast.BinOp):
+        return _shape(anatomy, value.left) or _shape(anatomy, value.right)
+    if not isinstance(value, ast.Call):
+        return []
+    sizes = [ast.unparse(size) for size in _sizes(anatomy, value)]
+    owner = value.func.value if isinstance(value.func, ast.Attribute) else None
+    is_method, name = isinstance(owner, ast.Call | ast.BinOp), dotted(value.func).rpartition(".")[2]
+    if name in RESHAPING or (len(sizes) == EXPERT_DIMS and not is_method):
+        return sizes
+    made = [_shape(anatomy, part) for part in (owner, *value.args[:1]) if part is not None]
+    known = next((shape for shape in made if shape), list[str]())
+    if name in FILLING or (anatomy.names.resolve(value.func) or "").startswith(INITIALISERS):
+        return known
+    is_stack = bool(known) or len(sizes) == EXPERT_DIMS
+    return [f"{ast.unparse(value)}.shape[{axis}]" for axis in range(EXPERT_DIMS * is_stack)]
 
 
 def _sizes(anatomy: Anatomy, maker: ast.Call) -> list[ast.expr]:
@@ -183,18 +202,6 @@ def _sizes(anatomy: Anatomy, maker: ast.Call) -> list[ast.expr]:
     shape = maker.args[:1] if meaning == "torch.full" else maker.args
     shape = shape or [keyword.value for keyword in maker.keywords if keyword.arg == "size"]
     return shape[0].elts if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List) else shape
-
-
-def _beneath(value: ast.expr | None) -> Iterator[ast.Call]:
-    """The call that makes a tensor, and those beneath what fills, scales or casts it."""
-    match value:
-        case ast.Call(function, args):
-            yield value
-            for part in (*([function.value] if isinstance(function, ast.Attribute) else []), *args[:1]):
-                yield from _beneath(part)
-        case ast.BinOp(left, _, right):
-            yield from _beneath(left)
-            yield from _beneath(right)
 
 
 def _experts(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:

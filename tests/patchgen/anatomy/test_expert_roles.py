@@ -53,6 +53,8 @@ def test_the_shapes_of_stacks():
         ("torch.Tensor(n, 8, 9)", True),
         ("0.02 * torch.randn(n, 8, 9).to(dtype)", True),
         ("nn.init.normal_(torch.empty(n, 8, 9), 0, 1)", True),
+        ("torch.empty(n, 72).view(n, 8, 9)", True),
+        ("torch.empty(8, n, 9).transpose(0, 1)", True),
         ("make(n, 8, 9)", True),  # code of the file: it may take sizes
         ("torch.linspace(0, 1, n)", False),
         ("torch.arange(0, n, 2)", False),
@@ -64,6 +66,17 @@ def test_the_shapes_of_stacks():
 def test_a_stack_is_made_by_what_takes_three_sizes(made: str, is_stack: bool):
     body = f"def __init__(self, n):\n    self.w = nn.Parameter({made})\ndef run(self, e):\n    return self.w[e]"
     assert signs(body) == ["Example chooses among the slices of self.w"] * is_stack
+
+
+@pytest.mark.parametrize(
+    "turned", ["transpose(0, 1)", "permute(1, 0, 2)", "clamp(0, 1, 2)", "transpose_(0, 1)", "repeat(2, 1, 1)"]
+)
+def test_the_sizes_of_a_stack_that_is_turned_are_not_those_that_it_was_made_with(turned: str):
+    made = f"torch.empty(2, config.e, 3).{turned}"
+    body = f"class Example:\n    def __init__(self):\n        self.w = nn.Parameter({made})\n"
+    anatomy = anatomy_of(f"import torch\nfrom torch import nn\n{body}")
+    shape = [f"{made}.shape[{axis}]" for axis in range(3)]
+    assert stack_shapes(anatomy, anatomy.classes["Example"]) == {"w": shape}
 
 
 LIST = "def __init__(self, config):\n    self.parts = nn.ModuleList([Gated(config) for _ in range(3)])\n"
