@@ -134,7 +134,8 @@ def parse(text: str, path: str = "<source>") -> Module:
 def bound_names(statement: ast.AST) -> list[str]:
     """The names that a statement binds in the scope it stands in, those inside `if`, `try`, `for`, `with` included.
 
-    Targets of comprehensions count as well; captures of `match` and the name of `except ... as` do not.
+    As in Python, what a comprehension or a lambda binds is its own, but for `:=` in a comprehension. The name of
+    `except ... as` does not count: it is gone after the handler.
     """
     match statement:
         case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -143,8 +144,22 @@ def bound_names(statement: ast.AST) -> list[str]:
             return [alias.asname or alias.name.split(".")[0] for alias in statement.names]
         case ast.Name(ctx=ast.Store()):
             return [statement.id]
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            return _names_of_walruses(statement)
+        case ast.Lambda():
+            return bound_names(statement.args)  # its defaults are evaluated outside
+        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+            return [*(n for child in ast.iter_child_nodes(statement) for n in bound_names(child)), name]
         case _:
             return [name for child in ast.iter_child_nodes(statement) for name in bound_names(child)]
+
+
+def _names_of_walruses(node: ast.AST) -> list[str]:
+    """The names that `:=` binds in a comprehension or a part of one, and so in the scope around it."""
+    if isinstance(node, ast.Lambda):
+        return _names_of_walruses(node.args)
+    names = [node.target.id] if isinstance(node, ast.NamedExpr) else []
+    return [*names, *(name for child in ast.iter_child_nodes(node) for name in _names_of_walruses(child))]
 
 
 def _statement_spans(tree: ast.Module) -> list[tuple[int, int]]:

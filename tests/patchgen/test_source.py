@@ -321,6 +321,34 @@ def test_a_dropped_name_that_is_still_referred_to_is_an_error_with_its_place():
         pipeline.generate(written(text), ModelConfig("example", roots=("Model",)))
 
 
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ("ALL = [i for i in range(3)]", ["ALL"]),
+        ("ALL = {k: v for k, (v, w) in TABLE}; SOME = {s for s in ALL}, (g for g in ALL)", ["ALL", "SOME"]),
+        ("ALL = [last := i for i in range(3)]", ["ALL", "last"]),
+        ("ALL = [lambda: (own := i) for i in range(3)]", ["ALL"]),
+        ("f = lambda x=(seen := 1): (own := x)", ["f", "seen"]),
+        ("match P:\n    case [first, *rest] | {'a': first, **rest}:\n        pass", ["first", "rest"] * 2),
+        (
+            "match P:\n    case Point(x=x) as point:\n        found = x\n    case _:\n        pass",
+            ["x", "point", "found"],
+        ),
+        ("try:\n    import a\nexcept ImportError as error:\n    a = None", ["a", "a"]),
+        ("for i in range(3):\n    with f() as (g, h):\n        j: int = 1", ["i", "g", "h", "j"]),
+    ],
+)
+def test_names_are_bound_in_the_scope_that_python_binds_them_in(statement: str, names: list[str]):
+    assert [name for node in ast.parse(statement).body for name in source.bound_names(node)] == names
+
+
+def test_what_only_a_comprehension_binds_is_not_there_for_others():
+    text = "ALL = [i for i in range(3)]\n\n\ndef f():\n    return i\n"
+    with pytest.raises(EmissionError, match="i in f"):
+        emit.check_stands_alone(source.parse(text))
+    emit.check_stands_alone(source.parse("match 1:\n    case one:\n        pass\n\n\ndef f():\n    return one\n"))
+
+
 def test_relative_imports_become_absolute_in_place_and_only_there():
     text = "def f():\n    from ...utils import logging  # why\n    return '''from . import x'''\n"
     assert applied(AbsoluteImports(), text).module.text == text.replace("from ...utils", "from transformers.utils")
