@@ -15,26 +15,28 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from patchgen import pipeline, provenance
 from patchgen.errors import PatchgenError
 from patchgen.pipeline import Generated
 from patchgen.runtime.code_hash import short_hash
-from patchgen.runtime.compatibility import ALLOW_VARIABLE
+from patchgen.runtime.compatibility import ALLOW_VARIABLE, digest
 from patchgen.runtime.verify import source_closure
 from patchgen.upgrade import environments, releases
-from patchgen.upgrade.findings import PERSON, ModelUpgrade, Upgrade
+from patchgen.upgrade.findings import PERSON, PROVEN, ModelUpgrade, Upgrade
 from patchgen.upstream import load, load_from
 from patchgen.wheels import cache_directory
 
-PROOF, PROVEN = "verify.json", "proven"
+PROOF = "verify.json"
 
 
 @dataclass
 class MoveResult:
-    """What `move` did: the models that are at the new release now, and why the others are not (model -> reason)."""
+    """What `move` did: the models that are at the new release now, with the status of their proof, and why the others are not
+    (model -> reason)."""
 
-    moved: list[str] = field(default_factory=list[str])
+    moved: dict[str, str] = field(default_factory=dict[str, str])
     held_back: dict[str, str] = field(default_factory=dict[str, str])
 
 
@@ -85,13 +87,12 @@ def move(
         for number, future in enumerate(as_completed(futures), start=1):
             name = futures[future]
             try:
-                outcome = future.result()
-                result.moved.append(name)
+                result.moved[name], outcome = future.result()
             except PatchgenError as error:
                 outcome = f"not moved: {error}"
                 result.held_back[name] = str(error)
             report(f"{number} of {len(ready)} {name}: {outcome}")
-    result.moved.sort()
+    result.moved = dict(sorted(result.moved.items()))
     return result
 
 
@@ -111,8 +112,8 @@ def _generated(models: list[ModelUpgrade], context: MoveContext) -> Iterator[Gen
         yield pipeline.generate(source, heads=record.get("asked", ()))
 
 
-def _move_one(generated: Generated, context: MoveContext) -> str:
-    """Proves and writes one model; returns the outcome as a message.
+def _move_one(generated: Generated, context: MoveContext) -> tuple[str, str]:
+    """Proves and writes one model; returns the status of its proof, and the outcome as a message.
 
     Raises:
         PatchgenError: it was not written; with the reason.
@@ -120,18 +121,17 @@ def _move_one(generated: Generated, context: MoveContext) -> str:
     start = time.perf_counter()
     folder, staging = context.root / generated.model, context.staging / generated.model
     provenance.refuse_drifted_edits(folder, generated, context.reviewed)
-    if _is_proven(folder, generated, context):
+    if _has_current_proof(folder, generated, context):
         provenance.write(generated, folder, reviewed=context.reviewed)
-        return "moved already, proven"
+        status = _proof_in(folder)["status"]
+        return status, f"moved already, {status}"
     provenance.write(generated, staging, force=True, reviewed=[edit.target for edit in generated.config.edits])
     outcome = "proven before"
-    if not _is_proven(staging, generated, context):
+    if not _has_current_proof(staging, generated, context):
         prove(context.python, staging, context.jobs)
         outcome = "proven"
-    proof = json.loads((staging / PROOF).read_text(encoding="utf-8"))
-    before: dict[str, object] = {}
-    if (folder / PROOF).is_file():
-        before = json.loads((folder / PROOF).read_text(encoding="utf-8"))
+    proof = _proof_in(staging)
+    before = _proof_in(folder) if (folder / PROOF).is_file() else {}
     if proof["status"] != PROVEN:
         if proof["status"] != before.get("status"):
             raise PatchgenError(
@@ -140,14 +140,18 @@ def _move_one(generated: Generated, context: MoveContext) -> str:
         outcome = f"{proof['status']}, as before"
     written = provenance.write(generated, folder, reviewed=context.reviewed)
     provenance.write_whole({folder / PROOF: (staging / PROOF).read_text(encoding="utf-8")})
-    return f"{outcome}, {len(written)} files written, {time.perf_counter() - start:.0f} s"
+    return proof["status"], f"{outcome}, {len(written)} files written, {time.perf_counter() - start:.0f} s"
 
 
-def _is_proven(folder: Path, generated: Generated, context: MoveContext) -> bool:
+def _proof_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / PROOF).read_text(encoding="utf-8"))
+
+
+def _has_current_proof(folder: Path, generated: Generated, context: MoveContext) -> bool:
     """Whether a folder has a proof record, of any status, of this very text, with the target release, by today's prover."""
     if not (folder / PROOF).is_file():
         return False
-    proof = json.loads((folder / PROOF).read_text(encoding="utf-8"))
+    proof = _proof_in(folder)
     made_with = proof.get("made_with", {})
     is_same_text = proof.get("sha256") == hashlib.sha256(generated.text.encode()).hexdigest()
     is_same_prover = made_with.get("prover") == source_closure.prover()
@@ -180,7 +184,8 @@ def prove(python: Path, folder: Path, jobs: int, variables: Mapping[str, str] | 
 
 
 def prove_against(model: str, to: str, root: Path, python: Path | None = None) -> tuple[bool, str]:
-    """Proves a committed file, unchanged, with another release; adds the release to its `verify.json`, or removes it.
+    """Proves a committed file, unchanged, with another release. Its `verify.json` then lists the release if the eager comparison
+    passes, as `report.write_proof` does; otherwise, or if there is no proof at all, the release is removed.
 
     Returns:
         Whether it is proven, and the status and reason of the proof.
@@ -192,21 +197,37 @@ def prove_against(model: str, to: str, root: Path, python: Path | None = None) -
     target = releases.find(to)
     version = target.release.version
     source, staging = root / model, _staging(to, root) / f"{model}-as-committed"
+    before = _proof_in(source) if (source / PROOF).is_file() else None
+    if before is not None:
+        _refuse_another_text(before, source, model)
     staging.mkdir(parents=True, exist_ok=True)
     copied = [*source.glob("*.py"), source / "provenance.json"]
     provenance.write_whole({staging / path.name: path.read_text(encoding="utf-8") for path in copied})
-    prove(environments.python_for(target, python), staging, 1, {ALLOW_VARIABLE: version})
-    proof = json.loads((staging / PROOF).read_text(encoding="utf-8"))
-    is_proven = proof["status"] == PROVEN
-    before = json.loads((source / PROOF).read_text(encoding="utf-8")) if (source / PROOF).is_file() else proof
-    if before.get("sha256") != proof["sha256"]:
+    python = environments.python_for(target, python)
+    try:
+        prove(python, staging, 1, {ALLOW_VARIABLE: version})
+    except PatchgenError:
+        if before is not None:
+            _list_release(source, before, version, is_equal=False)
+        raise
+    proof = _proof_in(staging)
+    _refuse_another_text(proof, source, model)  # the models that it builds may be others in the staging folder
+    _list_release(source, before or proof, version, is_equal=version in proof["transformers"])
+    return proof["status"] == PROVEN, f"{proof['status']} {proof['reason']}".strip()
+
+
+def _refuse_another_text(proof: dict[str, Any], folder: Path, model: str) -> None:
+    if proof.get("sha256") != digest(folder / f"modeling_{model}.py"):
         raise PatchgenError(
-            f"{model}: {PROOF} beside it proves another text. To fix: prove it with its own release: patchgen verify {model}"
+            f"{model}: {PROOF} proves another text. To fix: prove it with its own release: patchgen verify {model}"
         )
-    listed: set[str] = set(before["transformers"]) - {version} | ({version} if is_proven else set())
-    before["transformers"] = sorted(listed, key=_version_key)
-    provenance.write_whole({source / PROOF: json.dumps(before, indent=2) + "\n"})
-    return is_proven, f"{proof['status']} {proof['reason']}".strip()
+
+
+def _list_release(folder: Path, proof: dict[str, Any], version: str, *, is_equal: bool) -> None:
+    """Writes a proof that lists a release as one that its file runs with, or no longer lists it."""
+    listed: set[str] = set(proof["transformers"]) - {version} | ({version} if is_equal else set())
+    proof["transformers"] = sorted(listed, key=_version_key)
+    provenance.write_whole({folder / PROOF: json.dumps(proof, indent=2) + "\n"})
 
 
 def _version_key(version: str) -> list[tuple[int, str]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Console
 
 from patchgen.commands.console import print_diff
-from patchgen.upgrade.findings import PERSON, REVIEW, SAME, VERDICT_NAMES, ModelUpgrade, Site, Upgrade
+from patchgen.upgrade.findings import PERSON, PROVEN, REVIEW, SAME, VERDICT_NAMES, ModelUpgrade, Site, Upgrade
 
 STYLES = {SAME: "green", REVIEW: "yellow", PERSON: "red"}
 
@@ -88,20 +88,20 @@ def summary(found: Upgrade) -> Iterator[str]:
 # -------------------------------------------------------------------------------------------------- the commit
 
 
-def commit_message(found: Upgrade, written: Iterable[str], reviewed: Iterable[str], held_back: dict[str, str]) -> str:
+def commit_message(
+    found: Upgrade, written: Mapping[str, str], reviewed: Iterable[str], held_back: Mapping[str, str]
+) -> str:
     """The message for what `--apply` wrote.
 
     Args:
-        written: the models that moved.
+        written: the models that moved -> the status of their proof.
         reviewed: the targets of hand edits that a person confirmed.
         held_back: model -> why it was not moved.
     """
     models = {model.model: model for model in found.models}
-    written = list(written)
     names = ", ".join(written) if len(written) < 4 else f"{len(written)} models"
     parts = [f"Generated from transformers {found.new}: {names}"]
-    proven = "Each is proven equal to the release's own class: loss, logits, every gradient."
-    parts.append(textwrap.fill(f"They were generated from {found.old}. {proven}", 72))
+    parts.append(textwrap.fill(f"They were generated from {found.old}. {_proven_ones(written)}", 72))
     same = [name for name in written if not models[name].sites]
     if same:
         parts.append(textwrap.fill(f"Only comments changed in {', '.join(same)}.", 72))
@@ -116,6 +116,17 @@ def commit_message(found: Upgrade, written: Iterable[str], reviewed: Iterable[st
         reasons = (f"- {name}: {reason.splitlines()[0]}" for name, reason in held_back.items())
         parts.append("\n".join(["Not moved:", *(_item(reason) for reason in reasons)]))
     return "\n\n".join(parts) + "\n"
+
+
+def _proven_ones(written: Mapping[str, str]) -> str:
+    """Which models are proven, and the status of the others, which they had before."""
+    proven = [name for name, status in written.items() if status == PROVEN]
+    others = [f"{name} ({status})" for name, status in written.items() if status != PROVEN]
+    equal = "proven equal to the release's own class: loss, logits, every gradient."
+    if not others:
+        return f"Each is {equal}"
+    named = f"{', '.join(proven)}: {equal} " if proven else ""
+    return f"{named}Not proven as training runs them, as before: {', '.join(others)}."
 
 
 def _changes(model: ModelUpgrade) -> Iterator[str]:

@@ -14,7 +14,9 @@ from planted_releases import Drift, planted
 
 from patchgen import pipeline, provenance, upstream, wheels
 from patchgen.errors import PatchgenError, UpstreamNotFound
-from patchgen.upgrade import releases
+from patchgen.runtime.compatibility import digest
+from patchgen.runtime.verify import source_closure
+from patchgen.upgrade import applying, releases
 from patchgen.upgrade.applying import prove_against
 from patchgen.upgrade.findings import REVIEW, ModelUpgrade, Site, Upgrade
 from patchgen.upgrade.messages import commit_message
@@ -102,16 +104,79 @@ def test_the_commit_message_names_what_moved_and_what_did_not():
     site = Site("model", "changed", file, "Qwen3Model.forward", ("language_sp",), REVIEW, "a site of language_sp")
     helper = Site("helper", "changed", "transformers/masking_utils.py", "create_causal_mask", (), REVIEW, "the way")
     found = Upgrade("5.1", "5.2", (ModelUpgrade(MODEL, "5.1", "5.2", REVIEW, "review", (site, helper)),))
-    message = commit_message(found, [MODEL], ["Other.forward"], {"other": "a pass misses\nits site"})
+    message = commit_message(found, {MODEL: "proven"}, ["Other.forward"], {"other": "a pass misses\nits site"})
     assert message.splitlines()[0] == "Generated from transformers 5.2: qwen3"
     for words in (
         "- Qwen3Model.forward changed (language_sp)",
         "masking_utils.py",
         "Other.forward",
         "- other: a pass misses",
+        "Each is proven",
     ):
         assert words in message
     assert max(map(len, message.splitlines())) <= 72
+
+
+def test_the_commit_message_says_which_models_are_proven():
+    found = Upgrade("5.1", "5.2", tuple(ModelUpgrade(name, "5.1", "5.2", REVIEW, "", ()) for name in ("a", "b")))
+    message = " ".join(commit_message(found, {"a": "proven", "b": "generated"}, [], {}).split())
+    assert "a: proven equal to the release's own class" in message and "as before: b (generated)." in message
+    assert "Each is proven" not in message
+
+
+def proof_of(folder: Path, status: str, releases_of: list[str]) -> dict:
+    """What the prover writes beside a model, as far as an upgrade reads it."""
+    record = {"status": status, "reason": "", "sha256": digest(folder / f"modeling_{MODEL}.py")}
+    record |= {"transformers": releases_of}
+    record |= {"made_with": {"prover": source_closure.prover(), "transformers": wheels.installed_version()}}
+    (folder / "verify.json").write_text(json.dumps(record))
+    return record
+
+
+def test_a_model_that_was_moved_without_a_proof_is_not_called_proven(models: Path):
+    version = wheels.installed_version()
+    proof_of(models / MODEL, "generated", [])
+    found = Upgrade(version, version, (ModelUpgrade(MODEL, version, version, REVIEW, "", ()),))
+    told: list[str] = []
+    result = applying.move(
+        found, version, models, reviewed=[], python=Path(sys.executable), jobs=1, report=told.append
+    )
+    assert result.moved == {MODEL: "generated"} and told[-1].endswith("moved already, generated")
+
+
+@pytest.mark.parametrize(
+    ("status", "listed_by_prover"), [("proven", True), ("proven, eager only", True), ("generated", False)]
+)
+def test_a_release_is_listed_as_the_prover_lists_it(
+    status: str, listed_by_prover: bool, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATCHGEN_CACHE", str(tmp_path / "cache"))
+    version = wheels.installed_version()
+    proof_of(models / MODEL, "proven", ["1.2.3"] if listed_by_prover else ["1.2.3", version])
+
+    def prove(_python: Path, folder: Path, *_: object) -> None:
+        proof_of(folder, status, [version] if listed_by_prover else [])
+
+    monkeypatch.setattr(applying, "prove", prove)
+    assert prove_against(MODEL, version, models) == (status == "proven", status)
+    listed = json.loads((models / MODEL / "verify.json").read_text())["transformers"]
+    assert listed == (["1.2.3", version] if listed_by_prover else ["1.2.3"])
+
+
+def test_a_release_whose_prover_ends_without_a_proof_is_no_longer_listed(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATCHGEN_CACHE", str(tmp_path / "cache"))
+    version = wheels.installed_version()
+    proof_of(models / MODEL, "proven", ["1.2.3", version])
+
+    def refused(*_: object) -> None:
+        raise PatchgenError("it cannot be proven")
+
+    monkeypatch.setattr(applying, "prove", refused)
+    with pytest.raises(PatchgenError, match="it cannot be proven"):
+        prove_against(MODEL, version, models)
+    assert json.loads((models / MODEL / "verify.json").read_text())["transformers"] == ["1.2.3"]
 
 
 @pytest.mark.slow

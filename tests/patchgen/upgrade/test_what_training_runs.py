@@ -69,7 +69,7 @@ def test_a_review_lists_what_training_runs_and_counts_the_rest(found: ModelUpgra
 
 
 def test_the_message_of_the_commit_counts_what_training_runs(found: ModelUpgrade):
-    message = " ".join(commit_message(Upgrade("1", "2", (found,)), [MODEL], [], {}).split())
+    message = " ".join(commit_message(Upgrade("1", "2", (found,)), {MODEL: "proven"}, [], {}).split())
     assert f"training runs, {len(RUN)} symbols changed" in message and "eager_paged" not in message
 
 
