@@ -27,6 +27,12 @@ def train(
     script: str | None,
 ) -> int:
     """Trains a recipe, or only prints its config, its plan or a start script; 0 on success."""
+    least_nodes = _least_nodes(nodes)
+    if script is not None and fresh:
+        raise ConfigError(
+            "--fresh is not for --script: its machines would race to move the earlier run aside, and a requeued job would "
+            "lose its own checkpoints. To fix: omit --fresh, and name another folder: --set log.directory=runs/NEW."
+        )
     try:
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
@@ -47,7 +53,7 @@ def train(
 
         try:
             if dry_run:
-                world = int(os.environ.get("WORLD_SIZE", processes * int(nodes.partition(":")[0])))
+                world = int(os.environ.get("WORLD_SIZE", processes * least_nodes))
                 run_plan.require_valid(recipe, world)
                 recipe = preflight.require_trainable(recipe)
                 print(run_plan.describe(recipe, checks.require_runnable(recipe, world), world))
@@ -59,6 +65,19 @@ def train(
             raise PatchgenError(str(error)) from error
     except recipes.RecipeError as error:
         raise ConfigError(str(error)) from error
+
+
+def _least_nodes(nodes: str) -> int:
+    """The number of machines that a run starts with.
+
+    Raises:
+        ConfigError: it is neither a number nor min:max.
+    """
+    least, colon, most = nodes.partition(":")
+    most = most if colon else least
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise ConfigError(f"--nnodes takes a number of machines from 1 or min:max, as 2 or 2:4, not '{nodes}'.")
+    return int(least)
 
 
 def start_script(kind: str, path: Path, name: str, assignments: list[str], processes: int, nodes: str) -> str:

@@ -1,4 +1,6 @@
-"""The scripts of `--script` hand on every word as it was given, run by bash with the cluster's commands replaced."""
+"""The scripts of `--script` hand on every word as it was given, run by bash with the cluster's commands replaced.
+
+What a run on several machines cannot take is refused."""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from invoked import invoke
 
 from patchgen.commands.training import start_script
+from patchgen.errors import ConfigError
 
 RECIPE = "my recipes/it's $HOME; `touch broken`.yaml"
 ASSIGNMENTS = [
@@ -45,3 +49,16 @@ def test_what_was_given_arrives(kind: str, tmp_path: Path):
     started = ["train", RECIPE, "--nproc", "8", "--nnodes", "2", *sets, "--rdzv-endpoint", f"node0:{port}"]
     assert arrived == [started] * (1 if kind == "slurm" else 2)
     assert not (tmp_path / "broken").exists()
+
+
+@pytest.mark.parametrize("kind", ["slurm", "ssh"])
+def test_a_script_does_not_drop_fresh_silently(kind: str):
+    with pytest.raises(ConfigError, match="--fresh is not for --script.*--set log.directory"):
+        invoke("train", "recipes/qwen3_moe_toy.yaml", "--script", kind, "--nnodes", "2", "--fresh")
+
+
+@pytest.mark.parametrize("nodes", ["two", "0", "2:", ":2", "4:2", "²"])
+@pytest.mark.parametrize("shown", [["--dry-run"], []])
+def test_a_number_of_machines_that_is_none_is_refused(nodes: str, shown: list[str]):
+    with pytest.raises(ConfigError, match=f"--nnodes takes a number .*, not '{nodes}'"):
+        invoke("train", "recipes/qwen3_moe_toy.yaml", "--nnodes", nodes, *shown)
