@@ -168,7 +168,20 @@ def read(directory: Path) -> Provenance:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise StaleFile(f"{path} is not JSON: {error}. Generate the model again with --force.") from error
+        raise StaleFile(
+            f"{path} is not JSON: {error}. To fix: restore it, or generate the model again with --force."
+        ) from error
+
+
+def is_unreadable(directory: Path) -> bool:
+    """Whether a folder has a record that cannot be read: then nobody knows what its hand edits were written for."""
+    if not (directory / "provenance.json").is_file():
+        return False
+    try:
+        read(directory)
+    except StaleFile:
+        return True
+    return False
 
 
 def edited_files(directory: Path, facts: Provenance) -> list[str]:
@@ -230,17 +243,19 @@ def write(generated: Generated, directory: Path, *, force: bool = False, reviewe
     """Writes the files of a generated model; returns those that changed. A lock on the folder keeps two runs from mixing.
 
     Args:
+        force: overwrite files that were edited by hand or are not patchgen's, and a record that cannot be read.
         reviewed: targets of hand edits that were read against what upstream has now.
 
     Raises:
-        StaleFile: a present file was edited by hand or is not patchgen's, and `force` is not given; or the target of a
-            hand edit is not what the edit was written for.
+        StaleFile: a present file was edited by hand or is not patchgen's, or the record cannot be read, and `force` is not
+            given; or the target of a hand edit is not what the edit was written for.
     """
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        refuse_drifted_edits(directory, generated, reviewed)
+        if not (force and is_unreadable(directory)):
+            refuse_drifted_edits(directory, generated, reviewed)
         if not force:
             _refuse_to_lose_edits(directory, generated)
         wanted = {directory / name: text for name, text in generated.files.items()}

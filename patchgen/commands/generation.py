@@ -107,7 +107,15 @@ def _generate(
     """Writes one model, and those that it builds and that are missing, below `root`; returns it and the files that changed."""
     exists = functools.partial(_is_generated, root, loaded.version)
     generated, *parts = pipeline.generate_whole(loaded, exists, heads=heads)
-    provenance.refuse_drifted_edits(root / generated.model, generated, reviewed)
+    if force and provenance.is_unreadable(root / generated.model):
+        place = shown(root / generated.model / "provenance.json")
+        console.print(
+            f"note: {place} cannot be read. Whether upstream changed under hand edits was not checked.",
+            markup=False,
+            soft_wrap=True,
+        )
+    else:
+        provenance.refuse_drifted_edits(root / generated.model, generated, reviewed)
     if dry_run:
         return generated, []
     with writing(root):

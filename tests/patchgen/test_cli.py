@@ -241,6 +241,17 @@ def test_an_edited_file_that_lost_its_record_is_not_overwritten(models: Path):
     assert path.read_text().endswith("# mine\n")
 
 
+def test_a_record_that_cannot_be_read_is_overwritten_with_force_only(models: Path):
+    path = models / MODEL / "provenance.json"
+    whole = path.read_text()
+    path.write_text(f"<<<<<<< HEAD\n{whole}=======\n")
+    with pytest.raises(StaleFile, match="is not JSON.*--force"):
+        invoke("generate", MODEL)
+    output = invoke("generate", MODEL, "--force").output
+    assert "provenance.json cannot be read" in output and "hand edits was not checked" in output
+    assert path.read_text() == whole
+
+
 def test_a_crash_leaves_the_old_file_whole(models: Path, monkeypatch: pytest.MonkeyPatch):
     path = models / MODEL / f"modeling_{MODEL}.py"
     path.write_text("# old\n")
