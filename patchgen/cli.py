@@ -223,8 +223,11 @@ def verify(
     """
     if against is not None:
         others = {"--directory": directory, "--head": head, "--ranks": ranks > 1, "--outdated": outdated}
+        others |= {"--sp": sp > 1, "--ep": ep > 1, "--fsdp": fsdp, "--code": code, "--generated": generated}
         if conflicts := [name for name, value in others.items() if value]:
-            raise ConfigError(f"--against proves unchanged files, in one process. To fix: omit {conflicts[0]}.")
+            raise ConfigError(
+                f"--against proves unchanged committed files, in one process. To fix: omit {conflicts[0]}."
+            )
         raise typer.Exit(commands.upgrading.verify_against(models or [], against, every=every, python=python))
     if outdated and directory is not None:
         raise ConfigError("--outdated selects committed models, --directory another file. To fix: omit one of them.")
@@ -246,9 +249,11 @@ def sweep(
         Path | None, Option(help="the folder of the record and its page, instead of records/ and docs/")
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="repeat what an earlier run has done")] = False,
-    sp: Annotated[int, Option(help="compare on this many ranks that share a sequence, instead of proving")] = 1,
-    ep: Annotated[int, Option(help="compare on this many ranks that share the experts, instead of proving")] = 1,
-    world: Annotated[int, Option(help="gloo ranks of --sp and --ep")] = 2,
+    sp: Annotated[int, Option(min=1, help="compare on this many ranks that share a sequence, instead of proving")] = 1,
+    ep: Annotated[
+        int, Option(min=1, help="compare on this many ranks that share the experts, instead of proving")
+    ] = 1,
+    world: Annotated[int, Option(min=1, help="gloo ranks of --sp and --ep")] = 2,
 ) -> None:
     """Generate and prove every model type of a family, into docs/coverage.md and records/coverage.json. Resumable.
 

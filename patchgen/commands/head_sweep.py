@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,8 +78,11 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
         for future in done:
             try:
                 found = future.result()
-            except OSError as error:  # BrokenProcessPool is one
-                raise ConfigError(f"A process died at or before {futures[future]}: {error}. Run it again.") from error
+            except BrokenProcessPool as error:
+                raise ConfigError(
+                    f"A process died (out of memory, or a crash in native code) at {futures[future]} or a type beside it. What "
+                    f"was finished is in {path}. To fix: run it again; with --jobs 1 the type that is named is the one."
+                ) from error
             rows |= {(row["model_type"], row["kind"]): row for row in found}
             write(path, rows)
             if not console.is_terminal:

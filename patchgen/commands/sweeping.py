@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import multiprocessing
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -58,7 +59,7 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     wanted = _named(only, release, takes_media=takes_media) or types_of(family, release)
     path, key = records.path_in(output), records.present_key() | {"transformers": release.version}
     rows = records.read(path)
-    known = {kind: "" if fresh else _proven_digest(rows.get((takes_media, kind)), key) for kind in wanted}
+    known = {kind: "" if fresh else _current_digest(rows.get((takes_media, kind)), key) for kind in wanted}
     sources = {kind: source_keys.model_sources(kind, release) for kind in wanted}
     todo = [k for k in wanted if not known[k] or rows[takes_media, k].get("sources") != sources[k]]
     results = _run({kind: known[kind] for kind in todo}, release.version, jobs, takes_media=takes_media)
@@ -97,13 +98,13 @@ def _takes_media(family: str) -> bool:
 def _merged(before: CoverageRow | None, found: Examined, key: Mapping[str, str]) -> CoverageRow:
     """The new row of a type, with the comparisons on ranks that hold; or the one before with what generation gives now."""
     if found.row is None:
-        assert before is not None, "only a text that a row proves is known"
+        assert before is not None, "only the text of a current row is known"
         return {**before, **found.facts}
     cells = records.cells_that_hold(before, key, found.generated) if before else {}
     return {"ranks": cells, **found.row}
 
 
-def _proven_digest(row: CoverageRow | None, key: Mapping[str, str]) -> str:
+def _current_digest(row: CoverageRow | None, key: Mapping[str, str]) -> str:
     """The digest of the generated text that a row, of whatever status, is about; empty if the row is missing or stale."""
     generated = records.generated_of(row) if row else None
     return generated if generated and records.holds(row, key, generated) else ""
@@ -131,8 +132,9 @@ def sweep_ranks(
     with `only`, if all do. Current comparisons are kept; types that were swept and are not proven on one rank are left out.
 
     Raises:
-        ConfigError: no such family, or it has no such type.
+        ConfigError: no such family, or it has no such type; or the sizes do not divide the number of ranks.
     """
+    _require_layout(sp, ep, world)
     release, takes_media = upstream.open_release(None), _takes_media(family)
     types = _named(only, release, takes_media=takes_media) or types_of(family, release)
     from patchgen.runtime.verify import parallel_coverage
@@ -167,6 +169,20 @@ def sweep_ranks(
     return 0 if (agreeing == len(cells) if only else agreeing) else 1
 
 
+def _require_layout(sp: int, ep: int, world: int) -> None:
+    """Raises where ranks cannot form the groups: on the ranks every type would fail, and its row would say so.
+
+    Raises:
+        ConfigError: with a number of ranks that fits.
+    """
+    for option, size, shared in (("--sp", sp, "a sequence"), ("--ep", ep, "the experts")):
+        if world % size:
+            raise ConfigError(
+                f"{option} {size} does not divide --world {world}: the ranks that share {shared} form equal groups. To fix: "
+                f"give --world {math.lcm(sp, ep)}, or a multiple of it."
+            )
+
+
 def _separates_documents(row: CoverageRow) -> Separated:
     """Whether a run computes the packed documents of a type in rows of their own, as its proof found."""
     training = row.get("training")
@@ -174,35 +190,35 @@ def _separates_documents(row: CoverageRow) -> Separated:
 
 
 def _run(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:
-    """Types as they are finished. After a crash, the first unfinished type gets a row without a proof; the others run again.
+    """Types as they are finished. A type whose process dies when it runs alone, too, gets a row without a proof.
 
     Args:
         todo: model type -> the digest of the generated text of its current row, or "".
     """
-    context = multiprocessing.get_context("spawn")
     remaining = dict(todo)
     while remaining:
-        with ProcessPoolExecutor(
-            min(jobs, len(remaining)), mp_context=context, initializer=set_worker_environment
-        ) as pool:
-            futures = {
-                pool.submit(examine, kind, version, takes_media=takes_media, known=known): kind
-                for kind, known in remaining.items()
-            }
-            broken: list[str] = []
-            for future in as_completed(futures):
-                kind = futures[future]
-                try:
-                    found = future.result()
-                except BrokenProcessPool:
-                    broken.append(kind)
-                    continue
-                del remaining[kind]
-                yield found
-        if broken:
+        for found in _run_until_a_crash(remaining, version, jobs, takes_media=takes_media):
+            del remaining[found.model_type]
+            yield found
+        # A crash ends every process of a pool, so it does not tell which type crashed. Types start in their order:
+        # the first unfinished ones were running, and each is tried alone before it is blamed.
+        for kind in list(remaining)[:jobs]:
+            alone = {kind: remaining.pop(kind)}
+            found = next(_run_until_a_crash(alone, version, 1, takes_media=takes_media), None)
             reason = "its process died (out of memory, or a crash in native code)"
-            del remaining[broken[0]]
-            yield unproven(broken[0], GENERATED, reason, generated_digest(broken[0], version))
+            yield found or unproven(kind, GENERATED, reason, generated_digest(kind, version))
+
+
+def _run_until_a_crash(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:
+    """Types as they are finished, in a pool; those that are unfinished when one of its processes dies are left out."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context, initializer=set_worker_environment) as pool:
+        futures = [
+            pool.submit(examine, kind, version, takes_media=takes_media, known=known) for kind, known in todo.items()
+        ]
+        for future in as_completed(futures):
+            if not isinstance(future.exception(), BrokenProcessPool):
+                yield future.result()
 
 
 def types_of(family: str, release: upstream.Release) -> list[str]:

@@ -293,6 +293,11 @@ def test_two_runs_at_once_leave_one_whole_result(tmp_path: Path):
         (["generate", MODEL, "llama", "--source", "own.py"], ConfigError, "2 names were given"),
         (["generate", MODEL, "--source", "own.py", "--transformers", "5.17.0"], ConfigError, "contradict"),
         (["upgrade", "nonsense"], UpstreamNotFound, "Not committed: nonsense"),
+        (["verify", MODEL, "--against", "5.20.0", "--code", "own"], ConfigError, "omit --code"),
+        (["verify", MODEL, "--against", "5.20.0", "--generated", "own"], ConfigError, "omit --generated"),
+        (["verify", MODEL, "--against", "5.20.0", "--sp", "2"], ConfigError, "omit --sp"),
+        (["verify", MODEL, "--against", "5.20.0", "--ep", "2"], ConfigError, "omit --ep"),
+        (["verify", MODEL, "--against", "5.20.0", "--fsdp"], ConfigError, "omit --fsdp"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments: list[str], error: type[Exception], message: str):

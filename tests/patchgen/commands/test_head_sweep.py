@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+
 import pytest
 from invoked import invoke
 
@@ -64,3 +67,25 @@ def test_the_kinds_are_those_of_the_prover():
 def test_a_type_without_such_heads_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="--only vit: transformers .* has no head of that type of these kinds"):
         invoke("sweep", "--family", "heads", "--only", "vit", "--output", str(tmp_path))
+
+
+class CrashingPool:
+    """For a pool, one of whose processes died."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> CrashingPool:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, *_: object, **__: object) -> Future:
+        died = Future()
+        died.set_exception(BrokenProcessPool("terminated abruptly"))
+        return died
+
+
+def test_a_process_that_dies_is_told_with_its_type_and_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(head_sweep, "ProcessPoolExecutor", CrashingPool)
+    with pytest.raises(ConfigError, match=r"A process died .* at t5 or a type beside it.*--jobs 1"):
+        invoke("sweep", "--family", "heads", "--only", "t5", "--output", str(tmp_path))

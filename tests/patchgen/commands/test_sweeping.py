@@ -1,10 +1,15 @@
-"""Types that a sweep is asked for by name and that it cannot take are refused before any row is made."""
+"""What a sweep cannot take is refused before any row is made; a type is blamed for a crash only if it crashes alone."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
-from patchgen.commands import sweeping
+import pytest
+from invoked import invoke
+
+from patchgen.commands import examination, sweeping
 from patchgen.errors import ConfigError
 
 
@@ -36,3 +41,47 @@ def test_a_type_of_the_other_kind_says_how_it_is_swept(start, tmp_path):
     with pytest.raises(ConfigError, match="no head with media of that type, but .*omit --family media"):
         start("qwen3_moe", tmp_path, "vision")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (["--sp", "4"], "--sp 4 does not divide --world 2.*give --world 4, or a multiple"),
+        (["--sp", "2", "--ep", "3", "--world", "4"], "--ep 3 does not divide --world 4.*give --world 6"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_ranks_are_refused_before_a_row_says_no(sizes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        invoke("sweep", *sizes, "--only", "qwen3", "--output", str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+class CrashingPool:
+    """For a pool of two: `crashes` ends it, and with it `slow`, which was submitted before, and all that come after."""
+
+    def __init__(self, jobs: int, **_: object) -> None:
+        self.is_broken, self.jobs = False, jobs
+
+    def __enter__(self) -> CrashingPool:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, _call: Callable, kind: str, *_: object, **__: object) -> Future:
+        self.is_broken |= kind == "crashes"
+        done = Future()
+        if self.is_broken or (kind == "slow" and self.jobs > 1):
+            done.set_exception(BrokenProcessPool("terminated abruptly"))
+        else:
+            done.set_result(examination.unproven(kind, examination.PROVEN, "", "digest"))
+        return done
+
+
+def test_a_crash_is_blamed_on_the_type_that_crashes_alone(monkeypatch):
+    monkeypatch.setattr(sweeping, "ProcessPoolExecutor", CrashingPool)
+    monkeypatch.setattr(sweeping, "generated_digest", lambda *_: "digest")
+    types = dict.fromkeys(("slow", "crashes", "third", "fourth"), "")
+    rows = {found.model_type: found.row for found in sweeping._run(types, "5.0", 2, takes_media=False)}
+    statuses = {kind: row["status"] for kind, row in rows.items()}
+    assert statuses == {"slow": "proven", "crashes": "generated", "third": "proven", "fourth": "proven"}
+    assert rows["crashes"]["reason"].startswith("its process died")
