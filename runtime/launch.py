@@ -37,7 +37,8 @@ from patchgen.runtime.train.run_log import read_summary
 # Time for a rank that was asked to stop to finish its step and save, before it is killed.
 SHUTDOWN_SECONDS = "900"
 STOPPED = 130  # the exit status of a run that was asked to stop, after saving
-USER_ERRORS = ("RecipeError", "DataError", "CheckpointError", "TrainingStopped")  # reported without a traceback
+# Reported without a traceback.
+USER_ERRORS = ("RecipeError", "DataError", "CheckpointError", "TrainingStopped", "NonFiniteGradient")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 

@@ -48,6 +48,7 @@ def train(
         from patchgen.runtime import launch
         from patchgen.runtime.checkpoint import CheckpointError
         from patchgen.runtime.data import DataError
+        from patchgen.runtime.parallel.gradients import NonFiniteGradient
         from patchgen.runtime.train import checks, preflight, run_plan
         from patchgen.runtime.train.trainer import TrainingStopped
 
@@ -61,7 +62,7 @@ def train(
                     print(f"\n{recipes.to_yaml(recipe)}", end="")
                 return 0
             return launch.launch(recipe, processes=processes, nodes=nodes, rdzv_endpoint=rdzv_endpoint, fresh=fresh)
-        except (launch.LaunchFailed, CheckpointError, DataError, TrainingStopped) as error:
+        except (launch.LaunchFailed, CheckpointError, DataError, TrainingStopped, NonFiniteGradient) as error:
             raise PatchgenError(str(error)) from error
     except recipes.RecipeError as error:
         raise ConfigError(str(error)) from error

@@ -99,6 +99,7 @@ class Trainer:
         self.captured = CapturedStep(self.model, self.state, device, self.micro_batch) if train.cuda_graph else None
         self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.expert_paths(self.model) else None
         self.step, self.skipped, self.evaluated_step = 0, 0, 0
+        self.saved: RunCheckpoints | None = None  # of `run`; steps taken without it have none
 
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
         """Tokenizer, processor and both loaders: errors of the evaluation data should not come after hours."""
@@ -261,7 +262,7 @@ class Trainer:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         if self.skipped >= config.max_skipped:
-            last = self.saved.saved_step
+            last = self.saved.saved_step if self.saved is not None else 0
             saved = f"The last checkpoint is that of step {last}." if last else "No checkpoint was saved."
             raise TrainingStopped(
                 f"{self.skipped} steps in a row had gradients that are not finite, the last of them step "
