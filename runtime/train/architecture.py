@@ -83,7 +83,7 @@ def _find_head(root: Path, config: PreTrainedConfig) -> type[PreTrainedModel] | 
 
 
 CustomHeads = Architecture | GeneratedFolder | None
-"""CustomHeads that a recipe provides itself; they take precedence over the installed ones."""
+"""Heads that a recipe provides itself; they take precedence over the installed ones."""
 
 
 def register(model: ModelConfig) -> CustomHeads:
@@ -160,9 +160,7 @@ def import_path(model: ModelConfig) -> str | None:
     names no module."""
     if model.code is None or Path(model.code).is_dir():
         return None
-    folder, module = _find_code(model.code)
-    assert module is not None, "model.code is not a folder, so it is a module"
-    import_root = folder.parents[module.count(".")] if (folder / "__init__.py").is_file() else folder
+    import_root = _find_module(model.code)[0].parents[model.code.count(".")]
     known = [*site.getsitepackages(), site.getusersitepackages()]
     return None if str(import_root) in known else str(import_root)
 
@@ -175,6 +173,17 @@ def _find_code(code: str) -> tuple[Path, str | None]:
     folder = Path(code)
     if folder.is_dir():
         return folder.resolve(), None
+    place, is_package = _find_module(code)
+    return (place if is_package else place.parent).resolve(), code
+
+
+def _find_module(code: str) -> tuple[Path, bool]:
+    """The file of the module that `model.code` names, or the folder of a package, with or without `__init__.py`; and whether it
+    is a package.
+
+    Raises:
+        RecipeError: it cannot be imported.
+    """
     try:
         spec = importlib.util.find_spec(code) if all(part.isidentifier() for part in code.split(".")) else None
     except ModuleNotFoundError:
@@ -183,10 +192,10 @@ def _find_code(code: str) -> tuple[Path, str | None]:
     if spec is None or not (spec.origin or locations):
         searched = ", ".join(dict.fromkeys(entry or "." for entry in sys.path))
         raise RecipeError(
-            f"model.code = '{code}' is neither a folder ({folder.absolute()}) nor a module that can be imported (looked in "
+            f"model.code = '{code}' is neither a folder ({Path(code).absolute()}) nor a module that can be imported (looked in "
             f"{searched}). Name the folder with configuration_*.py and modeling_*.py."
         )
-    return (Path(spec.origin).parent if spec.origin else Path(locations[0])).resolve(), code
+    return Path(locations[0] if locations else spec.origin or "").absolute(), bool(locations)
 
 
 def _folder_of_source(source: str) -> Path:

@@ -101,6 +101,26 @@ def test_a_module_is_imported_by_its_name_and_ranks_are_told_where_from(made, tm
         model.read_config(named(made, code="my_projects.x"))
 
 
+@pytest.mark.parametrize(
+    ("code", "files"),
+    [
+        ("one", ["one.py"]),
+        ("outer.inner", ["outer/__init__.py", "outer/inner.py"]),
+        ("outer.inner", ["outer/__init__.py", "outer/inner/__init__.py"]),
+        ("outer.inner", ["outer/inner/modeling_mine.py"]),
+        ("outer.inner", ["outer/inner.py"]),
+    ],
+)
+def test_ranks_import_files_packages_and_namespaces_from_their_root(code, files, tmp_path, monkeypatch):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "outer", raising=False)
+    assert architecture.import_path(ModelConfig(source="mine", code=code)) == str(tmp_path)
+    sys.modules.pop("outer", None)
+
+
 def test_a_project_names_it_once(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("pyproject.toml").write_text(f'[tool.patchgen]\ncode = "{made}/code"\ngenerated = "{made}/generated"\n')
