@@ -34,6 +34,8 @@ from patchgen.runtime.train.recipe import Recipe, to_dict
 from patchgen.runtime.train.records import TrainingStopped
 
 FACTOR, MARGIN = 1.5, 1.0
+NOT_OF_LABELS = ("separate_modalities", "cache_dir", "num_workers")
+"""Keys of data that change neither its rows nor their labels, or that preflight fills in."""
 TRAINED_FACTOR = 0.8
 """A trained checkpoint is below this multiple of ln V on text of any language that it has seen."""
 
@@ -131,7 +133,11 @@ def require_plausible(share: Tensor, model: PreTrainedModel, recipe: Recipe) -> 
 
 
 def save_measured(recipe: Recipe, loss: float) -> None:
-    """Caches the first loss that the doctor measured with a recipe's weights on its data."""
+    """Caches the first loss that the doctor measured with a recipe's weights on its data.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
     file = _cache_file(recipe)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"loss": loss}), encoding="utf-8")
@@ -151,11 +157,12 @@ def _cache_file(recipe: Recipe) -> Path:
 
 def _cache_key(recipe: Recipe) -> list[Any]:
     """What a first loss depends on. Layout and kernels, which change it only by rounding, are left out, and so are attention and
-    row packing, which preflight fills in."""
+    the modalities that share no row, which preflight fills in."""
     weights, values = models.find_weights(recipe.model), to_dict(recipe)
     model: Mapping[str, Any] = values["model"]
     files = sorted(weights.glob("*.safetensors")) if isinstance(weights, Path) else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     location = str(weights.resolve()) if isinstance(weights, Path) else str(weights)
     model_keys = {name: model[name] for name in ("overrides", "code")}
-    return [model_keys, location, stamps, values["data"]["kind"], values["data"]["sources"]]
+    data = {name: value for name, value in values["data"].items() if name not in NOT_OF_LABELS}
+    return [model_keys, location, stamps, data]

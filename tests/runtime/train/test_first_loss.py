@@ -56,6 +56,23 @@ def test_a_checkpoint_is_held_to_its_own_level(loss, options, refused, warned):
         assert wanted in told and bool(told) is bool(wanted)
 
 
+@pytest.mark.parametrize(
+    ("changed", "measured"),
+    [
+        ({"learn": "last"}, None),
+        ({"max_length": 100}, None),
+        ({"special_tokens": ["<|a|>"]}, None),
+        ({"sources": [{"path": "builtin:chat"}]}, None),
+        ({"separate_modalities": [["audio", "image"]], "cache_dir": "elsewhere", "num_workers": 2}, 1.0),
+    ],
+)
+def test_a_measured_loss_is_that_of_the_same_rows_and_labels(changed, measured, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = {"model": {"source": "qwen3"}, "data": {"kind": "chat", "sources": [{"path": "builtin:pairs"}]}}
+    first_loss.save_measured(from_dict(values), 1.0)
+    assert first_loss.read_measured(from_dict({**values, "data": {**values["data"], **changed}})) == measured
+
+
 @pytest.fixture(scope="module")
 def scaled_head(tmp_path_factory):
     """A recipe whose checkpoint has a head of a hundred times its size."""
