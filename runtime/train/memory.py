@@ -10,12 +10,14 @@ Not counted: the CUDA context (about 0.5 GiB), NCCL buffers, workspaces, and fra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from patchgen.runtime import seams
 from patchgen.runtime.parallel import ParallelConfig, sharding
 from patchgen.runtime.train import lora_targets
 from patchgen.runtime.train.flops import experts_per_token
@@ -100,6 +102,11 @@ def estimate(
         activations=tokens * per_token * size,
         logits=0 if fused_loss else tokens * text.vocab_size * 8,
     )
+
+
+def has_fused_loss(chosen: Mapping[str, str]) -> bool:
+    """Whether a run with these kernels, by seam, computes its loss without storing all logits."""
+    return chosen.get("causal_lm_loss", seams.EAGER) != seams.EAGER
 
 
 def _saved_per_token(layer: nn.Module, text) -> int:

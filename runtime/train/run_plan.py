@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from typing import TYPE_CHECKING
@@ -85,6 +86,27 @@ def require_valid(recipe: Recipe, world: int) -> None:
         )
 
 
+def require_valid_on_some_ranks(recipe: Recipe) -> None:
+    """Refuses a recipe that is valid on no number of ranks: tries all that its layout and the batches of a step divide over.
+
+        sp: 2, ep: 3, batches_per_step: 12      6, 12 and 24 ranks, with 3, 6 and 12 batch groups
+
+    Raises:
+        RecipeError: what `require_valid` says of the smallest.
+    """
+    section, num_batches = recipe.parallel, recipe.train.batches_per_step
+    smallest = section.dp_replicate * math.lcm(section.sp, section.ep)
+    worlds = range(smallest, num_batches * section.sp + 1, smallest)
+    errors = []
+    for world in [world for world in worlds if num_batches % (world // section.sp) == 0] or [smallest]:
+        try:
+            require_valid(recipe, world)
+            return
+        except RecipeError as error:
+            errors.append(error)
+    raise errors[0]
+
+
 def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
     """Rank map, what runs where, cost and memory of a run on `world` ranks.
 
@@ -99,7 +121,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
     options = models.sharding_options(recipe.parallel, device)
     if not choose.objective_of(recipe.objective).is_models_own:
         chosen["causal_lm_loss"] = "by the objective, in chunks"
-    estimate = memory.estimate(model, recipe, layout, options.param_dtype, "causal_lm_loss" in chosen)
+    estimate = memory.estimate(model, recipe, layout, options.param_dtype, memory.has_fused_loss(chosen))
     train, tokens = recipe.train, recipe.data.tokens_per_batch
     peak = recipe.log.peak_tflops or flops.peak_tflops(device)
     step = cost.flops([tokens] * train.batches_per_step)

@@ -246,6 +246,40 @@ def test_a_dry_run_fetches_no_weights(monkeypatch):
     assert "weights: some/model" in described(recipe_of(model={"source": "some/model", "overrides": {}}), world=8)
 
 
+def test_logits_are_counted_where_the_loss_is_eager():
+    counted, fused = (
+        described(recipe_of(kernels=kernels), world=8).partition("logits ")[2].split()[0]
+        for kernels in ({"causal_lm_loss": "eager"}, {})
+    )
+    assert float(counted) > float(fused) == 0
+    assert [memory.has_fused_loss(chosen) for chosen in ({}, {"causal_lm_loss": "auto"})] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"router_loss": "global"}},  # on 8 ranks
+        {"train": {"router_loss": "global", "batches_per_step": 6}, "parallel": {"sp": 2, "ep": 3}},  # on 12
+        {"train": {"eval_batches": 3, "batches_per_step": 6}, "parallel": {"ep": 3}, "eval_data": {}},  # on 3
+    ],
+)
+def test_a_recipe_is_valid_on_some_ranks(sections, tmp_path):
+    run_plan.require_valid_on_some_ranks(recipe_of(log={"directory": str(tmp_path / "run")}, **sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"parallel": {"dp_replicate": 3}}, "does not divide over the 3 batch groups"),
+        ({"parallel": {"sp": 2, "head_groups": 2, "expert_capacity": 8}}, "parallel.expert_capacity is set"),
+        ({"train": {"router_loss": "global"}, "eval_data": {}, "parallel": {"ep": 3}}, "over the 3 batch groups"),
+    ],
+)
+def test_a_recipe_that_is_valid_on_no_ranks_is_refused_as_on_the_fewest(sections, told, tmp_path):
+    with pytest.raises(RecipeError, match=told):
+        run_plan.require_valid_on_some_ranks(recipe_of(log={"directory": str(tmp_path / "run")}, **sections))
+
+
 def test_updates_that_would_round_to_nothing_are_told():
     with pytest.warns(UserWarning, match="most updates round to nothing"):
         run_plan.require_valid(recipe_of(model={"dtype": "bfloat16"}), world=1)
