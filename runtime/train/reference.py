@@ -17,7 +17,7 @@ from patchgen.runtime.train.recipe import Recipe, section_type
 HEAD = """\
 # Recipes
 
-Every key of a recipe, generated from the types in `runtime/train/recipe.py` and `runtime/data/config.py` by
+Every key of a recipe, generated from the types in `runtime/train/sections.py` and `runtime/data/config.py` by
 `python -m patchgen.runtime.train.reference > docs/recipes.md`. A recipe is YAML with these sections;
 `--set section.key=value` changes one value, `--set data.sources.0.path=my.jsonl` one in a list; `--print-config` shows
 the whole with all defaults. Unknown keys are refused with the nearest that exists.

@@ -98,7 +98,7 @@ class ParallelSection:
 
 @dataclass(frozen=True, config=STRICT)
 class KernelsConfig:
-    """Which implementation serves each seam. A named one that no module of the model calls is an error.
+    """Which implementation serves each seam. A named one other than eager that no module of the model calls is an error.
 
     Attributes:
         fused_moe: null: "auto" where the model has experts.
@@ -186,10 +186,10 @@ class TrainConfig:
         seed: of random weights and of random numbers in a step.
         deterministic: use torch's deterministic algorithms where they exist.
         first_loss_limit: the largest plausible first loss per label, in nats, before the first optimizer step; null:
-            1.5 ln V + 1, or 1.5 L + 1 if `patchgen doctor` measured L with this checkpoint. Above it the run ends.
+            1.5 ln V + 1, or 1.5 L + 1 if `patchgen doctor` measured L with this checkpoint on these data. Above it the run ends.
         cuda_graph: replay forward and backward as one CUDA graph; for rows so short that launching kernels takes longer than
             running them (4,096 tokens per GPU, say). Needs `data.pad_batches`, and one batch per batch group and step.
-        eval_every: steps between evaluations; there is always one at the end of a run. 0: only that one.
+        eval_every: steps between evaluations; there is one at the end of a run that was not stopped. 0: only that one.
         eval_batches: most packed batches of an evaluation over all ranks.
         profile_start: first step of the profiler's window.
         profile_steps: its length; 0: no profile. Traces go to `profile/` of the run.
