@@ -50,7 +50,7 @@ class Turn:
 
 
 class ChatTemplate(Check):
-    """Its marks are special tokens, its generation prompt begins its turns, and its turns end where generation stops."""
+    """Its marks are special tokens, its generation prompt begins its turns, and its turns end with a special token."""
 
     name = "chat template"
 

@@ -1,6 +1,6 @@
 """A training step of a recipe, and a second one for its time, without a run: in this process, or as one of several ranks.
 
-python -m patchgen.runtime.doctor.rank_step RECIPE_AS_JSON     # with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+python -m patchgen.runtime.doctor.rank_step RECIPE_AS_JSON FOLDER   # with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import launch, parallel
 from patchgen.runtime.data import DataError
-from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object
+from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.train import setup
 from patchgen.runtime.train.feed import End
 from patchgen.runtime.train.recipe import Recipe, from_dict
@@ -50,12 +49,14 @@ def one_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int
     """Takes two steps of a recipe on this rank; every rank calls it.
 
     Args:
+        scratch: a folder that all ranks can write to; the caller deletes it.
         groups: read the batches of this many batch groups, as the layout to compare with: each reads its own part of a stream.
     """
     from patchgen.runtime.train.trainer import Trainer
 
-    recipe = replace(recipe, log=replace(recipe.log, directory=str(scratch / "step"), trackers=()), eval_data=None)
-    recipe = replace(recipe, train=replace(recipe.train, eval_every=0))
+    log = replace(recipe.log, directory=str(scratch / "step"), trackers=())
+    # In one call: a recipe that evaluates every few steps and has nothing to read then is refused.
+    recipe = replace(recipe, log=log, eval_data=None, train=replace(recipe.train, eval_every=0))
     trainer = Trainer(recipe, device)
     loader = trainer.loader if groups == 1 else _Groups(recipe, trainer.parts, groups, trainer.num_micro_batches)
     feed = trainer.feed(loader, trainer.num_micro_batches)
@@ -114,8 +115,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 def main() -> None:
     recipe = from_dict(json.loads(sys.argv[1]))
     with launch.process_group() as device:
-        scratch = broadcast_object(tempfile.mkdtemp(prefix="patchgen-step-") if dist.get_rank() == 0 else "")
-        figures = one_step(recipe, device, Path(scratch))
+        figures = one_step(recipe, device, Path(sys.argv[2]))
         if dist.get_rank() == 0:
             print(json.dumps(asdict(figures)), flush=True)
 

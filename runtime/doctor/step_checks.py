@@ -43,12 +43,13 @@ HALF_TOLERANCE = 3e-2
 
 
 class Step(Check):
-    """The time and memory of a step on one rank, against the estimate."""
+    """The time of a step on one rank, and its memory against the estimate."""
 
     name = "step"
 
     def run(self, patient: Patient) -> Finding:
         figures, estimate = single_rank_figures(patient), estimate_of(patient, 1)
+        unexamined = left_out(patient.recipe, _ranks_or_one(patient))
         summary = f"A step of {figures.tokens} tokens took {figures.seconds:.2f} s"
         peak = patient.recipe.log.peak_tflops or flops.peak_tflops(patient.device)
         summary += f", {figures.flops / figures.seconds / 1e12 / peak:.0%} of the device's peak" if peak else ""
@@ -57,21 +58,21 @@ class Step(Check):
             summary += f"; parameters, gradients and optimizer take {format_bytes(measured)}"
             if not math.isclose(measured, estimated, rel_tol=0.05, abs_tol=1 << 20):
                 return failed(
-                    f"{summary}, and the estimate is {format_bytes(estimated)}.",
+                    f"{summary}, and the estimate is {format_bytes(estimated)}.{unexamined}",
                     "The estimate of --dry-run is wrong for this model: report it, and plan with the figure measured here.",
                 )
-            return passed(f"{summary}, as estimated (a CPU's peak is not measured).")
+            return passed(f"{summary}, as estimated (a CPU's peak is not measured).{unexamined}")
         summary += f" and {format_bytes(figures.peak_bytes)}; the estimate is {format_bytes(estimate.total)}"
         if figures.peak_bytes > MAX_OVER_ESTIMATE * estimate.total + WORKSPACE:
             return failed(
-                f"{summary}.",
+                f"{summary}.{unexamined}",
                 "Plan with the figure measured here; parallel.activation_checkpointing: full needs less.",
             )
-        return passed(f"{summary}.")
+        return passed(f"{summary}.{unexamined}")
 
 
 class Layout(Check):
-    """The loss and the gradient of a step on the recipe's ranks are those on one rank."""
+    """The loss and the gradient norm of a step on the recipe's ranks are those on one rank."""
 
     name = "layout"
 
@@ -83,6 +84,7 @@ class Layout(Check):
         summary = (
             f"On {ranks} ranks (sp {patient.recipe.parallel.sp}, ep {patient.recipe.parallel.ep}) the loss is {all_ranks.loss:.5f} "
             f"and the norm of the gradient {all_ranks.norm:.4g}; on one {one_rank.loss:.5f} and {one_rank.norm:.4g}."
+            + left_out(patient.recipe, ranks)
         )
         same_loss = math.isclose(one_rank.loss, all_ranks.loss, rel_tol=tolerance)
         if not (same_loss and math.isclose(one_rank.norm, all_ranks.norm, rel_tol=10 * tolerance)):
@@ -94,9 +96,24 @@ class Layout(Check):
 
 
 def single_step(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe with one batch per rank and step. One rank takes those of all, which a captured graph refuses."""
-    train = replace(recipe.train, batches_per_step=max(ranks, 1), cuda_graph=False, profile_steps=0, profile_start=10)
-    return replace(recipe, train=train)
+    """The recipe with one batch per rank and step. To compare, one rank takes those of all as micro-batches, so what needs a
+    single one is switched off: a captured graph, and a global router loss."""
+    router_loss = "row" if ranks > 1 else recipe.train.router_loss
+    train = replace(recipe.train, batches_per_step=max(ranks, 1), cuda_graph=False, router_loss=router_loss)
+    return replace(recipe, train=replace(train, profile_steps=0, profile_start=10))
+
+
+def left_out(recipe: Recipe, ranks: int) -> str:
+    """What `single_step` switched off and a run has, as sentences that follow a finding's; empty if it is nothing."""
+    step, sentences = single_step(recipe, ranks).train, []
+    if recipe.train.cuda_graph:
+        sentences.append(" train.cuda_graph was off: capture was not examined.")
+    if recipe.train.router_loss != step.router_loss:
+        sentences.append(
+            f" train.router_loss was '{step.router_loss}', because one rank took the batches of {ranks}: "
+            f"'{recipe.train.router_loss}' was not examined."
+        )
+    return "".join(sentences)
 
 
 def estimate_of(patient: Patient, world: int) -> memory.Estimate:
@@ -104,7 +121,7 @@ def estimate_of(patient: Patient, world: int) -> memory.Estimate:
     recipe = replace(patient.recipe, parallel=replace(patient.recipe.parallel, sp=1, ep=1, dp_replicate=1))
     layout = models.parallel_config(recipe.parallel, world)
     options = models.sharding_options(recipe.parallel, patient.device)
-    fused_loss = "causal_lm_loss" in patient.made.get("kernels", ())
+    fused_loss = memory.has_fused_loss(patient.made.get("kernels", {}))
     return memory.estimate(patient.blueprint, recipe, layout, options.param_dtype, fused_loss)
 
 
@@ -164,13 +181,15 @@ def step_on_ranks(recipe: Recipe, ranks: int) -> StepFigures:
     Raises:
         RuntimeError: a rank failed, with its last error.
     """
-    command = [sys.executable, "-m", "patchgen.runtime.doctor.rank_step", json.dumps(to_dict(recipe))]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
     common = {"OMP_NUM_THREADS": "1", **os.environ, **common}
     environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    lines = [line for line in run_ranks(command, environments, RANKS_SECONDS).splitlines() if line.startswith("{")]
+    with tempfile.TemporaryDirectory(prefix="patchgen-step-") as scratch:  # deleted here: ranks may be killed
+        command = [sys.executable, "-m", "patchgen.runtime.doctor.rank_step", json.dumps(to_dict(recipe)), scratch]
+        printed = run_ranks(command, environments, RANKS_SECONDS)
+    lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(f"A step on {ranks} ranks failed: rank 0 printed no figures.")
     return StepFigures(**json.loads(lines[-1]))

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class Weights(Check):
-    """Every parameter comes from the checkpoint, in its shape and without rounding; every token has a trained embedding."""
+    """Every parameter comes from the checkpoint, in its shape and without rounding; every token of the first samples has a trained
+    embedding."""
 
     name = "weights"
 
