@@ -25,8 +25,10 @@ from patchgen.runtime.doctor.plain_transformers import Export, PlainTransformers
 from patchgen.runtime.doctor.step_checks import Layout, Step
 from patchgen.runtime.doctor.tokens import Padding, Tokenizer
 from patchgen.runtime.doctor.weights import TrainedParameters, Weights
+from patchgen.runtime.parallel.gradients import NonFiniteGradient
 from patchgen.runtime.train import data_check, preflight, run_plan
 from patchgen.runtime.train.recipe import Recipe, RecipeError
+from patchgen.runtime.train.records import TrainingStopped
 from patchgen.runtime.verify.verdict import one_line
 
 
@@ -36,8 +38,7 @@ class RecipeIsValid(Check):
     name = "recipe"
 
     def run(self, patient: Patient) -> Finding:
-        section = patient.recipe.parallel
-        run_plan.require_valid(patient.recipe, section.sp * section.dp_replicate * max(1, section.ep // section.sp))
+        run_plan.require_valid_on_some_ranks(patient.recipe)
         config = patient.config
         data_check.require_data(patient.recipe)
         _ = patient.blueprint
@@ -188,6 +189,11 @@ def _run_check(check: Check, patient: Patient) -> Finding:
         return not_checked(str(needs))
     except (RecipeError, DataError, CheckpointError) as error:
         return failed(str(error), "As the message says; `patchgen train` would refuse it, too.")
+    except (TrainingStopped, NonFiniteGradient) as error:
+        return failed(
+            str(error),
+            "`patchgen train` would stop there, too: look at the samples of this step, at the weights, and at optim.",
+        )
     except Exception as error:  # the other checks still run
         return failed(
             one_line(f"{type(error).__name__}: {error}"),
