@@ -145,11 +145,19 @@ def outputs_and_files(
             f"{min(duplicates)} is a key of {class_name(model)}, and also of a tensor in {untrained.directory} that the model "
             "was not loaded from. To fix: export only the model (--trained-only; in Python trained_only=True)."
         )
+    files = untrained.config_files(model, dtype or most_common_dtype(outputs)) | untrained.side_files(source)
+    return [*outputs, *untrained.tensors], files
+
+
+def most_common_dtype(outputs: Sequence[Output]) -> torch.dtype | None:
+    """The floating-point dtype of most bytes, for the config; None: there is none.
+
+    The first tensor may be one of the few that upstream keeps in fp32.
+    """
     sizes: Counter[torch.dtype] = Counter()
     for output in outputs:
         sizes[output.dtype] += output.num_bytes if output.dtype.is_floating_point else 0
-    stored = dtype or (sizes.most_common(1)[0][0] if sizes.total() else None)
-    return [*outputs, *untrained.tensors], untrained.config_files(model, stored) | untrained.side_files(source)
+    return sizes.most_common(1)[0][0] if sizes.total() else None
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ class LoadReport:
         ]
         for what, names in (
             ("initialised, not loaded", self.initialised),
-            ("ignored, as upstream does", self.ignored),
+            ("ignored, by upstream or allow_unexpected", self.ignored),
         ):
             if names:
                 lines.append(f"  {what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if names[8:] else ''}")

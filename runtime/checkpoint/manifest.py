@@ -85,6 +85,8 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     try:
         fields = json.loads(file.read_text())
+        if not isinstance(fields, dict):
+            raise CheckpointError(f"{MANIFEST} is damaged: expected a JSON object, found {type(fields).__name__}")
         if fields.pop("format") != FORMAT:
             raise CheckpointError(f"{file} is not of format {FORMAT}: another version of patchgen wrote it")
         return Manifest(**fields)

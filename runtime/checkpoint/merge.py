@@ -25,7 +25,14 @@ from patchgen.runtime.checkpoint.export import outputs_and_files, saved_tensors
 from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Region, full_region, leaf, leaves, plan_reads
-from patchgen.runtime.checkpoint.load import keys_of_buffers, require_same_type, stored_leaves, tied_groups
+from patchgen.runtime.checkpoint.load import (
+    integer_weight_problems,
+    keys_of_buffers,
+    missing_names,
+    require_same_type,
+    stored_leaves,
+    tied_groups,
+)
 from patchgen.runtime.checkpoint.model_files import candidate_models_on_meta, generated_folders, on_meta
 from patchgen.runtime.checkpoint.offline import read_region, write_folder
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
@@ -110,7 +117,9 @@ def merge_adapter(
     require_same_type(model, source)
     factors = _factors(model, adapter)
     origin = Origin.of(source, {key: tensor.shape for key, tensor in stored.items()})
-    parameters = assemble(model, stored_leaves(stored)).parameters
+    assembly = assemble(model, stored_leaves(stored))
+    parameters = dict(assembly.parameters)
+    problems = integer_weight_problems(model.state_dict(), parameters, stored)
     for group in tied_groups(model):
         loaded = next((parameters[name] for name in group if name in parameters), None)
         parameters |= dict.fromkeys(group, loaded) if loaded is not None else {}
@@ -120,9 +129,10 @@ def merge_adapter(
                 f"{class_name(model)}: merging would change both. To fix: keep the adapter as a separate folder."
             )
     saved = saved_tensors(model)
-    missing = [f"missing: {name}" for name in saved if name not in parameters]
-    if missing:
-        raise CheckpointError(f"{source} does not fit {class_name(model)}:", missing)
+    missing = [f"missing: {name}" for name in missing_names(model, assembly) if name in saved]
+    problems = [*assembly.problems, *missing, *problems]
+    if problems:
+        raise CheckpointError(f"{source} does not fit {class_name(model)}:", problems)
     parameters = {name: parameters[name] for name in saved}
     outputs, files = outputs_and_files(
         model, parameters, origin, source, layout=layout, dtype=dtype, trained_only=False

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
-from patchgen.runtime.checkpoint.export import make_outputs, outputs_and_files, saved_tensors
+from patchgen.runtime.checkpoint.export import make_outputs, most_common_dtype, outputs_and_files, saved_tensors
 from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.folders import describe
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, disassemble
@@ -105,7 +105,7 @@ def convert(
     parameters = {name: lazy for name, lazy in opened.parameters.items() if name in names}
     written = disassemble(model, parameters, layout=layout, origin=None)
     outputs = make_outputs(model, written, dtype)
-    files = config_files(model, dtype or next((o.dtype for o in outputs if o.dtype.is_floating_point), None))
+    files = config_files(model, dtype or most_common_dtype(outputs))
     unchanged = [CopiedTensor.of(stored) for stored in opened.ignored.values()]
     write_folder(
         directory, [*outputs, *unchanged], files | side_files(source), max_file, keys_of_buffers(model, parameters)

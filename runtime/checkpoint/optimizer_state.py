@@ -133,7 +133,7 @@ def restore(
         group.update({key: value for key, value in saved[0].items() if key not in IMPLEMENTATION})
     if problems:
         raise CheckpointError(
-            "The optimizer has one parameter group where the saved run had several with different options:",
+            "A parameter group of the optimizer has parameters that the saved run had in groups with different options:",
             problems,
             advice="To fix: use the parameter groups of the saved run.",
         )

@@ -101,16 +101,13 @@ def find_untrained_part(model: PreTrainedModel, origin: Origin | None, source: P
         source: the folder of the original, if it is not that of `origin`; ignored if its keys are not those of `origin`.
 
     Raises:
-        CheckpointError: the folder is missing, and the model's class ignores some of its keys; or it is damaged.
+        CheckpointError: the folder is missing, and had tensors that would have been copied; or it is damaged.
     """
     if origin is None:
         return UntrainedPart()
     directory = next((folder for folder in (source, Path(origin.directory)) if _has_same_keys(folder, origin)), None)
     if directory is None:
-        unused = _unused_keys(
-            model, {key: leaf(key, shape, torch.float32, None) for key, shape in origin.shapes.items()}
-        )
-        lost = sorted(key for key in ignored_by_upstream(model, unused) if not key.endswith(COMPUTED_BUFFERS))
+        lost = _lost_keys(model, origin)
         if not lost:
             return UntrainedPart(trained_origin=origin)
         raise CheckpointError(
@@ -142,6 +139,18 @@ def _has_same_keys(folder: Path | None, origin: Origin) -> bool:
     if folder is None or not any(folder.glob("*.safetensors")):
         return False
     return {pattern_of(key) for key in origin.shapes} == {pattern_of(key) for key in read_folder(folder)}
+
+
+def _lost_keys(model: PreTrainedModel, origin: Origin) -> list[str]:
+    """The keys that would be copied if the folder of the original still existed.
+
+    Without its config, a part of a larger model is known by its keys, which have a prefix that the model's names lack.
+    """
+    unused = _unused_keys(model, {key: leaf(key, shape, torch.float32, None) for key, shape in origin.shapes.items()})
+    used = {key.partition(".")[0] for key in origin.shapes.keys() - set(unused)}
+    own = {name.partition(".")[0] for name in model.state_dict()} | {model.base_model_prefix}
+    lost = ignored_by_upstream(model, unused) if used & own else unused
+    return sorted(key for key in lost if not key.endswith(COMPUTED_BUFFERS))
 
 
 def _unused_keys(model: PreTrainedModel, leaves: Mapping[str, LazyTensor]) -> list[str]:

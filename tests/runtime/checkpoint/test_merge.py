@@ -134,3 +134,24 @@ def test_an_adapter_of_another_model_and_of_a_tied_head(tmp_path):
     adapt(tied, tmp_path / "head", target_modules=["lm_head"])
     with pytest.raises(CheckpointError, match="adapts .*, which is one tensor with .*: merging would"):
         merge_adapter(tmp_path / "head", tmp_path / "tied", tmp_path / "out")
+
+
+def test_weights_that_do_not_fit_are_named_with_the_reason(tmp_path):
+    model = moe()
+    model.save_pretrained(tmp_path / "plain")
+    adapt(model, tmp_path / "adapter", **LINEAR)
+    norm = "model.norm.weight"
+    changes = {
+        "integers": (lambda tensor: tensor.to(torch.int8), f"{norm} in .* is int8; {norm} is a floating-point tensor"),
+        "shape": (
+            lambda tensor: torch.cat([tensor, tensor]),
+            rf"(?s)does not fit Qwen3MoeForCausalLM:\n +{norm} (?!.*missing)",
+        ),
+    }
+    for name, (change, told) in changes.items():
+        source = small_models.rewrite(
+            tmp_path / "plain", tmp_path / name, lambda found, change=change: found | {norm: change(found[norm])}
+        )
+        with pytest.raises(CheckpointError, match=told):
+            merge_adapter(tmp_path / "adapter", source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -271,3 +271,14 @@ def test_a_run_without_its_class_is_named(tmp_path, original):
     (tmp_path / "step-00000001" / "checkpoint.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="holds tensors that are not those of Qwen3MoeForCausalLM"):
         export_run(tmp_path, tmp_path / "out")
+
+
+def test_the_config_names_the_dtype_of_most_weights(tmp_path, checkpoint):
+    """As an export does; the first tensor may be one of the few in fp32."""
+
+    def mostly_half(found):
+        first = sorted(found)[0]
+        return {name: tensor if name == first else tensor.bfloat16() for name, tensor in found.items()}
+
+    convert(small_models.rewrite(checkpoint, tmp_path / "in", mostly_half), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"

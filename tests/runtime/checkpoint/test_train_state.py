@@ -139,7 +139,12 @@ def _half_a_manifest(folder):
     return "checkpoint.json is damaged"
 
 
-@pytest.mark.parametrize("damage", [_truncate, _remove, _no_manifest, _half_a_manifest])
+def _a_number(folder):
+    (folder / "checkpoint.json").write_text("7")
+    return "checkpoint.json is damaged: expected a JSON object, found int"
+
+
+@pytest.mark.parametrize("damage", [_truncate, _remove, _no_manifest, _half_a_manifest, _a_number])
 def test_a_broken_one_is_named_and_the_one_before_is_used(damage, tmp_path):
     checkpointer, model, optimizer, expected = saved_twice(tmp_path)
     reason = damage(tmp_path / "step-00000002")

@@ -202,3 +202,26 @@ def test_heads_that_upstream_leaves_out_pass_and_what_the_user_left_out_does_not
     source, got = small_models.tensors(folder), small_models.tensors(tmp_path / "out")
     assert got.keys() == source.keys() - mine.keys() and same(got, source, head)
     assert {tensor.dtype for name, tensor in got.items() if name not in head} <= {torch.float16, torch.float32}
+
+
+def test_what_the_user_left_out_of_a_larger_model_is_lost_with_its_folder(tmp_path, monkeypatch):
+    """Of a part whose class ignores no keys; keys of the model's own type are not copied, and not lost either."""
+    config = omni_models.qwen3_omni()
+    omni_models.save_whole(config, tmp_path / "source")
+    head, own = find_head_and_config(config)
+    monkeypatch.setattr(head, "_keys_to_ignore_on_load_unexpected", None)
+    part = head._from_config(own, attn_implementation="eager")
+    load_pretrained(part, tmp_path / "source", allow_unexpected=["talker.*", "code2wav.*"])
+    (tmp_path / "source").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"no longer has the other tensors \(code2wav.*--source"):
+        export_pretrained(part, tmp_path / "out")
+    export_pretrained(part, tmp_path / "out", trained_only=True)
+
+    plain = small_models.build(small_models.generated_class(), small_models.moe_config())
+    plain.save_pretrained(tmp_path / "plain")
+    mine = {"my.ema.weight": torch.randn(3)}
+    folder = small_models.rewrite(tmp_path / "plain", tmp_path / "mine", lambda found: found | mine)
+    load_pretrained(plain, folder, allow_unexpected=["my.*"])
+    folder.rename(tmp_path / "gone")
+    export_pretrained(plain, tmp_path / "plain out")
+    assert small_models.tensors(tmp_path / "plain out").keys() == small_models.tensors(tmp_path / "plain").keys()
