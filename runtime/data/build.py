@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from patchgen.runtime.data.agreement import max_over_ranks
@@ -61,20 +62,25 @@ def build_loader(
         encodings: list[Any] = [tokenizer_fingerprint(tokenizer), repr(processor), prepare.template]
         encodings += [part for part in (config.media, config.special_tokens, config.learn) if part]
         encodings += [mapper.fingerprint() for mapper in prepare.mappers]
+        media = _media_settings(config, prepare)
     else:
         encodings = [encoder.fingerprint() for encoder in prepare.encoders]
+        media = {}
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     if not streaming and isinstance(prepare, PrepareText):
         documents = []
         for source, encoder in zip(sources, prepare.encoders, strict=True):
             cache = open_cache(config.cache_root, source, encoder, skip_bad=config.on_bad == "skip")
-            documents.append(Documents(cache, limit=config.longest, on_long=config.on_long))
+            keeps_targets = needs_all_targets(config)
+            documents.append(
+                Documents(cache, limit=config.longest, on_long=config.on_long, keeps_targets=keeps_targets)
+            )
         return PlannedLoader(
             config, documents, pad_token_id=pad_token_id, batch_index=batch_index, num_batches=num_batches
         )
 
     stream = _stream(config, sources, Share(batch_index, num_batches))
-    settings = _settings(config, sources, stream, encodings)
+    settings = _settings(config, sources, stream, encodings) | media
     return StreamedLoader(config, stream, prepare, settings=settings, pad_token_id=pad_token_id, agree=agree)
 
 
@@ -85,7 +91,12 @@ def make_prepare(
     if config.kind == "multimodal":
         return PrepareMultimodal(config, processor, position_function)
     encoders = [make_encoder(config, mapper, tokenizer) for mapper in mappers_of(config)]
-    return PrepareText(encoders, limit=config.longest, on_long=config.on_long)
+    return PrepareText(encoders, limit=config.longest, on_long=config.on_long, keeps_targets=needs_all_targets(config))
+
+
+def needs_all_targets(config: DataConfig) -> bool:
+    """Whether a sample that would lose a target is skipped: the last token of an answer is the answer's end."""
+    return config.kind == "answers"
 
 
 def make_encoder(config: DataConfig, mapper: Mapper, tokenizer: Any) -> Encoder:
@@ -144,3 +155,13 @@ def _settings(config: DataConfig, sources: Sequence[Any], stream: MixedStream, e
     if config.separate_modalities:
         settings["separate_modalities"] = [list(pair) for pair in config.separate_modalities]
     return settings
+
+
+def _media_settings(config: DataConfig, prepare: PrepareMultimodal) -> dict[str, Any]:
+    """What determines the media of samples. Of folders the name: like data files, they may move."""
+    roots = [source.media_root for source in config.sources]
+    return {
+        "video_fps": prepare.options.fps,
+        "max_frames": config.max_frames,
+        "media_root": [None if root is None else Path(root).expanduser().resolve().name for root in roots],
+    }

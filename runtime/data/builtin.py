@@ -49,7 +49,10 @@ def open_builtin(name: str, split: str) -> Any:
         make = functools.partial(function_sample, name, questions)
         # Docs depend on the version of Python, so cached tokens do as well.
         return GeneratedSource(f"builtin:{name}", make, numbers, contents=digest([questions, make(numbers[0])]))
-    return GeneratedSource(f"builtin:{name}", MEDIA[name], items_of_split(range(SAMPLES), split))
+    # Not every twentieth: the cases take turns by number, and multiples of twenty are all of one case.
+    validation = list(range(SAMPLES, SAMPLES + SAMPLES // VALIDATION_EVERY))
+    numbers = validation if split == "validation" else items_of_split(range(SAMPLES), split)
+    return GeneratedSource(f"builtin:{name}", MEDIA[name], numbers)
 
 
 def items_of_split(items: Sequence[Any], split: str) -> list[Any]:
@@ -100,7 +103,9 @@ def function_sample(name: str, functions: list[tuple[str, str]], number: int) ->
         case "pairs":
             return {"prompt": question, "chosen": docs, "rejected": docs.upper()}
         case "labels":
-            return {"text": docs.upper() if number % 2 else docs, "label": number % 2}
+            every = VALIDATION_EVERY  # whose multiples, the validation split, are all even
+            label = (number if number % every else number // every) % 2
+            return {"text": docs.upper() if label else docs, "label": label}
         case "tags":
             return {"tokens": words, "tags": [int(word[0].isupper()) for word in words]}
         case "answers":

@@ -102,7 +102,7 @@ class Decoder:
 
     def _character_length(self, ids: Sequence[int], start: int) -> int:
         """How many tokens from `start` on form full characters; 1 if none do."""
-        for count in range(1, MAX_TOKENS_OF_CHARACTER):
+        for count in range(1, MAX_TOKENS_OF_CHARACTER + 1):
             if not self.text(tuple(ids[start : start + count])).endswith(REPLACEMENT_CHARACTER):
                 return count
         return 1

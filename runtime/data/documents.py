@@ -12,11 +12,15 @@ from patchgen.runtime.data.cache import TokenCache
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
 from patchgen.runtime.data.loader import join_pair
-from patchgen.runtime.data.problems import MAX_PLACES, Counters, Outcome, long_reason, too_long_error
+from patchgen.runtime.data.prepare import reason_of_long
+from patchgen.runtime.data.problems import MAX_PLACES, Counters, Outcome, too_long_error
 
 
 class Documents:
     """Samples of one document, or of the two of a pair, each of at most `limit` tokens.
+
+    Args:
+        keeps_targets: skip samples of which a target would be cut off.
 
     Attributes:
         starts: `(samples, documents per sample)` int64, offsets in the cache's tokens.
@@ -26,8 +30,9 @@ class Documents:
         counters: samples that were bad when the cache was written, and that are too long.
     """
 
-    def __init__(self, cache: TokenCache, *, limit: int, on_long: OnLong) -> None:
+    def __init__(self, cache: TokenCache, *, limit: int, on_long: OnLong, keeps_targets: bool = False) -> None:
         self.cache = cache
+        self.keeps_targets = keeps_targets
         self.counters = Counters()
         self.counters.merge(cache.counters)
         first, lengths = np.asarray(cache.bounds[:-1]), np.diff(cache.bounds)
@@ -49,7 +54,7 @@ class Documents:
         if on_long == "split":
             self._split(limit)
             return
-        is_truncated = [on_long == "truncate" and self._has_loss(int(number), limit) for number in long]
+        is_truncated = [on_long == "truncate" and self._is_usable(int(number), limit) for number in long]
         documents_by_outcome: dict[Outcome, np.ndarray] = {
             "truncated": long[is_truncated],
             "skipped": long[np.logical_not(is_truncated)],
@@ -57,7 +62,13 @@ class Documents:
         for outcome, documents in documents_by_outcome.items():
             first = documents[:MAX_PLACES]
             reasons = [
-                long_reason(int(longest[number]), limit, cut=on_long == "truncate", outcome=outcome)
+                reason_of_long(
+                    int(longest[number]),
+                    limit,
+                    cut=on_long == "truncate",
+                    outcome=outcome,
+                    keeps_targets=self.keeps_targets,
+                )
                 for number in first
             ]
             if len(documents):
@@ -65,11 +76,16 @@ class Documents:
         self.numbers = np.delete(np.arange(len(self.parts)), long[np.logical_not(is_truncated)])
         self.starts, self.parts = self.starts[self.numbers], np.minimum(self.parts[self.numbers], limit)
 
-    def _has_loss(self, number: int, limit: int) -> bool:
-        """Whether each document of a sample has a loss among its first `limit` tokens, the first of which is not predicted."""
+    def _is_usable(self, number: int, limit: int) -> bool:
+        """Whether each document of a sample has a loss among its first `limit` tokens, the first of which is not predicted;
+        with `keeps_targets`, also none after them."""
         targets = self.cache.targets
-        parts = zip(self.starts[number], np.minimum(self.parts[number], limit), strict=True)
-        return targets is None or all(bool(targets[start + 1 : start + length].any()) for start, length in parts)
+        if targets is None:
+            return not self.keeps_targets
+        parts = list(zip(self.starts[number], self.parts[number], strict=True))
+        if self.keeps_targets and any(targets[start + limit : start + length].any() for start, length in parts):
+            return False
+        return all(bool(targets[start + 1 : start + min(length, limit)].any()) for start, length in parts)
 
     def _split(self, limit: int) -> None:
         """Splits each document into pieces of `limit` tokens and a shorter last one; pairs are never split."""

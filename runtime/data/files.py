@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from patchgen.runtime.data.config import SUFFIXES
+from patchgen.runtime.data.hub import undecoded
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.records import Record
 
@@ -142,12 +143,19 @@ class Parquet(Files):
         """The rows as a memory-mapped table of `datasets`, for random access."""
         import datasets
 
-        return datasets.load_dataset("parquet", data_files=[str(file) for file in self.files], split="train")
+        table = datasets.load_dataset("parquet", data_files=[str(file) for file in self.files], split="train")
+        return undecoded(table)
 
-    def __len__(self) -> int:
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        """`(files + 1,)`: the number of the first row of each file, and the number of all rows."""
         import pyarrow.parquet
 
-        return sum(pyarrow.parquet.read_metadata(file).num_rows for file in self.files)
+        return np.cumsum([0, *(pyarrow.parquet.read_metadata(file).num_rows for file in self.files)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
 
     def __getitem__(self, number: int) -> Record:
-        return Record(f"{', '.join(map(str, self.files))}, row {number + 1}", self._table[number])
+        file = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return Record(f"{self.files[file]}, row {number - self._starts[file] + 1}", self._table[number])

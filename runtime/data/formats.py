@@ -165,7 +165,7 @@ def require_format(where: str, row: Row, name: str) -> None:
 
 
 def type_of(value: Any) -> str:
-    """The type of a column's value; of a list, by its first entry."""
+    """The type of a column's value; of a list, by its entries, or by the first if that is a mapping."""
     if value is None:
         return "nothing"
     if isinstance(value, str):
@@ -178,7 +178,7 @@ def type_of(value: Any) -> str:
             if "role" in first:
                 return MESSAGES
             return TURNS if {"from", "value"} <= first.keys() else f"list of {{{', '.join(map(str, first))}}}"
-        return f"list of {type_of(first)}"
+        return f"list of {' and '.join(dict.fromkeys(map(type_of, value or [None])))}"
     return type(value).__name__
 
 

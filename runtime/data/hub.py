@@ -72,12 +72,12 @@ def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
                 f"No data at {source.path}: it is not a local file or folder, and the hub has no dataset of that name: {error}"
             ) from error
     if source.streaming:
-        dataset = _undecoded(dataset)
+        dataset = undecoded(dataset)
         return HubStream(dataset if hasattr(dataset, "load_state_dict") else dataset.to_iterable_dataset(), name)
-    return HubDataset(_undecoded(dataset), name)
+    return HubDataset(undecoded(dataset), name)
 
 
-def _undecoded(dataset: Any) -> Any:
+def undecoded(dataset: Any) -> Any:
     """The dataset with media as bytes or paths, so that unreadable media are bad samples and do not stop the iteration."""
     import datasets
 

@@ -119,8 +119,13 @@ class Loader(ABC):
         """
 
 
+UNKNOWN_BEFORE = ("video_fps", "max_frames", "media_root")
+"""Settings that older positions lack: nobody knows whether they changed, so such a run may resume."""
+
+
 def require_same(expected: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raises DataError unless the `saved` settings of a position are the `expected` ones of this loader."""
+    saved = {name: expected[name] for name in UNKNOWN_BEFORE if name in expected} | saved
     different = [name for name in expected | saved if expected.get(name) != saved.get(name)]
     if different:
         lines = "".join(f"\n  {name}: saved {saved.get(name)!r}, now {expected.get(name)!r}" for name in different)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,33 +88,61 @@ def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[
     """Frames of a video.
 
     Args:
-        value: as above; an array `(frames, height, width, 3)` uint8 has `fps` frames per second, and is returned as it is.
+        value: as above; an array `(frames, height, width, 3)` uint8 has `fps` frames per second.
         fps: frames per second to sample, evenly; fewer if they would exceed `max_frames`.
 
     Returns:
         `(frames, height, width, 3)` uint8, and the metadata that processors need: number of frames, frames per second and
         duration of the original video, and the indices of the sampled frames.
     """
-    import av
     from av.error import FFmpegError
 
     if isinstance(value, np.ndarray):
-        return value, _metadata(len(value), fps, range(len(value)), value.shape[1:3])
+        indices = _sampled(len(value), fps, fps=fps, max_frames=max_frames)
+        return value[indices], _metadata(len(value), fps, indices, value.shape[1:3])
     try:
-        with av.open(open_value(value, root), "r") as container:
-            if not container.streams.video:
-                raise MediaError("no video in the file")
-            rate = float(container.streams.video[0].average_rate or fps)
-            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        total, rate = _count_packets(value, root)
+        rate = rate or fps
+        indices = _sampled(total, rate, fps=fps, max_frames=max_frames)
+        frames, decoded = _decode(value, root, indices)
+        if decoded != total:  # packets without a frame, or with several: now the number is known
+            indices = _sampled(decoded, rate, fps=fps, max_frames=max_frames)
+            frames, _ = _decode(value, root, indices)
     except (FFmpegError, OSError) as error:
         raise MediaError(f"no readable video: {error}") from error
-    if not frames:
+    return np.stack(frames), _metadata(decoded, rate, indices, frames[0].shape[:2])
+
+
+def _count_packets(value: Any, root: Path) -> tuple[int, float]:
+    """The number of packets of a video, mostly that of its frames, without decoding; frames per second, 0: not known."""
+    import av
+
+    with av.open(open_value(value, root), "r") as container:
+        if not container.streams.video:
+            raise MediaError("no video in the file")
+        packets = sum(packet.size > 0 for packet in container.demux(video=0))  # the last one, empty, ends the stream
+        return packets, float(container.streams.video[0].average_rate or 0)
+
+
+def _decode(value: Any, root: Path, indices: Sequence[int]) -> tuple[list[np.ndarray], int]:
+    """The frames with these indices, as `(height, width, 3)` uint8, and the number of all; others are not kept or converted."""
+    import av
+
+    wanted, frames, total = set(indices), [], 0
+    with av.open(open_value(value, root), "r") as container:
+        for frame in container.decode(video=0):
+            if total in wanted:
+                frames.append(frame.to_ndarray(format="rgb24"))
+            total += 1
+    return frames, total
+
+
+def _sampled(total: int, rate: float, *, fps: float, max_frames: int) -> list[int]:
+    """The indices of frames to use of a video of `total` frames, `rate` per second."""
+    if not total:
         raise MediaError("a video without frames")
-    count = max(1, min(max_frames, round(len(frames) / rate * fps), len(frames)))
-    frame_indices = np.linspace(0, len(frames) - 1, count).round().astype(int).tolist()
-    return np.stack([frames[index] for index in frame_indices]), _metadata(
-        len(frames), rate, frame_indices, frames[0].shape[:2]
-    )
+    count = max(1, min(max_frames, round(total / rate * fps), total))
+    return np.linspace(0, total - 1, count).round().astype(int).tolist()
 
 
 def _metadata(total: int, fps: float, frame_indices: Any, size: tuple[int, int]) -> dict[str, Any]:

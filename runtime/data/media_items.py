@@ -126,4 +126,5 @@ def as_list(value: Any) -> list[Any]:
 def folder_of(path: str) -> Path:
     """The folder that relative paths in a data file start from."""
     place = Path(path).expanduser()
-    return place if place.is_dir() else place.parent
+    # Of a glob, the last folder before its wildcards: `data` for data/**/*.jsonl.
+    return next((folder for folder in (place, *place.parents) if folder.is_dir()), place.parent)

@@ -20,7 +20,7 @@ from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.processors import PARTS, ProcessorAdapter
 
 FIXED_OPTIONS = {
-    "do_sample_frames": "data.media.fps and data.max_frames determine which frames are sampled",
+    "do_sample_frames": "data.media.fps or data.video_fps, and data.max_frames, determine which frames are sampled",
     "num_frames": "data.max_frames limits the number of frames",
     "video_metadata": "it is read from each video",
     "return_metadata": "batches have no field for it",

@@ -11,7 +11,7 @@ import torch
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
 from patchgen.runtime.data.loader import join_pair
-from patchgen.runtime.data.problems import BadSample, Outcome, long_reason, too_long_error
+from patchgen.runtime.data.problems import BadSample, Outcome, long_reason, too_long_error, too_long_reason
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.text import Encoder, Tokens
 
@@ -42,12 +42,16 @@ class PrepareText:
     Args:
         encoders: by source.
         limit: the most tokens of a document.
+        keeps_targets: skip samples of which a target would be cut off.
     """
 
-    def __init__(self, encoders: Sequence[Encoder], *, limit: int, on_long: OnLong) -> None:
+    def __init__(
+        self, encoders: Sequence[Encoder], *, limit: int, on_long: OnLong, keeps_targets: bool = False
+    ) -> None:
         self.encoders = encoders
         self.limit = limit
         self.on_long = on_long
+        self.keeps_targets = keeps_targets
 
     def __call__(self, source: int, record: Record) -> Prepared:
         encoded = self._encode(source, record)
@@ -61,8 +65,10 @@ class PrepareText:
         if self.on_long == "error":
             raise too_long_error(record.where, length, self.limit)
         cut = self.on_long == "truncate"
-        outcome: Outcome = "truncated" if cut and _has_loss(encoded, self.limit) else "skipped"
-        problem = (outcome, record.where, long_reason(length, self.limit, cut=cut, outcome=outcome))
+        is_usable = cut and _has_loss(encoded, self.limit) and not (self.keeps_targets and _loses(encoded, self.limit))
+        outcome: Outcome = "truncated" if is_usable else "skipped"
+        reason = reason_of_long(length, self.limit, cut=cut, outcome=outcome, keeps_targets=self.keeps_targets)
+        problem = (outcome, record.where, reason)
         return Prepared([_sample(encoded, self.limit)] if outcome == "truncated" else [], problem)
 
     def _encode(self, source: int, record: Record) -> Tokens | BadSample:
@@ -84,6 +90,18 @@ def _halves(tokens: Tokens) -> list[Tokens]:
 def _has_loss(tokens: Tokens, limit: int) -> bool:
     """Whether each document has a loss among its first `limit` tokens, the first of which is not predicted."""
     return all(half.targets is None or bool(half.targets[1:limit].any()) for half in _halves(tokens))
+
+
+def _loses(tokens: Tokens, limit: int) -> bool:
+    """Whether a document has a loss after its first `limit` tokens."""
+    return any(half.targets is None or bool(half.targets[limit:].any()) for half in _halves(tokens))
+
+
+def reason_of_long(length: int, limit: int, *, cut: bool, outcome: Outcome, keeps_targets: bool) -> str:
+    """As `long_reason`; with `keeps_targets`, samples are also skipped because a target would be cut off."""
+    if keeps_targets and cut and outcome == "skipped":
+        return f"{too_long_reason(length, limit)}, and not all with a loss are among the first"
+    return long_reason(length, limit, cut=cut, outcome=outcome)
 
 
 def _sample(tokens: Tokens, limit: int) -> dict[str, Any]:

@@ -105,6 +105,8 @@ class TextEncoder(SampleEncoder):
         ids, learned = self.literals.encode(where, prompt + completion, [span], add_special_tokens=True)
         if not learned.any():
             raise BadSample(where, "no tokens in the completion")
+        if ids[-1] == self.tokenizer.eos_token_id:
+            learned[-1] = True  # the tokenizer's own end has no characters, so it overlaps no span
         return Tokens(*self.with_end_token(ids, learned, True))
 
     def with_end_token(self, ids: np.ndarray, targets: np.ndarray, target: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from small_processors import audio_processor, image_processor
 
-from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader
+from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader, media
+from patchgen.runtime.data.loader import UNKNOWN_BEFORE
 from patchgen.runtime.data.media import MediaError, load_audio, load_image, load_video
 from patchgen.runtime.data.processors import ProcessorAdapter
 from patchgen.runtime.parallel.batch import IGNORED
@@ -184,15 +185,19 @@ def test_sounds_of_files_are_mixed_down_and_resampled(tmp_path):
     assert int((batch["input_ids"] == processor.audio_token_id).sum()) > 1
 
 
-def test_videos_are_sampled_by_time(tmp_path):
-    av = pytest.importorskip("av")
-    with av.open(str(tmp_path / "clip.mp4"), "w") as container:
+def write_clip(av, file):
+    """Thirty frames, each 8 brighter than the one before."""
+    with av.open(str(file), "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
         stream.width = stream.height = 32
         for number in range(30):
             frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), number * 8, dtype=np.uint8), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+
+
+def test_videos_are_sampled_by_time(tmp_path):
+    write_clip(pytest.importorskip("av"), tmp_path / "clip.mp4")
     frames, metadata = load_video("clip.mp4", tmp_path, fps=2.0, max_frames=64)
     assert frames.shape == (6, 32, 32, 3)
     assert metadata["total_num_frames"] == 30
@@ -200,6 +205,67 @@ def test_videos_are_sampled_by_time(tmp_path):
     shades = frames.mean((1, 2, 3)) / 8
     assert shades == pytest.approx(metadata["frames_indices"], abs=1.5)
     assert len(load_video("clip.mp4", tmp_path, fps=2.0, max_frames=4)[0]) == 4
+    content = (tmp_path / "clip.mp4").read_bytes()
+    assert np.array_equal(load_video(content, tmp_path, fps=2.0, max_frames=64)[0], frames)
+
+
+@pytest.mark.parametrize("packets", [None, 25, 40])
+def test_only_sampled_frames_of_a_video_are_kept(tmp_path, monkeypatch, packets):
+    """Also if its packets are not as many as its frames."""
+    av = pytest.importorskip("av")
+    write_clip(av, tmp_path / "clip.mp4")
+    decode, converted = media._decode, []
+
+    def counted(value, root, indices):
+        frames, total = decode(value, root, indices)
+        converted.append(len(frames))
+        return frames, total
+
+    monkeypatch.setattr(media, "_decode", counted)
+    if packets:
+        monkeypatch.setattr(media, "_count_packets", lambda value, root: (packets, 10.0))
+    frames, metadata = load_video("clip.mp4", tmp_path, fps=2.0, max_frames=3)
+    assert metadata["total_num_frames"] == 30 and metadata["frames_indices"] == [0, 14, 29]
+    assert frames.mean((1, 2, 3)) / 8 == pytest.approx([0, 14, 29], abs=1.5)
+    assert converted[-1] == 3 and len(converted) == (2 if packets else 1) and max(converted) <= 3
+
+
+def test_the_limit_of_frames_holds_for_arrays_too(tmp_path):
+    clip = np.arange(10, dtype=np.uint8)[:, None, None, None] * np.ones((4, 5, 3), dtype=np.uint8)
+    frames, metadata = load_video(clip, tmp_path, fps=2.0, max_frames=4)
+    assert frames[:, 0, 0, 0].tolist() == metadata["frames_indices"] == [0, 3, 6, 9]
+    assert (metadata["total_num_frames"], metadata["duration"]) == (10, 5)
+    assert np.array_equal(load_video(clip, tmp_path, fps=2.0, max_frames=10)[0], clip)
+    with pytest.raises(MediaError, match="without frames"):
+        load_video(clip[:0], tmp_path, fps=2.0, max_frames=4)
+
+
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "*.jsonl", "[d]ata.jsonl", "data.jsonl", ""])
+def test_media_beside_a_glob_are_found(folder, pattern):
+    """Relative to the last folder before its wildcards."""
+    batches = list(loader_of(folder / pattern))
+    assert sum(len(answers(batch)) for batch in batches) == 12
+
+
+def test_settings_of_media_must_not_change_when_a_run_resumes_unless_it_did_not_save_them(folder):
+    def loader(root=None, **changes):
+        sources = (SourceConfig(str(folder / "data.jsonl"), media_root=root),)
+        config = DataConfig(sources=sources, kind="multimodal", tokens_per_batch=200, epochs=1, **changes)
+        return build_loader(config, processor=PROCESSOR, batch_index=0, num_batches=1, agree=int)
+
+    first = loader(str(folder))
+    next(first)
+    state = first.state_dict()
+    loader(f"{folder}/pictures/..").load_state_dict(state)
+    for other, told in (
+        (loader(str(folder), video_fps=4.0), "video_fps: saved 2.0, now 4.0"),
+        (loader(str(folder), max_frames=9), "max_frames: saved 64, now 9"),
+        (loader(str(folder / "pictures")), "media_root: saved .*, now .*pictures"),
+    ):
+        with pytest.raises(DataError, match=told):
+            other.load_state_dict(state)
+        older = {name: state["settings"][name] for name in state["settings"] if name not in UNKNOWN_BEFORE}
+        other.load_state_dict({**state, "settings": older})
 
 
 def test_media_values_of_all_forms(tmp_path):

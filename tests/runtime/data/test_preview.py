@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from patchgen.cli import app
 from patchgen.runtime.data import DataConfig, SourceConfig, build_loader
-from patchgen.runtime.data.decoder import Decoder
+from patchgen.runtime.data.decoder import REPLACEMENT_CHARACTER, Decoder
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.preview import Preview, histogram, make_preview
 from patchgen.runtime.data.preview_page import as_page
@@ -238,3 +238,15 @@ def test_the_command_shows_the_rows_of_a_run(tmp_path):
     assert f"{OPEN}No{LINE_END}\n" in found
     CliRunner().invoke(app, ["data", str(recipe), "--html", str(tmp_path / "page.html")], catch_exceptions=False)
     assert list(marked_by_transformers(CHAT)) in Page((tmp_path / "page.html").read_text()).documents
+
+
+def test_a_character_of_the_most_tokens_is_one_unit():
+    class Tokenizer:
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [0]}
+
+        def decode(self, ids, **options):
+            return "a" + ("" if len(ids) == 1 else "x" if len(ids) == 9 else REPLACEMENT_CHARACTER)
+
+    (run,) = Decoder(Tokenizer()).role_runs([1] * 8, [True] * 8, [None] * 8, None)
+    assert [unit.text for unit in run.units] == ["x"]

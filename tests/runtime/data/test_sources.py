@@ -162,3 +162,38 @@ def test_a_media_folder_that_is_missing_is_named(tmp_path):
         DataError, match=r"media_root of builtin:vision, .*images, is not a folder. To fix: name the folder"
     ):
         open_source(source)
+
+
+def test_media_of_parquet_are_not_decoded_and_rows_are_named_by_their_file(tmp_path):
+    import datasets
+
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    for name, texts in (("a", ["1", "2"]), ("b", ["3"])):
+        rows = {"text": texts, "image": [{"bytes": b"no image", "path": None}] * len(texts)}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{name}.parquet")
+    source = open_source(SourceConfig(str(tmp_path)))
+    records = [source[number] for number in range(len(source))]
+    assert [record.where for record in records] == [record.where for record, _ in source.read()]
+    assert records[2].where == f"{tmp_path}/b.parquet, row 1"
+    assert [record.fields()["text"] for record in records] == ["1", "2", "3"]
+    assert records[2].fields()["image"]["bytes"] == b"no image"
+
+
+def test_the_validation_split_has_all_cases():
+    def messages(name):
+        source = open_builtin(name, "validation")
+        return [source[number].fields()["messages"] for number in range(len(source))]
+
+    labels = open_builtin("labels", "validation")
+    found = [labels[number].fields() for number in range(len(labels))]
+    assert {fields["label"] for fields in found} == {0, 1}
+    assert all(fields["label"] == (fields["text"] == fields["text"].upper()) for fields in found)
+    for name, kind in (("vision", "image"), ("audio", "audio")):
+        counts = {sum(part["type"] == kind for part in sample[0]["content"]) for sample in messages(name)}
+        assert counts == {1, 2}
+    kinds = {
+        frozenset(part["type"] for message in sample for part in message["content"]) for sample in messages("omni")
+    }
+    assert len(kinds) == 5
+    train = open_builtin("omni", "train")
+    assert train.numbers == [number for number in range(2000) if number % 20]
