@@ -324,9 +324,9 @@ def distance(got: Tensor, expected: Tensor) -> float:
 def syncs(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
     """Where a forward and backward wait for the device; a bounded exchange must not wait at all."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    cases = [(name, None) for name in arguments.layouts if fits(LAYOUTS[name], world)]
-    cases.append(("EP2", arguments.agreement_tokens * sizes["num_experts_per_tok"]))
-    for name, capacity in cases:
+    for name, capacity in cases_of_syncs(
+        arguments.layouts, world, arguments.agreement_tokens * sizes["num_experts_per_tok"]
+    ):
         config = ParallelConfig.for_world(world, **LAYOUTS[name])
         state = ParallelState.create(config, setting.device, expert_capacity=capacity)
         model = build(sizes, setting)
@@ -351,6 +351,12 @@ def syncs(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
             print(f"{name}{bound}: {sum(places.values())} waits in forward and backward", flush=True)
             for place, count in places.most_common():
                 print(f"    {count} x {place}", flush=True)
+
+
+def cases_of_syncs(layouts: list[str], world: int, capacity: int) -> list[tuple[str, int | None]]:
+    """`(layout, most rows of an exchange)`; None: not bounded."""
+    cases: list[tuple[str, int | None]] = [(name, None) for name in layouts if fits(LAYOUTS[name], world)]
+    return cases + ([("EP2", capacity)] if ("EP2", None) in cases else [])
 
 
 class waits:

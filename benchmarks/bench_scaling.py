@@ -167,7 +167,15 @@ def report(rows: list[dict], gpus: int) -> None:
         plain, experts = at.get("FSDP"), at.get(f"EP{gpus}, peer memory")
         if plain and experts:
             print(f"EP{gpus} to FSDP at {tokens}: {experts['tokens/s/GPU'] / plain['tokens/s/GPU']:.2f}")
-    print("\n".join(problems) or "first steps agree with transformers'", flush=True)
+    print("\n".join(problems) or agreement(rows), flush=True)
+
+
+def agreement(rows: list[dict]) -> str:
+    """What rows without a problem agree with."""
+    peers = sorted({row["who"] for row in rows if row["who"] != "ours" and "loss 1" in row})
+    return (
+        f"first steps agree with those of {' and '.join(peers)}" if peers else "no peer's first step to compare with"
+    )
 
 
 def last_rows(path: Path) -> list[dict]:

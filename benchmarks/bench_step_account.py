@@ -25,7 +25,7 @@ import bench_train
 import torch
 import torch.distributed as dist
 import train_steps
-from bench_train import LAYOUTS, MODEL, Setting
+from bench_train import LAYOUTS, MODEL, WHO, Setting
 from torch._C._autograd import DeviceType
 
 from patchgen.runtime import attention, registry, seams
@@ -37,18 +37,24 @@ CLASSES = (  # the first whose word is in a kernel's name
     ("barrier", ("barrier",)),
     (
         "exchange",
-        ("_read_tokens", "_read_routing", "_sum_rows", "_read_slots", "_sum_parts", "nccl", "memcpy ptop", "peer"),
+        (
+            *("_read_tokens", "_read_routing", "_sum_rows", "_read_slots", "_sum_parts", "_push", "_sum_received"),
+            *("nccl", "memcpy ptop", "peer"),
+        ),
     ),
     ("adamw", ("_adamw",)),
     ("norm of gradients", ("_add_up", "lpnorm")),
     ("experts' products", ("_gate_up", "grouped_gemm", "_gate_backward", "specialized", "gemm_weights")),
-    ("experts' rows", ("_combine", "_plan", "_pad_rows", "_router_gradient", "radix", "sort", "_copy_rows")),
+    ("experts' rows", ("_combine", "_plan", "_pad_rows", "_router_gradient", "radix", "sort")),
     ("attention", ("flash", "fmha")),
     ("matrix products", ("nvjet", "gemm", "cutlass", "xmma")),
     ("loss", ("cross_entropy", "_scaled")),
     ("copies", ("memcpy", "memset", "copy", "fill")),
 )
 EXCHANGES = ("barrier", "exchange")
+MODEL_OPTIONS = ("shard_exchange", "reshard_after_forward")
+SUPPORTED = [name for name, options in LAYOUTS.items() if name not in WHO and not options.keys() & set(MODEL_OPTIONS)]
+"""Layouts of this project that differ in their parallel state and in the graph only."""
 
 
 def class_of(name: str) -> str:
@@ -116,9 +122,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
-    parser.add_argument(
-        "--layouts", nargs="+", default=["EP2, peer memory, graph", "FSDP, graph"], choices=list(LAYOUTS)
-    )
+    parser.add_argument("--layouts", nargs="+", default=["EP2, peer memory, graph", "FSDP, graph"], choices=SUPPORTED)
     parser.add_argument("--lr", type=float, default=1e-5, help="0: routing stays what random weights make it")
     parser.add_argument("--steps", type=int, default=8, help="timed; three of them are accounted for")
     parser.add_argument("--kernels", nargs="+", default=["rms_norm=auto", "rotary=compiled"], metavar="SEAM=NAME")

@@ -67,6 +67,6 @@ def compare(rows: list[dict]) -> list[str]:
             continue
         row["ratio"] = round(row["tokens/s/GPU"] / other["tokens/s/GPU"], 2)
         for key, bar in (("loss 1", 1e-3), ("norm 1", 3e-2)):
-            if abs(row[key] - other[key]) > bar * abs(other[key]):
+            if not abs(row[key] - other[key]) <= bar * abs(other[key]):  # also if one is not a number
                 problems.append(f"{case}: {key} {row[key]}, {other['who']} {other['layout']} {other[key]}")
     return problems

@@ -26,3 +26,13 @@ def test_time_beside_a_product_is_no_exchange_alone():
         "exchange alone": (2, 0),
         "nothing": (1, 0),
     }
+
+
+def test_kernels_that_push_rows_and_sum_received_ones_are_exchange():
+    assert {bench_step_account.class_of(name) for name in ("_push", "_sum_received")} == {"exchange"}
+
+
+def test_only_layouts_that_it_can_build_are_offered():
+    offered = bench_step_account.SUPPORTED
+    assert {"FSDP, graph", "EP2, peer memory, graph", "EP2 x SP2"} <= {*offered}
+    assert not {"transformers", "torchtitan, EP2", "FSDP, collectives", "FSDP, kept gathered"} & {*offered}
