@@ -156,25 +156,30 @@ class Anatomy:
             owner: the class whose instance it is about.
             value: the parameter as an `__init__` of the file reads it, or its attribute; of other code, that of the owner's.
         """
+        return self._handed(owner, value, set()) or ()
+
+    def _handed(self, owner: str, value: ast.AST, visited: set[ast.AST]) -> tuple[ast.expr | ast.stmt, ...] | None:
+        """The same, through parameters that are handed on, each once; None if it is none of these, or nothing is handed."""
+        visited.add(value)
         inits = [(info.name, info.methods["__init__"]) for info in self.classes.values() if "__init__" in info.methods]
         home = next((name for name, init in inits if value in walk(init)), owner)
         below = self._below(owner)
         init = self.method(home, "__init__")
         base = value.value if isinstance(value, ast.Attribute) else value
         if init is None or not isinstance(base, ast.Name) or base.id not in parameter_names(init[1]):
-            return ()
+            return None
         is_own = any(info.name == home for name in below for info in self.lineage(name))
         values: list[ast.expr | ast.stmt] = []
-        for info, given in self.given(init[1], base.id, below if is_own else self._below(home)):
+        builders = [*self.given(init[1], base.id, below if is_own else self._below(home))]
+        for info, given in builders:
             if isinstance(given, ast.Name) and stored(info.methods["__init__"]).count(given.id) == 1:
                 given = plain_assignments(walk(info.methods["__init__"])).get(given.id, given)
-            if isinstance(given, ast.Name) and given.id == base.id and given in walk(init[1]):
-                continue  # a class that builds itself
             if isinstance(value, ast.Attribute) and isinstance(given, ast.Call):
                 values += self.held((self.names.resolve(given.func) or "").removeprefix("."), value.attr)
-            elif isinstance(value, ast.Name) and given is not None:
-                values.append(given)
-        return tuple(values)
+            elif isinstance(value, ast.Name) and given is not None and given not in visited:
+                through = self._handed(owner, given, visited)
+                values += (given,) if through is None else through
+        return tuple(values) if builders else None
 
     def given(
         self, init: FunctionNode, parameter: str, owners: Iterable[str]

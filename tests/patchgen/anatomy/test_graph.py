@@ -330,3 +330,15 @@ def test_names_in_strings_count_where_they_are_types_or_keys():
         "def f(a: 'A | b.B', c: C = 'd') -> 'E':\n    return g['H'], k['not a name'], 'l', m[1]\nn: 'no name('"
     )
     assert references(code) == {"A", "b", "C", "E", "g", "H", "k", "m", "n"}
+
+
+@pytest.mark.parametrize("outside", ["nn.SiLU()", None])
+def test_classes_that_hand_a_value_to_each_other_end(outside: str | None):
+    """The heir of a class is built in its `__init__`, with what that was handed; without another builder nothing is known."""
+    code = (
+        "class A(nn.Module):\n    def __init__(self, act):\n        self.act = act\n        self.sub = B(act)\n"
+        "class B(A):\n    def __init__(self, act):\n        super().__init__(act)\n"
+    )
+    code += f"class M:\n    def __init__(self):\n        self.a = A({outside})\n" if outside else ""
+    anatomy = anatomy_of(code)
+    assert {*told(anatomy.handed("A", anatomy.attribute("A", "act")))} == ({outside} if outside else set())
