@@ -301,9 +301,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                     row |= measure(name, model, optimizer, tokens, state, setting)
                     if tokens in arguments.profile:
                         profile(name, model, optimizer, tokens, state, setting)
-                except (
-                    Exception
-                ) as error:  # of one case: other layouts and modes of checkpointing are measured nonetheless
+                except Exception as error:  # of one case: other layouts and modes are measured nonetheless
                     failed = row["s/step"] = case_failures.reason(error)
                 optimizer = None
                 gc.unfreeze()
@@ -369,17 +367,10 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--attention", help="default: the first of ORDER in runtime/attention.py that can run")
     parser.add_argument("--their-attention", help="default: the same")
     parser.add_argument(
-        "--kernels",
-        nargs="+",
-        default=[],
-        metavar="SEAM=NAME",
-        help="of further seams of ours: rms_norm=auto rotary=compiled ...",
+        "--kernels", nargs="+", default=[], metavar="SEAM=NAME", help="further seams of ours: rotary=compiled ..."
     )
     parser.add_argument(
-        "--rows",
-        type=Path,
-        metavar="FILE",
-        help="JSON lines of cases; those in it are skipped, and results_train.csv is not written",
+        "--rows", type=Path, metavar="FILE", help="JSON lines of cases: these are skipped, results_train.csv stays"
     )
     parser.add_argument("--steps", type=int, default=4, help="timed")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the timed ones")
@@ -437,14 +428,10 @@ def main() -> None:
         for row in rows:
             if "ratio" in row and row["who"] == "ours":
                 print(
-                    f"{row['layout']} at {row['tokens/GPU']}: {row['ratio']} times the fastest of transformers and torchtitan",
-                    flush=True,
+                    f"{row['layout']} at {row['tokens/GPU']}: {row['ratio']} times the fastest of theirs", flush=True
                 )
-        agrees = (
-            "first steps agree with theirs"
-            if any("ratio" in row for row in rows)
-            else "nothing of theirs to compare with"
-        )
+        compared = any("ratio" in row for row in rows)
+        agrees = "first steps agree with theirs" if compared else "nothing of theirs to compare with"
         print("\n".join(problems) or agrees, flush=True)
         print(f"{time.perf_counter() - started:.0f} s in all", flush=True)
     dist.destroy_process_group()

@@ -428,10 +428,8 @@ def with_torch(module: Module) -> Module:
 def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: str = "") -> list[str]:
     """`f(x, ...)` becomes `ops.<kind>(f, x, ..., <more>)` for each f -> kind in `wanted`.
 
-    Its statement is marked, unless the call is in the header of a branch or a loop.
-
     Returns:
-        the kinds, one for each call.
+        the kinds, one for each call. Statements are marked, headers of branches and loops are not.
     """
 
     def found_in(node: ast.AST) -> dict[ast.Call, str]:
