@@ -184,7 +184,7 @@ def check(models: list[str]) -> int:
     if not names:
         raise StaleFile(
             f"There is no generated model to check in {shown(provenance.generated_root())}. "
-            "To fix: generate one with `make regen MODEL=...`."
+            "To fix: generate one with `patchgen generate MODEL`."
         )
     known = committed()
     refuse_unknown(names)

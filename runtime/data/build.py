@@ -71,9 +71,8 @@ def build_loader(
         documents = []
         for source, encoder in zip(sources, prepare.encoders, strict=True):
             cache = open_cache(config.cache_root, source, encoder, skip_bad=config.on_bad == "skip")
-            keeps_targets = needs_all_targets(config)
             documents.append(
-                Documents(cache, limit=config.longest, on_long=config.on_long, keeps_targets=keeps_targets)
+                Documents(cache, limit=config.longest, on_long=config.on_long, keeps_targets=prepare.keeps_targets)
             )
         return PlannedLoader(
             config, documents, pad_token_id=pad_token_id, batch_index=batch_index, num_batches=num_batches

@@ -2,7 +2,7 @@
 
     classes   cross-entropy of each labelled token's scores, a mean over these tokens
     answers   mean of the cross-entropies of the answer's first and last token over its document, a mean over documents; a
-              document without targets adds nothing, and an answer cut by `data.max_length` ends at the cut
+              document without targets adds nothing; one whose answer `data.max_length` would cut is skipped
 
 As transformers' `ForTokenClassificationLoss` and `ForQuestionAnsweringLoss`. The heads are upstream's: the exports load in
 plain transformers (`AutoModelForTokenClassification`, `AutoModelForQuestionAnswering`).

@@ -36,9 +36,8 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 BOUNDS, LENGTHS, REAL = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k"), "real_tokens"
 TEXT = {"input_ids", "labels", "shift_labels", "position_ids", REAL, *BOUNDS, *LENGTHS}
-OTHER_SHAPE, SAME_SHAPE, REPLAYABLE = range(
-    3
-)  # does not fit the graph's shape; fits it; fits it, and the model's state is that of the capture
+# A step does not fit the graph's shape; fits it; fits it, and the model's state is that of the capture.
+OTHER_SHAPE, SAME_SHAPE, REPLAYABLE = range(3)
 WARN_AFTER = 20  # eager steps
 SLACK = 2  # a graph has room for this many times the row's document bounds and longest document, up to its tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from patchgen.runtime.data import DataConfig, DataError
@@ -10,6 +11,7 @@ from patchgen.runtime.data.chat import learned_turns, require_messages
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.records import Source
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.text import required_field
 from patchgen.runtime.data.transform import FIRST_ROWS, ModelInputs, check_first_rows, mappers_of
@@ -32,9 +34,10 @@ def require_data(recipe: Recipe) -> None:
         if config is None:
             continue
         try:
-            check_first_rows(config, [open_source(source) for source in config.sources])
+            sources = [open_source(source) for source in config.sources]
+            check_first_rows(config, sources)
             if config.kind in ("chat", "multimodal") and models.read_config(recipe.model).is_encoder_decoder:
-                _require_one_answer(config)
+                _require_one_answer(config, sources)
             if not config.media and not config.special_tokens:
                 continue
             if config.kind != "multimodal":
@@ -47,9 +50,9 @@ def require_data(recipe: Recipe) -> None:
             raise RecipeError(str(error) if name == "data" else f"{name}: {error}") from error
 
 
-def _require_one_answer(config: DataConfig) -> None:
+def _require_one_answer(config: DataConfig, sources: Sequence[Source]) -> None:
     """Raises DataError if one of the first rows is a conversation with several answers, for an encoder-decoder."""
-    for mapper, source in zip(mappers_of(config), map(open_source, config.sources), strict=True):
+    for mapper, source in zip(mappers_of(config), sources, strict=True):
         for record, _ in itertools.islice(source.read(), FIRST_ROWS):
             try:
                 fields = mapper(record.where, record.fields())

@@ -34,8 +34,8 @@ from patchgen.runtime.train.recipe import Recipe, to_dict
 from patchgen.runtime.train.records import TrainingStopped
 
 FACTOR, MARGIN = 1.5, 1.0
-NOT_OF_LABELS = ("separate_modalities", "cache_dir", "num_workers")
-"""Keys of data that change neither its rows nor their labels, or that preflight fills in."""
+NOT_OF_LABELS = ("separate_modalities", "cache_dir", "num_workers", "shuffle", "seed", "epochs", "pool", "pad_batches")
+"""Keys of data that change neither samples nor their labels, or that preflight fills in."""
 TRAINED_FACTOR = 0.8
 """A trained checkpoint is below this multiple of ln V on text of any language that it has seen."""
 

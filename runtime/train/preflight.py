@@ -30,6 +30,7 @@ from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.compatibility import ReleaseMismatch
 from patchgen.runtime.document_rows import Separated
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.objectives.choose import teacher_recipe
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parts import UnknownPartError, part_files
@@ -255,6 +256,7 @@ def _small(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreT
         small = shrink(config).config
         train_step(build_model(model_class, small), text_cases(small, model_class)[0])
     except UPSTREAM_REFUSALS as refusal:
+        raise_failure(refusal)
         warnings.warn(
             f"This config cannot be compared at small sizes ({verdict.one_line(f'{type(refusal).__name__}: {refusal}')}): "
             f"the proof before the run uses {type(config).__name__} with its defaults, not the options set here.",
