@@ -76,11 +76,8 @@ def launch(
                 "--fresh only works if this command starts the ranks itself: name another log.directory."
             )
         return STOPPED if worker(to_dict(recipe), decided=False) == "stop" else 0
-    least, _, most = nodes.partition(":")
-    most = most or least
-    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
-        raise RecipeError(f"--nnodes takes a number or min:max, not '{nodes}'.")
-    if int(most) > 1 and not rdzv_endpoint:
+    least, most = machines(nodes)
+    if most > 1 and not rdzv_endpoint:
         raise RecipeError("More than one machine needs --rdzv-endpoint HOST:PORT, the same on all of them.")
     if processes < 1:
         raise RecipeError(f"--nproc must be at least 1, not {processes}.")
@@ -88,20 +85,33 @@ def launch(
         raise RecipeError(
             f"--nproc {processes}, but this machine has {torch.cuda.device_count()} GPUs: one rank each."
         )
-    require_valid(recipe, world=processes * int(least))
-    if int(most) == 1:  # with several machines, another one may have started this run already
+    require_valid(recipe, world=processes * least)
+    if most == 1:  # with several machines, another one may have started this run already
         run_lock.require_free(recipe.directory)
     if not fresh:
         continuing.changes(recipe)
     recipe = preflight.require_trainable(recipe)
-    checks.require_runnable(recipe, world=processes * int(least))
+    checks.require_runnable(recipe, world=processes * least)
     if fresh:
-        if int(most) > 1:
+        if most > 1:
             raise RecipeError("--fresh is for one machine: several would race. Name another log.directory.")
         move_away(recipe.directory)
-    if processes == 1 and int(most) == 1 and recipe.train.restarts == 0:
+    if processes == 1 and most == 1 and recipe.train.restarts == 0:
         return STOPPED if worker(to_dict(recipe)) == "stop" else 0
-    return _run_agent(recipe, processes, int(least), int(most), rdzv_endpoint)
+    return _run_agent(recipe, processes, least, most, rdzv_endpoint)
+
+
+def machines(nodes: str) -> tuple[int, int]:
+    """The fewest and the most machines of a run.
+
+    Raises:
+        RecipeError: it is neither a number nor min:max.
+    """
+    least, colon, most = nodes.partition(":")
+    most = most if colon else least
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise RecipeError(f"--nnodes takes a number of machines from 1 or min:max, as 2 or 2:4, not '{nodes}'.")
+    return int(least), int(most)
 
 
 def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: str) -> int:

@@ -114,9 +114,10 @@ def arguments(call: ast.Call, names: Sequence[str]) -> dict[str | None, ast.expr
 
 def handed_to(call: ast.Call, names: Sequence[str], parameter: str) -> ast.expr | None:
     """What a call hands to one of these parameters; the `*args` or `**kwargs` where these may hold it; None: nothing."""
-    given = arguments(call, names)
-    spread = next((arg for arg in call.args if isinstance(arg, ast.Starred)), given.get(None))
-    return given.get(parameter, spread)
+    spread = next((i for i, arg in enumerate(call.args) if isinstance(arg, ast.Starred)), len(call.args))
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    given = dict(zip(names, call.args[:spread], strict=False)) | named
+    return given.get(parameter, next(iter(call.args[spread:]), named.get(None)))
 
 
 def linearised(name: str, bases: Mapping[str, Sequence[str]]) -> list[str]:
@@ -129,8 +130,6 @@ def linearised(name: str, bases: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _linearised(name: str, bases: Mapping[str, Sequence[str]], below: tuple[str, ...]) -> list[str]:
     direct = [base for base in bases.get(name, ()) if base not in (*below, name)]  # a name that is bound anew: no base
-    if len(direct) < 2:
-        return [name, *(known for base in direct for known in _linearised(base, bases, (*below, name)))]
     pending = [_linearised(base, bases, (*below, name)) for base in direct] + [direct]
     order = [name]
     while pending := [names for names in pending if names]:

@@ -163,11 +163,11 @@ class Anatomy:
         visited.add(value)
         inits = [(info.name, info.methods["__init__"]) for info in self.classes.values() if "__init__" in info.methods]
         home = next((name for name, init in inits if value in walk(init)), owner)
-        below = self._below(owner)
         init = self.method(home, "__init__")
         base = value.value if isinstance(value, ast.Attribute) else value
         if init is None or not isinstance(base, ast.Name) or base.id not in parameter_names(init[1]):
             return None
+        below = self._below(owner)
         is_own = any(info.name == home for name in below for info in self.lineage(name))
         values: list[ast.expr | ast.stmt] = []
         builders = [*self.given(init[1], base.id, below if is_own else self._below(home))]
@@ -187,11 +187,11 @@ class Anatomy:
         """What is handed to a parameter of an `__init__` that instances of these classes run, with the class that does it:
         one whose `__init__` builds such a class for an attribute, or a subclass that calls the `__init__` of its bases."""
         names, visited = parameter_names(init), set[str]()
+        attributes = [(info, value) for info in self.classes.values() for value in info.attributes.values()]
         for owner in owners:
             chain = [info for info in self.lineage(owner) if "__init__" in info.methods]
             place = next((i for i, info in enumerate(chain) if info.methods["__init__"] is init), None)
             if place == 0:
-                attributes = [(info, value) for info in self.classes.values() for value in info.attributes.values()]
                 for info, call in ((info, call) for info, value in attributes for call in calls(value)):
                     if self.names.resolve(call.func) == f".{owner}":
                         yield info, handed_to(call, names, parameter)

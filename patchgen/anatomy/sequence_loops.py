@@ -76,10 +76,11 @@ def _read_before_stored(body: Sequence[ast.stmt]) -> set[str]:
             case ast.If(test, inside, orelse):
                 read |= ({*loaded(test)} | _read_before_stored(inside) | _read_before_stored(orelse)) - written
                 written |= set(stored(*inside)) & set(stored(*orelse))
-            case ast.For() | ast.While():
-                read |= set(loaded(statement)) - written
+            case ast.For(_, header, inside, orelse) | ast.While(header, inside, orelse):
+                read |= ({*loaded(header)} | _read_before_stored(inside) | _read_before_stored(orelse)) - written
             case _:
-                added_to = stored(statement.target) if isinstance(statement, ast.AugAssign) else []
+                additions = (node for node in walk(statement) if isinstance(node, ast.AugAssign))
+                added_to = [name for node in additions for name in stored(node.target)]
                 read |= {*loaded(statement), *added_to} - written
                 written |= set(stored(statement))
     return read

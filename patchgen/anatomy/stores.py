@@ -25,9 +25,8 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.names import Names
 from patchgen.source import bound_names
 
-Store = tuple[
-    str, str
-]  # the class whose own instance is changed, "" for any other object; the attribute or its pattern
+# The class whose own instance is changed, "" for any other object; the attribute or its pattern.
+Store = tuple[str, str]
 ANY = "*"
 TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # where Python and torch keep attributes
 # What takes the name of an attribute first, and the parameter's name.

@@ -27,7 +27,6 @@ def train(
     script: str | None,
 ) -> int:
     """Trains a recipe, or only prints its config, its plan or a start script; 0 on success."""
-    least_nodes = _least_nodes(nodes)
     if script is not None and fresh:
         raise ConfigError(
             "--fresh is not for --script: its machines would race to move the earlier run aside, and a requeued job would "
@@ -54,7 +53,7 @@ def train(
 
         try:
             if dry_run:
-                world = int(os.environ.get("WORLD_SIZE", processes * least_nodes))
+                world = int(os.environ.get("WORLD_SIZE", processes * launch.machines(nodes)[0]))
                 run_plan.require_valid(recipe, world)
                 recipe = preflight.require_trainable(recipe)
                 print(run_plan.describe(recipe, checks.require_runnable(recipe, world), world))
@@ -68,24 +67,11 @@ def train(
         raise ConfigError(str(error)) from error
 
 
-def _least_nodes(nodes: str) -> int:
-    """The number of machines that a run starts with.
-
-    Raises:
-        ConfigError: it is neither a number nor min:max.
-    """
-    least, colon, most = nodes.partition(":")
-    most = most if colon else least
-    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise ConfigError(f"--nnodes takes a number of machines from 1 or min:max, as 2 or 2:4, not '{nodes}'.")
-    return int(least)
-
-
 def start_script(kind: str, path: Path, name: str, assignments: list[str], processes: int, nodes: str) -> str:
     """A script that starts the recipe on several machines: for Slurm, or with plain SSH."""
     if kind not in SCRIPTS:
         raise ConfigError(f"--script must be one of {', '.join(SCRIPTS)}, not '{kind}'.")
-    if not nodes.isdigit():
+    if not nodes.isdecimal():
         raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
     command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", nodes]
     start = shlex.join([*command, *(word for assignment in assignments for word in ("--set", assignment))])

@@ -23,8 +23,9 @@ from patchgen.pipeline import Generated
 from patchgen.runtime.code_hash import short_hash
 from patchgen.runtime.compatibility import ALLOW_VARIABLE, digest
 from patchgen.runtime.verify import source_closure
+from patchgen.runtime.verify.verdict import PROVEN
 from patchgen.upgrade import environments, releases
-from patchgen.upgrade.findings import PERSON, PROVEN, ModelUpgrade, Upgrade
+from patchgen.upgrade.findings import PERSON, ModelUpgrade, Upgrade
 from patchgen.upstream import load, load_from
 from patchgen.wheels import cache_directory
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 SAME, REVIEW, PERSON = 0, 10, 20
 """Verdicts, also the exit codes of `patchgen upgrade`: only comments changed, regenerates but needs review, needs a person."""
-PROVEN = "proven"
-"""The status of a proof, as of `runtime/verify/verdict.py`, which belongs to the runtime."""
 VERDICT_NAMES = {SAME: "same", REVIEW: "regenerates, review", PERSON: "needs a person"}
 
 

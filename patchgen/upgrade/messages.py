@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from rich.console import Console
 
 from patchgen.commands.console import print_diff
-from patchgen.upgrade.findings import PERSON, PROVEN, REVIEW, SAME, VERDICT_NAMES, ModelUpgrade, Site, Upgrade
+from patchgen.runtime.verify.verdict import PROVEN
+from patchgen.upgrade.findings import PERSON, REVIEW, SAME, VERDICT_NAMES, ModelUpgrade, Site, Upgrade
 
 STYLES = {SAME: "green", REVIEW: "yellow", PERSON: "red"}
 

@@ -247,6 +247,7 @@ class Model(nn.Module):
         ("class B(A): pass\nclass M:\n    def __init__(self):\n        self.b = B(nn.Tanh())", ["nn.SiLU()", "nn.Tanh()"]),
         ("class B(A):\n    def __init__(self, act):\n        self.act2 = act\n        super().__init__(nn.Tanh())", ["nn.SiLU()", "nn.Tanh()"]),
         ("class B:\n    def __init__(self, act):\n        self.a = A(act)", ["nn.SiLU()", "act"]),
+        ("class B:\n    def __init__(self, *xs):\n        self.a = A(*xs, nn.Tanh())", ["nn.SiLU()", "*xs"]),
     ],
 )  # fmt: skip
 def test_what_subclasses_hand_on_counts(code: str, values: list[str]):

@@ -64,6 +64,11 @@ def test_a_loop_that_carries_no_data_is_none(body: str):
     assert found("for t in x.unbind(1):", body) == ""
 
 
+@pytest.mark.parametrize("body", ["for k in (1, 2): h += t", "try: h += t\n            finally: pass"])
+def test_what_is_added_in_an_inner_statement_is_carried(body: str):
+    assert found("for t in x.unbind(1):", body) == "for t in x.unbind(1):"
+
+
 def test_elements_that_are_called_are_no_data():
     assert found("for layer in layers:", "h = layer(h)") == ""
     assert found("for layer in layers:", "h = h * layer") == "for layer in layers:"
