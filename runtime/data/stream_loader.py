@@ -15,7 +15,6 @@ prepared again. The positions of all ranks determine which records are left over
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -55,12 +54,10 @@ class _PreparedRecords(Dataset):
         self.prepare = prepare
 
     def __reduce__(self) -> tuple:
-        # A spawned worker has to register the folders of the user's classes and the rules of their inputs first.
-        return _in_fresh_process, (
-            registry.local_packages(),
-            batch_fields.declared_rules(),
-            pickle.dumps(self.prepare),
-        )
+        # A spawned worker has to register the folders of the user's classes and the rules of their inputs first: a state is
+        # read when the call was made.
+        declared = registry.local_packages(), batch_fields.declared_rules()
+        return _in_fresh_process, declared, {"prepare": self.prepare}
 
     def __getitem__(self, entry: Entry) -> tuple[int, Origin, Prepared]:
         number, epoch, source, record = entry
@@ -294,12 +291,10 @@ def redistribute(states: Sequence[dict[str, Any]], index: int, count: int) -> di
     }
 
 
-def _in_fresh_process(
-    packages: dict[str, list[str]], rules: dict[str, batch_fields.FieldRule], prepare: bytes
-) -> _PreparedRecords:
+def _in_fresh_process(packages: dict[str, list[str]], rules: dict[str, batch_fields.FieldRule]) -> _PreparedRecords:
     registry.add_packages(packages)
     batch_fields.declare(rules, "the process that started this one")
-    return _PreparedRecords(pickle.loads(prepare))
+    return _PreparedRecords.__new__(_PreparedRecords)
 
 
 def _identity(sample: Any) -> Any:

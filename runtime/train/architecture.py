@@ -343,9 +343,7 @@ def _processing_kinds() -> dict[type, tuple[_LazyAutoMapping, Callable[..., None
     """Base class, narrower ones first -> the mapping of its auto class, and the function that adds a class to it."""
     import transformers as hf
     from transformers.image_processing_backends import PilBackend, TorchvisionBackend
-    from transformers.models.auto import (
-        video_processing_auto as video,  # transformers exports it with torchvision only
-    )
+    from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING, AutoVideoProcessor
 
     def register_image_processor(config: type, cls: type, exist_ok: bool) -> None:
         backends = {"pil": PilBackend, "torchvision": TorchvisionBackend}
@@ -355,7 +353,7 @@ def _processing_kinds() -> dict[type, tuple[_LazyAutoMapping, Callable[..., None
     return {
         hf.ProcessorMixin: (hf.PROCESSOR_MAPPING, hf.AutoProcessor.register),
         hf.PreTrainedTokenizerBase: (hf.TOKENIZER_MAPPING, hf.AutoTokenizer.register),
-        hf.BaseVideoProcessor: (video.VIDEO_PROCESSOR_MAPPING, video.AutoVideoProcessor.register),
+        hf.BaseVideoProcessor: (VIDEO_PROCESSOR_MAPPING, AutoVideoProcessor.register),
         hf.BaseImageProcessor: (hf.IMAGE_PROCESSOR_MAPPING, register_image_processor),
         hf.FeatureExtractionMixin: (hf.FEATURE_EXTRACTOR_MAPPING, hf.AutoFeatureExtractor.register),
     }

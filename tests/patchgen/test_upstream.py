@@ -53,6 +53,9 @@ class TinyConfig(PreTrainedConfig):
 class TinyChildConfig(TinyConfig):
     pass
 """
+LOSSES = """
+LOSS_MAPPING = {"ForCausalLM": ForCausalLMLoss, "ForQuestionAnswering": ForQuestionAnsweringLoss}
+"""
 AUTO = """
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict([("tiny", "TinyForCausalLM"), ("tiny_other", "TinyForCausalLM")])
 SPECIAL_MODEL_TYPE_TO_MODULE_NAME = OrderedDict([("tiny-special", "tiny")])
@@ -70,6 +73,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         archive.writestr("transformers/models/tiny/modeling_tiny.py", MODELING)
         archive.writestr("transformers/models/tiny/configuration_tiny.py", CONFIGURATION)
         archive.writestr("transformers/models/auto/modeling_auto.py", AUTO)
+        archive.writestr("transformers/loss/loss_utils.py", LOSSES)
         archive.writestr("transformers/models/broken/modeling_broken.py", "def f(:\n")
     yield path
     upstream.open_release.cache_clear()
