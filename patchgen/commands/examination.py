@@ -74,9 +74,9 @@ def write(models: list[Generated], folder: Path) -> Path:
     return folder / models[0].model
 
 
-def generated_digest(model_type: str, version: str) -> str:
+def generated_digest(model_type: str, version: str, heads: Sequence[str] = ()) -> str:
     """The digest of what generation gives now."""
-    return generate(model_type, version)[2]
+    return generate(model_type, version, heads)[2]
 
 
 def examine(model_type: str, version: str, *, takes_media: bool = False, known: str = "") -> Examined:

@@ -160,21 +160,21 @@ def counts(rows: Iterable[HeadRow]) -> str:
 
 
 def stale_types(
-    path: Path, release: upstream.Release, wanted: Mapping[str, Mapping[str, str]] | None = None
+    path: Path, release: upstream.Release, wanted: Mapping[str, Mapping[str, str]] | None = None, jobs: int = 2
 ) -> list[str]:
-    """The types with a head whose row is missing or stale."""
-    rows, key, found = read(path), records.wanted_key(), list[str]()
-    for model_type, heads in (wanted or heads_of(release)).items():
-        sources = source_keys.model_sources(model_type, release)
-        for kind, head in heads.items():
-            row = rows.get((model_type, kind))
-            digest = None
-            if row is not None and row["head"] == head:
-                if row["sources"] == sources:
-                    digest = row["made_with"]["generated"]
-                else:
-                    digest = examination.generate(model_type, release.version, [head])[2]
-            if not records.holds(row, key, digest):
-                found.append(model_type)
-                break
-    return found
+    """The types with a head whose row is missing or stale; generates only heads whose sources have changed."""
+    rows, key, wanted = read(path), records.wanted_key(), wanted or heads_of(release)
+    valid = {
+        place: row
+        for place, row in rows.items()
+        if wanted.get(place[0], {}).get(place[1]) == row["head"] and records.holds(row, key, records.generated_of(row))
+    }
+    sources = {kind: source_keys.model_sources(kind, release) for kind in wanted}
+    changed = [place for place, row in valid.items() if row["sources"] != sources[place[0]]]
+    kinds, heads = [kind for kind, _ in changed], [[valid[place]["head"]] for place in changed]
+    for place, digest in zip(changed, records.digests(kinds, heads, release.version, jobs), strict=True):
+        if records.generated_of(valid[place]) != digest:
+            del valid[place]
+    return [
+        model_type for model_type, kinds in wanted.items() if any((model_type, kind) not in valid for kind in kinds)
+    ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,14 +193,16 @@ def present_digests(rows: Iterable[CoverageRow], release: upstream.Release, jobs
     unchanged = (row for row in rows if row.get("sources") == source_keys.model_sources(row["model_type"], release))
     found = {row["model_type"]: generated for row in unchanged if (generated := generated_of(row))}
     todo = list(dict.fromkeys(row["model_type"] for row in rows if row["model_type"] not in found))
-    return found | (_digests(todo, release.version, jobs) if todo else {})
+    return found | dict(zip(todo, digests(todo, [()] * len(todo), release.version, jobs), strict=True))
 
 
-def _digests(kinds: list[str], version: str, jobs: int) -> dict[str, str]:
-    """Digests of the bytes that generation gives for each type."""
+def digests(kinds: Sequence[str], heads: Sequence[Sequence[str]], version: str, jobs: int) -> list[str]:
+    """Digests of the bytes that generation gives for each type with these heads; without any, with those of its file."""
+    if not kinds:
+        return []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(kinds)), mp_context=context, initializer=set_worker_environment) as pool:
-        return dict(zip(kinds, pool.map(generated_digest, kinds, [version] * len(kinds), chunksize=4), strict=True))
+        return list(pool.map(generated_digest, kinds, [version] * len(kinds), heads, chunksize=4))
 
 
 def stale_proofs(names: Iterable[str]) -> list[Stale]:

@@ -128,12 +128,12 @@ def test_bytes_are_generated_again_only_where_the_generator_moved(tmp_path: Path
     asked = []
     real = records.generated_digest
     monkeypatch.setattr(
-        records, "_digests", lambda kinds, *_: asked.extend(kinds) or {k: real(k, "5.23.0") for k in kinds}
+        records, "digests", lambda kinds, *_: asked.extend(kinds) or [real(k, "5.23.0") for k in kinds]
     )
     assert stale(path) == [] and asked == []
     monkeypatch.setattr(source_keys, "generator", lambda: "moved, and gives the same bytes")
     assert stale(path) == [] and asked == ["llama"]
-    monkeypatch.setattr(records, "_digests", lambda kinds, *_: dict.fromkeys(kinds, digest("other bytes")))
+    monkeypatch.setattr(records, "digests", lambda kinds, *_: [digest("other bytes")] * len(kinds))
     assert len(stale(path)) == 3  # the row, and its two comparisons on ranks
 
 
