@@ -40,6 +40,7 @@ def test_a_class_behind_a_table_is_on_the_way():
 IMPORT = "from ...activations import ACT2FN"
 NORM = "self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)"
 NORMED = "hidden_states = self.norm(hidden_states)"
+BY_NAME = (NORMED, "norm = self.norm\n        hidden_states = norm(hidden_states)")
 MIXING = "class Mixing(nn.Module):\n    def forward(self, x):\n        return x.cumsum(1)\n\n\nclass LlamaMLP("
 OUTSIDE = "another file's, which no pass reads"
 
@@ -61,6 +62,7 @@ OUTSIDE = "another file's, which no pass reads"
             OUTSIDE,
         ),
         (((NORM, "self.norm = config.make_norm"),), "LlamaModel.norm", "not read: config.make_norm"),
+        (((NORM, "self.norm = config.make_norm"), BY_NAME), "LlamaModel.norm", "not read: config.make_norm"),
         ((("class LlamaMLP(", MIXING), (NORM, "self.norm = Mixing()")), "Mixing", "not read: x.cumsum(1)"),
     ],
 )

@@ -274,8 +274,7 @@ def test_a_cap_from_a_part_of_the_config_is_a_number():
     )
 
 
-def test_what_reads_all_parameters_of_a_model_reads_those_of_its_experts():
-    anatomy = anatomy_of("""
+HELD = """
 class Experts(nn.Module):
     def __init__(self, config):
         self.w1 = nn.Parameter(torch.empty(config.n, 8, 8))
@@ -296,8 +295,21 @@ class Head(ExamplePreTrainedModel):
         self.other = nn.Linear(8, 8)
 
     def forward(self, x):
-        penalty = sum(one.sum() for one in self.other.parameters())
-        return self.model(x), penalty + sum(one.sum() for one in self.model.parameters())
-""")
-    found = other_reader(anatomy, "Experts", ["w1"], ["Experts", "Head", "Model"])
-    assert found == "Head reads self.model.parameters"
+        {}
+"""
+
+
+def reader_of(lines: str) -> str:
+    return other_reader(anatomy_of(HELD.format(lines)), "Experts", ["w1"], ["Experts", "Head", "Model"])
+
+
+def test_what_reads_all_parameters_of_a_model_reads_those_of_its_experts():
+    penalty = "penalty = sum(one.sum() for one in self.other.parameters())"
+    lines = f"{penalty}\n        return self.model(x), penalty + sum(one.sum() for one in self.model.parameters())"
+    assert reader_of(lines) == "Head reads self.model.parameters"
+
+
+def test_a_name_that_is_computed_may_be_that_of_the_experts_where_a_module_is_asked():
+    by_name = "getattr(self.model, self.config.part)"
+    assert reader_of(f"return {by_name}(x)") == f"Head reads {by_name}"
+    assert reader_of("return self.model(x.to(getattr(torch, self.kind)))") == ""

@@ -247,6 +247,8 @@ class Model(nn.Module):
         ("class B(A): pass\nclass M:\n    def __init__(self):\n        self.b = B(nn.Tanh())", ["nn.SiLU()", "nn.Tanh()"]),
         ("class B(A):\n    def __init__(self, act):\n        self.act2 = act\n        super().__init__(nn.Tanh())", ["nn.SiLU()", "nn.Tanh()"]),
         ("class B:\n    def __init__(self, act):\n        self.a = A(act)", ["nn.SiLU()", "act"]),
+        ("class B:\n    def __init__(self):\n        act = nn.Tanh()\n        self.a = A(act)", ["nn.SiLU()", "nn.Tanh()"]),
+        ("class B:\n    def __init__(self):\n        act = nn.Tanh()\n        act = nn.GELU()\n        self.a = A(act)", ["nn.SiLU()", "act"]),
         ("class B:\n    def __init__(self, *xs):\n        self.a = A(*xs, nn.Tanh())", ["nn.SiLU()", "*xs"]),
     ],
 )  # fmt: skip

@@ -119,3 +119,17 @@ def change(experts):
 )
 def test_an_attribute_is_all_that_the_class_may_assign_to_it(attribute, held):
     assert [ast.unparse(value) for value in anatomy_of(HELD).held("Experts", attribute)] == held
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_number"),
+    [
+        ("half = config.size // 2\n        self.width = half", True),
+        ("size = config.size\n        half = size // 2\n        self.width = half", True),
+        ("half = torch.ones(2)\n        size = half * 2\n        self.width = size", False),
+        ("half = half * 2\n        self.width = half", False),
+    ],
+)
+def test_a_number_may_be_made_of_local_names(lines, is_number):
+    anatomy = anatomy_of(f"class Head(nn.Module):\n    def __init__(self, config):\n        {lines}\n")
+    assert known.is_number(anatomy, "Head", "width") is is_number

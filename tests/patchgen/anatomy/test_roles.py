@@ -73,6 +73,14 @@ def test_a_rotary_embedding_turns_frequencies_in_a_buffer_into_angles(code: tupl
     assert (Role.ROTARY in roles(BUFFERS + forward(*code))) is found
 
 
+@pytest.mark.parametrize("kept", ["nn.Buffer", "self.register_buffer"])
+def test_a_buffer_read_by_a_computed_name_is_one_of_either_kind(kept: str):
+    lines = [line for line in BUFFERS.splitlines() if "ffer(" not in line or kept in line]
+    turned = forward("f = getattr(self, f'{x.kind}_theta') * x", "return f.cos(), f.sin()")
+    assert len(lines) < len(BUFFERS.splitlines())
+    assert Role.ROTARY in roles("\n".join(lines) + "\n" + turned)
+
+
 PROJECTIONS = "def __init__(self):\n    self.q_proj = nn.Linear(8, 8)\n    self.soft = nn.Softmax(-1)\n"
 WRITTEN = "hand-written softmax(q k) v"
 SCORES = "def scores(self, q, k):\n    return torch.einsum('', q, k)\n"
@@ -115,6 +123,7 @@ POOLS = "class Pools(nn.Module):\n    def forward(self, x):\n        return (x @
             forward("try:", "    w = fast(x)", "except ImportError:", "    w = (x @ x).softmax(-1)", "return w @ x"),
             WRITTEN,
         ),
+        (forward("for q in x.split(1):", "    x = (q @ q.mT).softmax(-1) @ q", "return x"), WRITTEN),
         (forward("def weigh(q):", "    return (q @ x).softmax(-1) @ x", "return weigh(x)"), WRITTEN),
         (SPLIT + forward("return self.part(None, 1, x, x).softmax(-1) @ x"), WRITTEN),
         (SPLIT + forward("return self.part(q=x, k=x, mask=None, scale=1).softmax(-1) @ x"), WRITTEN),

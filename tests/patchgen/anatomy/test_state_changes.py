@@ -15,6 +15,10 @@ from torch import nn
 class Example(nn.Module):
     def __init__(self, config):
         self.register_buffer("load", torch.zeros(()))
+        self.scale = config.scale
+
+    def grown(self, table, x):
+        return table
 
     def forward(self, x{more}):
         {code}
@@ -51,3 +55,25 @@ def test_a_length_is_asked_by_pythons_len(above: str):
 )
 def test_a_flag_is_annotated_or_asked_only_whether_it_holds(more: str, condition: str, is_flag: bool):
     assert changes(f"if {condition}: self.load += 1", more) is not is_flag
+
+
+@pytest.mark.parametrize(
+    ("code", "is_change"),
+    [
+        ("self.load.detach().add_(x.sum())", True),  # the same memory
+        ("self.load.cumsum(0).add_(x.sum())", False),
+        ("load = self.load; load += x.sum()", True),
+        ("self.load[0] += x.sum()", True),
+        ("a, b = x, 1; self.load += a", True),
+        ("a, b = x, 1; self.load += b", False),
+        ("scale = self.scale; scale += x.sum()", False),  # a number: the name alone is new
+    ],
+)
+def test_what_shares_the_memory_of_an_attribute_changes_it(code: str, is_change: bool):
+    assert changes(code) is is_change
+
+
+def test_a_value_made_here_of_the_old_one_is_a_change():
+    assert changes("self.seen = self.seen + x.sum()")
+    assert not changes("self.seen = self.grown(self.seen, x)")  # it may be a table of the sizes alone
+    assert not changes("self.seen = x.sum()")

@@ -58,6 +58,13 @@ class Plane(nn.Module):
     def forward(self, x):
         return self.norm(x)
 
+class Named(nn.Module):
+    def __init__(self, *, size=8):
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, x):
+        return self.norm(x)
+
 class Head(nn.Module):
     def __init__(self, config, outside):
         self.proj = nn.Linear(8, 8)
@@ -77,6 +84,7 @@ class Head(nn.Module):
         self.row = nn.LayerNorm(normalized_shape=self.width)
         self.part = config.width
         self.handed_row = Row(self.part * 2)
+        self.named_row = Named()
         self.drop = nn.Dropout(0.1)
         self.conv = nn.Conv1d(8, 8, 3)
         self.act = ACT2FN[config.act]
@@ -138,7 +146,7 @@ ALONE = (
     "y = self.proj(self.norm(x)) + self.act(x) + self.other_act(x) + self.silu(x) + self.function(x)",
     "y = self.own_function(x) + self.gate(x) + self.twice(x) + doubled(x) + self.of_config(x)",
     "y = self.nothing(x)",
-    "y = self.rows(x) + self.row(x) + self.handed_row(x) + F.layer_norm(x, self.width) + F.layer_norm(x, [8]) + F.layer_norm(x, self.learned.shape[-1:])",
+    "y = self.rows(x) + self.row(x) + self.handed_row(x) + self.named_row(x) + F.layer_norm(x, self.width) + F.layer_norm(x, [8]) + F.layer_norm(x, self.learned.shape[-1:])",
     "y = apply_chunking_to_forward(self.twice, 1, x)",
     "y = endless(x)",
     "x.mul_(2)\nx.clamp_(min=0)",
@@ -183,7 +191,7 @@ MIXED = (
     "y = F.layer_norm(x, self.shape)", "s = (4, 8)\ny = F.layer_norm(x, s)", "y = F.layer_norm(x, [4] + [8])", "y = F.layer_norm(x, (4,) * 2)",
     "y = self.plane_by_name(x)", "y = self.plane_by_attribute(x)", "y = self.joined_plane(x)", "y = self.module_plane(x)", "y = self.handed_plane(x)",
     "y = self.unpacked_plane(x)",
-    "x.cumsum_(0)", "y = x.__len__()", "y = torch.cat((x, x), dim=1)", "y = torch.cat((x, other), dim=-1)", "y = x + x.unsqueeze(-1)", "y = z = x\nz.sum(0)",
+    "x.cumsum_(0)", "y = x.__len__()", "y = torch.cat((x, x), dim=1)", "y = torch.cat((x, other), dim=-1)", "y = x + x.unsqueeze(-1)", "y = x + x[..., None]", "y = z = x\nz.sum(0)",
 )  # fmt: skip
 
 
@@ -261,3 +269,11 @@ def test_an_operation_whose_rows_meet_another_axis_is_named():
 def test_what_the_caller_knows_gives_rows_as_it_took_them():
     code = ast.parse("y = torch.squeeze(x) + x").body
     assert mixing(code, {"x": "r."}, "Head", ANATOMY, {"torch.squeeze"}) is None
+
+
+def test_rows_are_joined_where_they_were_cut():
+    """A list of whole tensors in a row is more rows than there are."""
+    joined = "\ny = torch.cat(parts, dim=0)"
+    cut = "parts = []\nfor part in torch.split(x, lengths, dim=0):\n    parts.append(part)"
+    for code, mixes in ((cut, False), ("parts = []\nparts.append(x)", True)):
+        assert (mixing(ast.parse(code + joined).body, {"x": "r."}, "Head", ANATOMY) is not None) is mixes
