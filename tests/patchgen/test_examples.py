@@ -44,6 +44,7 @@ def test_a_second_run_changes_nothing_and_claims_nothing(kind: type[Pass], examp
     outcome = applied(instance(kind), first)
     assert outcome.module.text == first
     assert outcome.hits == ()
+    assert all(isinstance(hit.line, int) and isinstance(hit.what, str) for hit in outcome.upstream)
 
 
 def test_every_pass_has_an_example_and_its_own_name():

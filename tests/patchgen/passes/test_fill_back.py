@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from generation_cases import applied
+from generation_cases import anatomy_of, applied
 
 from patchgen.errors import PassMismatch
-from patchgen.passes.fill_back import FillBack
+from patchgen.passes.fill_back import FillBack, embedding_names
 
 BEFORE = FillBack.EXAMPLES[0].before
 TOWER = "self.vision_tower = AutoModel.from_config(config.vision_config)"
@@ -84,3 +84,20 @@ def test_embeddings_without_features_are_no_site():
     scatter = "inputs_embeds = inputs_embeds.masked_scatter(mask, image_features)"
     text = BEFORE.replace(scatter, "inputs_embeds = inputs_embeds.to(image_features.dtype)")
     assert not applied(FillBack(), text).hits
+
+
+def test_features_that_a_method_of_the_model_fills_in_are_a_slices_own():
+    scatter = "inputs_embeds = inputs_embeds.masked_scatter(mask, image_features)"
+    method = "    def fill(self, rows, mask, found):\n        rows = rows.masked_scatter(mask, found)\n        return rows\n\n"
+    text = BEFORE.replace(scatter, "inputs_embeds = self.fill(inputs_embeds, mask, image_features)")
+    written = applied(FillBack(), text.replace("    def forward", f"{method}    def forward")).module.text
+    assert "rows = rows.masked_scatter(mask, ops.local_features(found, mask))" in written
+
+
+def test_embeddings_have_each_name_that_they_are_given():
+    lines = (
+        "rows = inputs_embeds\n        other = mask\n        return self.language_model(inputs_embeds=inputs_embeds)"
+    )
+    anatomy = anatomy_of(BEFORE.replace("return self.language_model(inputs_embeds=inputs_embeds)", lines))
+    forward = anatomy.classes["ExampleModel"].methods["forward"]
+    assert embedding_names(anatomy, forward, {"language_model"}) == {"inputs_embeds", "rows"}

@@ -55,6 +55,16 @@ class ExampleGate(nn.Module):
         return self.norm(x) * torch.sigmoid(self.proj(x))
 
 
+class ExampleMixer(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.gate = ExampleGate(size)
+        self.proj = nn.Linear(size, size)
+
+    def forward(self, x):
+        return self.gate(x) * torch.sigmoid(self.proj(x))
+
+
 class ExampleGatedMLP(nn.Module):
     def __init__(self, config):
         super().__init__()

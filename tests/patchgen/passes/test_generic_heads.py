@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import transformers
-from generation_cases import edited, load
+from generation_cases import applied, edited, load
 from invoked import invoke
 from rounding import require_rounding
 from transformers.models.auto import modeling_auto
@@ -17,6 +17,7 @@ from patchgen import pipeline, provenance, upstream
 from patchgen.commands import generation
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import ModelConfig
+from patchgen.passes.generic_heads import GenericHeads
 from patchgen.runtime import attention, registry
 from patchgen.runtime.checkpoint import export_pretrained
 from patchgen.runtime.objectives.heads import head_over
@@ -256,3 +257,17 @@ def test_what_the_generic_code_names_and_the_file_lacks_comes_along():
     """mistral's file has no logger of its own."""
     text = pipeline.generate(load("mistral"), heads=["MistralForSequenceClassification"]).text
     assert "from transformers.utils import logging" in text and "logger = logging.get_logger(__name__)" in text
+
+
+def test_a_function_of_the_generic_code_comes_along_unless_the_file_has_another(tmp_path):
+    dropped, above = "sequence_output = self.dropout(sequence_output)", "class GenericForTokenClassification:"
+    layers = upstream.open_release().read("modeling_layers.py") or ""
+    assert dropped in layers and above in layers
+    layers = layers.replace(dropped, "sequence_output = soften(sequence_output)")
+    (tmp_path / "modeling_layers.py").write_text(layers.replace(above, f"def soften(x):\n    return x\n\n\n{above}"))
+    release, text = upstream.Release(tmp_path, "0"), GenericHeads.EXAMPLES[0].before
+    assert "def soften(x):" in applied(GenericHeads(), text, release=release).module.text
+    with pytest.raises(
+        PassMismatch, match=r"soften of transformers\.modeling_layers, for which this file has another"
+    ):
+        applied(GenericHeads(), f"{text}\n\ndef soften(x):\n    return 2 * x\n", release=release)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from generation_cases import load
+from generation_cases import applied, load
 
 from patchgen import pipeline
 from patchgen.errors import PassMismatch
+from patchgen.passes.local_classes import LocalClasses
 
 MODEL = "qwen3_asr"
 TOWER = "self.audio_tower = AutoModel.from_config(config.audio_config)"
@@ -72,3 +73,8 @@ def test_a_model_that_another_file_defines_may_be_built():
     text = text.replace(IMPORT, IMPORT + "from ..whisper.modeling_whisper import WhisperEncoder as Tower\n")
     generated = pipeline.generate(dataclasses.replace(origin, text=text))
     assert "Tower._from_config(config.audio_config)" in generated.text
+
+
+def test_an_auto_class_that_a_function_of_the_file_builds_by_is_refused():
+    with pytest.raises(PassMismatch, match="build uses AutoModel"):
+        applied(LocalClasses(), BUILD)

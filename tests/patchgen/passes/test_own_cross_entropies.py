@@ -202,6 +202,16 @@ def test_a_loss_that_is_changed_on_its_way_is_no_inner_heads(change):
         applied(FusedLoss(), IMPORTED + HANDED_ON.replace(*change))
 
 
+@pytest.mark.parametrize(
+    ("more", "is_told"), [("**kwargs", True), ("cu_seq_lens_q=None", True), ("lengths=None", False)]
+)
+def test_a_head_that_nothing_tells_where_documents_end_says_so(more, is_told):
+    inner = HANDED_ON.partition("class Outer")[0].replace("vocab_size, **kwargs)", "vocab_size)")
+    outcome = applied(FusedLoss(), IMPORTED + inner.replace("labels=None, **kwargs)", f"labels=None, {more})"))
+    assert len(outcome.hits) == 1
+    assert [note.partition(" ")[0] for note in outcome.notes] == ["InnerForCausalLM.forward"] * (not is_told)
+
+
 GIVEN = HANDED_ON.replace(
     "return CausalLMOutputWithPast(loss=outputs.loss, logits=outputs.logits)",
     """logits = outputs.logits
@@ -252,6 +262,44 @@ def test_what_a_head_makes_of_its_logits(code, is_read):
         assert len(applied(FusedLoss(), text).hits) == 1
     else:
         with pytest.raises(PassMismatch, match="every token by itself"):
+            applied(FusedLoss(), text)
+
+
+PROJECTED = "logits = self.lm_head(hidden_states)\n"
+
+
+def test_logits_of_two_branches_have_the_seam():
+    branches = f"if self.config.doubled:\n            {PROJECTED}        else:\n            {PROJECTED[:-1]} * 2\n"
+    text = applied(
+        FusedLoss(), IMPORTED + HANDED_ON.partition("class Outer")[0].replace(PROJECTED, branches)
+    ).module.text
+    assert (
+        f"        def head(hidden_states):\n            if self.config.doubled:\n                {PROJECTED}" in text
+    )
+    assert "ops.causal_lm_loss(\n            head,\n            hidden_states,\n" in text
+
+
+def test_logits_that_another_local_scales_are_a_miss():
+    """It would be read where the loss runs over chunks of tokens, and nothing says that a chunk leaves it as it is."""
+    scaled = f"spread = hidden_states.std()\n        {PROJECTED}        logits = logits * spread\n"
+    with pytest.raises(PassMismatch, match="the module alone, not from spread"):
+        applied(FusedLoss(), IMPORTED + HANDED_ON.partition("class Outer")[0].replace(PROJECTED, scaled))
+
+
+@pytest.mark.parametrize(
+    ("above", "are_kept"),
+    [
+        ("if labels is not None:\n            labels = labels.to(hidden_states.device)", True),
+        ("mark(labels)", False),
+        ("if input_ids is None:\n            labels = labels.roll(1)", False),
+    ],
+)
+def test_labels_are_as_they_were_handed_in_wherever_they_lie(above, are_kept):
+    text = IMPORTED + HANDED_ON.partition("class Outer")[0].replace(PROJECTED, f"{above}\n        {PROJECTED}")
+    if are_kept:
+        assert len(applied(FusedLoss(), text).hits) == 1
+    else:
+        with pytest.raises(PassMismatch, match="`labels` as the caller handed them in"):
             applied(FusedLoss(), text)
 
 

@@ -91,3 +91,8 @@ def test_a_dropped_class_is_not_exported(written: str, left: str | None):
             applied(Prune(("Model",)), text)
     else:
         assert f"\n{left}\n" in applied(Prune(("Model",)), text).module.text
+
+
+def test_what_a_file_without_heads_exports_is_kept():
+    text = applied(Prune(), f'{SOURCE.format("x")}\n\n__all__ = ["Model"]\n').module.text
+    assert "class Kept" in text and "class Model" in text and "class Gone" not in text
