@@ -9,7 +9,8 @@ Rows are the (token, slot) pairs sorted by expert. The steps, with the tensors t
     combine    sum_k y[row(t, k)]   -> out [T, H]       backward: each row reads its token
 
 Expert counts stay on the device. Slots that are left out sort to the tail, past the last expert: the grouped products
-neither read nor write there, so what the tail holds is arbitrary and every sum over rows skips it.
+neither read nor write there, so what the tail holds is arbitrary, in the backward too. Every sum over rows of our own
+skips it; around a function of the model, whose parameters sum over all rows, it is zero.
 
     T tokens   H hidden size   E experts   I expert intermediate size   K experts per token   R = T * K rows
 """
@@ -58,6 +59,7 @@ def fused_moe_torch(
     row_of_slot_TK = row_of_slot_TK.view(top_k_index.shape)
     left_out_TK = top_k_index >= num_experts
     token_of_row_R = slot_of_row_R // top_k_index.shape[1]
+    in_use_R1 = (expert_R < num_experts).unsqueeze(1)
 
     rows_RH = _Gather.apply(hidden_states, token_of_row_R, row_of_slot_TK, left_out_TK)
     weight_R1 = _Gather.apply(
@@ -67,11 +69,11 @@ def fused_moe_torch(
     gate_up_R2I = add_low_rank(gate_up_R2I, rows_RH, options.adapters.gate_up, ends_E, options.is_transposed)
     # The routing weight commutes with the down projection, unless something is added or normalised after it.
     weight_before = down_bias is None and options.post_expert_norm is None
-    gated_RI = _gate(gate_up_R2I, weight_R1 if weight_before else None, options)
+    gated_RI = _gate(gate_up_R2I, weight_R1 if weight_before else None, in_use_R1, options)
     out_RH = _linear(gated_RI, down_proj, down_bias, ends_E, expert_R, options.is_transposed)
     out_RH = add_low_rank(out_RH, gated_RI, options.adapters.down, ends_E, options.is_transposed)
     if options.post_expert_norm is not None:
-        out_RH = options.post_expert_norm(out_RH)
+        out_RH = _zero_tail(options.post_expert_norm(_zero_tail(out_RH, in_use_R1)), in_use_R1)
     if not weight_before:
         out_RH = (out_RH * weight_R1).to(out_RH.dtype)
     return _Combine.apply(out_RH, token_of_row_R, row_of_slot_TK, left_out_TK)
@@ -145,12 +147,17 @@ class _Combine(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------------- gate
 
 
-def _gate(gate_up_R2I: Tensor, weight_R1: Tensor | None, options: MoeOptions) -> Tensor:
+def _zero_tail(rows: Tensor, in_use_R1: Tensor) -> Tensor:
+    """The rows with zeros in the tail; so is their gradient."""
+    return torch.where(in_use_R1, rows, 0)
+
+
+def _gate(gate_up_R2I: Tensor, weight_R1: Tensor | None, in_use_R1: Tensor, options: MoeOptions) -> Tensor:
     recognised = options.recognised() if gate_up_R2I.is_cuda else None
     if recognised is not None:
         _only_rows_vary(gate_up_R2I, weight_R1)
         return _compiled_gate(recognised, options.is_interleaved)(gate_up_R2I, weight_R1)
-    gated_RI = options.gate(gate_up_R2I)
+    gated_RI = _zero_tail(options.gate(_zero_tail(gate_up_R2I, in_use_R1)), in_use_R1)
     return gated_RI if weight_R1 is None else (gated_RI * weight_R1).to(gated_RI.dtype)
 
 

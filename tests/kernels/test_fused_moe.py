@@ -6,9 +6,10 @@ import pytest
 import torch
 from moe_cases import CASES, Case, run
 from rounding import require_as_exact, require_rounding
-from torch import nn
+from torch import Tensor, nn
 
 from patchgen.kernels.fused_moe import fused_moe
+from patchgen.kernels.moe.adapters import ExpertAdapters, LowRank
 
 NAMED = [pytest.param(case, id=case.name) for case in [*CASES, Case("post_norm", has_post_norm=True)]]
 
@@ -46,6 +47,59 @@ def test_rows_that_are_left_out_are_read_nowhere():
     for name in expected:
         assert torch.equal(found[name], expected[name]), name
     assert not found["d_top_k_weights"][left_out].any()
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch):
+    """What torch allocates holds NaN until it is written, as in `make test-poisoned`."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+class LearnedGate(nn.Module):
+    def __init__(self, inner: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, inner))
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return nn.functional.silu(gate * self.scale) * up
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("routing", ["left_out", "all_left_out"])
+@pytest.mark.parametrize("learned", ["norm", "gate", "activation", "bias", "adapters"])
+def test_what_is_learned_gets_no_gradient_from_slots_that_are_left_out(learned: str, routing: str):
+    """Their rows hold whatever was in memory, in the forward and in the backward; the reference never makes them."""
+    case = Case(learned, routing=routing, has_bias=learned == "bias", hidden_size=64, intermediate_size=32)
+    E, H, inner = case.num_experts, case.hidden_size, case.intermediate_size
+    tensors, options = case.tensors(torch.float32), case.options()
+    module = {
+        "norm": nn.RMSNorm(H), "gate": LearnedGate(inner), "activation": nn.PReLU(inner)
+    }.get(learned, nn.Module())  # fmt: skip
+    if learned == "norm":
+        options["post_expert_norm"] = module
+    elif learned != "bias":
+        options |= {"activation": module} if learned == "activation" else {"apply_gate": module}
+    if learned == "adapters":
+        options["apply_gate"] = None
+        factors = [(E, 2 * inner, 4), (E, 4, H), (E, H, 4), (E, 4, inner)]
+        for number, shape in enumerate(factors):
+            module.register_parameter(str(number), nn.Parameter(torch.randn(shape) * 0.3))
+        a, b, c, d = module.parameters()
+        options["adapters"] = ExpertAdapters(LowRank(a, b, 0.5), LowRank(c, d, 0.5))
+    results = []
+    for backend in ("reference", "torch"):
+        leaves = {n: t.clone().requires_grad_() if t.is_floating_point() else t for n, t in tensors.items()}
+        out = fused_moe(**leaves, **options, backend=backend)
+        wanted = [*(leaf for leaf in leaves.values() if leaf.requires_grad), *module.parameters()]
+        gradients = torch.autograd.grad(out.sin().sum(), wanted, materialize_grads=True)
+        results.append((out, *gradients))
+    for expected, found in zip(*results, strict=True):
+        require_rounding(found, expected)
 
 
 def test_reference_gradients_by_finite_differences():
