@@ -40,7 +40,7 @@ class BadSample(Exception):
 
 @dataclass
 class Counters:
-    """How many samples were bad, skipped (too long) or truncated, and where the first thousand of them are.
+    """How many samples were bad, skipped (too long) or truncated, and where the first thousand of each are.
 
     A sample of a stream is counted once per epoch, a cached one only once.
     """
@@ -48,26 +48,35 @@ class Counters:
     counts: Counter[str] = field(default_factory=Counter)
     places: list[tuple[str, str, str]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._kept = Counter(outcome for outcome, _, _ in self.places)
+
     def add(self, outcome: Outcome, where: str, reason: str) -> None:
         self.add_many(outcome, 1, [(where, reason)])
 
     def add_many(self, outcome: Outcome, count: int, places: Iterable[tuple[str, str]]) -> None:
         """`count` samples, of which `places` `(where, reason)` are the first."""
         self.counts[outcome] += count
-        self.places += [(outcome, where, reason) for where, reason in places][: MAX_PLACES - len(self.places)]
+        self._keep((outcome, where, reason) for where, reason in places)
 
     def merge(self, other: Counters) -> None:
         self.counts.update(other.counts)
-        self.places.extend(other.places[: MAX_PLACES - len(self.places)])
+        self._keep(other.places)
+
+    def _keep(self, places: Iterable[tuple[str, str, str]]) -> None:
+        for place in places:
+            if self._kept[place[0]] < MAX_PLACES:
+                self._kept[place[0]] += 1
+                self.places.append(place)
 
     def summary(self) -> str:
-        """One line for logs: the counts, and the first place of each."""
+        """One line for logs: the counts, and the first place of each, if it is known."""
         if not self.counts:
             return ALL_USED
         first: dict[str, str] = {}
         for outcome, where, reason in self.places:
-            first.setdefault(outcome, f"{where}: {reason}")
-        return "; ".join(f"{self.counts[name]} {name} (first: {first[name]})" for name in sorted(self.counts))
+            first.setdefault(outcome, f" (first: {where}: {reason})")
+        return "; ".join(f"{self.counts[name]} {name}{first.get(name, '')}" for name in sorted(self.counts))
 
     def as_dict(self) -> dict[str, Any]:
         return {"counts": dict(self.counts), "places": [list(place) for place in self.places]}
