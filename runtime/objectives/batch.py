@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.kernels.loss.token_log_probs import per_token, token_log_probs
 from patchgen.runtime import model_calls
 from patchgen.runtime.objectives.base import Objective, sources_of
 from patchgen.runtime.parallel.batch import IGNORED
-from patchgen.runtime.parallel.collectives import all_reduce, gather_rows
+from patchgen.runtime.parallel.collectives import gather_rows
 from patchgen.runtime.parallel.loss import current_step
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -117,17 +116,14 @@ class Batch:
         return torch.stack([position == 1 - first, position == last + 1], dim=1)
 
     def document_max(self, values: Tensor) -> Tensor:
-        """The maxima over the tokens of each document, `(D, ...)`, of `(s, ...)`; over all ranks that share the row.
-
-        Not differentiable if several ranks share it.
-        """
+        """The maxima over the tokens of each document, `(D, ...)`, of `(s, ...)`; over all ranks that share the row."""
         lowest = torch.finfo(values.dtype).min if values.is_floating_point() else torch.iinfo(values.dtype).min
         index = self.index.view(-1, *[1] * (values.ndim - 1)).expand_as(values)
         top = values.new_full((self.num_documents, *values.shape[1:]), lowest).scatter_reduce(0, index, values, "amax")
-        if self.state.sp > 1:
-            operation = "find the maximum of each document"
-            top = all_reduce(top, group=self.state.sp_group, op=dist.ReduceOp.MAX, operation=operation)
-        return top
+        if self.state.sp == 1:
+            return top
+        parts = gather_rows(top, self.state.sp_group, operation="find the maximum of each document")
+        return parts.unflatten(0, (self.state.sp, -1)).amax(0)
 
     def _positions(self) -> Tensor:
         """`(s,)`: the position of each token in the full row, from 1."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases_sequence import state_of
 from cases_trainer import Kept
 from torch.distributed.tensor import DTensor
 
@@ -190,6 +191,29 @@ def trained_scores(values: dict) -> tuple[list[list[int]], torch.Tensor]:
         scores = evaluate(trainer.model, inputs, batch, Batch.document_scores)[: batch.num_samples, 0]
     bounds = row["cu_seq_lens_q"].tolist()[: batch.num_samples + 1]
     return [row["input_ids"][0, a:b].tolist() for a, b in itertools.pairwise(bounds)], scores.clone()
+
+
+def document_maxima_are_differentiated_over_slices() -> None:
+    """The maxima of documents and their gradients, of two documents of which one spans both slices."""
+    state = state_of(sp=2)
+    whole = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+    index, weights = torch.arange(12) // 8, torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+    def gradient_and_maxima(maxima_of, values):
+        values = values.clone().requires_grad_()
+        maxima = maxima_of(values)
+        (maxima * weights).sum().backward()
+        return values.grad, maxima.detach()
+
+    mine = slice(6 * state.sp_rank, 6 * state.sp_rank + 6)
+    batch = Batch(
+        targets=index[mine], ids=index[mine], index=index[mine], num_documents=2, num_samples=2, padding=None,
+        state=state, extra={},
+    )  # fmt: skip
+    expected, maxima = gradient_and_maxima(lambda values: torch.stack([values[:8].amax(0), values[8:].amax(0)]), whole)
+    found, own_maxima = gradient_and_maxima(batch.document_max, whole[mine])
+    assert torch.equal(own_maxima, maxima)
+    assert torch.equal(found / state.sp, expected[mine])  # each rank computed the full sum
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,6 +82,10 @@ def test_twenty_steps_on_one_two_and_four_ranks(name, trainer_folder, tmp_path, 
         require_rounding(losses, alone, units=UNITS * steps**0.5, what=layout)
 
 
+def test_maxima_of_documents_have_gradients_on_slices(two_ranks):
+    two_ranks.run(cases.document_maxima_are_differentiated_over_slices)
+
+
 @pytest.mark.parametrize("name", ["dpo", "reward"])
 def test_documents_in_rows_of_their_own_give_the_same(name, trainer_folder, tmp_path, one_rank):
     packed = curve(name, one_rank, trainer_folder, tmp_path / "packed", steps=2)
