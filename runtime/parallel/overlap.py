@@ -21,14 +21,13 @@ class Deferred:
     """A computation that may run before its result is requested; it runs once."""
 
     def __init__(self, function: Callable[..., Tensor], *args: Tensor) -> None:
-        self._function, self._args = function, args
+        self._pending: Callable[[], Tensor] | None = functools.partial(function, *args)
         self._result: Tensor | None = None
 
     def compute(self) -> None:
         """Computes the result if it has not been computed."""
-        if self._result is None:
-            self._result = self._function(*self._args)
-            self._args = ()
+        if self._pending is not None:
+            self._result, self._pending = self._pending(), None
 
     def __call__(self) -> Tensor:
         """The result; a second call fails, because it is not kept."""
