@@ -27,12 +27,12 @@ def compute_buffers(model: nn.Module) -> None:
     pending: dict[str, list[tuple[nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
-            if module._buffers.get(name) is not None:
+            if (buffer := module._buffers.get(name)) is not None and buffer.numel():
                 pending.setdefault(path, []).append((module, name))
     for buffers in pending.values():
         for module, name in buffers:
-            buffer = module.get_buffer(name)
-            buffer.copy_(_sentinel(buffer))
+            numbers = _numbers(module.get_buffer(name))
+            numbers.fill_(_sentinel(numbers))
     for path in list(pending):
         _run_initialiser(model, path)
     for path, buffers in pending.items():
@@ -40,7 +40,9 @@ def compute_buffers(model: nn.Module) -> None:
         while outer and _still_sentinel(buffers):
             outer = outer.rpartition(".")[0]
             _run_initialiser(model, outer)
-    untouched = [f"{path}.{name}" for path, buffers in pending.items() for name in _still_sentinel(buffers)]
+    untouched = [
+        f"{path}.{name}".removeprefix(".") for path, buffers in pending.items() for name in _still_sentinel(buffers)
+    ]
     constructed = constructed_buffers(model) if untouched else {}
     for name in untouched:
         if name in constructed:
@@ -52,20 +54,24 @@ def compute_buffers(model: nn.Module) -> None:
         )
 
 
-def _sentinel(buffer: Tensor) -> Tensor:
-    """Values that no initialiser writes: NaN, the largest integer; for booleans True and False in turn."""
-    if buffer.dtype == torch.bool:
-        return (torch.arange(buffer.numel(), device=buffer.device) % 2 == 0).view(buffer.shape)
-    has_nan = buffer.is_floating_point() or buffer.is_complex()
-    marker = float("nan") if has_nan else torch.iinfo(buffer.dtype).max
-    return torch.full_like(buffer, marker)
+def _numbers(buffer: Tensor) -> Tensor:
+    """The buffer; booleans as bytes, of which two values are booleans."""
+    return buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer
+
+
+def _sentinel(numbers: Tensor) -> float | int:
+    """What no initialiser writes into all of a buffer: NaN, the largest integer, bytes that are no booleans."""
+    has_nan = numbers.is_floating_point() or numbers.is_complex()
+    return float("nan") if has_nan else torch.iinfo(numbers.dtype).max
 
 
 def _still_sentinel(buffers: Sequence[tuple[nn.Module, str]]) -> list[str]:
     """The names of the buffers that nothing has written."""
-    values = {name: module.get_buffer(name) for module, name in buffers}
+    values = {name: _numbers(module.get_buffer(name)) for module, name in buffers}
     return [
-        name for name, buffer in values.items() if bool(buffer.isnan().any()) or torch.equal(buffer, _sentinel(buffer))
+        name
+        for name, numbers in values.items()
+        if bool(numbers.isnan().any()) or bool((numbers == _sentinel(numbers)).all())
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig
@@ -9,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from patchgen.runtime import registry
 from patchgen.runtime.checkpoint.initialise import initialise
-from patchgen.runtime.parallel import sharding
+from patchgen.runtime.parallel import buffers, sharding
 from patchgen.runtime.train.model import initial_names
 from patchgen.runtime.verify.small_config import small_config
 
@@ -46,16 +47,43 @@ class _TabledModel(LlamaPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.tables = _Tables(config.hidden_size)
+        self.register_buffer("steps", torch.arange(config.hidden_size), persistent=False)
         self.post_init()
 
 
 def test_buffers_that_only_a_constructor_computes_get_its_values():
     """As in files that were written for transformers 4; of the meta device the values are lost."""
     config = LlamaConfig(hidden_size=8, num_attention_heads=2)
-    expected = _TabledModel._from_config(config).tables
+    whole = _TabledModel._from_config(config)
+    expected = whole.tables
     with torch.device("meta"):
         model = _TabledModel._from_config(config)
     sharding.materialise(model, "cpu")
     assert not model.tables.scale.is_meta
+    assert torch.equal(model.steps, whole.steps)
     assert torch.equal(model.tables.angles, expected.angles) and torch.equal(model.tables.seen, expected.seen)
     assert torch.equal(model.tables.turns, expected.turns)  # complex, as the rotary tables of llama4's vision tower
+
+
+class _Flagged(nn.Module):
+    """No transformers model, whose constructor could be asked for its buffers."""
+
+    def __init__(self, initialised):
+        super().__init__()
+        self.initialised = initialised
+        self.register_buffer("on", torch.tensor(True), persistent=False)
+        self.register_buffer("turns", torch.tensor([True, False]), persistent=False)
+        self.register_buffer("none", torch.zeros(0), persistent=False)
+
+    def _init_weights(self, module):
+        for name in self.initialised:
+            module.get_buffer(name).copy_(_Flagged([]).get_buffer(name))
+
+
+def test_whatever_an_initialiser_writes_into_booleans_is_seen():
+    model = _Flagged(["on", "turns"]).to("meta").to_empty(device="cpu")
+    buffers.compute_buffers(model)
+    assert model.on and model.turns.tolist() == [True, False]
+    forgetful = _Flagged(["on"]).to("meta").to_empty(device="cpu")
+    with pytest.raises(ValueError, match=r"does not initialise its non-persistent buffers \['turns'\]"):
+        buffers.compute_buffers(forgetful)
