@@ -252,17 +252,22 @@ def _per_document(call: Callable[..., Tensor], tensors: list[Tensor], bounds: Te
 
 
 def _run_per_document(call: Call, bounds: Tensor) -> Any:
+    """One call on each document; final states are those of each document, as of `_run_as_one_row`."""
     tensors = call.tensors_with(*TOKENS)
-    other_outputs: tuple = ()
+    others_of_documents: list[list] = []
 
     def run_document(*parts: Tensor) -> Tensor:
-        nonlocal other_outputs
         result = call.with_values(dict(zip(tensors, parts, strict=True))).run()
-        other_outputs = result[1:] if isinstance(result, tuple) else ()
-        return result[0] if isinstance(result, tuple) else result
+        out, *others = result if isinstance(result, tuple) else (result,)
+        others_of_documents.append(others)
+        return out
 
     out = _per_document(run_document, list(tensors.values()), bounds)
-    return (out, *other_outputs) if other_outputs else out
+    others = [
+        torch.cat(values) if isinstance(values[0], Tensor) else values[0]
+        for values in zip(*others_of_documents, strict=True)
+    ]
+    return (out, *others) if others else out
 
 
 def _document_ids(bounds: Tensor, row: Tensor) -> Tensor:
