@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime.parallel import batch_fields
-from patchgen.runtime.parallel.batch_fields import COUNTING
+from patchgen.runtime.parallel.batch_fields import COUNTING, FieldRule
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 TOKEN_OUTPUTS = ("logits", "last_hidden_state")
@@ -60,14 +60,17 @@ class DocumentRows:
 
         `real_tokens` `(D, L)` marks padding for whatever counts tokens (a router loss).
         """
-        unpacked = {name: self._unpack(name, value) for name, value in arguments.items() if name not in PACKING}
+        unpacked = {
+            name: self._unpack(batch_fields.rule_of(name, arguments), value) if name in batch_fields.RULES else value
+            for name, value in arguments.items()
+            if name not in PACKING
+        }
         if "real_tokens" not in unpacked and not bool(self.is_token.all()):
             unpacked["real_tokens"] = self.is_token
         return unpacked
 
-    def _unpack(self, name: str, value: Any) -> Any:
-        rule = batch_fields.RULES.get(name)
-        if rule is None or rule.pad_scale != 1 or not isinstance(value, Tensor):
+    def _unpack(self, rule: FieldRule, value: Any) -> Any:
+        if rule.pad_scale != 1 or not isinstance(value, Tensor):
             return value
         dim = rule.pack_dim % value.ndim
         value = value.expand(*value.shape[: dim - 1], *self.shape, *value.shape[dim + 1 :])

@@ -43,10 +43,16 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
     names = dict.fromkeys(name for sample in samples for name in sample)
     batch: dict[str, Any] = {}
     for name in names:
-        if rule_of(name).pack_dim == -1:
+        rule = rule_of(name, names)
+        if rule.pack_dim == -1:
             batch[name] = pack(name, _of_all(name, samples)).unsqueeze(-2)
-        else:
-            batch[name] = pack(name, [sample[name] for sample in samples if name in sample], batch_fields=names)
+            continue
+        values = [sample[name] for sample in samples if name in sample]
+        if rule.is_per_token:  # a sample without media has tokens as well
+            like, fill = values[0], rule.constant_fill
+            missing = [like.new_full((len(like), length, *like.shape[2:]), fill) for length in lengths]
+            values = [sample.get(name, filled) for sample, filled in zip(samples, missing, strict=True)]
+        batch[name] = pack(name, values, batch_fields=names)
     if padding:
         batch["real_tokens"] = torch.arange(sum(lengths))[None] < sum(lengths) - padding
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

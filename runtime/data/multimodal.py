@@ -169,8 +169,9 @@ class PrepareMultimodal:
             spans_now = [(alignment.expanded(span), token) for span, token in plain.literals]
             ids, repeats = self.literals.restore_literals(where, ids, alignment.offsets, spans_now)
             learned, is_media = np.repeat(learned, repeats), np.repeat(is_media, repeats)
-            for name in outputs.keys() & {name for name, rule in RULES.items() if rule.pack_dim == -1}:
-                outputs[name] = outputs[name].repeat_interleave(torch.from_numpy(repeats), dim=-1)
+            for name in outputs.keys() & RULES.keys():
+                if (rule := rule_of(name, outputs)).is_per_token:
+                    outputs[name] = outputs[name].repeat_interleave(torch.from_numpy(repeats), dim=rule.pack_dim)
             outputs["input_ids"] = torch.from_numpy(ids)[None]
         sample = self._fields(where, outputs)
         sample["labels"] = sample["input_ids"].masked_fill(~torch.from_numpy(learned), IGNORED)
@@ -254,8 +255,11 @@ class PrepareMultimodal:
         if self.config.on_long == "error":
             raise too_long_error(where, length, limit)
         if self.config.on_long == "truncate" and not is_media[limit:].any():
-            tokens = {name for name in sample if rule_of(name).pack_dim == -1}
-            cut = {name: value[..., :limit] if name in tokens else value for name, value in sample.items()}
+            rules = {name: rule_of(name, sample) for name in sample}
+            cut = {
+                name: value.split(limit, dim=rules[name].pack_dim)[0] if rules[name].is_per_token else value
+                for name, value in sample.items()
+            }
             outcome: Outcome = "truncated" if bool((cut["labels"][1:] != IGNORED).any()) else "skipped"
             problem = (outcome, where, long_reason(length, limit, cut=True, outcome=outcome))
             return Prepared([cut] if outcome == "truncated" else [], problem)

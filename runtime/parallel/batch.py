@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchgen.runtime.parallel.batch_fields import IGNORED, RULES
+from patchgen.runtime.parallel.batch_fields import IGNORED, RULES, rule_of
 
 GRIDS = ("image_grid_thw", "video_grid_thw")
 TEXT_ROWS = 4  # rows of multimodal position ids that begin with the text's: text, time, height, width
@@ -73,8 +73,9 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     if bool(starts[:, 1:].any()):
         out.update(document_lengths(starts))
     out["position_ids"] = positions
-    for name, rule in RULES.items():
+    for name in RULES:
         if out.get(name) is not None:
+            rule = rule_of(name, out)
             fill = pad_token_id if name == "input_ids" else rule.pad_value
             out[name] = rule.local_part(out[name], sp=sp, sp_rank=sp_rank, fill=fill)
     return out

@@ -62,6 +62,11 @@ class FieldRule:
             raise ValueError(f"pad_value must be a number or '{COUNTING}'; found '{self.pad_value}'.")
 
     @property
+    def is_per_token(self) -> bool:
+        """Whether each token has its entry along `pack_dim`."""
+        return self.pack_dim == -1 or self.pad_scale == 1
+
+    @property
     def constant_fill(self) -> int:
         """The padding, where it is one number."""
         if isinstance(self.pad_value, str):
@@ -156,15 +161,22 @@ _INFERRED: set[str] = set()  # fields whose rule was inferred from a model: a de
 ATTRIBUTES = tuple(field.name for field in dataclasses.fields(FieldRule))
 
 
-def rule_of(field: str) -> FieldRule:
-    """The rule of a field; KeyError, with what to do, for a field without one."""
+def rule_of(field: str, batch_fields: Collection[str] = ()) -> FieldRule:
+    """The rule of a field in a batch of these fields.
+
+    Raises:
+        KeyError: a field without a rule; its message says how to declare one.
+    """
+    if MASKS_OF_CROPS.get(field) in batch_fields:
+        return ITEMS
     if field not in RULES:
         raise KeyError(
             f"No rule says how the field {field!r} is packed and sliced. To fix: add one to the recipe's inputs, "
             f"{{{field}: {{pack_dim: 0}}}}, or to the model's class, input_rules = {{{field!r}: {{'pack_dim': 0}}}}; or let the "
             "processor not return it. Attributes: pack_dim (samples are concatenated along it: 0 for items, -1 for tokens), "
             "sliced (each rank of a sequence-parallel group gets its part; default: all ranks get all of it), pad_value "
-            "(default 0), pad_scale (1 for tokens; default 0: never padded to a multiple)."
+            "(default 0), pad_scale (1 for tokens: padded to a multiple of the group's size; default 0: never padded), listed (a "
+            "list with an entry for each item, not a tensor)."
         )
     return RULES[field]
 
@@ -220,7 +232,7 @@ def pack(field: str, values: Sequence[Any], batch_fields: Collection[str] = ()) 
         KeyError: a field without a rule.
         ValueError: they differ in another dimension, and this field is padded with counting positions.
     """
-    rule = ITEMS if MASKS_OF_CROPS.get(field) in batch_fields else rule_of(field)
+    rule = rule_of(field, batch_fields)
     if rule.listed:
         return [entry for value in values for entry in value]
     if CONCATENATED_PATCHES.get(field) in batch_fields:

@@ -54,6 +54,13 @@ def test_a_mask_of_crops_is_packed_by_item_and_one_of_tokens_along_tokens():
     assert pack("image_attention_mask", masks, batch_fields=("pixel_values",)).shape == (1, 6, 2)
 
 
+def test_a_mask_of_crops_is_no_mask_of_tokens_in_a_batch_either():
+    mask, bounds = torch.ones(2, 3, 2), torch.tensor([0, 1, 4], dtype=torch.int32)
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "image_attention_mask": mask, "image_pixel_values": mask}
+    assert DocumentRows.of(bounds, 1, 4).unpack(batch)["image_attention_mask"] is mask
+    assert slice_batch(batch, sp=2, sp_rank=0)["image_attention_mask"] is mask
+
+
 def test_sounds_of_different_lengths_are_padded():
     packed = pack("input_features", [torch.ones(1, 4, 3), torch.ones(2, 4, 5)])
     assert packed.shape == (3, 4, 5)

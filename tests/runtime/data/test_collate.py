@@ -1,0 +1,33 @@
+"""One micro-batch of several samples."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from patchgen.runtime.data.collate import collate, text_sample
+from patchgen.runtime.data.multimodal import PrepareMultimodal
+from patchgen.runtime.document_rows import DocumentRows
+
+
+def sample_of(length: int) -> dict:
+    return text_sample(torch.arange(length), torch.ones(length, dtype=torch.bool))
+
+
+def test_a_mask_of_tokens_and_images_has_those_of_samples_without_images():
+    """mllama's: it covers the row, its padding too, and goes along into rows of one document each."""
+    mask = torch.ones(1, 4, 1, 3, dtype=torch.long)
+    batch = collate([sample_of(2), sample_of(4) | {"cross_attention_mask": mask}], pad_to=9, pad_token_id=0)
+    assert batch["cross_attention_mask"].shape == (1, 9, 1, 3)
+    assert batch["cross_attention_mask"][0, :, 0, 0].tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0]
+    apart = DocumentRows.of(batch["cu_seq_lens_q"], 1, 9).unpack(batch)["cross_attention_mask"]
+    assert apart[..., 0, 0].tolist() == [[0] * 4, [1] * 4, [0] * 4]
+
+
+def test_a_mask_of_tokens_and_images_is_cut_with_its_tokens():
+    prepare: PrepareMultimodal = SimpleNamespace(config=SimpleNamespace(longest=3, on_long="truncate"))
+    sample = sample_of(5) | {"cross_attention_mask": torch.ones(1, 5, 1, 2), "pixel_values": torch.ones(5, 4)}
+    (cut,) = PrepareMultimodal._apply_limit(prepare, "a:1", sample, torch.zeros(5, dtype=torch.bool)).samples
+    assert cut["cross_attention_mask"].shape == (1, 3, 1, 2) and cut["input_ids"].tolist() == [0, 1, 2]
+    assert cut["pixel_values"].shape == (5, 4)
