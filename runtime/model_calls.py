@@ -14,6 +14,7 @@ of our attention names records its calls, and the mask builders look them up her
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import sys
@@ -242,17 +243,25 @@ def _carry_into_checkpoints(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _CheckpointInCalls:
-    """transformers' `checkpoint(layer, ...)`, with every run of the layer inside the calls that are running now."""
+    """transformers' `checkpoint(layer, ...)`, with every run of the layer inside the calls that are running now.
+
+    Runs after one with gradients are replays. A reentrant checkpoint runs the layer without gradients first.
+    """
 
     checkpoint: Callable[..., Any]
 
     def __call__(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         calls = list(_RUNNING.calls)
+        has_run = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            again = checkpointing.foreign_replay() if has_run else contextlib.nullcontext()
+            has_run |= torch.is_grad_enabled()
             before, _RUNNING.calls = _RUNNING.calls, calls  # the backward may run in another thread
             try:
-                return layer(*args, **kwargs)
+                with again:
+                    return layer(*args, **kwargs)
             finally:
                 _RUNNING.calls = before
 

@@ -29,15 +29,15 @@ T = TypeVar("T")
 MODES = ("full", "selective", "offload", "none")
 CHECKPOINT_ATTRIBUTE = "_gradient_checkpointing_func"  # set by transformers on layers with activation checkpointing
 
-# The (values, is_replay) stores of the running checkpointed regions, outermost first.
-_STORES: list[tuple[list, bool]] = []
+# The (values, is_replay) stores of the running checkpointed regions, outermost first; values None: nothing is remembered.
+_STORES: list[tuple[list | None, bool]] = []
 
 
 def remember(compute: Callable[[], T]) -> T:
     """`compute()`; while a checkpointed region is recomputed, the value of its first run instead."""
-    if not _STORES:
+    values, replay = _STORES[-1] if _STORES else (None, False)
+    if values is None:
         return compute()
-    values, replay = _STORES[-1]
     if replay:
         return values.pop(0)
     # Hidden from selective checkpointing, which counts operations and would miss these in the replay.
@@ -56,10 +56,15 @@ def is_replay() -> bool:
     return bool(_STORES) and _STORES[-1][1]
 
 
+def foreign_replay() -> contextlib.AbstractContextManager:
+    """Around a region that a checkpoint of others recomputes: what it counts has been counted, and nothing is remembered."""
+    return _store(None, replay=True)
+
+
 @contextlib.contextmanager
-def _store(values: list, replay: bool) -> Iterator[None]:
+def _store(values: list | None, replay: bool) -> Iterator[None]:
     # A region may be replayed more than once (a backward with a retained graph): each replay consumes its own copy.
-    _STORES.append((list(values), True) if replay else (values, False))
+    _STORES.append((list(values) if replay and values is not None else values, replay))
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ class _Experts(Protocol):
 class ExpertLoad:
     """Counts the slots `[tokens, experts per token]` that routers of a generated model send to each expert, as integers.
 
-    Only forwards with gradients are counted, without the recomputations of `checkpointing.apply`.
+    Only forwards with gradients are counted, without the recomputations of `checkpointing.apply` and transformers.
 
     Experts that are called without indices (llama4's: each expert has an equal part of the rows) have no load.
 

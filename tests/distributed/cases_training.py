@@ -106,18 +106,31 @@ def report_refuses_a_seam_that_nothing_uses() -> None:
             raise AssertionError("an inactive seam was accepted")
 
 
-def load_is_counted_over_ranks(checkpoint: str) -> None:
-    """Each slot once, in layers that run again in the backward as well, which here runs outside `using`."""
+def load_is_counted_over_ranks(checkpoint: str | bool) -> None:
+    """Each slot once, in layers that run again in the backward as well, which here runs outside `using`.
+
+    Args:
+        checkpoint: a mode of ours; or transformers' own, whether it is reentrant, whose backward runs inside.
+    """
     attention.register()
     state = cases_sequence.state_of(sp=2, ep=2)
     model = cases_models.build("qwen3_moe", generated=True, attention_name="patchgen_eager")
-    checkpointing.apply(model, checkpoint)
+    own = isinstance(checkpoint, str)
+    if own:
+        checkpointing.apply(model, checkpoint)
+    else:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": checkpoint})
+        model.enable_input_require_grads()
     sharding.shard_model(model, state)
     load = ExpertLoad(model)
     micro = [cases_models.slice_of_step(0, False, state, 0, 1)]
     with parallel.using(state), loss.step(loss.count_items(micro, "cpu")):
         value = model(**micro[0]).loss
-    value.backward()
+        if not own:
+            value.backward()
+    if own:
+        value.backward()
     counts = load.read()
     assert sorted(counts) == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
     slots = cases_models.ROWS * cases_models.LENGTH * 2

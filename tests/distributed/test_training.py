@@ -61,7 +61,7 @@ def test_a_parameter_that_cannot_be_sharded_is_named(one_rank):
     one_rank.run(cases.a_parameter_without_a_dimension_is_named)
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
+@pytest.mark.parametrize("checkpoint", ["none", "full", "selective", False, True])
 def test_expert_load_counts_every_slot(checkpoint, two_ranks):
     two_ranks.run(cases.load_is_counted_over_ranks, checkpoint)
 
