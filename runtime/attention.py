@@ -363,18 +363,19 @@ def _overlay(mask: Any, bounds: Tensor | None, q: Tensor, size: int, where: str,
 
 def _require_full_sequence(request: Attention, size: int, overlays: Collection[str], where: str) -> None:
     """Raises if a call on a slice needs data of the full sequence, or attends across sequences without a mask."""
-    feature = "attends to another sequence" if request.is_cross else f"has {' and '.join(request.features)}"
-    call = f"{where} passes {', '.join(overlays)} to its attention" if overlays else f"{where} {feature}"
+    feature = "attends to another sequence" if request.is_cross else "has sinks of each token"
     if size > 1:
+        what = f"passes {', '.join(overlays)} to its attention" if overlays else feature
         raise UnsupportedError(
-            f"{call}, which is only known for this rank's slice of the sequence (sp={size}). Train this model with sp=1."
+            f"{where} {what}, which is only known for this rank's slice of the sequence (sp={size}). Train this model with "
+            "sp=1."
         )
     if request.is_cross and (
         isinstance(request.overlay, MaskStructure) or (request.overlay is None and request.causal)
     ):
         raise UnsupportedError(
-            f"{call} without a mask, so it is unknown which tokens see which. Our attention is for training, where both are "
-            "the same sequence; use upstream's names for generation."
+            f"{where} {feature} without a mask, so it is unknown which tokens see which. Our attention is for training, where both "
+            "are the same sequence; use upstream's names for generation."
         )
 
 

@@ -106,8 +106,8 @@ def _labels_of_step(
     step = current_step()
     if kwargs.get("shift_labels") is labels and step.num_items is not None and not step.counts_targets:
         raise ValueError(
-            "The labels of this model are the targets of its decoder, but a step counts next-token labels, so its loss "
-            "cannot be a share of the step. Compute it outside of `parallel.loss.step`."
+            "The labels of this model are not shifted (masked tokens, or the targets of its decoder), but this step counted "
+            "labels of the next token, so its loss cannot be a share of the step. Compute it outside of `parallel.loss.step`."
         )
     require_causal_lm_loss(loss_function, "parallel")
     return global_labels(labels, hidden_states, kwargs, state)

@@ -165,7 +165,8 @@ def _over_heads(call: Call, state: ParallelState | None, documents_argument: str
     returns_state = call.values.get("output_final_state") or call.values.get("return_final_states")
     if call.tensors_with(Role.DECODING_CACHE) or (state is not None and returns_state):
         raise ValueError(
-            "A linear-attention cache cannot be used while the sequence is divided or packed: set use_cache=False."
+            f"{call.name} cannot continue a recurrent state while the sequence is divided or packed, nor return one while it is "
+            "divided: set use_cache=False."
         )
     if bounds is None and call.tensors_with(Role.DOCUMENTS):
         raise ValueError(

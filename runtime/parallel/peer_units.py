@@ -266,8 +266,9 @@ def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
                     candidates.setdefault(mesh_info.shard_process_group, []).append(group)
     if exchange == "peer_memory" and not candidates:
         raise ValueError(
-            "shard_exchange='peer_memory': no parameters are sharded and have a narrower compute dtype than stored dtype. "
-            "To fix: use 'auto'."
+            "shard_exchange='peer_memory': no parameters are sharded and have a narrower compute dtype than fp32, in which they "
+            "must be stored and their gradients summed; nor may they be in host memory, sharded along another dimension than the "
+            "first, or gathered in a way of their own. To fix: use 'auto'."
         )
     count = 0
     for ranks, groups in candidates.items():

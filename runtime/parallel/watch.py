@@ -128,9 +128,9 @@ class Watch:
             if elapsed > allowed and not _PROGRESS.paused:
                 stopping = " after this process was asked to end" if allowed < self.timeout else ""
                 self.on_stall(
-                    f"No progress for {elapsed:.0f} s on {describe()}{stopping}. Other ranks have not entered this "
-                    "collective: compare this line on every rank; ranks that differ took another path through the model or "
-                    "stopped earlier."
+                    f"No progress for {elapsed:.0f} s on {describe()}{stopping}. If it is a collective, some rank has not "
+                    "entered it: compare this line on every rank; ranks that differ took another path through the model or "
+                    "stopped earlier. If all are the same, this operation itself takes long."
                 )
                 return
 
