@@ -107,13 +107,7 @@ def merge_adapter(
     if source.resolve() == directory.resolve():
         raise CheckpointError(f"{source} is both the source and the output: give another output folder.")
     stored = read_folder(source)
-    names = _module_names(adapter)
-    model = next((model for model in _candidates(source) if _has_all(model, names)), None)
-    if model is None:
-        raise CheckpointError(
-            f"{adapter} adapts {names[0]}{f' and {len(names) - 1} more modules' if names[1:] else ''}, but neither "
-            f"the model of {source} nor a generated part of it has these. To fix: name the checkpoint that it was trained on."
-        )
+    model = _adapted_model(adapter, source)
     require_same_type(model, source)
     factors = _factors(model, adapter)
     origin = Origin.of(source, {key: tensor.shape for key, tensor in stored.items()})
@@ -144,6 +138,18 @@ def merge_adapter(
     merged = [_merged(output, added) for output in outputs]
     write_folder(directory, merged, files, max_file, keys_of_buffers(model, parameters))
     return len(factors.keys() & saved.keys())
+
+
+def _adapted_model(adapter: Path, source: Path) -> PreTrainedModel:
+    """The model of a checkpoint, or the part of it, that has the modules that an adapter adapts."""
+    names = _module_names(adapter)
+    model = next((model for model in _candidates(source) if _has_all(model, names)), None)
+    if model is None:
+        raise CheckpointError(
+            f"{adapter} adapts {names[0]}{f' and {len(names) - 1} more modules' if names[1:] else ''}, but neither "
+            f"the model of {source} nor a generated part of it has these. To fix: name the checkpoint that it was trained on."
+        )
+    return model
 
 
 def _merged(output: Output, added: Mapping[str, LazyTensor]) -> Output:

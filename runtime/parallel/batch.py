@@ -63,8 +63,7 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     if "attention_mask" not in out and lengths is None and text_positions(positions) is None:
         _require_one_document(positions)
     if out.get("labels") is not None and out.get("shift_labels") is None:
-        ends = F.pad(starts[:, 1:], (0, 1), value=True)
-        out["shift_labels"] = F.pad(out["labels"], (0, 1), value=IGNORED)[:, 1:].masked_fill(ends, IGNORED)
+        out["shift_labels"] = _shifted(out["labels"], starts)
 
     # From here on the padding counts as a document of its own, unless a mask marks it.
     starts = F.pad(starts, (0, padding), value=False)
@@ -79,6 +78,12 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
             fill = pad_token_id if name == "input_ids" else rule.pad_value
             out[name] = rule.local_part(out[name], sp=sp, sp_rank=sp_rank, fill=fill)
     return out
+
+
+def _shifted(labels: Tensor, starts: Tensor) -> Tensor:
+    """The label of each token's next one, none at the end of a document."""
+    ends = F.pad(starts[:, 1:], (0, 1), value=True)
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].masked_fill(ends, IGNORED)
 
 
 def _positions(out: dict[str, Any], B: int, S: int, *, is_sliced: bool) -> Tensor:

@@ -74,26 +74,8 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
             f"model.source = '{model.source}': transformers' config class refuses {values} ({one_line(error)}).{advice}"
         ) from error
     except (OSError, ValueError) as error:
-        if "trust_remote_code" in str(error):
-            raise RecipeError(
-                f"model.source = '{model.source}': its config.json needs custom code (auto_map), which only runs if the recipe "
-                "allows it: set model.code: FOLDER for code that you have, or model.trust_remote_code: true for the code in "
-                "that folder. The file that trains is generated from it with `patchgen generate NAME --source FOLDER`."
-            ) from error
-        if (kind := _unknown_type(model.source)) is not None:
-            code = custom if isinstance(custom, architecture.Architecture) else None
-            raise RecipeError(
-                f"model.source = '{model.source}': its config.json says model_type '{kind}', which transformers "
-                f"{transformers.__version__} does not know, and {'the code of the recipe' if code else 'no code'} "
-                f"{f'registers {code.model_types}' if code else 'is named'}. Name the folder with configuration_{kind}.py and "
-                f"modeling_{kind}.py as model.code, and generate the file that trains with `patchgen generate {kind} "
-                "--source FOLDER`."
-            ) from error
-        close_matches = ", ".join(difflib.get_close_matches(model.source, list(CONFIG_MAPPING), n=3))
-        raise RecipeError(
-            f"model.source = '{model.source}' is neither a folder with a config.json, nor a reachable model on the Hub, "
-            f"nor a model type{f' (did you mean {close_matches}?)' if close_matches else ''}.\n{error}"
-        ) from error
+        code = custom if isinstance(custom, architecture.Architecture) else None
+        raise RecipeError(f"model.source = '{model.source}'{_why_unreadable(model.source, code, error)}") from error
     if not model.overrides:
         return config
     try:
@@ -112,6 +94,30 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         ) from error
     _require_applied(changed, model.overrides, "model.overrides")
     return changed
+
+
+def _why_unreadable(source: str, code: architecture.Architecture | None, error: Exception) -> str:
+    """Why transformers finds no config at a source, and what to do: the rest of a sentence."""
+    from transformers import CONFIG_MAPPING
+
+    if "trust_remote_code" in str(error):
+        return (
+            ": its config.json needs custom code (auto_map), which only runs if the recipe allows it: set model.code: FOLDER "
+            "for code that you have, or model.trust_remote_code: true for the code in that folder. The file that trains is "
+            "generated from it with `patchgen generate NAME --source FOLDER`."
+        )
+    if (kind := _unknown_type(source)) is not None:
+        return (
+            f": its config.json says model_type '{kind}', which transformers {transformers.__version__} does not know, and "
+            f"{f'the code of the recipe registers {code.model_types}' if code else 'no code is named'}. Name the folder with "
+            f"configuration_{kind}.py and modeling_{kind}.py as model.code, and generate the file that trains with `patchgen "
+            f"generate {kind} --source FOLDER`."
+        )
+    close_matches = ", ".join(difflib.get_close_matches(source, list(CONFIG_MAPPING), n=3))
+    return (
+        " is neither a folder with a config.json, nor a reachable model on the Hub, nor a model type"
+        f"{f' (did you mean {close_matches}?)' if close_matches else ''}.\n{error}"
+    )
 
 
 def _unknown_type(source: str) -> str | None:

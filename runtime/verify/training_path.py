@@ -109,17 +109,7 @@ def prove_training_path(
     """
     attention.register()
     config = _without_router_loss(config)
-    reference_class = upstream_class or generated_class
-    unpacked_only = False
-    if (kind := head_kinds.kind_of(reference_class.__name__)) is not None:
-        unpacked_only = head_kinds.takes_unpacked_only(reference_class, kind)
-        reference_class, generated_class = (
-            head_kinds.as_language_model(model_class, kind, unpacked_only=unpacked_only)
-            for model_class in (reference_class, generated_class)
-        )
-    comparison = Comparison(reference_class, generated_class, config, media)
-    comparison.only = head_kinds.UNPACKED_CHECKS if unpacked_only else ()
-    comparison.count_labels = functools.partial(head_kinds.num_items, kind)
+    comparison = _comparison(upstream_class or generated_class, generated_class, config, media)
     try:
         comparison, kinds = attention_requirements(comparison, asked_config or config, named_seams or {})
     except Exception as error:
@@ -148,6 +138,26 @@ def prove_training_path(
         left_out=comparison.left_out,
         separates_documents=comparison.separates_documents,
     )
+
+
+def _comparison(
+    reference_class: type[PreTrainedModel],
+    generated_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    media: bool,
+) -> Comparison:
+    """Of two classes; other heads than those of language models are compared as one of these."""
+    unpacked_only = False
+    if (kind := head_kinds.kind_of(reference_class.__name__)) is not None:
+        unpacked_only = head_kinds.takes_unpacked_only(reference_class, kind)
+        reference_class, generated_class = (
+            head_kinds.as_language_model(model_class, kind, unpacked_only=unpacked_only)
+            for model_class in (reference_class, generated_class)
+        )
+    comparison = Comparison(reference_class, generated_class, config, media)
+    comparison.only = head_kinds.UNPACKED_CHECKS if unpacked_only else ()
+    comparison.count_labels = functools.partial(head_kinds.num_items, kind)
+    return comparison
 
 
 def _run(comparison: Comparison) -> Comparison:
