@@ -134,6 +134,7 @@ def _facts(model_type: str, models: list[Generated]) -> GenerationFacts:
 
 def _prove(model_type: str, directory: Path, *, takes_media: bool) -> tuple[Verdict, RowProofFacts | None]:
     """The verdict, and what was compared; None if nothing was."""
+    from patchgen.runtime.verify.comparison import worst_of
     from patchgen.runtime.verify.reference_model import head_with_media
     from patchgen.runtime.verify.report import training_record
     from patchgen.runtime.verify.verify_model import judge
@@ -147,8 +148,8 @@ def _prove(model_type: str, directory: Path, *, takes_media: bool) -> tuple[Verd
         "refused_inputs": proof.refused_inputs,
         "inputs_without_rule": _without_rule(model_type, directory, proof) if takes_media else [],
         "training": training_record(proof.training) if proof.training is not None else None,
-        "loss_difference": max((case.loss.relative for case in proof.cases), default=0.0),
-        "gradient_difference": max((case.gradient.relative for case in proof.cases), default=0.0),
+        "loss_difference": worst_of(case.loss for case in proof.cases).relative,
+        "gradient_difference": worst_of(case.gradient for case in proof.cases).relative,
     }
 
 

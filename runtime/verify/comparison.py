@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,12 @@ class Step:
     gradients: Mapping[str, Tensor | None]
     """The gradient of every parameter, None if the step computed none."""
 
+    @functools.cached_property
+    def max_gradient_norm(self) -> float:
+        """The largest finite 2-norm of a gradient: relative to an infinite one, every difference would be none."""
+        norms = (gradient.double().norm().item() for gradient in self.gradients.values() if gradient is not None)
+        return max(filter(math.isfinite, norms), default=0.0)
+
     def dead(self) -> list[str]:
         """Parameters without a gradient, or with one that is all zeros: this step tests nothing about them."""
         return [name for name, gradient in self.gradients.items() if gradient is None or not gradient.any()]
@@ -45,13 +52,25 @@ class Difference:
     def worst(self, other: Difference) -> Difference:
         """The elementwise maximum of both."""
         return Difference(
-            self.is_equal and other.is_equal, max(self.absolute, other.absolute), max(self.relative, other.relative)
+            self.is_equal and other.is_equal,
+            max(self.absolute, other.absolute, key=nan_is_largest),
+            max(self.relative, other.relative, key=nan_is_largest),
         )
+
+
+def nan_is_largest(figure: float) -> tuple[bool, float]:
+    """The key of `max` and `sorted` over differences: Python's own order loses a NaN, depending on its place."""
+    return math.isnan(figure), figure
 
 
 def worst_of(differences: Iterable[Difference]) -> Difference:
     """The elementwise maximum of all; `EQUAL` of none."""
     return functools.reduce(Difference.worst, differences, EQUAL)
+
+
+def furthest(differences: Mapping[str, Difference]) -> str:
+    """The name of the one with the largest relative difference."""
+    return max(differences, key=lambda name: nan_is_largest(differences[name].relative))
 
 
 EQUAL = Difference(True)
@@ -114,15 +133,9 @@ def compare_outputs(actual: Step, expected: Step) -> dict[str, Difference]:
 
 def compare_gradients(actual: Step, expected: Step) -> dict[str, Difference]:
     """The difference of each parameter's gradient."""
-    floor = GRADIENT_FLOOR * max_gradient_norm(expected)
+    floor = GRADIENT_FLOOR * expected.max_gradient_norm
     names = dict.fromkeys([*expected.gradients, *actual.gradients])
     return {name: difference(actual.gradients.get(name), expected.gradients.get(name), floor=floor) for name in names}
-
-
-def max_gradient_norm(step: Step) -> float:
-    """The largest 2-norm of a parameter's gradient."""
-    norms = (gradient.double().norm().item() for gradient in step.gradients.values() if gradient is not None)
-    return max(norms, default=0.0)
 
 
 def _projection(outputs: Mapping[str, Tensor]) -> Tensor:

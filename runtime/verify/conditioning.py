@@ -6,13 +6,14 @@ tolerance is therefore compared with the model's own sensitivity to a rounding e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from patchgen.runtime.verify.comparison import GRADIENT_FLOOR, Difference, Step, max_gradient_norm
+from patchgen.runtime.verify.comparison import GRADIENT_FLOOR, Difference, Step, nan_is_largest
 
 ROUNDING_FACTOR = 8.0
 """How many times further than a perturbed step a compared step may be."""
@@ -55,7 +56,10 @@ def gradient_sensitivity(
     """How far perturbed weights move upstream's own gradients; 0 where that is more than rounding."""
     perturbed = [perturbed_step(model, reference, seed)[1] for seed in range(NUM_PERTURBATIONS)]
     movements = {
-        name: max(relative_difference(gradients.get(name), expected[name], floor) for gradients in perturbed)
+        name: max(
+            (relative_difference(gradients.get(name), expected[name], floor) for gradients in perturbed),
+            key=nan_is_largest,
+        )
         for name in expected
     }
     return {name: size if size <= WELL_CONDITIONED else 0.0 for name, size in movements.items()}
@@ -74,29 +78,56 @@ def beyond_rounding(
         differences: by the name of an output, or "gradient of NAME".
         model: upstream's; `reference` computes `expected` from it.
     """
-    if not differences:
-        return {}
+    maybe_rounding = [
+        key
+        for key in differences
+        if _distance(key, actual, expected) <= ROUNDING_FACTOR * _largest_movement(key, expected)
+    ]
+    if not maybe_rounding:
+        return dict(differences)
     perturbed = [perturbed_step(model, reference, seed) for seed in range(NUM_PERTURBATIONS)]
-    return {key: value for key, value in differences.items() if not is_rounding(key, actual, expected, perturbed)}
+    explained = {key for key in maybe_rounding if is_rounding(key, actual, expected, perturbed)}
+    return {key: value for key, value in differences.items() if key not in explained}
 
 
 def is_rounding(key: str, actual: Step, expected: Step, perturbed: Sequence[Step]) -> bool:
     """Whether upstream's own result moves about as far when its weights are perturbed."""
-    pick = _picker(key)
-    result, reference = pick(actual), pick(expected)
+    distance, reference = _distance(key, actual, expected), _picker(key)(expected)
+    if reference is not None and not reference.any():
+        # All terms of its sum cancel upstream; another order of operations leaves a rounding error.
+        return distance <= _rounding_error(key, expected)
+    movements = (_distance(key, step, expected) for step in perturbed if _picker(key)(step) is not None)
+    movement = max(movements, default=0.0, key=nan_is_largest)
+    return movement <= _largest_movement(key, expected) and distance <= ROUNDING_FACTOR * movement
+
+
+def _distance(key: str, actual: Step, expected: Step) -> float:
+    """The 2-norm of the difference; infinite if only one step has a result, or one of another shape."""
+    result, reference = _picker(key)(actual), _picker(key)(expected)
     if result is None or reference is None or result.shape != reference.shape:
-        return False
-    tensors = [tensor for step in perturbed if (tensor := pick(step)) is not None]
-    movement = max((float((tensor.double() - reference.double()).norm()) for tensor in tensors), default=0.0)
-    largest = max_gradient_norm(expected) if key.startswith("gradient of ") else 0.0
-    norm = max(float(reference.double().norm()), GRADIENT_FLOOR * largest)
-    rounding_error = torch.finfo(reference.dtype).eps * largest
-    if (
-        not reference.any()
-    ):  # all terms of its sum cancel upstream; another order of operations leaves a rounding error
-        return float(result.double().norm()) <= rounding_error
-    limit = max(WELL_CONDITIONED * norm, ROUNDING_FACTOR * rounding_error)  # a few rounding errors are no choice
-    return movement <= limit and float((result.double() - reference.double()).norm()) <= ROUNDING_FACTOR * movement
+        return math.inf
+    return float((result.double() - reference.double()).norm())
+
+
+def _largest_movement(key: str, expected: Step) -> float:
+    """How far rounding may move a result upstream; further is a discrete choice.
+
+    A gradient may be zero but for rounding (of a bias that a softmax over positions cancels): what is left has no relation
+    to its own norm, but to the gradients that it is summed from.
+    """
+    reference = _picker(key)(expected)
+    norm = 0.0 if reference is None else float(reference.double().norm())
+    if key.startswith("gradient of "):
+        norm = max(norm, GRADIENT_FLOOR * expected.max_gradient_norm)
+    return max(WELL_CONDITIONED * norm, ROUNDING_FACTOR * _rounding_error(key, expected))
+
+
+def _rounding_error(key: str, expected: Step) -> float:
+    """One rounding error of the largest gradient; outputs have none, their norm is their scale."""
+    reference = _picker(key)(expected)
+    if reference is None or not key.startswith("gradient of "):
+        return 0.0
+    return torch.finfo(reference.dtype).eps * expected.max_gradient_norm
 
 
 def _picker(key: str) -> Callable[[Step], Tensor | None]:

@@ -29,6 +29,7 @@ from patchgen.runtime import model_calls, parallel, seams
 from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.verify.comparison import nan_is_largest
 from patchgen.runtime.verify.conditioning import ROUNDING_FACTOR, gradient_sensitivity, relative_difference
 from patchgen.runtime.verify.media import AUDIO
 from patchgen.runtime.verify.media_samples import Sample
@@ -131,8 +132,8 @@ def compare_all_cases(model: Subject, head: str, *, sp: int, ep: int, separates:
         if any(row.get("reason") for row in rows):
             break
     reason = next((f"{row['case']}: {row['reason']}" for row in rows if row.get("reason")), "")
-    worst = {"loss": max(row["loss"] for row in rows), "gradients": max(row["gradient"] for row in rows)}
-    return worst | {"reason": reason}
+    loss, gradient = (max((row[name] for row in rows), key=nan_is_largest) for name in ("loss", "gradient"))
+    return {"loss": loss, "gradients": gradient, "reason": reason}
 
 
 def mixed_steps(
@@ -228,7 +229,7 @@ def compare_steps(
         for parameter, gradient in actual_gradients.items()
         if parameter not in expected and bool(gradient.any())
     }
-    worst = max(differences, key=differences.__getitem__)
+    worst = max(differences, key=lambda name: nan_is_largest(differences[name]))
     beyond = {name: difference for name, difference in differences.items() if not difference <= TOLERANCE}
     if any(name in expected for name in beyond):
         sensitivity = gradient_sensitivity(model, reference_step, expected, least)
@@ -242,7 +243,7 @@ def compare_steps(
     if not loss_difference <= TOLERANCE:
         row["reason"] = f"loss {actual_loss:.7f}, upstream {expected_loss:.7f}"
     elif beyond:
-        furthest = max(beyond, key=beyond.__getitem__)
+        furthest = max(beyond, key=lambda name: nan_is_largest(beyond[name]))
         row["reason"] = f"gradient of {furthest} differs by {beyond[furthest]:.1e}"
     return row
 
@@ -398,11 +399,11 @@ def verify_on_ranks(
 
 def _worst_step(name: str, rows: Sequence[dict[str, Any]]) -> RankResult:
     """Several steps as one result: the worst of each figure."""
-    worst = max(rows, key=lambda row: row["gradient"])
+    worst = max(rows, key=lambda row: nan_is_largest(row["gradient"]))
     reasons = [f"{row['case']}: {row['reason']}" for row in rows if row.get("reason")]
     return RankResult(
         case=name,
-        loss=max(row["loss"] for row in rows),
+        loss=max((row["loss"] for row in rows), key=nan_is_largest),
         gradient=worst["gradient"],
         parameter=worst["parameter"],
         seconds=sum(row["seconds"] for row in rows),

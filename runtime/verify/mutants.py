@@ -38,7 +38,14 @@ from patchgen.runtime import registry, seams
 from patchgen.runtime.attention_kinds import Names
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify.changed_modules import changed_module, executed_lines
-from patchgen.runtime.verify.comparison import Difference, Step, compare_gradients, compare_outputs, train_step
+from patchgen.runtime.verify.comparison import (
+    Difference,
+    Step,
+    compare_gradients,
+    compare_outputs,
+    furthest,
+    train_step,
+)
 from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.inputs import Case, text_cases
 from patchgen.runtime.verify.model_pair import build_model, config_class_of, paired, perturb
@@ -328,7 +335,7 @@ def _beyond(actual: Step, expected: Step, tolerance: float) -> dict[str, Differe
 def _worst(beyond: Mapping[str, Difference]) -> str:
     if not beyond:
         return ""
-    name = max(beyond, key=lambda name: beyond[name].relative)
+    name = furthest(beyond)
     return f"{name} differs by {beyond[name].relative:.1e}"
 
 

@@ -36,8 +36,8 @@ from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.parallel import selfcheck, sharding
 from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import changed_module
-from patchgen.runtime.verify.comparison import Step, compare_gradients, difference
-from patchgen.runtime.verify.conditioning import ROUNDING_FACTOR, WELL_CONDITIONED, beyond_rounding
+from patchgen.runtime.verify.comparison import Step, compare_gradients, difference, furthest
+from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.layout import Layout
 from patchgen.runtime.verify.media_ranks import PACKED, case_inputs, step_on_ranks
 from patchgen.runtime.verify.ranks import NO_END, CaseFailed, RankPool
@@ -250,11 +250,10 @@ def _judge(reference: ReferenceModel, full_batches: list, case: str, place: str,
     differences = {"loss": difference(actual.outputs["loss"], expected.outputs["loss"])}
     differences |= {f"gradient of {name}": gradient for name, gradient in compare_gradients(actual, expected).items()}
     beyond = {name: value for name, value in differences.items() if not value.relative <= TOLERANCE}
-    if all(value.relative <= ROUNDING_FACTOR * WELL_CONDITIONED for value in beyond.values()):
-        beyond = beyond_rounding(beyond, actual, expected, reference.model, reference_step)
+    beyond = beyond_rounding(beyond, actual, expected, reference.model, reference_step)
     if not beyond:
         return mutants.Verdict(mutants.EQUAL)
-    worst = max(beyond, key=lambda name: beyond[name].relative)
+    worst = furthest(beyond)
     return mutants.Verdict(mutants.WRONG, f"{place}: {worst} differs by {beyond[worst].relative:.1e}")
 
 

@@ -14,7 +14,7 @@ The path of a training run, with its own attention, kernels and packed rows, is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,10 +25,11 @@ from patchgen.runtime.verify.comparison import (
     Step,
     compare_gradients,
     compare_outputs,
+    nan_is_largest,
     train_step,
     worst_of,
 )
-from patchgen.runtime.verify.conditioning import ROUNDING_FACTOR, WELL_CONDITIONED, beyond_rounding
+from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.model_pair import ModelPair, build_pair, enable_checkpointing
 from patchgen.runtime.verify.round_trip import round_trip_problems
@@ -156,7 +157,8 @@ def prove(
             f"gradient of {name}": deviation for name, deviation in gradients.items() if not deviation.is_equal
         }
         if not pair.correspondence.is_identity:
-            unequal = _beyond_reordering(unequal, actual, expected, pair.upstream, upstream_step)
+            beyond = {key: value for key, value in unequal.items() if not value.relative <= REORDERED}
+            unequal = beyond_rounding(beyond, actual, expected, pair.upstream, upstream_step)
         proof.cases.append(_case_result(case.name, variant, outputs, gradients, expected))
         proof.failures += _failures(f"case {case.name}, variant {variant}", unequal, expected)
     if first is not None and not proof.failures:
@@ -186,22 +188,6 @@ def _upstream_step(pair: ModelPair, case: Case, training: bool, upstream: nn.Mod
         return pair.correspondence.step(train_step(upstream, case, training=training))
 
 
-def _beyond_reordering(
-    unequal: Mapping[str, Difference],
-    actual: Step,
-    expected: Step,
-    upstream: nn.Module,
-    upstream_step: Callable[[nn.Module], Step],
-) -> dict[str, Difference]:
-    """The differences that another order of operations does not explain."""
-    beyond = {key: deviation for key, deviation in unequal.items() if not deviation.relative <= REORDERED}
-    maybe_rounding = {
-        key: deviation for key, deviation in beyond.items() if deviation.relative <= ROUNDING_FACTOR * WELL_CONDITIONED
-    }
-    unexplained = beyond_rounding(maybe_rounding, actual, expected, upstream, upstream_step)
-    return {key: deviation for key, deviation in beyond.items() if key not in maybe_rounding or key in unexplained}
-
-
 def _case_result(
     name: str, variant: str, outputs: Mapping[str, Difference], gradients: Mapping[str, Difference], expected: Step
 ) -> CaseResult:
@@ -222,7 +208,7 @@ def _failures(subject: str, unequal: Mapping[str, Difference], expected: Step) -
     failures = []
     for kind, is_gradient in (("output", False), ("gradient of", True)):
         keys = [key for key in unequal if key.startswith("gradient of ") == is_gradient]
-        ranked = sorted(keys, key=lambda key: -unequal[key].relative)
+        ranked = sorted(keys, key=lambda key: nan_is_largest(unequal[key].relative), reverse=True)
         failures += [
             f"{subject}: {kind} '{key.removeprefix('gradient of ')}' differs: {_describe(unequal[key])}."
             for key in ranked[:NUM_NAMED]

@@ -24,14 +24,24 @@ from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel import loss, report
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import training_inputs as inputs
-from patchgen.runtime.verify.comparison import EQUAL, SEED, Difference, Step, compare_gradients, difference, worst_of
-from patchgen.runtime.verify.conditioning import ROUNDING_FACTOR, WELL_CONDITIONED, beyond_rounding
+from patchgen.runtime.verify.comparison import (
+    EQUAL,
+    SEED,
+    Difference,
+    Step,
+    compare_gradients,
+    difference,
+    furthest,
+    worst_of,
+)
+from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.correspondence import Correspondence, correspondence
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.multimodal_inputs import takes_media
 from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.small_config import set_router_loss
 from patchgen.runtime.verify.training_inputs import Batch, Documents
+from patchgen.runtime.verify.verdict import one_line_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -54,7 +64,7 @@ class Check:
     @property
     def worst(self) -> float:
         """The largest of the three, relative."""
-        return max(self.loss.relative, self.logits.relative, self.gradient.relative)
+        return worst_of((self.loss, self.logits, self.gradient)).relative
 
 
 class Comparison:
@@ -409,11 +419,8 @@ class Comparison:
         self.checks.append(Check(name, values["loss"], values.get("logits", EQUAL), worst_of(gradients.values())))
         values |= {f"gradient of {key}": value for key, value in gradients.items()}
         beyond = {key: value for key, value in values.items() if not value.relative <= TOLERANCE}
-        if all(value.relative <= ROUNDING_FACTOR * WELL_CONDITIONED for value in beyond.values()):
-            beyond = beyond_rounding(beyond, actual, expected, self.reference, reference)
-        if beyond:
-            worst = max(beyond, key=lambda name: beyond[name].relative)
-            key = next((key for key in ("logits", "loss") if key in beyond), worst)
+        if beyond := beyond_rounding(beyond, actual, expected, self.reference, reference):
+            key = next((key for key in ("logits", "loss") if key in beyond), furthest(beyond))
             verb = "differ" if key == "logits" else "differs"
             source = "upstream's" if name in UNPACKED or self.only else "upstream's for the documents one by one"
             self.failures.append(
@@ -441,10 +448,3 @@ def _describe(deviation: Difference) -> str:
 def _selected(implementations: Mapping[str, str]) -> Iterator[None]:
     with all_eager(), seams.using(**implementations):
         yield
-
-
-def one_line_error(error: Exception) -> str:
-    """An exception in one line, ending in a full stop."""
-    text = " ".join(str(error).split()) or "no message"
-    message = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-    return message if message.endswith((".", "!", "?")) else f"{message}."

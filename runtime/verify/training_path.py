@@ -39,10 +39,12 @@ from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import head_kinds
+from patchgen.runtime.verify.comparison import nan_is_largest
 from patchgen.runtime.verify.model_pair import config_class_of
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.small_config import set_router_loss
-from patchgen.runtime.verify.training_checks import Check, Comparison, one_line_error
+from patchgen.runtime.verify.training_checks import Check, Comparison
+from patchgen.runtime.verify.verdict import one_line_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -84,7 +86,7 @@ class TrainingPath:
     @property
     def worst(self) -> float:
         """The largest relative difference of all checks."""
-        return max((check.worst for check in self.checks), default=0.0)
+        return max((check.worst for check in self.checks), default=0.0, key=nan_is_largest)
 
 
 def prove_training_path(

@@ -53,3 +53,10 @@ def one_line(text: object) -> str:
     """A message in one line of at most `MAX_LENGTH` characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= MAX_LENGTH else line[: MAX_LENGTH - 3].rstrip() + "..."
+
+
+def one_line_error(error: Exception) -> str:
+    """An exception in one line, ending in a full stop."""
+    text = " ".join(str(error).split()) or "no message"
+    message = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    return message if message.endswith((".", "!", "?")) else f"{message}."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,10 @@ from patchgen.runtime.verify.comparison import (
     compare_gradients,
     difference,
     floating_tensors,
+    furthest,
+    worst_of,
 )
+from patchgen.runtime.verify.training_checks import Check
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=8)
 DIFFERENCES = st.builds(Difference, st.booleans(), st.floats(0, 1e9), st.floats(0, 1e9))
@@ -63,6 +68,22 @@ def test_a_gradient_below_the_floor_is_measured_against_it():
 def test_nan_is_never_equal():
     nan = torch.tensor([float("nan")])
     assert not difference(nan, nan.clone()).is_equal
+
+
+def test_nan_is_the_worst_wherever_it_stands():
+    nan = difference(torch.tensor([float("nan")]), torch.tensor([1.0]))
+    far = Difference(False, 2.0, 2.0)
+    for order in ((far, nan), (nan, far), (EQUAL, nan, far)):
+        assert math.isnan(worst_of(order).relative) and math.isnan(worst_of(order).absolute)
+        assert math.isnan(Check("packed", far, EQUAL, worst_of(order)).worst)
+        assert furthest(dict(zip("abc", order, strict=False))) == "abc"[order.index(nan)]
+    assert worst_of([EQUAL, far]) == far
+
+
+def test_an_infinite_gradient_hides_no_difference_of_another():
+    expected = Step({}, {"infinite": torch.tensor([math.inf]), "other": torch.tensor([1.0])})
+    actual = Step({}, {"infinite": torch.tensor([math.inf]), "other": torch.tensor([2.0])})
+    assert compare_gradients(actual, expected)["other"].relative == 1.0
 
 
 def test_tensors_are_found_in_nested_outputs():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,8 +19,8 @@ from patchgen.kernels.loss.linear_cross_entropy import linear_causal_lm_loss
 from patchgen.runtime import registry, seams
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.verify import source_closure, training_inputs, verdict
-from patchgen.runtime.verify.comparison import Step
-from patchgen.runtime.verify.conditioning import is_rounding
+from patchgen.runtime.verify.comparison import Step, compare_gradients
+from patchgen.runtime.verify.conditioning import beyond_rounding, is_rounding
 from patchgen.runtime.verify.report import read_training, write_proof
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.small_config import small_config
@@ -193,6 +195,30 @@ def test_a_gradient_that_cancels_upstream_is_zero_within_a_rounding_error():
     perturbed = [step(0.0)]
     assert is_rounding("gradient of score", step(2e-9), step(0.0), perturbed)
     assert not is_rounding("gradient of score", step(1e-6), step(0.0), perturbed)
+
+
+def test_a_gradient_of_nothing_but_rounding_is_equal_and_one_of_a_true_size_is_not():
+    """A softmax over positions cancels the gradient of a bias that all positions share."""
+
+    def step(bias: float, value: float = 0.0) -> Step:
+        return Step({}, {"bias": torch.tensor([bias, value]), "weight": torch.tensor([1.0])})
+
+    def remaining(actual: Step, expected: Step, upstream: Iterator[Step]) -> set[str]:
+        differences = {f"gradient of {name}": d for name, d in compare_gradients(actual, expected).items()}
+        return set(beyond_rounding(differences, actual, expected, torch.nn.Module(), lambda _: next(upstream)))
+
+    noise = [step(5e-8, -2e-8), step(-4e-8), step(1e-8)]
+    assert remaining(step(9e-8), step(-2e-8), iter(noise)) == set()
+    steady = [step(1e-7 + 1e-13)] * 3
+    assert remaining(step(0.0), step(1e-7), iter(steady)) == {"gradient of bias"}, "as small, but it stands still"
+    assert remaining(step(1e-3), step(-2e-8), iter(noise)) == {"gradient of bias"}
+    assert remaining(step(math.nan), step(-2e-8), iter(noise)) == {"gradient of bias"}
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
+def test_the_bias_of_an_answers_scores_is_compared_as_what_it_is_summed_from(tmp_path, model_type):
+    head = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX"}[model_type] + "ForQuestionAnswering"
+    assert path_of(write_stand_in(tmp_path, model_type, head=head)).failures == ()
 
 
 @pytest.mark.parametrize("model_type", ["minimax_m3_vl_text", "blt"])
