@@ -87,6 +87,7 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
         known: the digest of the generated text of a current row, whatever its status: if generation gives the same text,
             it is not proven again.
     """
+    from patchgen.runtime.failures import raise_failure
     from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS
 
     start = time.perf_counter()
@@ -102,6 +103,7 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
             type_verdict, proof = _prove(model_type, write(models, Path(folder)), takes_media=takes_media)
             status, reason = type_verdict.status, type_verdict.reason
         except UPSTREAM_REFUSALS as error:  # while the head, or its packing rules, are looked up
+            raise_failure(error)
             status, reason, proof = GENERATED, short_reason(error), None
     seconds = time.perf_counter() - start
     proven = row(model_type, status, reason, facts, proof, seconds=seconds, generation_seconds=generation)

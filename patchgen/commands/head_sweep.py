@@ -83,6 +83,10 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
                     f"A process died (out of memory, or a crash in native code) at {futures[future]} or a type beside it. What "
                     f"was finished is in {path}. To fix: run it again; with --jobs 1 the type that is named is the one."
                 ) from error
+            except BaseException:
+                for waiting in futures:
+                    waiting.cancel()  # else an error of one, as of the device, would wait for the others, and lose them
+                raise
             rows |= {(row["model_type"], row["kind"]): row for row in found}
             write(path, rows)
             if not console.is_terminal:
@@ -97,6 +101,7 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
 
 def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[HeadRow]:
     """The rows of a type: each of its heads generated separately and proven."""
+    from patchgen.runtime.failures import raise_failure
     from patchgen.runtime.verify.verify_model import judge
 
     release = upstream.open_release(version)
@@ -113,6 +118,7 @@ def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[Hea
                     outcome, _ = judge(directory, head=head, implementations=COMPARED_IMPLEMENTATIONS)
                     status, reason = outcome.status, outcome.reason
                 except Exception as error:  # upstream's code runs here and may raise anything
+                    raise_failure(error)
                     status, reason = GENERATED, examination.short_reason(error)
         row: HeadRow = {
             "model_type": model_type,

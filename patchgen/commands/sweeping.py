@@ -216,9 +216,13 @@ def _run_until_a_crash(todo: Mapping[str, str], version: str, jobs: int, *, take
         futures = [
             pool.submit(examine, kind, version, takes_media=takes_media, known=known) for kind, known in todo.items()
         ]
-        for future in as_completed(futures):
-            if not isinstance(future.exception(), BrokenProcessPool):
-                yield future.result()
+        try:
+            for future in as_completed(futures):
+                if not isinstance(future.exception(), BrokenProcessPool):
+                    yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()  # else an error of one, as of the device, would wait for the others, and lose them
 
 
 def types_of(family: str, release: upstream.Release) -> list[str]:

@@ -36,6 +36,7 @@ from patchgen.kernels.elementwise import formulas
 from patchgen.mutation.edits import Mutant
 from patchgen.runtime import registry, seams
 from patchgen.runtime.attention_kinds import Names
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify.changed_modules import changed_module, executed_lines
 from patchgen.runtime.verify.comparison import (
@@ -173,6 +174,7 @@ class Judge:
         try:
             pair = paired(upstream, getattr(registry.read_model(folder).load(), self.head), config)
         except Exception as error:  # upstream's changed class was built without one
+            raise_failure(error)
             return f"cannot be built: {_one_line(error)}"
         if pair.problems:
             return pair.problems[0]
@@ -236,6 +238,7 @@ def _difference(
         with all_eager(), seams.using(**check.kernels):
             actual = train_step(generated, check.case)
     except Exception as error:
+        raise_failure(error)
 
         def upstream_step() -> None:
             with training_attention(upstream, check.attention), all_eager():
@@ -269,6 +272,7 @@ def raises_too(step: Callable[[], object], error: Exception) -> bool:
     try:
         step()
     except Exception as upstream_error:  # changed code may raise anything
+        raise_failure(upstream_error)
         return type(upstream_error) is type(error) and _without_numbers(upstream_error) == _without_numbers(error)
     return False
 
@@ -309,7 +313,8 @@ def _agree_in_double(check: Check, generated: PreTrainedModel, upstream: PreTrai
             actual = _in_double(train_step(generated, check.case))
         with all_eager(), conditions:
             return not _beyond(actual, _in_double(train_step(upstream, upstream_case)), DOUBLE_TOLERANCE)
-    except Exception:  # not every kernel takes float64: then nothing excuses the difference
+    except Exception as error:  # not every kernel takes float64: then nothing excuses the difference
+        raise_failure(error)
         return False
     finally:
         generated.float()

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from patchgen.runtime import attention, parallel, registry, seams
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel import selfcheck, sharding
 from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import changed_module
@@ -40,7 +41,7 @@ from patchgen.runtime.verify.comparison import Step, compare_gradients, differen
 from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.layout import Layout
 from patchgen.runtime.verify.media_ranks import PACKED, case_inputs, step_on_ranks
-from patchgen.runtime.verify.ranks import NO_END, CaseFailed, RankPool
+from patchgen.runtime.verify.ranks import CaseFailed, RankPool
 from patchgen.runtime.verify.reference_model import (
     NotApplicable,
     ReferenceModel,
@@ -85,8 +86,10 @@ def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
     try:
         verdicts = pool.run(compare, subject, timeout=SECONDS)
     except CaseFailed as failure:
-        # A busy machine or a deadlock: no verdict.
-        kind = mutants.NOT_RUN if failure.first_error.endswith(NO_END) else mutants.WRONG
+        if judged := [verdict for verdict in failure.results if verdict.kind in (mutants.WRONG, mutants.REFUSED)]:
+            return judged[0]  # the others waited for this rank
+        # A busy machine, a deadlock, or no memory: no verdict.
+        kind = mutants.NOT_RUN if failure.is_of_ranks else mutants.WRONG
         return mutants.Verdict(kind, f"on ranks: {failure.first_error}")
     if len({(verdict.kind, verdict.detail) for verdict in verdicts}) > 1:
         pool.close()  # a rank that failed alone leaves the others in a step: the next mutant would meet it
@@ -106,6 +109,7 @@ def compare(subject: Subject) -> mutants.Verdict:
         try:
             reference = ReferenceModel(registry.read_model(generated), subject.head, changed_source.name)
         except Exception as error:
+            raise_failure(error)
             if _takes_training_rows(upstream_class):
                 return _verdict_on_error(error, "start")
             return mutants.Verdict(
@@ -130,7 +134,8 @@ def _takes_training_rows(upstream_class: type[PreTrainedModel]) -> bool:
     """Whether upstream's changed class takes the rows of a run: it may fail on lengths that it was not tried with."""
     try:
         training_choices(upstream_class, upstream_class, training_config(upstream_class))
-    except Exception:
+    except Exception as error:
+        raise_failure(error)
         return False
     return True
 
@@ -159,6 +164,7 @@ def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mut
             model, local_batch, state, pad=reference.pad, fsdp=layout.fsdp, kernels=kernels
         )
     except Exception as error:
+        raise_failure(error)
         verdict = _verdict_on_error(error, place)
         if verdict.kind == mutants.WRONG and _fails_upstream(reference, full_batches, case, layout, error):
             return mutants.Verdict(

@@ -16,19 +16,26 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.modeling_utils"]
 COLLECTIVE_TIMEOUT = 90.0
 
 
-NO_END = "did not end"
-
-
 class CaseFailed(AssertionError):
-    """A case raised on a rank, or did not end."""
+    """A case raised on a rank, or did not end.
+
+    Attributes:
+        is_of_ranks: no rank raised an error of the case itself: they died, did not end, or had a failure (`failures.py`).
+        results: of the ranks that returned one.
+    """
+
+    def __init__(self, message: str, *, is_of_ranks: bool = False, results: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.is_of_ranks, self.results = is_of_ranks, results
 
     @property
     def first_error(self) -> str:
@@ -60,9 +67,10 @@ class RankPool:
         if not self._processes:
             self._start()
         for connection in self._connections:
-            connection.send((case, args, kwargs))
+            with contextlib.suppress(ConnectionError):  # of a rank that died: reading its answer tells
+                connection.send((case, args, kwargs))
         results: dict[int, object] = {}
-        errors: dict[int, str] = {}
+        errors: dict[int, tuple[str, bool]] = {}
         deadline = time.monotonic() + timeout
         while len(results) + len(errors) < self.world and time.monotonic() < deadline:
             pending = {
@@ -76,8 +84,8 @@ class RankPool:
                     continue
                 try:
                     succeeded, value = connection.recv()
-                except EOFError:
-                    succeeded, value = False, "the process ended\n"
+                except (EOFError, ConnectionError):
+                    succeeded, value = False, ("the process ended\n", True)
                 (results if succeeded else errors)[rank] = value
                 if not succeeded:
                     deadline = min(deadline, time.monotonic() + 5.0)  # the others may wait for this one forever
@@ -85,10 +93,11 @@ class RankPool:
             return [results[rank] for rank in range(self.world)]
         silent = [rank for rank in range(self.world) if rank not in results and rank not in errors]
         self.close()
-        parts = [f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())]
+        parts = [f"rank {rank}:\n{text}" for rank, (text, _) in sorted(errors.items())]
         if silent:
-            parts.append(f"ranks {silent} {NO_END}")
-        raise CaseFailed("\n".join(parts))
+            parts.append(f"ranks {silent} did not end")
+        is_of_ranks = all(is_of_rank for _, is_of_rank in errors.values())
+        raise CaseFailed("\n".join(parts), is_of_ranks=is_of_ranks, results=list(results.values()))
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -123,6 +132,7 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
     import torch.distributed as dist
 
     from patchgen.runtime import seams
+    from patchgen.runtime.failures import is_failure
     from patchgen.runtime.parallel import gloo_groups
 
     torch.set_num_threads(1)
@@ -142,7 +152,8 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
         try:
             with seams.using(**seams.selected()):  # restores seams that a case configures
                 result = (True, case(*args, **kwargs))
-        except BaseException:
-            result = (False, traceback.format_exc())
+        except BaseException as error:
+            is_of_rank = not isinstance(error, Exception) or is_failure(error)
+            result = (False, (traceback.format_exc(), is_of_rank))
         with contextlib.suppress(BrokenPipeError):
             connection.send(result)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime import parallel
 from patchgen.runtime.attention_masks import UnsupportedError
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
@@ -40,8 +41,8 @@ def refusal_on_ranks(model: PreTrainedModel, *, shares_sequence: bool) -> str:
             model(**slice_batch(batch, sp=sp, sp_rank=0), use_cache=False)
         except UnsupportedError as refusal:
             return str(refusal)
-        except Exception:
-            return ""
+        except Exception as error:
+            raise_failure(error)
     return ""
 
 

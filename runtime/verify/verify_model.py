@@ -9,6 +9,7 @@ from torch import Tensor
 
 from patchgen.runtime import registry
 from patchgen.runtime.compatibility import digest
+from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.verify import head_kinds, verdict
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import Case, text_cases
@@ -167,6 +168,7 @@ def judge(
     except SmallConfigError as refusal:
         return verdict.Verdict(verdict.GENERATED, verdict.one_line(f"no small config is known: {refusal}")), None
     except UPSTREAM_REFUSALS as refusal:
+        raise_failure(refusal)
         upstream_error = _upstream_error(find(model), head)
         error, prefix = (upstream_error, "upstream's own class fails") if upstream_error else (refusal, "not compared")
         reason = verdict.one_line(f"{prefix}: {type(error).__name__}: {error}")
@@ -188,6 +190,7 @@ def _upstream_error(generated: registry.GeneratedModel, head: str | None) -> Exc
             if "labels" in case.batch and "loss" not in step.outputs:
                 return ValueError("it takes labels and returns no loss, so it cannot be trained.")
     except UPSTREAM_REFUSALS as refusal:
+        raise_failure(refusal)
         return refusal
     return None
 

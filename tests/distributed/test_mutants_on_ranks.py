@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from patchgen import pipeline, upstream
 from patchgen.mutation.edits import Mutant
 from patchgen.runtime.verify import mutants, mutants_on_ranks
 from patchgen.runtime.verify.mutants_on_ranks import Subject
-from patchgen.runtime.verify.ranks import RankPool
+from patchgen.runtime.verify.ranks import CaseFailed, RankPool
 
 ATTENDED = "attn_output = attn_output.reshape(*input_shape, -1).contiguous()"
 RESIDUAL = "residual = hidden_states"
@@ -87,3 +89,34 @@ def test_a_mutant_that_no_layout_compares_is_not_run(judge, monkeypatch):
     monkeypatch.setattr(mutants_on_ranks, "_compare_layout", lambda *_: skipped)
     verdict = mutants_on_ranks.compare(subject(judge, f"{PROJECTED} * 1.25"))
     assert verdict.kind == mutants.NOT_RUN and "no inputs" in verdict.detail, verdict
+
+
+def test_a_device_that_fails_says_nothing_about_a_mutant(judge, monkeypatch):
+    def no_memory(*_arguments: object, **_options: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(mutants_on_ranks, "ReferenceModel", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        mutants_on_ranks.compare(subject(judge, f"{PROJECTED} * 1.25"))
+    monkeypatch.setattr(mutants_on_ranks, "training_config", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        mutants_on_ranks._takes_training_rows(LlamaForCausalLM)
+
+
+@pytest.mark.parametrize(
+    ("is_of_ranks", "results", "kind"),
+    [
+        (True, (), mutants.NOT_RUN),
+        (False, (), mutants.WRONG),
+        (True, (mutants.Verdict(mutants.WRONG, "a shape"),), mutants.WRONG),
+        (True, (mutants.Verdict(mutants.EQUAL),), mutants.NOT_RUN),
+    ],
+)
+def test_ranks_that_fail_give_no_verdict_unless_one_of_them_has_one(monkeypatch, judge, is_of_ranks, results, kind):
+    def failing(*_arguments: object, **_options: object) -> None:
+        raise CaseFailed("rank 0:\nRuntimeError: none left", is_of_ranks=is_of_ranks, results=results)
+
+    pool = RankPool(2)
+    monkeypatch.setattr(pool, "run", failing)
+    nothing = Subject(judge.origin.module, judge.head, "", {}, {})
+    assert mutants_on_ranks.verdict(pool, nothing).kind == kind

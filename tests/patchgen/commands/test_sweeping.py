@@ -7,10 +7,13 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
+import torch
 from invoked import invoke
 
-from patchgen.commands import examination, sweeping
+from patchgen import wheels
+from patchgen.commands import examination, head_sweep, sweeping
 from patchgen.errors import ConfigError
+from patchgen.runtime.verify import verify_model
 
 
 def on_ranks(kind: str, output, family: str = "text") -> int:
@@ -85,3 +88,15 @@ def test_a_crash_is_blamed_on_the_type_that_crashes_alone(monkeypatch):
     statuses = {kind: row["status"] for kind, row in rows.items()}
     assert statuses == {"slow": "proven", "crashes": "generated", "third": "proven", "fourth": "proven"}
     assert rows["crashes"]["reason"].startswith("its process died")
+
+
+def test_a_device_that_fails_gives_no_row(monkeypatch):
+    def no_memory(*_arguments: object, **_options: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(examination, "_prove", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        examination.examine("llama", wheels.installed_version())
+    monkeypatch.setattr(verify_model, "judge", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        head_sweep.examine("llama", {"base": "LlamaModel"}, wheels.installed_version())

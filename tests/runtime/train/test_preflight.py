@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from transformers import BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
@@ -137,6 +138,17 @@ def test_a_decoder_with_tokens_of_its_own_is_refused_before_any_rank():
     refusal = slices.refusal_on_ranks(model, shares_sequence=True)
     assert refusal.startswith("BartForConditionalGeneration has an encoder for one sequence and a decoder for another")
     assert not slices.refusal_on_ranks(model, shares_sequence=False)
+
+
+def test_a_device_that_fails_in_the_rehearsal_is_no_answer(monkeypatch):
+    model = LlamaForCausalLM(small_config("llama").config)
+
+    def no_memory(*_arguments, **_options):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(type(model), "forward", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        slices.refusal_on_ranks(model, shares_sequence=True)
 
 
 def test_modules_that_not_every_rank_runs_are_refused_before_any_rank(home, tmp_path, monkeypatch):

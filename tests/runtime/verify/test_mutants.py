@@ -12,7 +12,10 @@ from patchgen.mutation.draw import draw
 from patchgen.mutation.edits import Mutant
 from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG, try_mutants
 from patchgen.mutation.table import summarise
+from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import changed_module
+from patchgen.runtime.verify.comparison import Step
+from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.mutants import Judge
 
@@ -99,6 +102,22 @@ def test_what_raises_or_has_no_number_upstream_does_not_run():
     for new in ("hidden_states = self.norm(missing)", f"{old} * float('nan')", steep):
         verdict = judge.verdict(edited(judge.origin.text, old, new))
         assert verdict.kind == NOT_RUN, (new, verdict)
+
+
+def test_a_device_that_fails_says_nothing_about_a_mutant(monkeypatch):
+    def no_memory(*_arguments: object, **_options: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(mutants, "train_step", no_memory)
+    model = torch.nn.Identity()
+    model.set_attn_implementation = lambda _name: None
+    case, step = Case("plain", {}), Step({}, {})
+    with pytest.raises(torch.OutOfMemoryError):
+        mutants._difference(mutants.Check("eager", case, "plain"), model, model, step, (case,))
+    with pytest.raises(torch.OutOfMemoryError):
+        mutants._agree_in_double(mutants.Check("seams", case, "plain"), model, model, case)
+    with pytest.raises(torch.OutOfMemoryError):
+        mutants.raises_too(no_memory, ValueError("another"))
 
 
 def test_memory_that_nobody_wrote_is_told_from_a_fault_of_ours():

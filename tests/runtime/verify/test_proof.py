@@ -10,13 +10,14 @@ import torch
 from stand_in import upstream_head, write_stand_in
 
 from patchgen.runtime import registry, seams
+from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import compare_gradients, train_step
 from patchgen.runtime.verify.inputs import IGNORED, drawable_ids, text_cases
 from patchgen.runtime.verify.model_pair import build_model, build_pair, perturb
 from patchgen.runtime.verify.proof import prove
 from patchgen.runtime.verify.seam_proof import ABSENT, FAILED, PASSED, all_eager
 from patchgen.runtime.verify.small_config import small_config
-from patchgen.runtime.verify.verify_model import verify_model
+from patchgen.runtime.verify.verify_model import judge, verify_model
 
 LOGITS = ("logits = self.lm_head(hidden_states)\n\n        loss = None", "logits = {}\n\n        loss = None")
 EXPERTS_BODY = "        final_hidden_states = torch.zeros_like(hidden_states)\n        with torch.no_grad():"
@@ -176,6 +177,26 @@ def test_a_defect_behind_a_variant_is_seen_in_that_variant_only(tmp_path):
     proof = prove_with(tmp_path, "qwen3_moe", edit, variants=("base", "router_logits"))
     assert proof.failures
     assert all("variant router_logits" in failure for failure in proof.failures)
+
+
+def no_memory(*_arguments, **_options):
+    raise torch.OutOfMemoryError("none left")
+
+
+def a_shape(*_arguments, **_options):
+    raise RuntimeError("a shape")
+
+
+def test_a_device_that_fails_gives_no_verdict_on_a_model(tmp_path, monkeypatch):
+    folder = write_stand_in(tmp_path, "llama")
+    monkeypatch.setattr(module := sys.modules[verify_model.__module__], "verify_model", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        judge(folder, head=None)
+    monkeypatch.setattr(module, "verify_model", a_shape)
+    assert judge(folder, head=None)[0].status == verdict.GENERATED
+    monkeypatch.setattr(module, "build_model", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        judge(folder, head=None)
 
 
 # ------------------------------------------------------------------------------------------------ fused seams

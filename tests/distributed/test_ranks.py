@@ -1,0 +1,45 @@
+"""A case that fails on ranks: whose error it is, and the ranks after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from patchgen.runtime.verify.ranks import CaseFailed, RankPool
+
+ON_THE_SECOND = "import torch; torch.distributed.get_rank() and "
+NO_MEMORY = f"{ON_THE_SECOND}(_ for _ in ()).throw(torch.OutOfMemoryError('none left'))"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("case", "is_of_ranks", "told"),
+    [
+        (f"{ON_THE_SECOND}1 / 0", False, "ZeroDivisionError"),
+        (NO_MEMORY, True, "OutOfMemoryError"),
+        (f"import os; {ON_THE_SECOND}os._exit(1)", True, "rank 1:\nthe process ended"),
+    ],
+)
+def test_an_error_of_the_case_is_told_from_one_of_the_ranks(pool, case, is_of_ranks, told):
+    with pytest.raises(CaseFailed) as failed:
+        pool.run(exec, case)
+    assert told in str(failed.value) and failed.value.is_of_ranks is is_of_ranks
+    assert failed.value.results == [None], "of the other rank"
+
+
+def test_a_rank_that_dies_between_cases_fails_the_next_and_is_replaced(pool):
+    ((first, _),) = {tuple(pool.run(os.getpid))}
+    os.kill(first, signal.SIGKILL)
+    pool._processes[0].join()
+    with pytest.raises(CaseFailed, match="rank 0:\nthe process ended") as failed:
+        pool.run(os.getpid)
+    assert failed.value.is_of_ranks
+    assert first not in pool.run(os.getpid)
