@@ -172,13 +172,14 @@ def read_training(directory: Path, file: Path, head: str) -> TrainingRecord | No
     if not path.is_file():
         return None
     record: ProofRecord = json.loads(path.read_text())
+    made: Mapping[str, str] = record.get("made_with", {})
     holds = (
         record.get("status") == verdict.PROVEN
-        and record.get("made_with", {}).get("prover") == source_closure.prover()
+        and made.get("prover") == source_closure.prover()
+        and made.get("transformers") == transformers.__version__  # `record["transformers"]` has earlier proofs, too
         and record["head"] == head
         and record["sha256"] == digest(file)
         and record.get("copies", {}) == _copied_files(directory, record["model"])
-        and transformers.__version__ in record["transformers"]
         and record["torch"] == torch.__version__.partition("+")[0]
     )
     return record.get("training") if holds else None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from patchgen.commands import generation
 from patchgen.runtime import registry
@@ -52,7 +53,8 @@ def test_the_record_holds_for_the_files_that_were_compared(made, tmp_path):
     shutil.copytree(made.directory, folder, ignore=shutil.ignore_patterns("__pycache__"))
     found, head = with_source(folder), made.heads[0]
     assert read_training(folder, found.file, head) is None
-    write_proof(proof_of(found), folder, {"prover": source_closure.prover()})
+    releases = {"transformers": transformers.__version__, "torch": torch.__version__}
+    write_proof(proof_of(found), folder, {"prover": source_closure.prover(), **releases})
     assert read_training(folder, found.file, head) is not None
     with (folder / "configuration_lattice_moe.py").open("a") as file:
         file.write("\n# other words\n")

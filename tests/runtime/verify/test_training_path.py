@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import transformers
 from stand_in import write_stand_in
 from transformers import Kosmos2ForConditionalGeneration
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -21,6 +22,7 @@ from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.verify import source_closure, training_inputs, verdict
 from patchgen.runtime.verify.comparison import Step, compare_gradients
 from patchgen.runtime.verify.conditioning import beyond_rounding, is_rounding
+from patchgen.runtime.verify.record_types import MadeWith
 from patchgen.runtime.verify.report import read_training, write_proof
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.small_config import small_config
@@ -162,16 +164,20 @@ def test_features_decide_the_attention(tmp_path):
 def test_a_reason_is_recorded_and_a_record_holds_for_its_own_file_only(tmp_path):
     folder = write_stand_in(tmp_path, "llama")
     proof = verify_model(folder, variants=("base",), implementations=())
-    made_with = {"prover": source_closure.prover()}
+    made_with: MadeWith = {
+        "prover": source_closure.prover(), "transformers": transformers.__version__, "torch": torch.__version__
+    }  # fmt: skip
     record = json.loads(write_proof(proof, folder, made_with).read_text())
     assert record["status"] == "proven"
     assert set(record["training"]["checks"]["packed"]) == {"loss", "logits", "gradient"}
     file = folder / "modeling_llama.py"
     assert read_training(folder, file, "LlamaForCausalLM") == record["training"]
     assert read_training(folder, file, "LlamaModel") is None
-    write_proof(proof, folder, {"prover": "other code"})
-    assert read_training(folder, file, "LlamaForCausalLM") is None, "what proved it is not what trains it"
+    for other in ({"prover": "other code"}, {"transformers": "5.9.0"}):
+        write_proof(proof, folder, {**made_with, **other})
+        assert read_training(folder, file, "LlamaForCausalLM") is None, "what proved it is not what trains it"
     write_proof(proof, folder, made_with)
+    assert read_training(folder, file, "LlamaForCausalLM") is not None
     file.write_text(file.read_text() + "\n# changed\n")
     assert read_training(folder, file, "LlamaForCausalLM") is None
 
