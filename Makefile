@@ -65,12 +65,8 @@ verify-all: $(VENV)/.setup-test  ## prove the committed models whose recorded pr
 	@$(PATCHGEN) verify --all --outdated
 
 verify-ranks: $(VENV)/.setup-test  ## the same on ranks, in six layouts (a quarter of an hour)
-	@$(PATCHGEN) verify --all --outdated --ranks 2 --sp 2
-	@$(PATCHGEN) verify --all --outdated --ranks 2 --sp 2 --fsdp
-	@$(PATCHGEN) verify --all --outdated --ranks 4 --sp 4
-	@$(PATCHGEN) verify --all --outdated --ranks 4 --sp 4 --fsdp
-	@$(PATCHGEN) verify --all --outdated --ranks 4 --sp 2 --fsdp
-	@$(PATCHGEN) verify --all --outdated --ranks 4 --fsdp
+	@failed=0; for layout in "2 --sp 2" "2 --sp 2 --fsdp" "4 --sp 4" "4 --sp 4 --fsdp" "4 --sp 2 --fsdp" "4 --fsdp"; do \
+		$(PATCHGEN) verify --all --outdated --ranks $$layout || failed=1; done; exit $$failed
 
 sweep: $(VENV)/.setup-test  ## generate and prove every text model type into docs/coverage.md (minutes)
 	@$(PATCHGEN) sweep --family text --jobs 2 $(FROM)

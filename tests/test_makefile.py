@@ -1,7 +1,8 @@
-"""`make` looks at the version of Python before it makes anything of it."""
+"""`make` looks at the version of Python before it makes anything of it; a target of several commands runs them all."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -51,3 +52,17 @@ def test_an_environment_of_an_old_python_is_made_again(make, tmp_path):
     (tmp_path / ".venv" / ".setup").unlink()
     assert make(12).returncode == 0
     assert "(3, 12, 0)" in old.read_text()
+
+
+def test_every_layout_of_ranks_is_proven_and_the_target_fails_if_one_did(make, tmp_path):
+    assert make(11).returncode == 0
+    patchgen, log = tmp_path / ".venv" / "bin" / "patchgen", tmp_path / "log"
+    patchgen.write_text(f'#!/bin/sh\necho "$*" >> {log}\ncase "$*" in *"2 --sp 2") exit $REFUSED;; esac\n')
+    patchgen.chmod(0o755)
+    (tmp_path / ".venv" / ".setup-test").touch()
+    for refused in (0, 1):
+        done = subprocess.run(["make", "verify-ranks"], cwd=tmp_path, env={**os.environ, "REFUSED": str(refused)})
+        assert (done.returncode != 0) == refused
+        told = log.read_text().splitlines()
+        assert len(told) == 6 and told[-1] == "verify --all --outdated --ranks 4 --fsdp"
+        log.unlink()
