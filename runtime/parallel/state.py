@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -146,20 +145,21 @@ class ParallelState:
         return self.expert_mesh["ep"]
 
 
-_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKeyDictionary()
+_MESHES: dict[tuple, DeviceMesh] = {}
 
 
 def _mesh(device_type: str, **dimensions: int) -> DeviceMesh:
     """The mesh of all ranks with these dimensions, created once: states of one layout share it.
 
-    Each mesh creates a process group per dimension, and none is freed before the process ends: with gloo each costs a thread
-    that wakes a hundred times a second, with NCCL device memory.
+    Each mesh creates a process group per dimension, and holds them and the default group: with gloo each costs a thread that
+    wakes a hundred times a second, with NCCL device memory. Those of a default group that was replaced are dropped here.
     """
     world = dist.group.WORLD
     if world is None:
         raise ValueError("A mesh needs running ranks. To fix: call torch.distributed.init_process_group first.")
-    meshes = _MESHES.setdefault(world, {})
-    key = (device_type, *dimensions.items())
-    if key not in meshes:
-        meshes[key] = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-    return meshes[key]
+    for replaced in [key for key in _MESHES if key[0] is not world]:
+        del _MESHES[replaced]
+    key = (world, device_type, *dimensions.items())
+    if key not in _MESHES:
+        _MESHES[key] = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+    return _MESHES[key]

@@ -36,7 +36,7 @@ from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.document_rows import LEFT, Separated
 from patchgen.runtime.failures import raise_failure
-from patchgen.runtime.parallel import ParallelConfig
+from patchgen.runtime.parallel import ParallelConfig, gloo_groups
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import head_kinds
 from patchgen.runtime.verify.comparison import nan_is_largest
@@ -236,6 +236,7 @@ def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
 def single_rank() -> Iterator[ParallelState]:
     """The parallel state of a run on one rank."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented there
+    gloo_groups.use_one_worker()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield ParallelState.create(ParallelConfig.for_world(1), "cpu")
