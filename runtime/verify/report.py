@@ -172,7 +172,7 @@ def read_training(directory: Path, file: Path, head: str) -> TrainingRecord | No
     if not path.is_file():
         return None
     record: ProofRecord = json.loads(path.read_text())
-    made: Mapping[str, str] = record.get("made_with", {})
+    made: Mapping[str, object] = record.get("made_with", {})
     holds = (
         record.get("status") == verdict.PROVEN
         and made.get("prover") == source_closure.prover()
