@@ -258,8 +258,9 @@ def _search(features: Callable[..., Any], sp: int, like: Tensor) -> tuple[int | 
                     return number, ""
                 reasons.append("it returns no features, or some that are not finite")
         except (AttributeError, ValueError) as error:  # the config lacks the size of an image
-            reasons.append(str(error))
-    return None, "; ".join(dict.fromkeys(reason.splitlines()[0][:200] for reason in (reasons[0], reasons[-1])))
+            reasons.append(str(error) or type(error).__name__)
+    told = [*reasons[:1], *reasons[-1:]] or ["its config gives no size of an input to try"]
+    return None, "; ".join(dict.fromkeys(reason.partition("\n")[0][:200] for reason in told))
 
 
 def bare_copy(model: nn.Module, like: Tensor) -> nn.Module:

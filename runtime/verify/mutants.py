@@ -204,6 +204,9 @@ class Judge:
                     left_out[check.name] = different
                 else:
                     passing.append(check)
+            if not passing:  # every mutant would be equal
+                check_name, different = next(iter(left_out.items()))
+                raise ValueError(f"{self.head} cannot be compared: {check_name}: {different}")
         return tuple(passing), left_out
 
 

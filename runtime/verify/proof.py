@@ -162,7 +162,7 @@ def prove(
         proof.cases.append(_case_result(case.name, variant, outputs, gradients, expected))
         proof.failures += _failures(f"case {case.name}, variant {variant}", unequal, expected)
     if first is not None and not proof.failures:
-        proof.seams = prove_seams(pair.generated, *first, implementations)
+        proof.seams = prove_seams(pair.generated, *first, implementations, training=training)
         proof.failures += [
             f"seam {result.seam}={result.implementation}: {result.reason}"
             for result in proof.seams

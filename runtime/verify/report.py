@@ -200,9 +200,9 @@ def training_record(path: TrainingPath) -> TrainingRecord:
         "seams": dict(path.seams),
         "checks": {
             check.name: {
-                "loss": f"{check.loss.relative:.0e}",
-                "logits": f"{check.logits.relative:.0e}",
-                "gradient": f"{check.gradient.relative:.0e}",
+                "loss": one_digit(check.loss.relative),
+                "logits": one_digit(check.logits.relative),
+                "gradient": one_digit(check.gradient.relative),
             }
             for check in path.checks
         },

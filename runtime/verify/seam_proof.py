@@ -57,12 +57,18 @@ class SeamResult:
 
 
 def prove_seams(
-    model: nn.Module, case: Case, expected: Step, implementations: Collection[str] | None = None
+    model: nn.Module,
+    case: Case,
+    expected: Step,
+    implementations: Collection[str] | None = None,
+    *,
+    training: bool = True,
 ) -> list[SeamResult]:
     """Compares implementations of the seams of `model` with `expected`, upstream's step on `case`.
 
     Args:
         implementations: their names; None: all.
+        training: whether `expected` is of training mode.
     """
     requested = [
         (seam, implementation)
@@ -73,19 +79,21 @@ def prove_seams(
     if not requested:
         return []
     with _executed_seams(type(model).__module__, *(file.__name__ for _, _, file in parts_of(model))) as executed:
-        train_step(model, case)
+        train_step(model, case, training=training)
     return [
-        _prove_implementation(model, case, expected, seam, implementation)
+        _prove_implementation(model, case, expected, seam, implementation, training=training)
         if seam in executed
         else SeamResult(seam, implementation, ABSENT)
         for seam, implementation in requested
     ]
 
 
-def _prove_implementation(model: nn.Module, case: Case, expected: Step, seam: str, implementation: str) -> SeamResult:
+def _prove_implementation(
+    model: nn.Module, case: Case, expected: Step, seam: str, implementation: str, *, training: bool
+) -> SeamResult:
     with all_eager(), seams.using(**{seam: implementation}), _counted(seam, implementation) as calls:
         try:
-            actual = train_step(model, case)
+            actual = train_step(model, case, training=training)
         except (NotImplementedError, ImportError) as refusal:
             return SeamResult(seam, implementation, UNAVAILABLE, calls[0], reason=str(refusal).splitlines()[0])
     loss = compare_outputs(actual, expected).get("loss", EQUAL)
@@ -97,7 +105,7 @@ def _prove_implementation(model: nn.Module, case: Case, expected: Step, seam: st
 
     def eager_step(eager: nn.Module) -> Step:
         with all_eager():
-            return train_step(eager, case)
+            return train_step(eager, case, training=training)
 
     differences = {"loss": loss, **{f"gradient of {name}": value for name, value in gradients.items()}}
     beyond = {key: value for key, value in differences.items() if not value.relative <= TOLERANCE}  # NaN is beyond

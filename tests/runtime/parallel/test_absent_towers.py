@@ -291,3 +291,21 @@ def test_longest_sequence_is_read_once_or_handed_in() -> None:
     assert towers.max_seqlen(bounds, None) == 7
     bounds[-1] = 60
     assert towers.max_seqlen(bounds, None) == 57
+
+
+@pytest.mark.parametrize("error", [None, ValueError()])
+def test_a_tower_for_which_no_input_can_be_made_is_refused_in_words(error, monkeypatch):
+    """Its config gives no size, or reading one raises an error without a message."""
+
+    class Tower(nn.Module):
+        def get_image_features(self) -> None: ...
+
+    def none_to_try(*_arguments, **_options):
+        if error is not None:
+            raise error
+        yield from ()
+
+    monkeypatch.setattr(minimal_media, "candidates", none_to_try)
+    features, like = Tower().get_image_features, torch.zeros(1)
+    assert minimal_media.minimal_inputs(features, sp=1, like=like) is None
+    assert minimal_media.refusal(features, sp=1, like=like)

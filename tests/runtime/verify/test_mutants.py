@@ -104,6 +104,13 @@ def test_what_raises_or_has_no_number_upstream_does_not_run():
         assert verdict.kind == NOT_RUN, (new, verdict)
 
 
+def test_a_file_of_which_nothing_can_be_compared_is_refused(monkeypatch):
+    """Without a comparison every mutant would be equal."""
+    monkeypatch.setattr(mutants, "_difference", lambda *_arguments: "loss differs by 1.0e+00")
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot be compared: plain, eager: loss differs by"):
+        Judge(upstream.load("llama"))
+
+
 def test_a_device_that_fails_says_nothing_about_a_mutant(monkeypatch):
     def no_memory(*_arguments: object, **_options: object) -> None:
         raise torch.OutOfMemoryError("none left")

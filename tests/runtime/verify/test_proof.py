@@ -10,7 +10,7 @@ import torch
 from stand_in import upstream_head, write_stand_in
 
 from patchgen.runtime import registry, seams
-from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify import seam_proof, verdict
 from patchgen.runtime.verify.comparison import compare_gradients, train_step
 from patchgen.runtime.verify.inputs import IGNORED, drawable_ids, text_cases
 from patchgen.runtime.verify.model_pair import build_model, build_pair, perturb
@@ -224,6 +224,18 @@ def test_a_seam_that_is_never_called_has_not_passed(tmp_path):
     assert "no call reached" in experts.reason
     assert not proof.is_equal
     assert not proof.is_proven
+
+
+def test_a_seam_is_compared_in_the_mode_of_the_step_that_it_is_compared_with(tmp_path, monkeypatch):
+    modes = []
+
+    def recording(model, case, *, training=True):
+        modes.append(training)
+        return train_step(model, case, training=training)
+
+    monkeypatch.setattr(seam_proof, "train_step", recording)
+    prove_with(tmp_path, "qwen3_moe", *with_seam(), variants=("evaluation",), implementations=("torch",))
+    assert modes and not any(modes)
 
 
 def test_a_seam_with_wrong_arguments_fails(tmp_path):

@@ -28,6 +28,7 @@ def test_two_runs_write_the_same_bytes_without_paths(tmp_path):
     assert record["head"] == "MixtralForCausalLM"
     assert record["config"]["num_local_experts"] == 4
     assert [case["case"] for case in record["cases"]] == ["plain", "padded", "packed", "step"]
+    assert record["training"]["checks"]["plain"]["loss"] == "0", "as of the cases"
     assert all(case["gradient"] == {"equal": True, "absolute": "0", "relative": "0"} for case in record["cases"])
 
 
