@@ -110,13 +110,15 @@ def _distance(key: str, actual: Step, expected: Step) -> float:
 
 
 def _largest_movement(key: str, expected: Step) -> float:
-    """How far rounding may move a result upstream; further is a discrete choice.
+    """How far rounding may move a result upstream; further is a discrete choice. Nowhere, if it is not finite.
 
     A gradient may be zero but for rounding (of a bias that a softmax over positions cancels): what is left has no relation
     to its own norm, but to the gradients that it is summed from.
     """
     reference = _picker(key)(expected)
     norm = 0.0 if reference is None else float(reference.double().norm())
+    if not math.isfinite(norm):
+        return 0.0
     if key.startswith("gradient of "):
         norm = max(norm, GRADIENT_FLOOR * expected.max_gradient_norm)
     return max(WELL_CONDITIONED * norm, ROUNDING_FACTOR * _rounding_error(key, expected))

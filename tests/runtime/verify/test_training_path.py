@@ -219,6 +219,7 @@ def test_a_gradient_of_nothing_but_rounding_is_equal_and_one_of_a_true_size_is_n
     assert remaining(step(0.0), step(1e-7), iter(steady)) == {"gradient of bias"}, "as small, but it stands still"
     assert remaining(step(1e-3), step(-2e-8), iter(noise)) == {"gradient of bias"}
     assert remaining(step(math.nan), step(-2e-8), iter(noise)) == {"gradient of bias"}
+    assert remaining(step(1.0), step(math.inf), iter(noise)) == {"gradient of bias"}
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
