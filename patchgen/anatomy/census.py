@@ -168,11 +168,23 @@ class _Walk:
         if attribute or isinstance(value, ast.Constant | ast.Lambda):
             return True
         if isinstance(value, ast.Name) and value.id in _local(where):
-            if bound := [n.value for n in walk(where) if isinstance(n, ast.Assign) and value.id in stored(n)]:
-                inside = open_names | {value.id}
-                return value.id in open_names or all(self._is_known(part, owner, where, inside) for part in bound)
-            handed = self.anatomy.handed(owner, value)  # stands in another class
-            return bool(handed) and all(self._is_known(part, owner, ast.Pass()) for part in handed)
+            if value.id in open_names:
+                return True
+            inside = open_names | {value.id}
+            bound = [n.value for n in walk(where) if isinstance(n, ast.Assign) and value.id in stored(n)]
+            handed = [
+                part for part in self.anatomy.handed(owner, value) if part not in bound
+            ]  # stands in another class
+            is_told = all(self._is_known(part, owner, where, inside) for part in bound)
+            if bound and not (isinstance(where, FunctionNode) and value.id in parameter_names(where)):
+                return is_told
+            return (
+                is_told
+                and bool(handed)
+                and all(
+                    not isinstance(part, ast.Starred) and self._is_known(part, owner, ast.Pass()) for part in handed
+                )
+            )
         if isinstance(value, ast.Name | ast.Attribute):
             return self.names.resolve(value, _local(where)) is not None
         # What lists of modules hold is called.

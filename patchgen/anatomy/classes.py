@@ -88,14 +88,18 @@ def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
     """What a class constructs through Auto classes, in any of its methods."""
     builds: list[Build] = []
     for method in info.methods.values():
-        aliases = plain_assignments(walk(method))
         for call, attribute, in_list in _constructions(method, resolve):
-            auto = auto_class(resolve(_constructed(call)))
+            auto = auto_class(resolve(constructed(call)))
             if not auto:
                 continue
             config = arguments(call, ("config",)).get("config")
-            if isinstance(config, ast.Name):  # `text_config = config.get_text_config()` above the construction
-                config = aliases.get(config.id, config)
+            if isinstance(config, ast.Name) and config.id not in parameter_names(method):
+                values = assigned_to(
+                    method, config.id
+                )  # `text_config = config.get_text_config()` above the construction
+                config = values[0] if values and len(values) == 1 else None
+            if base_name(config) in {*parameter_names(method)} & {*stored(method)}:
+                config = None  # it may be that of the caller, or what replaces it
             source = ast.unparse(config) if config is not None else None
             code = ast.unparse(call)
             builds.append(Build(info.name, attribute, None, in_list, method.name, auto, source, code))
@@ -197,6 +201,19 @@ def parameter_names(function: FunctionNode) -> list[str]:
     return [arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs] if arg.arg != "self"]
 
 
+def parameters(function: FunctionNode) -> set[str]:
+    """All of a function, `*args` and `**kwargs` too, but `self`."""
+    return {arg.arg for arg in walk(function.args) if isinstance(arg, ast.arg)} - {"self"}
+
+
+def defaults_of(function: FunctionNode) -> dict[str, ast.expr]:
+    """The default values of a function's parameters."""
+    args = function.args
+    plain = [arg.arg for arg in (*args.posonlyargs, *args.args)]
+    keyword_only = zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    return dict(zip(plain[::-1], args.defaults[::-1], strict=False)) | {arg.arg: v for arg, v in keyword_only if v}
+
+
 def own_attribute(node: ast.AST) -> str | None:
     """`experts` for the expression `self.experts`."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
@@ -232,6 +249,14 @@ def plain_assignments(nodes: Iterable[ast.AST]) -> dict[str, ast.expr]:
     return {target.id: node.value for node in assigned if isinstance(target := node.targets[0], ast.Name)}
 
 
+def assigned_to(function: FunctionNode, name: str) -> list[ast.expr] | None:
+    """Every value that a function binds a name to; None where it does so by more than assignments `name = value`."""
+    assigned = [node for node in walk(function) if isinstance(node, ast.Assign | ast.AnnAssign)]
+    pairs = [(node.value, target) for node in assigned for target in targets(node) if node.value is not None]
+    values = [value for value, target in pairs if isinstance(target, ast.Name) and target.id == name]
+    return values if len(values) == stored(function).count(name) else None
+
+
 def inlined(node: ast.expr, values: Mapping[str, ast.expr]) -> ast.expr:
     """A copy of code with the values of names in their place."""
     return _Inliner(values).visit(copy.deepcopy(node))
@@ -255,8 +280,10 @@ def is_in_place(function: ast.expr) -> bool:
 
 
 def is_setter(method: FunctionNode) -> bool:
-    """Whether a method is transformers' `set_output_embeddings(new)` and the like: what callers hand in is not upstream's."""
-    return method.name.startswith("set_") and "forward" not in called_names(method)
+    """Whether a method is transformers' `set_output_embeddings(new)` and the like, which the file itself does not run (see
+    `Names`): what callers hand in is not upstream's."""
+    is_run = vars(method).get("is_run", False)
+    return method.name.startswith("set_") and not is_run and "forward" not in called_names(method)
 
 
 def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:
@@ -282,7 +309,7 @@ def _self_assignments(statement: ast.AST) -> Iterator[tuple[str, ast.expr]]:
                 yield attribute, statement.value
 
 
-def _constructed(call: ast.Call) -> ast.expr:
+def constructed(call: ast.Call) -> ast.expr:
     """The class of `X(...)` and of `X.from_config(...)`."""
     match call.func:
         case ast.Attribute(owner, name) if name in CONSTRUCTORS:
@@ -308,6 +335,6 @@ def _constructions(method: FunctionNode, resolve: Resolve) -> Iterator[tuple[ast
 
 def _builds(owner: str, init: FunctionNode, local_classes: Container[str], resolve: Resolve) -> Iterator[Build]:
     for call, attribute, in_list in _constructions(init, resolve):
-        target = resolve(_constructed(call)) or ""
+        target = resolve(constructed(call)) or ""
         if target[:1] == "." and target[1:] in local_classes:
             yield Build(owner, attribute, target[1:], in_list, init.name)

@@ -26,8 +26,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.experts import counts_of, require_rowwise, single_call, term_text
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.interpreter import Interpreter, Term
-from patchgen.anatomy.known import is_of_config
-from patchgen.anatomy.names import local_names
+from patchgen.anatomy.names import is_of_config, local_names
 from patchgen.anatomy.roles import LIST, is_gated_mlp
 from patchgen.anatomy.tokenwise import stored_names
 from patchgen.errors import Missed

@@ -9,11 +9,11 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy import known
 from patchgen.anatomy.classes import calls, loaded, own_attribute, parameter_names, stored, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.initialisation import METHOD
 from patchgen.anatomy.interpreter import Interpreter, Term
+from patchgen.anatomy.names import is_of_config
 from patchgen.anatomy.operations import is_term
 from patchgen.anatomy.roles import stack_shapes
 from patchgen.anatomy.tokenwise import mixing_member
@@ -122,8 +122,7 @@ def _readings(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, str]]
 def _is_no_module(anatomy: Anatomy, value: ast.expr) -> bool:
     """Whether it is a configuration, or something of another file, as `torch` in `getattr(torch, name)`."""
     meaning = anatomy.names.resolve(value)
-    is_of_config = known.is_of_config(value) or ast.unparse(value) == "self.config"
-    return is_of_config or (meaning is not None and not meaning.startswith("."))
+    return is_of_config(value) or (meaning is not None and not meaning.startswith("."))
 
 
 def _first_parameter(node: ast.AST) -> ast.expr | None:

@@ -17,20 +17,20 @@ from patchgen.anatomy.classes import (
     auto_builds,
     calls,
     describe,
-    handed_to,
     is_setter,
     linearised,
     loaded,
     mentions,
     own_attribute,
-    parameter_names,
     plain_assignments,
     stored,
     stores_of,
     walk,
 )
+from patchgen.anatomy.constructions import Constructions, is_whole_config
 from patchgen.anatomy.names import Names
 from patchgen.anatomy.stores import Store, may_be_stored, stores_in, stores_of_class
+from patchgen.errors import PatchgenError
 from patchgen.source import Module
 from patchgen.upstream import AUTO_CLASS_MAPPINGS, SubConfig, Upstream
 
@@ -101,6 +101,7 @@ class Anatomy:
         known = self.classes[name].roles if name in self.classes else {}  # a pass may have written it anew
         self.classes[name] = describe(node, {*self.classes, name}, self.names.resolve)
         self.orders.clear()
+        vars(self).pop("constructions", None)
         self.classes[name].roles |= known
         assign_class_roles(self, self.classes[name])
         for info in self.classes.values():
@@ -139,70 +140,24 @@ class Anatomy:
             return ()
         return tuple(methods or values)
 
-    def _below(self, owner: str) -> list[str]:
+    def below(self, owner: str) -> list[str]:
         """The class and those of the file that inherit from it."""
         heirs = [name for name in self.classes if any(info.name == owner for info in self.lineage(name))]
         return [owner, *(name for name in heirs if name != owner)]
 
     def _family(self, owner: str) -> list[ClassInfo]:
         """Whose code instances of the class and of its subclasses run."""
-        infos = {info.name: info for name in self._below(owner) for info in self.lineage(name)}
+        infos = {info.name: info for name in self.below(owner) for info in self.lineage(name)}
         return list(infos.values())
 
     def handed(self, owner: str, value: ast.AST) -> tuple[ast.expr | ast.stmt, ...]:
-        """What a parameter of an `__init__`, or an attribute of one, is where `given` finds the file to hand it over.
+        """What a parameter of an `__init__`, or an attribute of one, is where the file builds the class (`Constructions`)."""
+        return self.constructions.handed(owner, value)
 
-        Args:
-            owner: the class whose instance it is about.
-            value: the parameter as an `__init__` of the file reads it, or its attribute; of other code, that of the owner's.
-        """
-        return self._handed(owner, value, set()) or ()
-
-    def _handed(self, owner: str, value: ast.AST, visited: set[ast.AST]) -> tuple[ast.expr | ast.stmt, ...] | None:
-        """The same, through parameters that are handed on, each once; None if it is none of these, or nothing is handed."""
-        visited.add(value)
-        inits = [(info.name, info.methods["__init__"]) for info in self.classes.values() if "__init__" in info.methods]
-        home = next((name for name, init in inits if value in walk(init)), owner)
-        init = self.method(home, "__init__")
-        base = value.value if isinstance(value, ast.Attribute) else value
-        if init is None or not isinstance(base, ast.Name) or base.id not in parameter_names(init[1]):
-            return None
-        below = self._below(owner)
-        is_own = any(info.name == home for name in below for info in self.lineage(name))
-        values: list[ast.expr | ast.stmt] = []
-        builders = [*self.given(init[1], base.id, below if is_own else self._below(home))]
-        for info, given in builders:
-            if isinstance(given, ast.Name) and stored(info.methods["__init__"]).count(given.id) == 1:
-                given = plain_assignments(walk(info.methods["__init__"])).get(given.id, given)
-            if isinstance(value, ast.Attribute) and isinstance(given, ast.Call):
-                values += self.held((self.names.resolve(given.func) or "").removeprefix("."), value.attr)
-            elif isinstance(value, ast.Name) and given is not None and given not in visited:
-                through = self._handed(owner, given, visited)
-                values += (given,) if through is None else through
-        return tuple(values) if builders else None
-
-    def given(
-        self, init: FunctionNode, parameter: str, owners: Iterable[str]
-    ) -> Iterator[tuple[ClassInfo, ast.expr | None]]:
-        """What is handed to a parameter of an `__init__` that instances of these classes run, with the class that does it:
-        one whose `__init__` builds such a class for an attribute, or a subclass that calls the `__init__` of its bases."""
-        names, visited = parameter_names(init), set[str]()
-        attributes = [(info, value) for info in self.classes.values() for value in info.attributes.values()]
-        for owner in owners:
-            chain = [info for info in self.lineage(owner) if "__init__" in info.methods]
-            place = next((i for i, info in enumerate(chain) if info.methods["__init__"] is init), None)
-            if place == 0:
-                for info, call in ((info, call) for info, value in attributes for call in calls(value)):
-                    if self.names.resolve(call.func) == f".{owner}":
-                        yield info, handed_to(call, names, parameter)
-            elif place is not None and (heir := chain[place - 1]).name not in visited:
-                visited.add(heir.name)
-                for call in calls(heir.methods["__init__"]):
-                    match call.func:
-                        case ast.Attribute(ast.Call(ast.Name("super")), "__init__"):
-                            yield heir, handed_to(call, names, parameter)
-                        case ast.Attribute(base, "__init__") if self.names.resolve(base) == f".{chain[place].name}":
-                            yield heir, handed_to(call, ["self", *names], parameter)
+    @functools.cached_property
+    def constructions(self) -> Constructions:
+        """Where the file builds its classes."""
+        return Constructions(self)
 
     @functools.cached_property
     def _stores(self) -> frozenset[Store]:
@@ -331,10 +286,10 @@ class Anatomy:
     def _handed_config(self, owner: str) -> str | None:
         """The configuration class of the one kind of model that builds the class with its own config; None: not told."""
         init = self.method(owner, "__init__")
-        pairs = self.given(init[1], "config", [owner]) if init else ()
-        built = [(info, given and ast.unparse(given)) for info, given in pairs]
+        pairs = self.constructions.given(init[1], "config", [owner]) if init else ()
         config_classes = {
-            self.config_of(info.name) if given in ("config", "self.config") else None for info, given in built
+            self.config_of(place.owner) if given is not None and is_whole_config(place, given) else None
+            for place, given in pairs
         }
         return config_classes.pop() if len(config_classes) == 1 else None
 
@@ -380,9 +335,25 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
         elif isinstance(node, FunctionNode):
             anatomy.functions[node.name] = node
     for info in anatomy.classes.values():
+        _require_own_self(info)
         info.auto_builds = auto_builds(info, anatomy.names.resolve) if "from_config" in module.text else []
     assign_roles(anatomy)
     return anatomy
+
+
+def _require_own_self(info: ClassInfo) -> None:
+    """Attributes of `self` are read as those of the instance.
+
+    Raises:
+        PatchgenError: a method gives that name to something else, or holds code whose `self` is another.
+    """
+    for method in info.methods.values():
+        inside = [node for statement in method.body for node in walk(statement)]
+        if "self" in stored(method) or any(isinstance(node, ast.arg) and node.arg == "self" for node in inside):
+            raise PatchgenError(
+                f"{info.name}.{method.name} (upstream line {method.lineno}) gives the name `self` to something else: "
+                "which object's attributes it reads there is not known. Give that another name upstream"
+            )
 
 
 @functools.lru_cache(maxsize=4096)

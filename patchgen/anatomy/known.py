@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 
-from patchgen.anatomy.classes import arguments, calls, dotted, own_attribute, stored, walk
+from patchgen.anatomy.classes import arguments, assigned_to, calls, defaults_of, own_attribute, walk
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.names import CONFIG
+from patchgen.anatomy.names import CONFIG, is_of_config
 
 CASTS = frozenset({"float", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone", "detach"})
 # fmt: off
@@ -51,26 +51,24 @@ def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, visited: frozenset[
         return is_plain and all(_is_number(part, anatomy, owner, visited) for part in value.args)
     if isinstance(value, ast.Subscript):
         return _is_number(value.value, anatomy, owner, visited)
-    if isinstance(value, ast.Name) and value.id != "config":
+    if isinstance(value, ast.Name) and value.id != CONFIG:
         return value.id not in visited and _is_number_by_name(value, anatomy, owner, visited | {value.id})
-    return isinstance(value, ast.Constant) or is_of_config(value)
+    return isinstance(value, ast.Constant) or is_left_in_config(anatomy, value)
 
 
 def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: frozenset[str]) -> bool:
-    """A parameter of `__init__`: by its annotation, else by its arguments, else by its default; or a local variable there."""
-    init = anatomy.method(owner, "__init__")
-    if init is None:
+    """A local variable, or a parameter of `__init__`: by its annotation, else by its arguments, else by its default."""
+    place, init = anatomy.constructions.scopes.get(name), anatomy.method(owner, "__init__")
+    function = place.function if place else init and init[1]
+    if function is None or (known := assigned_to(function, name.id)) is None:
         return False
-    args = init[1].args
-    annotations = {arg.arg: ast.unparse(arg.annotation) for arg in args.args if arg.annotation is not None}
-    defaults = dict(zip([arg.arg for arg in args.args[::-1]], args.defaults[::-1], strict=False))
-    known: list[ast.AST] = [
-        node.value for node in walk(init[1]) if isinstance(node, ast.Assign) and name.id in stored(node)
-    ]
-    if annotations.get(name.id) not in ("float", "int", "bool"):
-        known += anatomy.handed(owner, name) or [defaults[n] for n in defaults if n == name.id]
-        known = known or [name.ctx]  # nothing tells
-    return all(_is_number(value, anatomy, owner, visited) for value in known)
+    annotations = {arg.arg: arg.annotation for arg in walk(function.args) if isinstance(arg, ast.arg)}
+    annotation = annotations.get(name.id)
+    if name.id in annotations and not (annotation and ast.unparse(annotation) in ("float", "int", "bool")):
+        default = defaults_of(function).get(name.id)
+        handed = anatomy.handed(owner, name) or ([] if default is None else [default])
+        known = [*known, *handed] if handed else []
+    return bool(known or annotation) and all(_is_number(value, anatomy, owner, visited) for value in known)
 
 
 def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:
@@ -101,12 +99,9 @@ def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
             return False
 
 
-def is_of_config(value: ast.AST) -> bool:
-    """Whether it is `config`, or an attribute of `config` or `self.config`: by transformers' contract no tensor, unless the
-    function around it gives the name to something else."""
-    is_called_so = dotted(value) == CONFIG or dotted(value).startswith((f"{CONFIG}.", f"self.{CONFIG}."))
-    named = (node for node in walk(value) if isinstance(node, ast.Name) and node.id == CONFIG)
-    return is_called_so and all(vars(node).get("is_config", True) for node in named)
+def is_left_in_config(anatomy: Anatomy, value: ast.AST) -> bool:
+    """Whether it is of a config, and no code of the file stores another value there."""
+    return is_of_config(value) and not (isinstance(value, ast.Attribute) and anatomy.is_stored_outside(value.attr))
 
 
 def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:

@@ -19,13 +19,14 @@ from patchgen.anatomy.classes import (
     arguments,
     loaded,
     parameter_names,
+    parameters,
     stored,
     targets,
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.names import local_names
-from patchgen.anatomy.state_changes import ASKED, CASTS, StateChanges, derived_from, flags, parameters, values_in
+from patchgen.anatomy.names import is_of_config, local_names
+from patchgen.anatomy.state_changes import ASKED, CASTS, StateChanges, derived_from, flags, values_in
 
 SHARES = "ops.router_loss"
 STATE = "changes self for the next call, on each rank alone"
@@ -244,7 +245,7 @@ def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
         return known.is_number(anatomy, owner, first)
     held = [value for value in anatomy.held(owner, first) if isinstance(value, ast.expr)]
     is_changed = any(map(anatomy.is_stored_outside, more))
-    return first == "config" and not is_changed and all(map(known.is_of_config, held))
+    return first == "config" and not is_changed and all(map(is_of_config, held))
 
 
 def is_result_class(function: ast.expr, anatomy: Anatomy, scope: Container[str]) -> bool:

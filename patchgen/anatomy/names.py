@@ -1,26 +1,43 @@
 """What the names of a file stand for, by its import statements, definitions and scopes."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
 import builtins
 import functools
+import re
 from collections.abc import Callable, Container, Iterator, Sequence
 
 from patchgen.anatomy.classes import (
     FunctionNode,
+    assigned_to,
     base_name,
+    called_names,
     calls,
-    dotted,
     mentions,
     own_attribute,
-    plain_assignments,
     stored,
     walk,
 )
 from patchgen.source import bound_names
 
 CONFIG = "config"  # transformers' name of a parameter and of an attribute of models: a configuration, no tensor
+CONFIG_CLASS = re.compile("Config$")  # `LlamaConfig`, `AutoConfig`
+COPIES = ("copy.copy", "copy.deepcopy")
+
+
+def is_of_config(value: ast.AST) -> bool:
+    """Whether it is `config` or `self.config`, or a part of it: by transformers' contract no tensor, unless the function around
+    it gives the name to something else."""
+    match value:
+        case ast.Name(name):
+            return name == CONFIG and vars(value).get("is_config", True)
+        case ast.Attribute(ast.Name("self"), name):
+            return name == CONFIG
+        case ast.Attribute(part) | ast.Subscript(part) | ast.Call(ast.Attribute(part, "get_text_config")):
+            return is_of_config(part)
+    return False
 
 
 class Names:
@@ -53,8 +70,11 @@ class Names:
             for name, meaning in self._bindings(statement):
                 self._known[name] = meaning if self._known.get(name, meaning) == meaning else None
         everything = [node for statement in nodes for node in walk(statement)]
-        for function in (node for node in everything if isinstance(node, FunctionNode)):
+        functions = [node for node in everything if isinstance(node, FunctionNode)]
+        running = _running(functions)
+        for function in functions:
             self._mark_local(function)
+            vars(function)["is_run"] = function.name in running
         for node in everything:
             for name in node.names if isinstance(node, ast.Global) else ():
                 self._known[name] = None
@@ -132,15 +152,24 @@ class Names:
                 vars(node)["is_config"] = node.id == CONFIG and not is_other
 
     def _keeps_config(self, function: FunctionNode) -> bool:
-        """Whether all that a function binds to the name `config` is a configuration: a part of one, or made by transformers."""
-        assigned = [plain_assignments([node]).get(CONFIG) for node in walk(function) if isinstance(node, ast.Assign)]
-        values = [value for value in assigned if value is not None]
-        made = [self.resolve(value.func if isinstance(value, ast.Call) else value) or "" for value in values]
-        own = (dotted(value).removeprefix("self.").partition(".")[0] == CONFIG for value in values)
-        is_known = all(
-            is_own or meaning.startswith("transformers.") for is_own, meaning in zip(own, made, strict=True)
-        )
-        return is_known and len(values) == stored(function).count(CONFIG)
+        """Whether all that a function binds to the name `config` is a configuration."""
+        assigned = assigned_to(function, CONFIG)
+        return assigned is not None and all(map(self._is_config, assigned))
+
+    def _is_config(self, value: ast.expr) -> bool:
+        """Whether code gives a configuration: one, a part or copy of one, or what transformers' classes of them make."""
+        match value:
+            case ast.IfExp(_, body, orelse):
+                return self._is_config(body) and self._is_config(orelse)
+            case ast.Call(function, [copied]) if self.resolve(function) in COPIES:
+                return self._is_config(copied)
+            case ast.Call(function, [holder, ast.Constant(), *defaults]) if (
+                self.resolve(function) == "builtins.getattr"
+            ):
+                return all(map(self._is_config, [holder, *defaults]))
+        meaning = self.resolve(value.func if isinstance(value, ast.Call) else value) or ""
+        is_made = meaning.startswith("transformers.") and any(CONFIG_CLASS.search(part) for part in meaning.split("."))
+        return is_made or is_of_config(value)
 
     def _bindings(self, statement: ast.stmt) -> Iterator[tuple[str, str]]:
         """Name -> what it stands for, of everything that a statement of the module binds."""
@@ -178,6 +207,16 @@ def local_names(function: ast.AST) -> frozenset[str]:
 def uses_name(node: ast.AST, name: str) -> bool:
     """Whether the name is read or written anywhere in the node (attributes and keywords of that name do not count)."""
     return mentions(node, name) or name in local_names(node)
+
+
+def _running(functions: Sequence[FunctionNode]) -> set[str]:
+    """The names of functions that a model runs when it is built or called, by the names in calls."""
+    running: set[str] = set()
+    pending = {"__init__", "forward"}
+    while pending:
+        running |= pending
+        pending = {name for f in functions if f.name in pending for name in called_names(f)} - running
+    return running
 
 
 def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:

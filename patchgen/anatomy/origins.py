@@ -7,16 +7,16 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 
 from patchgen.anatomy.classes import (
-    FunctionNode,
+    assigned_to,
+    defaults_of,
     loaded,
     own_attribute,
     parameter_names,
-    plain_assignments,
     stored,
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.known import NUMBERS, is_of_config
+from patchgen.anatomy.known import NUMBERS, is_left_in_config
 
 SEQUENCES = (ast.Tuple, ast.List)
 
@@ -53,36 +53,27 @@ def origins(
 
 def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
     """What a name holds, each with the class whose code says so; nothing if that is not known."""
-    owner, function = _scope(anatomy, name)
+    place = anatomy.constructions.scopes.get(name)
+    function = place.function if place else None
+    is_parameter = function is not None and name.id in parameter_names(function)
     values: list[tuple[str, ast.AST]] = []
-    if function is not None and name.id in stored(function):
-        assigned = [
-            n for n in walk(function) if isinstance(n, ast.Assign) and plain_assignments([n]).keys() == {name.id}
-        ]
-        if len(assigned) != stored(function).count(name.id):
+    if place and function and name.id in stored(function):
+        assigned = assigned_to(function, name.id)
+        if assigned is None:
             return []
-        values = [(owner, node.value) for node in assigned]
-    if function is not None and name.id in parameter_names(function):
+        values = [(place.owner, value) for value in assigned]
+    if function and is_parameter:
         if function.name != "__init__":
             return []
-        builds = [*anatomy.given(function, name.id, anatomy.classes)]
-        args = function.args
-        plain = [*args.posonlyargs, *args.args]
-        defaults = dict(zip([arg.arg for arg in plain[::-1]], args.defaults[::-1], strict=False))
-        defaults |= {arg.arg: value for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True) if value}
-        values += [(info.name, given) for info, given in builds if given is not None]
-        if name.id in defaults and (not builds or any(given is None for _, given in builds)):
-            values.append((owner, defaults[name.id]))
+        builds = [*anatomy.constructions.given(function, name.id, anatomy.classes)]
+        values += [(where.owner, given) for where, given in builds if given is not None]
+        default = defaults_of(function).get(name.id)
+        if default is not None and (not builds or any(given is None for _, given in builds)):
+            values.append((place.owner if place else "", default))
         return values
     if not values and (anatomy.names.resolve(name) or "") == f".{name.id}" and name.id in anatomy.tables:
         return [("", anatomy.tables[name.id])]
     return values
-
-
-def _scope(anatomy: Anatomy, name: ast.Name) -> tuple[str, FunctionNode | None]:
-    """The class and the method in which code stands."""
-    methods = ((info.name, method) for info in anatomy.classes.values() for method in info.methods.values())
-    return next(((owner, m) for owner, m in methods if any(node is name for node in walk(m))), ("", None))
 
 
 def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
@@ -153,12 +144,13 @@ def _is_number(anatomy: Anatomy, owner: str, value: ast.AST, visited: frozenset[
             return name != "shape"
         case ast.Name():
             return _is_number_of_caller(anatomy, value)
-    return is_of_config(value)
+    return is_left_in_config(anatomy, value)
 
 
 def _is_number_of_caller(anatomy: Anatomy, name: ast.Name) -> bool:
     """Whether it is a parameter of `__init__`, not annotated as several numbers, of which the file says no more."""
-    function = _scope(anatomy, name)[1]
+    place = anatomy.constructions.scopes.get(name)
+    function = place.function if place else None
     if function is None or function.name != "__init__" or name.id not in parameter_names(function):
         return False
     arguments = (node for node in walk(function.args) if isinstance(node, ast.arg) and node.arg == name.id)

@@ -391,7 +391,8 @@ class RowReader:
             return axes.any_of([self._call_value(part, call) for part in handed], call)
         given = [self.value(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
         same = joined(given, call) if all(isinstance(value_given, str | None) for value_given in given) else None
-        if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and known.is_of_config(value)):
+        is_of_config = isinstance(value, ast.Attribute) and known.is_left_in_config(self._anatomy, value)
+        if ast.unparse(value) == "None" or is_of_config:
             return same  # None, or a function that a caller put into the config for an activation
         function = value.func if isinstance(value, ast.Call) else value
         resolved = self._resolve(function.value if isinstance(function, ast.Subscript) else function)
@@ -404,8 +405,7 @@ class RowReader:
                     self._call_value(part, call)
                 return same
             is_row = name in known.ROW_MODULES and not self._fixed and axes.last_axis(same) == "."
-            sizes = (value.args[:1], {k.arg: k.value for k in value.keywords})
-            is_row = is_row and (name == "Linear" or is_one_size(self._anatomy, self._owner, *sizes))
+            is_row &= name == "Linear" or is_one_size(self._anatomy, self._owner, value.args[:1], arguments(value, ()))
             if resolved in ACTIVATION_GETTERS or (library == "torch.nn" and (name in known.ACTIVATIONS or is_row)):
                 return same
             if resolved in self._known:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, stored, walk
+from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, parameters, stored, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.state_changes import parameters, value_pairs
+from patchgen.anatomy.state_changes import value_pairs
 
 FIRST_ALONE = ("builtins.enumerate", "builtins.reversed", "builtins.iter", "builtins.list", "builtins.tuple")
 SHORTEST = "builtins.zip"

@@ -16,12 +16,13 @@ from patchgen.anatomy.classes import (
     loaded,
     own_attribute,
     parameter_names,
+    parameters,
     stored,
     targets,
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.names import Names
+from patchgen.anatomy.names import Names, is_of_config
 
 CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
 ASKED, ASKED_BY_CALL = ("device", "dtype", "shape"), ("size", "dim", "numel", "get_device")
@@ -144,9 +145,9 @@ def _outputs(call: ast.Call, is_library: bool) -> Iterator[ast.expr]:
 
 def _state_of(node: ast.AST, aliases: dict[str, str]) -> str | None:
     """`load` for `self.load`, and for what shares its memory: a part, `.data`, the result of a method in place, a name."""
-    while own_attribute(node) is None or known.is_of_config(node):
+    while own_attribute(node) is None or is_of_config(node):
         match node:
-            case _ if known.is_of_config(node):
+            case _ if is_of_config(node):
                 return None
             case ast.Subscript(value) | ast.Attribute(value):
                 node = value
@@ -204,11 +205,6 @@ def derived_from(names: Names, function: FunctionNode, data: set[str]) -> set[st
                 attribute = own_attribute(target)
                 derived |= {f"self.{attribute}"} if attribute else set(stored(target))
     return derived
-
-
-def parameters(function: FunctionNode) -> set[str]:
-    """All of a function but `self`."""
-    return {arg.arg for arg in walk(function.args) if isinstance(arg, ast.arg)} - {"self"}
 
 
 def _uncast(value: ast.expr) -> ast.expr:

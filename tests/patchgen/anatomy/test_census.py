@@ -155,6 +155,19 @@ def test_what_a_parameter_is_stands_where_the_class_is_built():
     assert found["Gate.act"] == "not read: act"
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("self.act = act", "act = act or nn.Tanh()\n        self.act = act"),
+        ("class Head", "TABLE = {'gate': Gate}\n\nclass Head"),
+    ],
+)
+def test_a_parameter_of_which_more_may_be_handed_is_named(edit: tuple[str, str]):
+    handed = "config.make_act" if "or" in edit[1] else "nn.Tanh()"
+    found = census(anatomy_of(CALLED.format(handed).replace(*edit, 1)), ["Head"], {})
+    assert found["Gate.act"] == "not read: act"
+
+
 def test_an_attribute_under_another_name_is_named_where_it_is_set():
     named = CALLED.replace("self.act = act", "self.made = config.make_act\n        self.act = self.made")
     found = census(anatomy_of(named.format("nn.Tanh()")), ["Head"], {})

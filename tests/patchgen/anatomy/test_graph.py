@@ -8,6 +8,7 @@ import pytest
 from generation_cases import anatomy_of
 
 from patchgen.anatomy.graph import references
+from patchgen.errors import PatchgenError
 from patchgen.upstream import ConfigClass, SubConfig
 
 FILE = """
@@ -134,9 +135,9 @@ def test_what_an_attribute_may_hold(owner: str, attribute: str, values: list[str
 @pytest.mark.parametrize(
     ("owner", "parameter", "values"),
     [
-        ("Inner", "act", ["nn.SiLU()", "nn.ReLU()", "nn.GELU()"]),  # a subclass hands it on
-        ("Inner", "last", ["self"]),
-        ("Inner", "config", ["Sizes()", "config", "config"]),
+        ("Inner", "act", ["nn.SiLU()", "nn.Sigmoid()", "nn.ReLU()", "nn.GELU()"]),  # a subclass hands it on
+        ("Inner", "last", ["None", "self"]),
+        ("Inner", "config", ["Sizes()", "config", "config", "config"]),
         ("Inner", "config.width", ["8"]),
         ("Inner", "config.height", []),
         ("Inner", "unknown", []),
@@ -227,6 +228,35 @@ def test_a_store_that_cannot_be_to_the_attribute_says_nothing_of_it(code: str):
     assert told(anatomy_of(f"{HOLDER}{code}\n").held("Part", "act")) == ["nn.SiLU()"]
 
 
+SETTER = "\n    def set_act(self, act):\n        self.act = act\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "values"),
+    [
+        ("class Use:\n    def resize(self, part):\n        part.set_act(nn.Softmax(1))", ["nn.SiLU()"]),  # for who asks for it
+        ("class Use:\n    def __init__(self, part):\n        part.set_act(nn.Softmax(1))", ["nn.SiLU()", "act"]),
+        ("def change(m):\n    m.set_act(nn.Softmax(1))\nclass Use:\n    def forward(self, x):\n        change(self.part)", ["nn.SiLU()", "act"]),
+    ],
+)  # fmt: skip
+def test_a_setter_that_the_file_runs_counts(code: str, values: list[str]):
+    assert told(anatomy_of(f"{HOLDER}{SETTER}{code}\n").held("Part", "act")) == values
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "self = self.inner",
+        "with x as self: pass",
+        "def run(self): return self.act",
+        "run = lambda self: self.act",
+    ],
+)
+def test_self_is_the_instance(code: str):
+    with pytest.raises(PatchgenError, match="Part.__init__ .* gives the name `self` to something else"):
+        anatomy_of(f"{HOLDER}        {code}\n")
+
+
 HANDED = """
 class A(nn.Module):
     def __init__(self, act):
@@ -255,6 +285,75 @@ class Model(nn.Module):
 def test_what_subclasses_hand_on_counts(code: str, values: list[str]):
     anatomy = anatomy_of(f"{HANDED}\n{code}\n")
     assert told(anatomy.handed("A", anatomy.attribute("A", "act"))) == values
+
+
+BUILT = {
+    "in a list": ("", "parts.append(A(nn.Softmax(1)))", "nn.Softmax(1)"),
+    "in a comprehension": ("", "parts += [A(nn.Softmax(1)) for _ in range(2)]", "nn.Softmax(1)"),
+    "in an argument": ("", "nn.Sequential(A(nn.Softmax(1)))", "nn.Softmax(1)"),
+    "in a function": ("def made():\n    return A(nn.Softmax(1))\n", "pass", "nn.Softmax(1)"),
+    "for a config": ("", "part = A._from_config(nn.Softmax(1))", "nn.Softmax(1)"),
+    "by another name": ("", "kind = A\n        self.part = kind(nn.Softmax(1))", "*A"),
+    "by a choice": ("", "kind = A if act else B\n        self.part = kind(nn.Softmax(1))", "*A"),
+    "by a table": ("TABLE = {'a': A}\n", "self.part = TABLE['a'](nn.Softmax(1))", "*A"),
+    "by a library": ("import functools\n", "self.part = functools.partial(A, nn.Softmax(1))()", "*A"),
+    "by its own method": ("class B(A):\n    def again(self):\n        return type(self)(nn.Softmax(1))\n", "pass", "nn.Softmax(1)"),
+    "with a local name": ("", "kind = nn.Softmax(1)\n        self.part = A(kind)", "nn.Softmax(1)"),
+    "with a name of two values": ("", "if act: act = nn.Tanh()\n        self.part = A(act)", "nn.Tanh()"),
+    "by a base of its base": ("class B(A):\n    def __init__(self): pass\nclass C(B):\n    def __init__(self):\n        super(B, self).__init__(nn.Softmax(1))\n", "pass", "nn.Softmax(1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BUILT)
+def test_every_construction_says_what_a_parameter_is(case: str):
+    above, code, value = BUILT[case]
+    builder = f"class M(nn.Module):\n    def __init__(self, act, parts):\n        {code}\n"
+    anatomy = anatomy_of(f"{HANDED}\n{above}\n{builder}")
+    assert value in told(anatomy.handed("A", anatomy.attribute("A", "act")))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class B(nn.Module):\n    def of(self, part: A) -> A:\n        return isinstance(part, (A, B))",
+        "class B(nn.Module):\n    _can_record_outputs = {'states': [A]}",
+        "def run(x):\n    return A.forward(x)",
+    ],
+)
+def test_a_class_that_code_only_asks_for_is_not_built_there(code: str):
+    anatomy = anatomy_of(f"{HANDED}\n{code}\n")
+    assert told(anatomy.handed("A", anatomy.attribute("A", "act"))) == ["nn.SiLU()"]
+
+
+@pytest.mark.parametrize(
+    ("code", "values"),
+    [
+        ("act = act or nn.Softmax(1)", ["act or nn.Softmax(1)", "nn.SiLU()"]),
+        ("if act is None:\n            act = nn.Softmax(1)", ["nn.Softmax(1)", "nn.SiLU()"]),
+        ("act, more = chosen(act)", ["*act", "nn.SiLU()"]),
+        ("for act in (nn.Tanh(), nn.Softmax(1)): pass", ["*act", "nn.SiLU()"]),
+    ],
+)
+def test_what_an_init_binds_a_parameter_to_counts(code: str, values: list[str]):
+    anatomy = anatomy_of(HANDED.replace("self.act = act", f"{code}\n        self.act = act"))
+    assert told(anatomy.handed("A", anatomy.attribute("A", "act"))) == values
+
+
+def test_what_a_default_hands_counts_where_nothing_else_is_handed():
+    anatomy = anatomy_of(
+        HANDED.replace("self, act)", "self, act=nn.Softmax(1))").replace("nn.SiLU()", "")
+        + "        self.b = A(nn.SiLU())\n"
+    )
+    assert told(anatomy.handed("A", anatomy.attribute("A", "act"))) == ["nn.Softmax(1)", "nn.SiLU()"]
+
+
+def test_a_name_of_another_method_is_not_the_parameter_of_the_init():
+    anatomy = anatomy_of(
+        HANDED.replace(
+            "        self.act = act", "        self.act = act\n\n    def change(self, act):\n        self.act = act"
+        )
+    )
+    assert [told(anatomy.handed("A", value)) for value in anatomy.held("A", "act")] == [["nn.SiLU()"], []]
 
 
 def test_a_parameter_is_that_of_the_init_that_reads_it():
@@ -312,12 +411,30 @@ class Model(PreTrainedModel):
         ("Part(config)", "TextModel"),
         ("Part(width=4, config=self.config)", "TextModel"),
         ("Part(config.text_config)", None),
+        ("Part(config) for config in config.parts] or [0", None),
         ("Part(config) if config.a else Part(config.text_config)", None),
         ("nn.Linear(8, 8)", None),
     ],
 )
 def test_a_part_without_annotation_has_the_config_of_the_model_that_builds_it(built: str, target: str | None):
     anatomy = anatomy_of(PART.replace("{built}", built), configs=CONFIGS)
+    assert [anatomy.target_of(build) for build in anatomy.auto_builds("Part")] == [target]
+
+
+@pytest.mark.parametrize(
+    ("code", "target"),
+    [
+        ("pass", "TextModel"),
+        ("config = config.other_config", None),
+        ("config = copy.deepcopy(config)", None),
+        ("self.first = AutoModel.from_config(config.text_config)\n        config = config.vision_config", None),
+    ],
+)
+def test_a_config_that_the_init_replaces_does_not_say_what_is_built(code: str, target: str | None):
+    model = f"class Model(PreTrainedModel):\n    config: Config\n    def __init__(self, config):\n        {code}\n"
+    model += "        self.text = AutoModel.from_config(config.text_config)\n        self.part = Part(config)\n"
+    anatomy = anatomy_of(f"import copy\n{PART[: PART.index('class Model')]}{model}", configs=CONFIGS)
+    assert [anatomy.target_of(b) for b in anatomy.auto_builds("Model") if b.attribute == "text"] == [target]
     assert [anatomy.target_of(build) for build in anatomy.auto_builds("Part")] == [target]
 
 

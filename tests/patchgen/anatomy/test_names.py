@@ -7,8 +7,7 @@ import ast
 import pytest
 from generation_cases import anatomy_of
 
-from patchgen.anatomy import known
-from patchgen.anatomy.names import Names, local_names
+from patchgen.anatomy.names import Names, is_of_config, local_names
 
 FILE = """
 import torch, torch.utils.checkpoint
@@ -63,20 +62,46 @@ def test_a_local_name_hides_an_import():
 
 
 @pytest.mark.parametrize(
-    ("binds", "is_of_config"),
+    ("binds", "is_config"),
     [
         ("", True),
         ("config = config.text_config", True),
         ("config = self.config.get_text_config()", True),
+        ("config = copy.deepcopy(config)", True),
+        ("config = getattr(config, 'text_config', config)", True),
+        ("config = config.text_config if x else config", True),
+        ("config = config.layers[0]", True),
+        ("config = AutoConfig.from_pretrained(x)", True),
+        ("config = getattr(x, 'text_config')", False),
+        ("config = getattr(config, 'scale', x)", False),
+        ("config = x if self.training else config", False),
+        ("config = config.scaled(x)", False),
+        ("config = get_activation(x)", False),
         ("config = torch.ones(8)", False),
         ("for config in x: pass", False),
         ("config, y = x", False),
     ],
 )
-def test_a_config_is_what_nothing_else_is_bound_to(binds: str, is_of_config: bool):
-    tree = ast.parse(f"{FILE}\ndef f(self, x, config):\n  {binds}\n  return config.scale")
+def test_a_config_is_what_nothing_else_is_bound_to(binds: str, is_config: bool):
+    imports = "import copy\nfrom transformers import AutoConfig\nfrom transformers.activations import get_activation"
+    tree = ast.parse(f"{FILE}\n{imports}\ndef f(self, x, config):\n  {binds}\n  return config.scale")
     Names(tree.body)
-    assert known.is_of_config(tree.body[-1].body[-1].value) is is_of_config
+    assert is_of_config(tree.body[-1].body[-1].value) is is_config
+
+
+@pytest.mark.parametrize(
+    ("code", "is_config"),
+    [
+        ("self.config.sizes[0]", True),
+        ("self.config.get_text_config().size", True),
+        ("config.act(x)", False),
+        ("self.config.table(x)[0]", False),
+        ("(x or y).config.size", False),
+        ("config_of(x).config.size", False),
+    ],
+)
+def test_a_part_of_a_config_is_no_result_of_a_call(code: str, is_config: bool):
+    assert is_of_config(ast.parse(code, mode="eval").body) is is_config
 
 
 HELD = """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from generation_cases import anatomy_of
 
-from patchgen.anatomy.state_changes import StateChanges, parameters
+from patchgen.anatomy.classes import parameters
+from patchgen.anatomy.state_changes import StateChanges
 
 FILE = """
 import torch

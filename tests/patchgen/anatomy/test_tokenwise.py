@@ -7,6 +7,7 @@ import ast
 import pytest
 from generation_cases import anatomy_of
 
+from patchgen.anatomy import known
 from patchgen.anatomy.tokenwise import mixing, mixing_member, stored_names
 
 FILE = """
@@ -277,3 +278,44 @@ def test_rows_are_joined_where_they_were_cut():
     cut = "parts = []\nfor part in torch.split(x, lengths, dim=0):\n    parts.append(part)"
     for code, mixes in ((cut, False), ("parts = []\nparts.append(x)", True)):
         assert (mixing(ast.parse(code + joined).body, {"x": "r."}, "Head", ANATOMY) is not None) is mixes
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["config.act_fn = mixed", "setattr(config, 'act_fn', mixed)", "object.__setattr__(config, 'act_fn', mixed)"],
+)
+def test_what_code_of_the_file_puts_into_a_config_is_no_callers(code: str):
+    anatomy = anatomy_of(f"{FILE}\ndef prepare(config):\n    {code}\n")
+    call = ast.parse("y = self.of_config(x)").body
+    assert mixing(call, {"x": "*."}, "Head", ANATOMY) is None
+    assert mixing(call, {"x": "*."}, "Head", anatomy) is not None
+
+
+NUMBER = """
+class Part(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def change(self, {parameter}):
+        self.scale = {parameter}
+
+class Model(nn.Module):
+    def __init__(self, config):
+        self.part = Part(config.factor)
+"""
+
+
+def test_a_name_of_another_method_is_no_number_of_the_init():
+    for parameter, is_number in (("scale: float", True), ("scale", False)):
+        name = parameter.partition(":")[0]
+        text = NUMBER.replace("{parameter}):", f"{parameter}):").replace("{parameter}", name)
+        assert known.is_number(anatomy_of(text), "Part", "scale") is is_number
+
+
+def test_a_number_that_the_file_stores_in_a_config_is_not_read():
+    text = NUMBER.replace("def change(self, {parameter}):\n        self.scale = {parameter}", "")
+    assert known.is_number(anatomy_of(text), "Part", "scale")
+    assert not known.is_number(
+        anatomy_of(f"{text}        config.factor = nn.Parameter(torch.ones(8))"), "Part", "scale"
+    )
