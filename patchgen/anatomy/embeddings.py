@@ -144,7 +144,7 @@ class Counts(Flow):
             method = self.anatomy.method(build.target or "", "forward") if build.attribute == name else None
             if method is not None and method[1] not in self._running:
                 inner = Counts(self.anatomy, build.target or "", self._running)
-                inner.run(method[1], handed(call, operands, parameter_names(method[1])))
+                inner.run(method[1], handed(call, operands, method[1]))
                 self.found |= inner.found
         return super().module(name, call, operands)
 

@@ -9,18 +9,18 @@ of what it is given.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
     FunctionNode,
-    arguments,
     base_name,
     calls,
     loaded,
     own_attribute,
     parameter_names,
+    parameters,
     stored,
     targets,
     walk,
@@ -46,11 +46,12 @@ class Flow:
         self.values: dict[str, Marks] = {}
         self._running = running
 
-    def run(self, function: FunctionNode, given: dict[str | None, Marks] | None = None) -> Marks:
+    def run(self, function: FunctionNode, given: Mapping[str, Marks] | None = None) -> Marks:
         """The marks of what a function returns; parameters that `given` does not name are data if it is None."""
-        handed = dict.fromkeys(parameter_names(function), frozenset({DATA})) if given is None else given
+        if given is None:
+            given = dict.fromkeys(parameters(function), frozenset({DATA}))
         around, running = self.values, self._running
-        self.values, self._running = {name: marks for name, marks in handed.items() if name}, (*running, function)
+        self.values, self._running = dict(given), (*running, function)
         result = self._statements(function.body)
         self.values, self._running = around, running
         return result
@@ -104,10 +105,9 @@ class Flow:
     def _call(self, call: ast.Call) -> Marks:
         function, name = call.func, self.anatomy.names.operation(call)
         attribute, callee = own_attribute(function), self.anatomy.called(self.owner, call)
-        if callee is not None and callee not in self._running:
-            handed = arguments(call, parameter_names(callee))
-            return self.run(callee, {name: self.value(value) for name, value in handed.items()})
         operands = [self.value(part) for part in (*call.args, *(keyword.value for keyword in call.keywords))]
+        if callee is not None and callee not in self._running:
+            return self.run(callee, handed(call, operands, callee))
         if attribute is not None:
             return self.module(attribute, call, operands)
         meaning = self.anatomy.names.resolve(function) or ""
@@ -184,10 +184,21 @@ class Flow:
         return marks
 
 
-def handed(call: ast.Call, operands: Sequence[Marks], parameters: Sequence[str]) -> dict[str | None, Marks]:
-    """Parameter -> the marks of what a call hands it, of the marks of its arguments in their order."""
-    marks = dict(zip([*call.args, *(keyword.value for keyword in call.keywords)], operands, strict=True))
-    return {name: marks[value] for name, value in arguments(call, parameters).items()}
+def handed(call: ast.Call, operands: Sequence[Marks], function: FunctionNode) -> dict[str, Marks]:
+    """Parameter -> the marks of what a call hands it, of the marks of its arguments in their order; `*args` and `**kwargs`
+    of the function are among them. What is behind a star may be any parameter's that nothing else names."""
+    parameters, names = function.args, parameter_names(function)
+    plain = names[: len(names) - len(parameters.kwonlyargs)]
+    place = next((i for i, arg in enumerate(call.args) if isinstance(arg, ast.Starred)), len(call.args))
+    named = [(keyword.arg, marks) for keyword, marks in zip(call.keywords, operands[len(call.args) :], strict=True)]
+    spread = _joined([*operands[place : len(call.args)], *(marks for name, marks in named if name is None)])
+    known = dict(zip(plain, operands[:place], strict=False)) | {name: marks for name, marks in named if name in names}
+    given = {name: known.get(name, spread) for name in names}
+    if parameters.vararg:
+        given[parameters.vararg.arg] = _joined([spread, *operands[len(plain) : place]])
+    if parameters.kwarg:
+        given[parameters.kwarg.arg] = _joined([spread, *(marks for name, marks in named if name not in names)])
+    return given
 
 
 def _joined(parts: Iterable[Marks]) -> Marks:
@@ -223,14 +234,12 @@ class Attention(Flow):
         built = self.built(name)
         if built is None:
             return super().module(name, call, operands)
-        names = parameter_names(built[1])
-        given = handed(call, operands, names)
         # Scores belong to one class: hidden states of a layer are none.
-        computed = tuple(given.get(parameter, NONE) & {DATA} for parameter in names)
-        key = (built[0], computed)
+        computed = {name: marks & {DATA} for name, marks in handed(call, operands, built[1]).items()}
+        key = (built[0], tuple(computed.values()))
         if key not in self.anatomy.attends:
             inner = Attention(self.anatomy, built[0], self._running)
-            marks = inner.run(built[1], dict(zip(names, computed, strict=True)))
+            marks = inner.run(built[1], computed)
             self.anatomy.attends[key] = (NONE if inner.found else marks & {self.SCORES}), inner.multiplies
         marks, multiplies = self.anatomy.attends[key]
         weights = NONE if multiplies else _joined(operands) & {self.WEIGHTS}  # through a dropout

@@ -128,6 +128,17 @@ POOLS = "class Pools(nn.Module):\n    def forward(self, x):\n        return (x @
         (SPLIT + forward("return self.part(None, 1, x, x).softmax(-1) @ x"), WRITTEN),
         (SPLIT + forward("return self.part(q=x, k=x, mask=None, scale=1).softmax(-1) @ x"), WRITTEN),
         (SPLIT + forward("return self.part(k=1, q=x, mask=x, scale=x).softmax(-1) @ x"), None),
+        (SPLIT + forward("a = (None, 1, x, x)", "return self.part(*a).softmax(-1) @ x"), WRITTEN),
+        (SPLIT + forward("a = {'q': x, 'k': x}", "return self.part(None, 1, **a).softmax(-1) @ x"), WRITTEN),
+        (SPLIT + forward("return self.part(*self.table, q=x, k=1).softmax(-1) @ x"), None),
+        (SCORES + forward("return self.scores(*(x, x)).softmax(-1) @ x"), WRITTEN),
+        (
+            SCORES.replace("q, k)", "*qk)", 1).replace("q, k)", "qk[0], qk[1])")
+            + forward("return self.scores(x, x).softmax(-1) @ x"),
+            WRITTEN,
+        ),
+        ("def forward(self, *a):\n    return (a[0] @ a[1]).softmax(-1) @ a[2]\n", WRITTEN),
+        ("def forward(self, **a):\n    return (a['q'] @ a['k']).softmax(-1) @ a['v']\n", WRITTEN),
         (forward("return x"), None),
         ("other = scaled_dot_product_attention()", None),
     ],
