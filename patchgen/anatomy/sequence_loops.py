@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, parameters, stored, walk
+from patchgen.anatomy.classes import FunctionNode, base_name, calls, dotted, loaded, parameters, stored, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.state_changes import value_pairs
@@ -28,8 +28,9 @@ def carrying_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | ast.Whi
                 if {dotted(call.func) for call in calls(*body)} & set(stored(target)):
                     continue  # its elements are modules or functions
                 carried = _read_before_stored(body) & set(stored(*body)) - set(stored(target))
+                carried |= _changed_and_read(body, {*stored(target)} - {*stored(*body)})
             case ast.While(test, body) if data & set(loaded(test)) or isinstance(test, ast.Constant):
-                carried = _read_before_stored(body) & set(stored(*body))
+                carried = _read_before_stored(body) & set(stored(*body)) | _changed_and_read(body, set())
             case _:
                 continue
         if carried & data:
@@ -44,7 +45,12 @@ def _made_of_data(function: FunctionNode) -> set[str]:
         before = len(made)
         for node in walk(function):
             pairs = [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node)
-            made |= {name for target, value in pairs if made & set(loaded(value)) for name in stored(target)}
+            made |= {name for target, value in pairs if made & set(loaded(value)) for name in _given_to(target)}
+            match node:
+                case ast.Call(ast.Attribute(ast.Name(name), "append" | "extend"), [added]) if made & set(
+                    loaded(added)
+                ):
+                    made.add(name)
     return made
 
 
@@ -62,6 +68,36 @@ def _counts_data(anatomy: Anatomy, function: FunctionNode, iterable: ast.expr, d
             if meaning == RANGE:
                 return bool(data & set(loaded(*args)))
     return bool(data & set(loaded(iterable)))
+
+
+def _given_to(target: ast.expr) -> list[str]:
+    """The names that an assignment to a target binds, and of what it changes in part: `h` for `h[0]`."""
+    part = base_name(target) if isinstance(target, ast.Subscript) else ""
+    return [part] if part else stored(target)
+
+
+def _changed_and_read(body: Sequence[ast.stmt], steps: set[str]) -> set[str]:
+    """The names of what a step changes in part or adds to (`h[0] = ...`, `parts.append(...)`), and reads at another place
+    than `out[:, i]`, with a name of `steps`, which each step alone has."""
+    nodes = [node for statement in body for node in walk(statement)]
+    places, shared, own_reads = dict[str, set[str]](), set[str](), set[ast.AST]()
+    for node in nodes:
+        match node:
+            case ast.Subscript(ast.Name(name) as part, index, ast.Store()):
+                own_reads.add(part)
+                names = [one.id for one in getattr(index, "elts", [index]) if isinstance(one, ast.Name)]
+                places.setdefault(name, set()).add(ast.unparse(index) if steps & {*names} else "")
+            case ast.Call(ast.Attribute(ast.Name(name) as part, "append" | "extend")):
+                own_reads.add(part)
+                places.setdefault(name, set()).add("")
+            case ast.AugAssign(ast.Subscript(ast.Name(name))):
+                shared.add(name)
+    for node in nodes:
+        match node:
+            case ast.Subscript(ast.Name(name) as part, index, ast.Load()) if places.get(name) == {ast.unparse(index)}:
+                own_reads.add(part)
+    read = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n not in own_reads}
+    return {name for name in places if name in read or (name in shared and "" in places[name])}
 
 
 def _read_before_stored(body: Sequence[ast.stmt]) -> set[str]:

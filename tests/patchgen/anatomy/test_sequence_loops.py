@@ -17,6 +17,7 @@ class Example:
     def forward(self, x, config, layers):
         h = torch.zeros_like(x)
         length, count, i = x.shape[1], self.count, 0
+        parts = []
         {loop}
             {body}
         return h
@@ -67,6 +68,28 @@ def test_a_loop_that_carries_no_data_is_none(body: str):
 @pytest.mark.parametrize("body", ["for k in (1, 2): h += t", "try: h += t\n            finally: pass"])
 def test_what_is_added_in_an_inner_statement_is_carried(body: str):
     assert found("for t in x.unbind(1):", body) == "for t in x.unbind(1):"
+
+
+@pytest.mark.parametrize(
+    ("body", "carries"),
+    [
+        ("h[0] = self.step(t, h[0])", True),
+        ("h[:, i] = self.step(t, h[:, i - 1])", True),
+        ("h[:, i:] = h[:, i:] + t", True),
+        ("h[i // 2] = h[i // 2] + t", True),
+        ("h[0] += t", True),
+        ("parts.append(self.step(t, parts[-1]))", True),
+        ("parts.extend([self.step(t, p) for p in parts])", True),
+        ("h[:, i] = self.step(t)", False),
+        ("h[:, i] = h[:, i] * t", False),
+        ("h[:, i] += t", False),
+        ("y = h[i]; h[i] = y * t", False),
+        ("parts.append(self.step(t))", False),
+    ],
+)
+def test_a_value_that_is_left_in_a_part_is_carried(body: str, carries: bool):
+    loop = "for i, t in enumerate(x.unbind(1)):"
+    assert found(loop, body) == (loop if carries else "")
 
 
 def test_elements_that_are_called_are_no_data():
