@@ -17,6 +17,7 @@ from patchgen.anatomy.classes import (
     stored,
 )
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.known import is_left_in_config
 from patchgen.anatomy.media import FEATURES
 
 # The fields of configs that hold a merger's side, in the order in which `runtime/media_sizes.py` looks for them: features
@@ -29,8 +30,9 @@ def _grids(methods: Sequence[FunctionNode], method: FunctionNode, taken: str) ->
     """The parameters of a method that hold the batch's grids `[N, 3]`, `taken`: by that name, or handed on by callers."""
     names = parameter_names(method)
     called = [c for one in methods for c in calls(one) if dotted(c.func).rpartition(".")[2] == method.name]
-    given = [pair for call in called for pair in arguments(call, names).items()]
-    return {taken} & {*names} | {name for name, value in given if name and ast.unparse(value) == taken}
+    given = [(name, ast.unparse(value)) for call in called for name, value in arguments(call, names).items()]
+    others = {name for name, value in given if value != taken}
+    return {taken} & {*names} | {name for name, value in given if name and value == taken} - others
 
 
 def of_another_formula(anatomy: Anatomy, owner: str, method: FunctionNode) -> str:
@@ -77,18 +79,33 @@ def _side_of(anatomy: Anatomy, owner: str, merger: ast.expr | None) -> str | Non
     return None
 
 
-def in_config(anatomy: Anatomy, owner: str | None, value: ast.AST | None) -> str | None:
-    """The name by which a config holds a value: of `self.visual.merge`, what the tower's `__init__` reads for it."""
-    *held, name = (dotted(value) if value is not None else "").split(".")
-    if held[:1] != ["self"]:  # a config that the class is built with, or a local of any meaning
-        init = anatomy.method(owner, "__init__") if held and owner in anatomy.classes else None
-        return name if init is not None and held[0] in parameter_names(init[1]) else None
-    if held[1:2] == ["config"]:
-        return name
-    for attribute in held[1:]:
-        builds = [*anatomy.builds(owner), *anatomy.auto_builds(owner)] if owner in anatomy.classes else []
-        owner = next((anatomy.target_of(build) for build in builds if build.attribute == attribute), None)
-    return in_config(anatomy, owner, anatomy.attribute(owner, name)) if owner in anatomy.classes else None
+def in_config(
+    anatomy: Anatomy, owner: str | None, value: ast.AST | None, visited: frozenset[ast.AST] = frozenset()
+) -> str | None:
+    """The name by which a config holds a value: of `self.visual.merge`, what the tower's code reads for it."""
+    if not isinstance(value, ast.Attribute) or value in visited:
+        return None
+    if is_left_in_config(anatomy, value):
+        return value.attr
+    holder = _class_of(anatomy, owner, value.value)
+    held = anatomy.held(holder, value.attr) if holder else ()
+    names = {in_config(anatomy, holder, one, visited | {value}) for one in held}
+    return names.pop() if len(names) == 1 else None
+
+
+def _class_of(anatomy: Anatomy, owner: str | None, holder: ast.expr) -> str | None:
+    """The class of this file that `self`, or the one module that an attribute of it is built as, is an instance of."""
+    match holder:
+        case ast.Name("self"):
+            return owner if owner in anatomy.classes else None
+        case ast.Attribute(outer, attribute) if of := _class_of(anatomy, owner, outer):
+            builds = [
+                build for build in (*anatomy.builds(of), *anatomy.auto_builds(of)) if build.attribute == attribute
+            ]
+            targets = {anatomy.target_of(build) for build in builds}
+            target = targets.pop() if len(targets) == 1 else None
+            return target if target in anatomy.classes else None
+    return None
 
 
 def listed_sizes(method: FunctionNode) -> list[tuple[str, ast.Assign, ast.expr]]:

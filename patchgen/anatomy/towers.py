@@ -293,9 +293,10 @@ def _group(anatomy: Anatomy, info: ClassInfo) -> str:
     }
 
     def is_side(value: ast.AST) -> bool:
-        return in_config(anatomy, info.name, held.get(own_attribute(value) or "", value)) in LENGTHS_OF_SIDES
+        return in_config(anatomy, info.name, value) in LENGTHS_OF_SIDES
 
-    for name, value in held.items():
+    only = {name: value for name, value in held.items() if anatomy.held(info.name, name) == (value,)}
+    for name, value in only.items():
         match value:
             case ast.BinOp(factor, ast.Mult(), other_factor) if is_side(factor) and ast.unparse(factor) == ast.unparse(
                 other_factor
@@ -303,7 +304,7 @@ def _group(anatomy: Anatomy, info: ClassInfo) -> str:
                 return f"self.{name}"
             case ast.BinOp(factor, ast.Pow(), ast.Constant(2)) if is_side(factor):
                 return f"self.{name}"
-    if group := next((f"self.{name}**2" for name, value in held.items() if is_side(value)), None):
+    if group := next((f"self.{name}**2" for name, value in only.items() if is_side(value)), None):
         return group
     for name, value in held.items():
         read = {node.attr for node in walk(value) if isinstance(node, ast.Attribute)}
