@@ -20,8 +20,6 @@ from patchgen.upstream import open_release
 from patchgen.wheels import installed_version
 
 NEXT_TOKEN = "ForCausalLM"
-KINDS = (NEXT_TOKEN, "ForConditionalGeneration", "ForMaskedLM")
-"""Types of a loss over a vocabulary."""
 FUNCTIONS = {"ForCausalLMLoss": "", "ForMaskedLMLoss": ALIGNED}
 """Function of transformers -> the form of its loss; others are of no language model."""
 LOSS_FILE, LOSS_TABLE = "loss/loss_utils.py", "LOSS_MAPPING"
@@ -60,9 +58,10 @@ def library_form(owner: str, anatomy: Anatomy) -> str:
     forward = anatomy.method(owner, "forward")
     heirs = [n for n in anatomy.classes if any(one.name == owner for one in anatomy.lineage(n))]
     found = {kind for name in heirs if anatomy.method(name, "forward") == forward for kind in _types(name, anatomy)}
-    forms = {_forms(anatomy).get(kind) for kind in found}
+    known = {kind: form for kind, form in _forms(anatomy).items() if form is not None}
+    forms = {known.get(kind) for kind in found}
     if None in forms or len(forms) != 1:
-        raise Missed(f"one loss_type of {', '.join(KINDS)}, that is known", f"{owner}: {', '.join(sorted(found))}")
+        raise Missed(f"one loss_type of {', '.join(known)}, that is known", f"{owner}: {', '.join(sorted(found))}")
     return forms.pop() or ""
 
 

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from patchgen.anatomy.bodies import form_of, normal_form
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, own_attribute, parameter_names, walk
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    calls,
+    defaults_of,
+    dotted,
+    loaded,
+    own_attribute,
+    parameter_names,
+    walk,
+)
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS
 
@@ -65,11 +74,7 @@ def fused_media(anatomy: Anatomy, name: str) -> list[str]:
 
 def requires(anatomy: Anatomy, name: str, media: str) -> bool:
     """Whether a model's forward cannot be called without the media: no batch of any rank lacks it."""
-    arguments = anatomy.classes[name].methods["forward"].args
-    positional = [arg.arg for arg in (*arguments.posonlyargs, *arguments.args)]
-    defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
-    defaults |= {arg.arg: given for arg, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)}
-    return defaults.get(media) is None
+    return media not in defaults_of(anatomy.classes[name].methods["forward"])
 
 
 def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> list[str]:

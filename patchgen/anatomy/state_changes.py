@@ -12,6 +12,7 @@ from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
     calls,
+    defaults_of,
     is_in_place,
     loaded,
     own_attribute,
@@ -251,17 +252,16 @@ def flags(forward: FunctionNode) -> set[str]:
 def _bools(forward: FunctionNode, kept: Sequence[ast.AST]) -> set[str]:
     """The parameters that are annotated as a bool; without an annotation those whose default is one, and those without a
     default value of which code only asks whether they hold, or hands them on."""
-    args = forward.args
-    plain = [*args.posonlyargs, *args.args]
-    defaults = dict(zip(plain[::-1], args.defaults[::-1], strict=False))
-    defaults |= {arg: value for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True) if value}
-    bools = {arg.arg for arg in (*plain, *args.kwonlyargs) if arg.annotation and "bool" in ast.unparse(arg.annotation)}
+    args, defaults = forward.args, defaults_of(forward)
+    named = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+    bools = {arg.arg for arg in named if arg.annotation and "bool" in ast.unparse(arg.annotation)}
     asked = _asked(forward, kept)
     reads = [node for node in walk(forward) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    for arg, default in defaults.items():
-        value = default.value if isinstance(default, ast.Constant) and arg.annotation is None else ...
-        is_asked = value is None and all(node in asked for node in reads if node.id == arg.arg)
-        bools |= {arg.arg} if isinstance(value, bool) or is_asked else set()
+    for name in [arg.arg for arg in named if arg.annotation is None and arg.arg in defaults]:
+        default = defaults[name]
+        value = default.value if isinstance(default, ast.Constant) else ...
+        is_asked = value is None and all(node in asked for node in reads if node.id == name)
+        bools |= {name} if isinstance(value, bool) or is_asked else set()
     return bools
 
 

@@ -12,7 +12,7 @@ Four forms stand for code that training does not reach, each told by its structu
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from patchgen.anatomy.classes import (
     FunctionNode,
@@ -38,12 +38,17 @@ def training_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str]
     excused, empty where one is not.
     """
     nodes = {block.name: block.node for block in module if block.name is not None}
-    plain = [(name, "forward", "") for name, node in nodes.items() if isinstance(node, ast.ClassDef)]
+    classes = {name: node for name, node in nodes.items() if isinstance(node, ast.ClassDef)}
+    bases = {name: [dotted(base) for base in node.bases] for name, node in classes.items()}
+    plain = [(name, "forward", "") for name in classes]
     excused: list[tuple[str, str, str]] = []
     visited: set[str] = set()
     while plain or excused:  # excused calls last: one that is not excused decides
         owner, method, excuse = (plain or excused).pop(0)
-        name, function = _find(nodes, owner, method)
+        members = [(f"{name}.", classes[name].body) for name in linearised(owner, bases)] or [
+            ("", filter(None, [nodes.get(method)]))
+        ]
+        name, function = _find(members, method)
         if function is None or name in visited:
             continue
         visited.add(name)
@@ -56,19 +61,15 @@ def training_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str]
                 (excused if why else plain).extend((*owner_and_name, why) for owner_and_name in named)
 
 
-def _find(nodes: Mapping[str, ast.stmt], owner: str, method: str) -> tuple[str, FunctionNode | None]:
-    """The method that an instance of `owner` runs, as far as classes of the file define it, with its name; for the owner
-    "" the function. None where the file has neither."""
-    if not owner:
-        function = nodes.get(method)
-        return method, function if isinstance(function, FunctionNode) else None
-    classes = {name: node for name, node in nodes.items() if isinstance(node, ast.ClassDef)}
-    bases = {name: [dotted(base) for base in node.bases] for name, node in classes.items()}
-    for name in linearised(owner, bases):
-        for member in classes[name].body:
-            if isinstance(member, FunctionNode) and member.name == method:
-                return f"{name}.{method}", member
-    return "", None
+def _find(members: Iterable[tuple[str, Iterable[ast.stmt]]], name: str) -> tuple[str, FunctionNode | None]:
+    """The first function of that name, with the name of the class that it stands in before its own; None where none is."""
+    found = (
+        (f"{owner}{name}", node)
+        for owner, nodes in members
+        for node in nodes
+        if isinstance(node, FunctionNode) and node.name == name
+    )
+    return next(found, ("", None))
 
 
 class Test(ast.Expression):
