@@ -93,13 +93,13 @@ def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
             if not auto:
                 continue
             config = arguments(call, ("config",)).get("config")
-            if isinstance(config, ast.Name) and config.id not in parameter_names(method):
-                values = assigned_to(
-                    method, config.id
-                )  # `text_config = config.get_text_config()` above the construction
-                config = values[0] if values and len(values) == 1 else None
-            if base_name(config) in {*parameter_names(method)} & {*stored(method)}:
-                config = None  # it may be that of the caller, or what replaces it
+            base = base_name(config)
+            if config is not None and base in stored(method):  # `text_config = config.get_text_config()` above it
+                values = [] if base in parameter_names(method) else assigned_to(method, base) or []
+                if len(values) == 1:
+                    config = inlined(config, {base: values[0]})
+                elif base == "config":
+                    config = None  # it may be that of the caller, or what replaces it
             source = ast.unparse(config) if config is not None else None
             code = ast.unparse(call)
             builds.append(Build(info.name, attribute, None, in_list, method.name, auto, source, code))

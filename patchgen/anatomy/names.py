@@ -76,6 +76,8 @@ class Names:
             self._mark_local(function)
             vars(function)["is_run"] = function.name in running
         for node in everything:
+            if isinstance(node, ast.Name) and node.id == CONFIG:
+                vars(node).setdefault("is_config", False)  # a name of the module
             for name in node.names if isinstance(node, ast.Global) else ():
                 self._known[name] = None
         attributes = [node for node in everything if isinstance(node, ast.Attribute)]

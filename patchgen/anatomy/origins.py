@@ -71,7 +71,8 @@ def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
         if default is not None and (not builds or any(given is None for _, given in builds)):
             values.append((place.owner if place else "", default))
         return values
-    if not values and (anatomy.names.resolve(name) or "") == f".{name.id}" and name.id in anatomy.tables:
+    is_of_module = anatomy.names.resolve(name) == f".{name.id}" and len(anatomy.names.statements.get(name.id, ())) == 1
+    if not values and is_of_module and name.id in anatomy.tables:
         return [("", anatomy.tables[name.id])]
     return values
 

@@ -89,6 +89,12 @@ def test_a_config_is_what_nothing_else_is_bound_to(binds: str, is_config: bool):
     assert is_of_config(tree.body[-1].body[-1].value) is is_config
 
 
+def test_a_config_of_the_module_is_none_that_a_model_is_built_with():
+    tree = ast.parse("config = torch.ones(8)\ndef f(self, x):\n  return config.scale")
+    Names(tree.body)
+    assert not is_of_config(tree.body[-1].body[-1].value)
+
+
 @pytest.mark.parametrize(
     ("code", "is_config"),
     [

@@ -319,3 +319,10 @@ def test_a_number_that_the_file_stores_in_a_config_is_not_read():
     assert not known.is_number(
         anatomy_of(f"{text}        config.factor = nn.Parameter(torch.ones(8))"), "Part", "scale"
     )
+
+
+@pytest.mark.parametrize("code", ["if wide:\n    WIDTH = (4, 8)", "WIDTH = (4, 8)\nWIDTH = 8", "WIDTH += (4,)"])
+def test_a_size_of_the_module_is_told_by_its_only_statement(code: str):
+    call = ast.parse("y = self.rows(x)").body
+    assert mixing(call, {"x": "*."}, "Head", ANATOMY) is None
+    assert mixing(call, {"x": "*."}, "Head", anatomy_of(f"{FILE}\n{code}\n")) is not None
