@@ -98,12 +98,20 @@ def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
                 values = [] if base in parameter_names(method) else assigned_to(method, base) or []
                 if len(values) == 1:
                     config = inlined(config, {base: values[0]})
-                elif base == "config":
-                    config = None  # it may be that of the caller, or what replaces it
+                elif base == "config" and _is_replaced(method, base, resolve):
+                    config = None  # it may be that of the caller, or another
             source = ast.unparse(config) if config is not None else None
             code = ast.unparse(call)
             builds.append(Build(info.name, attribute, None, in_list, method.name, auto, source, code))
     return builds
+
+
+def _is_replaced(method: FunctionNode, parameter: str, resolve: Resolve) -> bool:
+    """Whether a method binds a parameter to more than new instances of the class in its annotation."""
+    annotated = [arg for arg in walk(method.args) if isinstance(arg, ast.arg) and arg.arg == parameter]
+    classes = {resolve(node) for arg in annotated for node in walk(arg) if isinstance(node, ast.Name)} - {None}
+    values = assigned_to(method, parameter)
+    return values is None or not all(isinstance(one, ast.Call) and resolve(one.func) in classes for one in values)
 
 
 CONSTRUCTORS = ("from_config", "_from_config")

@@ -438,6 +438,15 @@ def test_a_config_that_the_init_replaces_does_not_say_what_is_built(code: str, t
     assert [anatomy.target_of(build) for build in anatomy.auto_builds("Part")] == [target]
 
 
+@pytest.mark.parametrize(("made", "target"), [("Config()", "TextModel"), ("OtherConfig()", None)])
+def test_a_new_config_of_the_annotated_class_says_the_same(made: str, target: str | None):
+    model = f"class Model(PreTrainedModel):\n    def __init__(self, config: Config = None):\n        if config is None:\n            config = {made}\n"
+    model += "        self.text = AutoModel.from_config(config.text_config)\n        if config is None:\n            config = Config()\n"
+    imports = "from .configuration import Config, OtherConfig\n"
+    anatomy = anatomy_of(f"{imports}{PART[: PART.index('class Model')]}{model}", configs=CONFIGS)
+    assert [anatomy.target_of(b) for b in anatomy.auto_builds("Model")] == [target]
+
+
 def test_what_is_reached_by_name():
     assert ANATOMY.reached_from(["Alone"]) == {"Alone", "Quoted", "Returned", "ByKey", "Sizes", "InTable"}
     assert ANATOMY.reached_from(["Head"]) == {"Head", "Model", "TextModel", "OtherModel", "Quoted"}
