@@ -28,9 +28,9 @@ def carrying_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | ast.Whi
                 if {dotted(call.func) for call in calls(*body)} & set(stored(target)):
                     continue  # its elements are modules or functions
                 carried = _read_before_stored(body) & set(stored(*body)) - set(stored(target))
-                carried |= _changed_and_read(body, {*stored(target)} - {*stored(*body)})
+                carried |= _changed_and_read(anatomy, body, {*stored(target)} - {*stored(*body)})
             case ast.While(test, body) if data & set(loaded(test)) or isinstance(test, ast.Constant):
-                carried = _read_before_stored(body) & set(stored(*body)) | _changed_and_read(body, set())
+                carried = _read_before_stored(body) & set(stored(*body)) | _changed_and_read(anatomy, body, set())
             case _:
                 continue
         if carried & data:
@@ -76,7 +76,7 @@ def _given_to(target: ast.expr) -> list[str]:
     return [part] if part else stored(target)
 
 
-def _changed_and_read(body: Sequence[ast.stmt], steps: set[str]) -> set[str]:
+def _changed_and_read(anatomy: Anatomy, body: Sequence[ast.stmt], steps: set[str]) -> set[str]:
     """The names of what a step changes in part or adds to (`h[0] = ...`, `parts.append(...)`), and reads at another place
     than `out[:, i]`, with a name of `steps`, which each step alone has."""
     nodes = [node for statement in body for node in walk(statement)]
@@ -92,6 +92,8 @@ def _changed_and_read(body: Sequence[ast.stmt], steps: set[str]) -> set[str]:
                 places.setdefault(name, set()).add("")
             case ast.AugAssign(ast.Subscript(ast.Name(name))):
                 shared.add(name)
+            case ast.Call(function, [ast.Name() as part]) if anatomy.names.resolve(function) == "builtins.len":
+                own_reads.add(part)  # a number
     for node in nodes:
         match node:
             case ast.Subscript(ast.Name(name) as part, index, ast.Load()) if places.get(name) == {ast.unparse(index)}:

@@ -85,6 +85,7 @@ def test_what_is_added_in_an_inner_statement_is_carried(body: str):
         ("h[:, i] += t", False),
         ("y = h[i]; h[i] = y * t", False),
         ("parts.append(self.step(t))", False),
+        ("parts.append(self.step(t)); y = t if len(parts) > 3 else x", False),
     ],
 )
 def test_a_value_that_is_left_in_a_part_is_carried(body: str, carries: bool):
