@@ -7,6 +7,7 @@ import ast
 import pytest
 from generation_cases import anatomy_of
 
+from patchgen.anatomy import known
 from patchgen.anatomy.names import Names, is_of_config, local_names
 
 FILE = """
