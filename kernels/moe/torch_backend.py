@@ -73,7 +73,7 @@ def fused_moe_torch(
     out_RH = _linear(gated_RI, down_proj, down_bias, ends_E, expert_R, options.is_transposed)
     out_RH = add_low_rank(out_RH, gated_RI, options.adapters.down, ends_E, options.is_transposed)
     if options.post_expert_norm is not None:
-        out_RH = _zero_tail(options.post_expert_norm(_zero_tail(out_RH, in_use_R1)), in_use_R1)
+        out_RH = _zero_tail(options.post_expert_norm(_fill_tail(out_RH, in_use_R1)), in_use_R1)
     if not weight_before:
         out_RH = (out_RH * weight_R1).to(out_RH.dtype)
     return _Combine.apply(out_RH, token_of_row_R, row_of_slot_TK, left_out_TK)
@@ -147,6 +147,12 @@ class _Combine(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------------- gate
 
 
+def _fill_tail(rows: Tensor, in_use_R1: Tensor) -> Tensor:
+    """The rows with distinct numbers in the tail: of zeros or equal ones, a norm has no derivative, and 0 * inf is no 0."""
+    numbers = torch.linspace(1, 2, rows.shape[-1], dtype=rows.dtype, device=rows.device)
+    return torch.where(in_use_R1, rows, numbers)
+
+
 def _zero_tail(rows: Tensor, in_use_R1: Tensor) -> Tensor:
     """The rows with zeros in the tail; so is their gradient."""
     return torch.where(in_use_R1, rows, 0)
@@ -157,7 +163,7 @@ def _gate(gate_up_R2I: Tensor, weight_R1: Tensor | None, in_use_R1: Tensor, opti
     if recognised is not None:
         _only_rows_vary(gate_up_R2I, weight_R1)
         return _compiled_gate(recognised, options.is_interleaved)(gate_up_R2I, weight_R1)
-    gated_RI = _zero_tail(options.gate(_zero_tail(gate_up_R2I, in_use_R1)), in_use_R1)
+    gated_RI = _zero_tail(options.gate(_fill_tail(gate_up_R2I, in_use_R1)), in_use_R1)
     return gated_RI if weight_R1 is None else (gated_RI * weight_R1).to(gated_RI.dtype)
 
 

@@ -69,18 +69,34 @@ class LearnedGate(nn.Module):
         return nn.functional.silu(gate * self.scale) * up
 
 
+class DirectionGate(LearnedGate):
+    """Without a derivative at 0."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.scale * gate / gate.norm(dim=-1, keepdim=True) * up
+
+
+class Deviation(nn.LayerNorm):
+    """Without a derivative where all elements are equal."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.weight * rows / rows.std(-1, keepdim=True)
+
+
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("routing", ["left_out", "all_left_out"])
-@pytest.mark.parametrize("learned", ["norm", "gate", "activation", "bias", "adapters"])
+@pytest.mark.parametrize("learned", ["norm", "deviation", "gate", "direction", "activation", "bias", "adapters"])
 def test_what_is_learned_gets_no_gradient_from_slots_that_are_left_out(learned: str, routing: str):
     """Their rows hold whatever was in memory, in the forward and in the backward; the reference never makes them."""
     case = Case(learned, routing=routing, has_bias=learned == "bias", hidden_size=64, intermediate_size=32)
     E, H, inner = case.num_experts, case.hidden_size, case.intermediate_size
     tensors, options = case.tensors(torch.float32), case.options()
     module = {
-        "norm": nn.RMSNorm(H), "gate": LearnedGate(inner), "activation": nn.PReLU(inner)
+        "norm": nn.RMSNorm(H), "deviation": Deviation(H, bias=False), "gate": LearnedGate(inner),
+        "direction": DirectionGate(inner), "activation": nn.PReLU(inner),
     }.get(learned, nn.Module())  # fmt: skip
-    if learned == "norm":
+    if learned in ("norm", "deviation"):
         options["post_expert_norm"] = module
     elif learned != "bias":
         options |= {"activation": module} if learned == "activation" else {"apply_gate": module}
