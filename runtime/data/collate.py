@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime.parallel.batch import IGNORED
-from patchgen.runtime.parallel.batch_fields import pack, rule_of
+from patchgen.runtime.parallel.batch_fields import FieldRule, pack, rule_of
 
 
 def text_sample(ids: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
@@ -45,14 +45,11 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
     for name in names:
         rule = rule_of(name, names)
         if rule.pack_dim == -1:
-            batch[name] = pack(name, _of_all(name, samples)).unsqueeze(-2)
-            continue
-        values = [sample[name] for sample in samples if name in sample]
-        if rule.is_per_token:  # a sample without media has tokens as well
-            like, fill = values[0], rule.constant_fill
-            missing = [like.new_full((len(like), length, *like.shape[2:]), fill) for length in lengths]
-            values = [sample.get(name, filled) for sample, filled in zip(samples, missing, strict=True)]
-        batch[name] = pack(name, values, batch_fields=names)
+            batch[name] = pack(name, _of_all(name, rule, samples, lengths)).unsqueeze(-2)
+        elif rule.is_per_token:  # a sample without media has tokens as well
+            batch[name] = pack(name, _of_all(name, rule, samples, lengths), batch_fields=names)
+        else:
+            batch[name] = pack(name, [sample[name] for sample in samples if name in sample], batch_fields=names)
     if padding:
         batch["real_tokens"] = torch.arange(sum(lengths))[None] < sum(lengths) - padding
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -60,14 +57,12 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
     return batch | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def _of_all(name: str, samples: Sequence[dict[str, Any]]) -> list[Tensor]:
-    """A per-token field of every sample: missing token types are 0; text positions are repeated for each multimodal dimension."""
-    ndim = max(sample[name].ndim for sample in samples if name in sample)
-    num_rows = next((sample[name].shape[0] for sample in samples if name in sample and sample[name].ndim == 2), 0)
-    values = []
-    for sample in samples:
-        value = sample.get(name)
-        if value is None:
-            value = torch.zeros_like(sample["input_ids"])
-        values.append(value if value.ndim == ndim else value.expand(num_rows, -1))
-    return values
+def _of_all(name: str, rule: FieldRule, samples: Sequence[dict[str, Any]], lengths: Sequence[int]) -> list[Tensor]:
+    """A field of tokens of every sample: padding where it is missing, as text has no token types; text positions are repeated
+    for each multimodal dimension."""
+    like = max((sample[name] for sample in samples if name in sample), key=lambda value: value.ndim)
+    values = [
+        sample[name] if name in sample else rule.padding(like, length)
+        for sample, length in zip(samples, lengths, strict=True)
+    ]
+    return [value if value.ndim == like.ndim else value.expand(len(like), -1) for value in values]

@@ -66,6 +66,16 @@ class FieldRule:
         """Whether each token has its entry along `pack_dim`."""
         return self.pack_dim == -1 or self.pad_scale == 1
 
+    def padding(self, like: Tensor, length: int, *, fill: int | str | None = None) -> Tensor:
+        """`length` entries along `pack_dim`, of the other dimensions' sizes as in `like`; `fill`: default `pad_value`."""
+        dim = self.pack_dim % like.ndim
+        shape = [*like.shape[:dim], length, *like.shape[dim + 1 :]]
+        fill = self.pad_value if fill is None else fill
+        if not isinstance(fill, str):
+            return like.new_full(shape, fill)
+        counts = torch.arange(length, dtype=like.dtype, device=like.device)  # COUNTING
+        return counts.view(-1, *(1 for _ in shape[dim + 1 :])).expand(shape)
+
     @property
     def constant_fill(self) -> int:
         """The padding, where it is one number."""
@@ -78,15 +88,8 @@ class FieldRule:
         if not self.pad_scale:
             return value
         dim = self.pack_dim % value.ndim
-        padding = -value.shape[dim] % (self.pad_scale * sp)
-        if padding:
-            shape = [*value.shape[:dim], padding, *value.shape[dim + 1 :]]
-            if isinstance(fill, str):  # COUNTING
-                counts = torch.arange(padding, dtype=value.dtype, device=value.device)
-                tail = counts.view(-1, *(1 for _ in shape[dim + 1 :])).expand(shape)
-            else:
-                tail = value.new_full(shape, fill)
-            value = torch.cat([value, tail], dim=dim)
+        if length := -value.shape[dim] % (self.pad_scale * sp):
+            value = torch.cat([value, self.padding(value, length, fill=fill)], dim=dim)
         if not self.sliced:
             return value
         length = value.shape[dim] // sp

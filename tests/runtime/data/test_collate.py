@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from patchgen.runtime.data.collate import collate, text_sample
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.document_rows import DocumentRows
+from patchgen.runtime.parallel import batch_fields
+from patchgen.runtime.parallel.batch_fields import FieldRule
 
 
 def sample_of(length: int) -> dict:
@@ -23,6 +26,22 @@ def test_a_mask_of_tokens_and_images_has_those_of_samples_without_images():
     assert batch["cross_attention_mask"][0, :, 0, 0].tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0]
     apart = DocumentRows.of(batch["cu_seq_lens_q"], 1, 9).unpack(batch)["cross_attention_mask"]
     assert apart[..., 0, 0].tolist() == [[0] * 4, [1] * 4, [0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "expected"),
+    [
+        (FieldRule(0, pad_scale=1, pad_value=-1), torch.ones(3, 2), [1, 1, 1, -1, -1, -1, -1, -1]),
+        (FieldRule(1, pad_scale=1, pad_value="counting"), torch.tensor([[5, 6, 7]]), [5, 6, 7, 0, 1, 0, 1, 2]),
+        (FieldRule(-1, pad_scale=1, pad_value=-1), torch.ones(3), [1, 1, 1, -1, -1, -1, -1, -1]),
+    ],
+)
+def test_a_declared_field_of_tokens_is_padded_by_its_rule_in_samples_without_it(monkeypatch, rule, value, expected):
+    monkeypatch.setitem(batch_fields.RULES, "score", rule)
+    batch = collate([sample_of(3) | {"score": value}, sample_of(2)], pad_to=8, pad_token_id=0)
+    assert batch["score"].reshape(8, -1)[:, 0].tolist() == expected
+    alone = collate([sample_of(3) | {"score": value}], pad_to=None, pad_token_id=0)["score"]
+    assert torch.equal(alone.squeeze(), value.squeeze())
 
 
 def test_a_mask_of_tokens_and_images_is_cut_with_its_tokens():
