@@ -86,8 +86,10 @@ def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
     try:
         verdicts = pool.run(compare, subject, timeout=SECONDS)
     except CaseFailed as failure:
-        if judged := [verdict for verdict in failure.results if verdict.kind in (mutants.WRONG, mutants.REFUSED)]:
-            return judged[0]  # the others waited for this rank
+        # What a rank refused explains ranks that waited for it, not an error of another.
+        kinds = (mutants.WRONG, mutants.REFUSED) if failure.is_of_ranks else (mutants.WRONG,)
+        if judged := [verdict for verdict in failure.results if verdict.kind in kinds]:
+            return judged[0]
         # A busy machine, a deadlock, or no memory: no verdict.
         kind = mutants.NOT_RUN if failure.is_of_ranks else mutants.WRONG
         return mutants.Verdict(kind, f"on ranks: {failure.first_error}")

@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -29,7 +30,8 @@ class CaseFailed(AssertionError):
     """A case raised on a rank, or did not end.
 
     Attributes:
-        is_of_ranks: no rank raised an error of the case itself: they died, did not end, or had a failure (`failures.py`).
+        is_of_ranks: no rank raised an error of the case itself, or crashed: they were killed, did not end, or had a failure
+            (`failures.py`).
         results: of the ranks that returned one.
     """
 
@@ -85,7 +87,7 @@ class RankPool:
                 try:
                     succeeded, value = connection.recv()
                 except (EOFError, ConnectionError):
-                    succeeded, value = False, ("the process ended\n", True)
+                    succeeded, value = False, self._ended(rank)
                 (results if succeeded else errors)[rank] = value
                 if not succeeded:
                     deadline = min(deadline, time.monotonic() + 5.0)  # the others may wait for this one forever
@@ -111,6 +113,12 @@ class RankPool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+    def _ended(self, rank: int) -> tuple[str, bool]:
+        """What ended a process, and whether that says nothing of the case: the system kills one when memory is full."""
+        self._processes[rank].join(timeout=5.0)
+        code = self._processes[rank].exitcode
+        return f"the process ended (exit code {code})\n", code == -signal.SIGKILL
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")

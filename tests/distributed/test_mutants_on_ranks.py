@@ -110,6 +110,8 @@ def test_a_device_that_fails_says_nothing_about_a_mutant(judge, monkeypatch):
         (False, (), mutants.WRONG),
         (True, (mutants.Verdict(mutants.WRONG, "a shape"),), mutants.WRONG),
         (True, (mutants.Verdict(mutants.EQUAL),), mutants.NOT_RUN),
+        (True, (mutants.Verdict(mutants.REFUSED),), mutants.REFUSED),
+        (False, (mutants.Verdict(mutants.REFUSED),), mutants.WRONG),
     ],
 )
 def test_ranks_that_fail_give_no_verdict_unless_one_of_them_has_one(monkeypatch, judge, is_of_ranks, results, kind):

@@ -25,7 +25,8 @@ def pool():
     [
         (f"{ON_THE_SECOND}1 / 0", False, "ZeroDivisionError"),
         (NO_MEMORY, True, "OutOfMemoryError"),
-        (f"import os; {ON_THE_SECOND}os._exit(1)", True, "rank 1:\nthe process ended"),
+        (f"import os; {ON_THE_SECOND}os.kill(os.getpid(), 9)", True, "rank 1:\nthe process ended (exit code -9)"),
+        (f"import os; {ON_THE_SECOND}os.kill(os.getpid(), 11)", False, "rank 1:\nthe process ended (exit code -11)"),
     ],
 )
 def test_an_error_of_the_case_is_told_from_one_of_the_ranks(pool, case, is_of_ranks, told):

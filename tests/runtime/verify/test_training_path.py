@@ -217,6 +217,8 @@ def test_a_gradient_of_nothing_but_rounding_is_equal_and_one_of_a_true_size_is_n
     assert remaining(step(9e-8), step(-2e-8), iter(noise)) == set()
     steady = [step(1e-7 + 1e-13)] * 3
     assert remaining(step(0.0), step(1e-7), iter(steady)) == {"gradient of bias"}, "as small, but it stands still"
+    flipped = [step(1e-7), step(0.0), step(1e-7)]
+    assert remaining(step(-6e-7), step(1e-7), iter(flipped)) == {"gradient of bias"}, "a choice moves it now and then"
     assert remaining(step(1e-3), step(-2e-8), iter(noise)) == {"gradient of bias"}
     assert remaining(step(math.nan), step(-2e-8), iter(noise)) == {"gradient of bias"}
     assert remaining(step(1.0), step(math.inf), iter(noise)) == {"gradient of bias"}
