@@ -1,4 +1,4 @@
-"""What we know of an upstream file: its classes, their roles, who builds whom. Found by structure, never by model name."""
+"""What is known of an upstream file: its classes, their roles, which class builds which. Found by structure, never by name."""
 
 from patchgen.anatomy.classes import Build, ClassInfo
 from patchgen.anatomy.graph import Anatomy, study

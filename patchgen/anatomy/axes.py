@@ -1,8 +1,8 @@
-"""What code holds of rows: which axis of a tensor they are, and what operations make of it.
+"""Which axes of a tensor are rows (tokens), and how operations change them.
 
-A value is None, which has nothing to do with rows; the axes of a tensor, a letter each; a `Size`; a tuple of such; or a list
-with what all parts of a sequence are. The letters: `r` rows, `.` another axis, `1` one of size 1, `*` any number of axes of
-rows, `&` any number of others.
+A value is None if it has nothing to do with rows; else the axes of a tensor, a letter each; a `Size`; a `Layer`; a tuple of
+values; or a list whose one element describes every part of a sequence. The letters: `r` rows, `.` another axis, `1` an axis
+of size 1, `*` any number of axes of rows, `&` any number of other axes.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import TypeAlias, TypeGuard
 
 from patchgen.anatomy.known import ALONG, REDUCING
 
-AXIS_MOVES = {"unsqueeze": 1, "unbind": 1, "cat": 1}  # operations that move axes, with the place of `dim`
+AXIS_MOVES = {"unsqueeze": 1, "unbind": 1, "cat": 1}  # operations that change the axes -> the position of `dim`
 
 
 class Mixed(Exception):
-    """A piece of code that is not known to treat each row by itself, and the innermost reason."""
+    """Code that is not known to treat each row by itself; `reason` is the innermost code, or text, that explains it."""
 
     def __init__(self, node: ast.AST, reason: ast.AST | str = "") -> None:
         self.node, self.reason = node, reason or node
 
 
 class Size(str):
-    """`r`, the number of rows; `1`; `~`, what is made of the number of rows or of their lengths."""
+    """A number: `r`, the number of rows; `1`; `~`, computed from the number of rows or from their lengths."""
 
 
 class Result(str):
-    """The axes of what a known module returns, alone or in a tuple."""
+    """The axes of what a known module returns: one tensor, or each of a tuple."""
 
 
 class Pieces(list["Value"]):
-    """The axes of each piece of some of the rows, in order: to go through and to put together again, not to choose from."""
+    """The axes of pieces of the rows, in order: they may be looped over and concatenated again, but not indexed."""
 
 
 class Layer:
-    """A module that treats each row by itself, whatever else it is handed and returns."""
+    """A module that treats each row by itself, whatever its other arguments and results are."""
 
 
 Value: TypeAlias = "str | tuple[Value, ...] | list[Value] | Layer | None"
@@ -53,12 +53,12 @@ def is_tensor(value: Value) -> TypeGuard[str]:
 
 
 def last_axis(value: Value) -> str:
-    """The last axis of a tensor; of anything else, none of rows."""
+    """The letter of a tensor's last axis; `.` for None and the like."""
     return value[-1] if isinstance(value, str) else "."
 
 
 def integer(node: ast.AST | None) -> int | None:
-    """The number that the source says; None for any other."""
+    """The value of an integer literal; None for any other code."""
     try:
         value = ast.literal_eval(node or "None")
     except (ValueError, TypeError):
@@ -67,7 +67,11 @@ def integer(node: ast.AST | None) -> int | None:
 
 
 def axis_of(axes: Value, place: ast.expr | None, node: ast.AST) -> int:
-    """Where an axis is among the letters, counted from the end that the code counts from."""
+    """The index in `axes`, from 0, of the axis that code names by its position `place`, from the front or the back.
+
+    Raises:
+        Mixed: not a literal in range, or an unknown number of axes lies between that end and the axis.
+    """
     number = integer(place)
     if not is_tensor(axes) or number is None or not -len(axes) <= number < len(axes):
         raise Mixed(node)
@@ -77,14 +81,14 @@ def axis_of(axes: Value, place: ast.expr | None, node: ast.AST) -> int:
 
 
 def sizes_of(axes: Value, node: ast.AST) -> tuple[Size | None, ...]:
-    """The shape of a tensor."""
+    """The shape of a tensor. Raises `Mixed` if its number of axes is not known."""
     if not is_tensor(axes) or set(axes) & set("*&"):
         raise Mixed(node)
     return tuple(Size(axis) if axis in "r1" else None for axis in axes)
 
 
 def size_of(axes: Value, place: ast.expr, node: ast.AST) -> Size | None:
-    """One number of it."""
+    """The size of one axis of a tensor."""
     if axes is None:
         return None
     if not is_tensor(axes):
@@ -94,19 +98,19 @@ def size_of(axes: Value, place: ast.expr, node: ast.AST) -> Size | None:
 
 
 def either(left: Value, right: Value, node: ast.AST) -> Value:
-    """What is the one or the other."""
+    """A value that is the one or the other; raises `Mixed` if both have to do with rows and differ."""
     if has_rows(left) and has_rows(right) and left != right:
         raise Mixed(node)
     return left if has_rows(left) else right
 
 
 def any_of(values: Sequence[Value], node: ast.AST) -> Value:
-    """What is one of several."""
+    """A value that is one of several; raises `Mixed` as `either` does."""
     return functools.reduce(lambda left, right: either(left, right, node), values)
 
 
 def joined(values: Sequence[Value], node: ast.AST) -> Value:
-    """What an operation on each element makes of tensors and numbers. None has no more axes than the rows have."""
+    """The result of an elementwise operation. A value that is None is taken to have no more axes than those with rows."""
     with_rows = [value for value in values if has_rows(value)]
     if with_rows and all(isinstance(value, Size) for value in with_rows):
         return Size("~")
@@ -123,7 +127,7 @@ def _broadcast(node: ast.AST, left: str, right: str) -> str:
         return min(left, right, key=lambda axes: "&" in axes)
     width = max(map(len, (left, right)))
     pairs = list(zip(left.rjust(width, "1"), right.rjust(width, "1"), strict=True))
-    for pair in pairs:  # rows meet rows, or nothing
+    for pair in pairs:  # rows only meet rows, or an axis of size 1
         if ("*" in pair and pair != ("*", "*")) or ("r" in pair and not {*pair} <= {"r", "1"}):
             raise Mixed(node)
     broadcast_axes = "".join(next((letter for letter in "*r&." if letter in pair), "1") for pair in pairs)
@@ -133,14 +137,14 @@ def _broadcast(node: ast.AST, left: str, right: str) -> str:
 
 
 def indexed(axes: str, node: ast.Subscript) -> str:
-    """`x[..., a:b]`, `x[:, :, a:b]` or `x[:, None, :]`: a part of another axis than the rows, or new axes."""
+    """The axes of `x[..., a:b]`, `x[:, :, a:b]` or `x[:, None, :]`: a slice of an axis other than the rows, or new axes."""
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     letters = {"...": "e", "None": "n", ":": ":"}
     kinds = [letters.get(ast.unparse(part), "s" if isinstance(part, ast.Slice) else "?") for part in parts]
     if axes == "*." and "".join(kinds) in ("e:", "es", "en", ":::", "::s"):
         return axes + "1" * ("n" in kinds)
     remaining, result_axes = list(axes), ""
-    skipped_axes = len(axes) - sum(kind in ":s" for kind in kinds)  # the axes that `...` stands for
+    skipped_axes = len(axes) - sum(kind in ":s" for kind in kinds)  # those of `...`
     if "?" in kinds or skipped_axes < 0 or set(axes) & set("*&"):
         raise Mixed(node)
     for kind in kinds:
@@ -152,7 +156,7 @@ def indexed(axes: str, node: ast.Subscript) -> str:
 
 
 def concatenated(parts: Value, along: ast.expr | None, node: ast.AST) -> str:
-    """`torch.cat` of pieces of rows, or of tensors along another axis."""
+    """The axes of a `torch.cat` of `Pieces`, or of tensors along an axis other than the rows."""
     if not isinstance(parts, tuple | list) or not is_tensor(first := next(iter(parts), None)):
         raise Mixed(node)
     axis = axis_of(first, along, node)
@@ -162,10 +166,10 @@ def concatenated(parts: Value, along: ast.expr | None, node: ast.AST) -> str:
 
 
 def reshaped(axes: Value, sizes: Sequence[tuple[str, Value]], node: ast.AST) -> str:
-    """`view` and `reshape`: behind the rows any axes may follow; before them there are only such of size 1.
+    """The axes after `view` or `reshape`: any axes may follow the rows, but only axes of size 1 precede them.
 
     Args:
-        axes: of the tensor.
+        axes: those of the tensor.
         sizes: the source and the value of each size.
         node: the call.
     """
@@ -178,7 +182,7 @@ def reshaped(axes: Value, sizes: Sequence[tuple[str, Value]], node: ast.AST) -> 
 
 
 def along(name: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr]) -> ast.expr | None:
-    """The `dim` that an operation is given, the tensor being its first argument."""
+    """The `dim` argument of an operation whose first argument is the tensor; None without one."""
     places = ALONG | REDUCING | AXIS_MOVES
     return named.get("dim", named.get("axis", dict(enumerate(args)).get(places.get(name, -1))))
 
@@ -186,7 +190,7 @@ def along(name: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.ex
 def along_axis(
     name: str, axes: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr], node: ast.AST
 ) -> Value:
-    """What an operation of one tensor along its axes makes."""
+    """The result of an operation on one tensor along its axes."""
     dim = along(name, args, named)
     if name == "size":
         return sizes_of(axes, node) if dim is None else size_of(axes, dim, node)
@@ -201,7 +205,7 @@ def along_axis(
         place = axis_of(f"{axes}.", dim, node)
         return axes[:place] + "1" + axes[place:]
     axis = axis_of(axes, dim if name == "unbind" or name in ALONG | REDUCING else None, node)
-    if axes[axis] == "r":  # pieces of the rows are gone through in their order
+    if axes[axis] == "r":  # `split` keeps the pieces of the rows in order
         if name != "split":
             raise Mixed(node)
         return Pieces([axes])
@@ -213,5 +217,5 @@ def along_axis(
     kept_axis = "1" if getattr(named.get("keepdim", keepdim), "value", None) is True else ""
     reduced_axes = axes[:axis] + kept_axis + axes[axis + 1 :]
     if reduced_axes == "*":
-        raise Mixed(node)  # the last dimension would be another
+        raise Mixed(node)  # the last axis would be one of the rows'
     return [reduced_axes] if name == "unbind" else reduced_axes

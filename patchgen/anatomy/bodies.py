@@ -1,4 +1,4 @@
-"""Compares function bodies up to names: the same helper name has many bodies upstream, so passes decide by body."""
+"""Compares function bodies regardless of names: upstream uses one helper name for many bodies, so passes go by the body."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from patchgen.anatomy.classes import FunctionNode, own_attribute, parameter_name
 
 @dataclass(frozen=True)
 class NormalForm:
-    """A function with its names taken away: `text` is equal for functions that compute the same in the same way, provided
-    that the names which they do not bind mean the same."""
+    """A function without its own names. Functions of equal `text` compute the same in the same way, provided that their
+    attributes, their defaults and the names that they do not bind mean the same."""
 
     text: str
     parameters: tuple[str, ...]  # the real names, in order
@@ -20,7 +20,7 @@ class NormalForm:
 
 
 def normal_form(function: FunctionNode) -> NormalForm:
-    """Renames parameters, locals and attributes of self in order of appearance; drops docstring, annotations, defaults."""
+    """Renames parameters, locals and attributes of self by order of appearance; drops docstring, annotations and defaults."""
     renamer = _Renamer()
     parameters, args = parameter_names(function), function.args
     for name in [*parameters, *(arg.arg for arg in (args.vararg, args.kwarg) if arg)]:

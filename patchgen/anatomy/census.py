@@ -1,7 +1,7 @@
-"""The classes and functions on the way from a head's inputs to its loss, and why each may stay as it is.
+"""The classes and functions on the path from a head's inputs to its loss, and why each may stay as it is.
 
-A class is on the way if code on the way reads the attribute that holds it, a function if it is called there. What no pass
-rewrote is named with the reason; what nothing is known of is `UNREAD`.
+A class is on the path if code on the path reads the attribute that holds it, a function if code on the path names it. Those
+that no pass rewrote are listed with the reason, which is `UNREAD` where nothing is known of them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ ROLES = {Role.ROTARY: "positions", Role.ROUTER: "a router", Role.ATTENTION: "att
 
 
 def census(anatomy: Anatomy, heads: Iterable[str], hits: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Name -> the passes that rewrote it, or why it is left alone, in the order in which they are reached.
+    """Name -> the passes that rewrote it, or why it is left alone, in the order in which the names are reached.
 
     Args:
         anatomy: of the file.
-        heads: where the way begins.
-        hits: class or function -> the passes that hit it, or found upstream doing their work there.
+        heads: the classes where the path begins.
+        hits: class or function -> the passes that rewrote it, or found that upstream already does their work there.
     """
     walk = _Walk(anatomy)
     for head in heads:
@@ -68,7 +68,7 @@ def census(anatomy: Anatomy, heads: Iterable[str], hits: Mapping[str, Iterable[s
 
 
 def summary(reasons: Mapping[str, str]) -> str:
-    """The census in one line: how many passes rewrote, and the names of the others by reason."""
+    """The census as one line: how many classes and functions passes rewrote, and the names of the others by reason."""
     groups: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         groups.setdefault(reason.split(":")[0], []).append(name)
@@ -78,9 +78,9 @@ def summary(reasons: Mapping[str, str]) -> str:
 
 
 class _Walk:
-    """What code reaches: classes and functions of the file, and the names of others' that are no library's.
+    """Collects what code reaches: classes and functions of the file, and names of other files that are not a library's.
 
-    Names are followed, not calls: a function that is handed on is called elsewhere.
+    Names are followed rather than calls: a function that is passed as an argument is called elsewhere.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
@@ -89,7 +89,7 @@ class _Walk:
         self._seen: set[tuple[str, ...]] = set()
         self._entered: dict[str, None] = {}
         self._read: dict[str, None] = {}  # attributes of other objects than self
-        self.eager: list[tuple[_Code, ast.AST]] = []  # what stands for the attention that a run chooses
+        self.eager: list[tuple[_Code, ast.AST]] = []  # the attention that a run replaces by the one it chooses
         self.reached: dict[str, None] = {}
         self.outside: dict[str, None] = {}
         self.parts: dict[str, None] = {}
@@ -101,7 +101,7 @@ class _Walk:
         return not known
 
     def enter(self, name: str) -> None:
-        """An instance of the class: what runs when it is called, and what `__init__` does but for assigning attributes."""
+        """Visits what runs when an instance of the class is called, and what `__init__` does besides assigning attributes."""
         if name in self._entered:
             return
         self._entered[name] = None
@@ -122,7 +122,7 @@ class _Walk:
                 _Code(self, name, init, makes=True).visit(init)
 
     def member(self, owner: str, name: str, *, inherited: bool = False) -> None:
-        """What `.name` of an instance is: a method, with `inherited` its ancestors' too, and all that is assigned to it."""
+        """Visits `.name` of an instance: its method, with `inherited` every ancestor's too, and all values assigned to it."""
         if name == "__init__" or not self._is_new(owner, name, str(inherited)):
             return
         for build in self.anatomy.auto_builds(owner):
@@ -140,29 +140,29 @@ class _Walk:
                 self.member(owner, attribute)
 
     def other(self, name: str) -> None:
-        """`.name` of another object than self: of any class that is on the way."""
+        """Visits `.name` of an object other than self, which may be of any class on the path."""
         if name not in self._read:
             self._read[name] = None
             for owner in [*self._entered]:
                 self.member(owner, name)
 
     def _assigned(self, owner: str, attribute: str) -> list[tuple[ast.expr, ast.AST]]:
-        """Each value of an attribute, and the code that it stands in."""
+        """Each value assigned to an attribute, with the method or statement that contains it."""
         return [pair for i in self.anatomy.lineage(owner) for pair in self._stores[i.name].get(attribute, ())]
 
     def called(self, owner: str, attribute: str) -> None:
-        """An attribute that is called: named, where a value of it is nothing that a name tells."""
+        """Records a called attribute as unread if names do not tell what one of its values is."""
         if self.anatomy.method(owner, attribute) is not None or not self._is_new(owner, attribute, "called"):
             return
         values = self._assigned(owner, attribute)
-        # `config.act` beside `TABLE[config.act]`: a function that a caller put there
+        # `config.act` beside `TABLE[config.act]`: a caller may put a function into the config
         keys = {ast.unparse(n.slice) for value, _ in values for n in walk(value) if isinstance(n, ast.Subscript)}
         for value, where in values:
             if ast.unparse(value) not in keys and not self._is_known(value, owner, where):
                 self.unread.setdefault(f"{owner}.{attribute}", f"{UNREAD}: {ast.unparse(value)}")
 
     def _is_known(self, value: ast.AST, owner: str, where: ast.AST, open_names: frozenset[str] = frozenset()) -> bool:
-        """Whether names tell what is called where the value is; `open_names` are being asked: `act = wrap(act)`."""
+        """Whether names tell what a call of the value runs; `open_names` are being resolved, as for `act = wrap(act)`."""
         if attribute := own_attribute(value):
             self.called(owner, attribute)
         if attribute or isinstance(value, ast.Constant | ast.Lambda):
@@ -172,9 +172,8 @@ class _Walk:
                 return True
             inside = open_names | {value.id}
             bound = [n.value for n in walk(where) if isinstance(n, ast.Assign) and value.id in stored(n)]
-            handed = [
-                part for part in self.anatomy.handed(owner, value) if part not in bound
-            ]  # stands in another class
+            # Values that are passed in are in the code of another class, hence `ast.Pass()` below.
+            handed = [part for part in self.anatomy.handed(owner, value) if part not in bound]
             is_told = all(self._is_known(part, owner, where, inside) for part in bound)
             if bound and not (isinstance(where, FunctionNode) and value.id in parameter_names(where)):
                 return is_told
@@ -187,7 +186,7 @@ class _Walk:
             )
         if isinstance(value, ast.Name | ast.Attribute):
             return self.names.resolve(value, _local(where)) is not None
-        # What lists of modules hold is called.
+        # Of a list of modules, the elements are called.
         holds = isinstance(value, ast.Call) and self.names.resolve(value.func, _local(where)) in LISTS
         operands = [getattr(value, name, []) for name in (("args",) if holds else CALLED_PARTS)]
         parts = [
@@ -199,7 +198,7 @@ class _Walk:
         return all(self._is_known(part, owner, where, open_names) for part in parts)
 
     def name(self, name: str) -> None:
-        """A name of the module: what imports bind to it, and the statements that define or change it."""
+        """Visits a module-level name: what imports bind to it, and the statements that define or change it."""
         if not self._is_new(name):
             return
         if name in self.anatomy.classes:
@@ -212,7 +211,7 @@ class _Walk:
         read = {name} & self.anatomy.classes.keys() if sum(isinstance(s, ast.ClassDef) for s in statements) < 2 else ()
         for statement in statements:
             defined = getattr(statement, "name", name)
-            if defined != name:  # what decorates it is read, or it changes the name: it may be what is called
+            if defined != name:  # a definition that `name` decorates, or that changes what it holds
                 self.name(defined)
             elif defined not in read or not isinstance(statement, ast.ClassDef):
                 if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr):
@@ -220,13 +219,13 @@ class _Walk:
                 _Code(self, "", statement).visit(statement)
 
     def meant(self, meaning: str | None) -> None:
-        """What an import, or dots behind one, name."""
+        """Records what an import, or a dotted name from one, refers to, if it is neither of this file nor of a library."""
         if meaning and not meaning.startswith(".") and not _is_library(meaning):
             self.outside.setdefault(meaning)
 
 
 class _Code(ast.NodeVisitor):
-    """Tells the walk what a piece of code reads. `makes`: what an `__init__` assigns to attributes is left for later."""
+    """Tells the walk what code reads. With `makes`, assignments to attributes are skipped: they count when one is read."""
 
     def __init__(self, walk: _Walk, owner: str, where: ast.AST, *, makes: bool = False) -> None:
         self._walk, self._owner, self._where, self._makes = walk, owner, where, makes
@@ -236,7 +235,7 @@ class _Code(ast.NodeVisitor):
         return self._walk.names.resolve(node, self._local)
 
     def decorators(self, node: ast.ClassDef | FunctionNode) -> None:
-        """What replaces a class or function; those of transformers leave it alone unless a run asks them not to."""
+        """Visits decorators; of transformers' own, which replace nothing unless a run asks for it, only the arguments."""
         for decorator in node.decorator_list:
             is_theirs = (self._resolved(getattr(decorator, "func", decorator)) or "").startswith("transformers.")
             for part in getattr(decorator, "args", ()) if is_theirs else (decorator,):
@@ -285,7 +284,7 @@ class _Code(ast.NodeVisitor):
         return self.generic_visit(node)
 
     def _got(self, node: ast.AST) -> ast.AST:
-        """`owner.name` for `getattr(owner, "name")`; other code, and a name that is computed, as it is."""
+        """`owner.name` for `getattr(owner, "name")`; any other code, also with a computed name, as it is."""
         match node:
             case ast.Call(called, [owner, ast.Constant(str(name)), *_]) if (
                 self._resolved(called) == "builtins.getattr"
@@ -295,7 +294,7 @@ class _Code(ast.NodeVisitor):
                 return node
 
     def _bound(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What is called, a table without its key; for a name of the function all that it is made of."""
+        """What a call may run: the called expression, without its subscripts; of a local name also all that it is bound to."""
         while isinstance(node, ast.Subscript):
             node = node.value
         yield node
@@ -330,12 +329,12 @@ class _Code(ast.NodeVisitor):
 
 
 def _local(where: ast.AST) -> frozenset[str]:
-    """The names that a function binds around the code in it; none outside of functions."""
+    """The names that a function binds; none for other code."""
     return local_names(where) if isinstance(where, FunctionNode) else frozenset()
 
 
 def _stores(info: ClassInfo) -> dict[str, list[tuple[ast.expr, ast.AST]]]:
-    """Attribute -> the values that the class's body and its methods assign to it, each with the code it stands in."""
+    """Attribute -> what the class's body and methods other than setters assign to it, each with the code around it."""
     stores_by_attribute: dict[str, list[tuple[ast.expr, ast.AST]]] = {}
     for where in info.node.body:
         is_function = isinstance(where, FunctionNode)
@@ -350,13 +349,13 @@ def _stores(info: ClassInfo) -> dict[str, list[tuple[ast.expr, ast.AST]]]:
 
 
 def _inherited(anatomy: Anatomy, name: str) -> str | None:
-    """torch's module whose forward a class without one has."""
+    """The torch module that a class inherits from, other than `nn.Module`; None without one."""
     bases = [anatomy.names.resolve(base) or "" for info in anatomy.lineage(name) for base in info.node.bases]
     return next((base for base in bases if base.startswith("torch.nn.") and base != "torch.nn.Module"), None)
 
 
 def _is_library(meaning: str) -> bool:
-    """Of torch, of Python, or of what transformers shares among its models: not what others write for either."""
+    """Whether a name is of torch, numpy, Python or the code that models share in transformers, and not of an extension."""
     package, *parts = meaning.split(".")
     if package == "transformers" and parts:
         return parts[0] != "integrations" and (parts[0] != "models" or parts[1:2] == ["auto"])

@@ -1,4 +1,4 @@
-"""One class of an upstream file: bases, methods, the attributes that its __init__ sets, the classes that it builds."""
+"""One class of an upstream file (bases, methods, attributes, the classes it builds), and helpers to read syntax trees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Build:
     method: str = "__init__"
     # For constructions through an Auto class:
     auto_class: str | None = None  # "AutoModel", "AutoModelForCausalLM", ...
-    config: str | None = None  # the config expression handed over, for example "config.text_config"
+    config: str | None = None  # the config argument, for example "config.text_config"
     code: str = ""  # the call as source
 
 
@@ -35,15 +35,15 @@ class ClassInfo:
     node: ast.ClassDef
     bases: tuple[str, ...]
     methods: dict[str, FunctionNode] = field(default_factory=dict[str, FunctionNode])
-    attributes: dict[str, ast.expr] = field(default_factory=dict[str, ast.expr])  # assigned to self in __init__
+    attributes: dict[str, ast.expr] = field(default_factory=dict[str, ast.expr])  # the first that __init__ assigns
     annotations: dict[str, str] = field(default_factory=dict[str, str])  # class-level annotations
-    builds: list[Build] = field(default_factory=list[Build])  # of classes of this file, in __init__
+    builds: list[Build] = field(default_factory=list[Build])  # of classes of this file, in __init__ and `setup_calls`
     auto_builds: list[Build] = field(default_factory=list[Build])  # through Auto classes, in any method
     roles: dict[str, str] = field(default_factory=dict[str, str])  # role -> why
 
     @property
     def built(self) -> dict[str, ast.Call]:
-        """The attributes that __init__ makes by a call, for example of a class of modules."""
+        """The attributes that __init__ sets to the result of a call, for example of a module's class."""
         return {name: value for name, value in self.attributes.items() if isinstance(value, ast.Call)}
 
 
@@ -69,7 +69,7 @@ def describe(node: ast.ClassDef, local_classes: Container[str], resolve: Resolve
 
 
 def setup_calls(info: ClassInfo) -> list[str]:
-    """The methods that `__init__` calls for what they set: `self._setup_experts()`."""
+    """The methods that `__init__` calls without arguments, for what they set: `self._setup_experts()`."""
     init = info.methods.get("__init__")
     statements = (
         [s.value for s in init.body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)] if init else []
@@ -79,7 +79,7 @@ def setup_calls(info: ClassInfo) -> list[str]:
 
 
 def auto_class(meaning: str | None) -> str:
-    """`AutoModel` for transformers' class of that name, by whichever of its modules; "" for anything else."""
+    """The Auto class that a resolved name refers to, for example `AutoModel`; "" for anything else."""
     module, _, name = (meaning or "").rpartition(".")
     return name if module in AUTO_MODULES and name.startswith(("AutoModel", "AutoBackbone")) else ""
 
@@ -99,7 +99,7 @@ def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
                 if len(values) == 1:
                     config = inlined(config, {base: values[0]})
                 elif base == "config" and _is_replaced(method, base, resolve):
-                    config = None  # it may be that of the caller, or another
+                    config = None  # the caller's config, or another one
             source = ast.unparse(config) if config is not None else None
             code = ast.unparse(call)
             builds.append(Build(info.name, attribute, None, in_list, method.name, auto, source, code))
@@ -107,7 +107,7 @@ def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
 
 
 def _is_replaced(method: FunctionNode, parameter: str, resolve: Resolve) -> bool:
-    """Whether a method binds a parameter to more than new instances of the class in its annotation."""
+    """Whether a method binds a parameter to anything but new instances of the class in its annotation."""
     annotated = [arg for arg in walk(method.args) if isinstance(arg, ast.arg) and arg.arg == parameter]
     classes = {resolve(node) for arg in annotated for node in walk(arg) if isinstance(node, ast.Name)} - {None}
     values = assigned_to(method, parameter)
@@ -120,12 +120,12 @@ LISTS = ("torch.nn.ModuleList", "torch.nn.ModuleDict", "torch.nn.Sequential")
 
 
 def arguments(call: ast.Call, names: Sequence[str]) -> dict[str | None, ast.expr]:
-    """Parameter -> what a call hands it, for a function with these parameters; `**kwargs` stands under None."""
+    """Parameter -> argument, in a call of a function with these parameters; `**kwargs` is under None."""
     return dict(zip(names, call.args, strict=False)) | {keyword.arg: keyword.value for keyword in call.keywords}
 
 
 def handed_to(call: ast.Call, names: Sequence[str], parameter: str) -> ast.expr | None:
-    """What a call hands to one of these parameters; the `*args` or `**kwargs` where these may hold it; None: nothing."""
+    """The argument of a call for one of these parameters, or the `*args` or `**kwargs` that may contain it; None if neither."""
     spread = next((i for i, arg in enumerate(call.args) if isinstance(arg, ast.Starred)), len(call.args))
     named = {keyword.arg: keyword.value for keyword in call.keywords}
     given = dict(zip(names, call.args[:spread], strict=False)) | named
@@ -135,13 +135,13 @@ def handed_to(call: ast.Call, names: Sequence[str], parameter: str) -> ast.expr 
 def linearised(name: str, bases: Mapping[str, Sequence[str]]) -> list[str]:
     """A class and its ancestors among those whose bases are given, in the order in which Python looks members up (C3).
 
-    A class of another file is a leaf, and left out. An order that Python refuses is read by the first class that is left.
+    Classes of other files are left out. Where Python would refuse the order, the first remaining class comes next.
     """
     return [known for known in _linearised(name, bases, ()) if known in bases]
 
 
 def _linearised(name: str, bases: Mapping[str, Sequence[str]], below: tuple[str, ...]) -> list[str]:
-    direct = [base for base in bases.get(name, ()) if base not in (*below, name)]  # a name that is bound anew: no base
+    direct = [base for base in bases.get(name, ()) if base not in (*below, name)]  # an earlier class of that name
     pending = [_linearised(base, bases, (*below, name)) for base in direct] + [direct]
     order = [name]
     while pending := [names for names in pending if names]:
@@ -153,7 +153,7 @@ def _linearised(name: str, bases: Mapping[str, Sequence[str]], below: tuple[str,
 
 
 def dotted(node: ast.AST) -> str:
-    """`nn.Module` for the expression nn.Module; subscripts and calls are read through. What has no name is left out: `c` for
+    """`nn.Module` for the expression nn.Module; subscripts and calls are skipped. What has no name is left out: `c` for
     `(a + b).c`, "" for `a + b`."""
     if isinstance(node, ast.Name):
         return node.id
@@ -168,22 +168,22 @@ def dotted(node: ast.AST) -> str:
 
 
 def base_name(node: ast.AST | None) -> str:
-    """`x` for the expression `x.y[0].z(1)`; "" where no name is at its base."""
+    """`x` for the expression `x.y[0].z(1)`; "" if it does not start with a name."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def is_list(value: object) -> TypeGuard[list[object]]:
-    """Whether a field of a syntax node is a list: of nodes, or of what `ast` keeps beside them."""
+    """Whether a field of a syntax node is a list, of nodes or of strings and None."""
     return isinstance(value, list)
 
 
 @functools.lru_cache(maxsize=16384)
 def walk(node: ast.AST) -> tuple[ast.AST, ...]:
-    """What `ast.walk` gives, in its order, computed once: the same code is read many times, and what is changed is a copy."""
+    """The nodes of `ast.walk`, in its order, cached: the same code is read many times, and edits are made on copies."""
     nodes = [node]
-    for parent in nodes:  # it grows meanwhile
+    for parent in nodes:  # grows during the loop
         for name in parent._fields:
             value = getattr(parent, name, None)
             if is_list(value):
@@ -194,7 +194,7 @@ def walk(node: ast.AST) -> tuple[ast.AST, ...]:
 
 
 def calls(*code: ast.AST) -> Iterator[ast.Call]:
-    """Every call inside code."""
+    """Every call in pieces of code."""
     return (node for part in code for node in walk(part) if isinstance(node, ast.Call))
 
 
@@ -210,7 +210,7 @@ def parameter_names(function: FunctionNode) -> list[str]:
 
 
 def parameters(function: FunctionNode) -> set[str]:
-    """All of a function, `*args` and `**kwargs` too, but `self`."""
+    """All parameters of a function, `*args` and `**kwargs` included, self excluded."""
     return {arg.arg for arg in walk(function.args) if isinstance(arg, ast.arg)} - {"self"}
 
 
@@ -258,7 +258,7 @@ def plain_assignments(nodes: Iterable[ast.AST]) -> dict[str, ast.expr]:
 
 
 def assigned_to(function: FunctionNode, name: str) -> list[ast.expr] | None:
-    """Every value that a function binds a name to; None where it does so by more than assignments `name = value`."""
+    """Every value that a function assigns to a name; None if it also binds it other than by `name = value`."""
     assigned = [node for node in walk(function) if isinstance(node, ast.Assign | ast.AnnAssign)]
     pairs = [(node.value, target) for node in assigned for target in targets(node) if node.value is not None]
     values = [value for value, target in pairs if isinstance(target, ast.Name) and target.id == name]
@@ -266,7 +266,7 @@ def assigned_to(function: FunctionNode, name: str) -> list[ast.expr] | None:
 
 
 def inlined(node: ast.expr, values: Mapping[str, ast.expr]) -> ast.expr:
-    """A copy of code with the values of names in their place."""
+    """A copy of an expression in which these names are replaced by their values."""
     return _Inliner(values).visit(copy.deepcopy(node))
 
 
@@ -283,21 +283,20 @@ def targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExp
 
 
 def is_in_place(function: ast.expr) -> bool:
-    """Whether it is a method like `mul_`, as torch names those that change their tensor."""
+    """Whether what is called is a method like `mul_`: by torch's naming, one that changes its tensor."""
     return isinstance(function, ast.Attribute) and function.attr.endswith("_") and not function.attr.endswith("__")
 
 
 def is_setter(method: FunctionNode) -> bool:
-    """Whether a method is transformers' `set_output_embeddings(new)` and the like, which the file itself does not run (see
-    `Names`): what callers hand in is not upstream's."""
+    """Whether a method is a setter for callers, such as `set_output_embeddings(new)`, which the file itself does not run (see
+    `Names`). What callers pass in is not in upstream's source."""
     is_run = vars(method).get("is_run", False)
     return method.name.startswith("set_") and not is_run and "forward" not in called_names(method)
 
 
 def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:
-    """Every value that a method of the class assigns to `self.<attribute>`; of `a if c else b` both; of an assignment
-    that is no plain one, the statement. Setters count for nothing.
-    """
+    """Every value that a method of the class assigns to `self.<attribute>`: both of `a if c else b`; the statement where the
+    assignment is not a plain one. Setters are ignored."""
     values: list[ast.expr | ast.stmt] = []
     for method in info.methods.values():
         for statement in walk(method):
@@ -318,7 +317,7 @@ def _self_assignments(statement: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def constructed(call: ast.Call) -> ast.expr:
-    """The class of `X(...)` and of `X.from_config(...)`."""
+    """The `X` of `X(...)` and of `X.from_config(...)`."""
     match call.func:
         case ast.Attribute(owner, name) if name in CONSTRUCTORS:
             return owner
@@ -327,7 +326,7 @@ def constructed(call: ast.Call) -> ast.expr:
 
 
 def _constructions(method: FunctionNode, resolve: Resolve) -> Iterator[tuple[ast.Call, str | None, bool]]:
-    """Every call of a method with the attribute that its statement sets, and whether it stands in a list of modules."""
+    """Every call in a method, the attribute that its statement assigns, and whether it is in a value with a list of modules."""
     assigned_calls: set[ast.Call] = set()
     valued = [(node, getattr(node, "value", None)) for node in walk(method) if isinstance(node, ast.stmt)]
     for statement, value in valued:

@@ -1,7 +1,7 @@
-"""Where the code of a file builds its classes, and what it hands to the parameters of their `__init__`.
+"""Where a file builds its classes, and the arguments that it passes to their `__init__`.
 
-A class that is not only called (an entry of a table, another name for it) may be built with anything there: what is
-handed is then unknown, and stands as `*Name`, which no reader takes for a value.
+A class that is used other than by a call (as an entry of a table, under another name) may be built with any arguments there.
+They are unknown, and recorded as `*Name`, which no reader takes for a value.
 """
 
 # pyright: reportMatchNotExhaustive=false
@@ -28,21 +28,21 @@ from patchgen.anatomy.classes import (
 if TYPE_CHECKING:
     from patchgen.anatomy.graph import Anatomy
 
-ASKED = ("builtins.isinstance", "builtins.issubclass")  # they build nothing of the classes that they are given
-RECORDED = "_can_record_outputs"  # transformers' table of the classes whose outputs it records
+ASKED = ("builtins.isinstance", "builtins.issubclass")  # calls that do not build the classes passed to them
+RECORDED = "_can_record_outputs"  # transformers' table of classes whose outputs it records
 LOADER = "from_pretrained"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where code stands: the class, "" for a function of the module, and the function; None for the code of the module."""
+    """Where code is: its class, "" outside of classes, and its function, None outside of functions."""
 
     owner: str
     function: FunctionNode | None
 
 
 class Constructions:
-    """Those of one file.
+    """The constructions in one file.
 
     Attributes:
         scopes: the place of each name that is read or bound in a function.
@@ -59,14 +59,14 @@ class Constructions:
                 self._built.setdefault(name, []).append((place, expression))
 
     def _code(self) -> Iterator[tuple[Place, ast.AST]]:
-        """All code of the file but the bases of classes and what decorates them."""
+        """All code of the file except the bases and decorators of classes."""
         seen = set[ast.AST]()
         for info in self._anatomy.classes.values():
             for node in info.node.body:
                 method = node if isinstance(node, FunctionNode) and info.methods.get(node.name) is node else None
                 yield Place(info.name, method), node
                 seen |= {*walk(node)}
-            for value in info.attributes.values():  # what a pass has written anew since
+            for value in info.attributes.values():  # rewritten by a pass since
                 if value not in seen:
                     yield Place(info.name, None), value
         others = {s for statements in self._anatomy.names.statements.values() for s in statements}
@@ -75,7 +75,7 @@ class Constructions:
                 yield Place("", node if isinstance(node, FunctionNode) else None), node
 
     def _mentioned(self, place: Place, code: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-        """Each class that code may build: with its call, or with its name where more may happen to it."""
+        """Each class that code may build: with its call, or with its name where it is used in another way."""
         if isinstance(code, ast.Assign | ast.AnnAssign) and RECORDED in stored(code):
             return
         resolve, classes = self._anatomy.names.resolve, self._anatomy.classes
@@ -102,8 +102,8 @@ class Constructions:
     def given(
         self, init: FunctionNode, parameter: str, owners: Iterable[str]
     ) -> Iterator[tuple[Place, ast.expr | None]]:
-        """What is handed to a parameter of an `__init__` that instances of these classes run, each with the place: a call
-        of such a class, or a subclass that calls the `__init__` of its bases. None: nothing; `*<name>`: unknown."""
+        """The arguments for a parameter of an `__init__` that instances of these classes run, each with its place: in calls of
+        the classes, and in subclasses that call the `__init__` of a base. None: no argument; `*<name>`: unknown."""
         anatomy, names, visited = self._anatomy, parameter_names(init), set[str]()
         for owner in owners:
             chain = [info for info in anatomy.lineage(owner) if "__init__" in info.methods]
@@ -130,17 +130,17 @@ class Constructions:
                             yield where, handed_to(call, ["self", *names], parameter)
 
     def handed(self, owner: str, value: ast.AST) -> tuple[ast.expr | ast.stmt, ...]:
-        """What a parameter of an `__init__`, or an attribute of one, is where `given` finds the file to hand it over, by its
-        default, or by what the `__init__` binds it to itself.
+        """The values that a parameter of an `__init__`, or an attribute of one, may have: its arguments (`given`), its default,
+        and what the `__init__` itself binds it to. Empty for anything else, and if nothing is passed.
 
         Args:
-            owner: the class whose instance it is about.
-            value: the parameter as an `__init__` of the file reads it, or its attribute; of new code, that of the owner's.
+            owner: the class whose instance is meant.
+            value: the parameter or its attribute, as an `__init__` of the file reads it; in new code, as the owner's does.
         """
         return tuple(dict.fromkeys(self._handed(owner, value, set()) or ()))
 
     def _handed(self, owner: str, value: ast.AST, visited: set[ast.AST]) -> list[ast.expr | ast.stmt] | None:
-        """The same, through names that are handed on, each once; None if it is none of these, or nothing is handed."""
+        """The same, following parameters that are passed on, each once; None instead of empty."""
         visited.add(value)
         base = value.value if isinstance(value, ast.Attribute) else value
         scope = self.scopes.get(base)
@@ -149,7 +149,7 @@ class Constructions:
         if init is None or not isinstance(base, ast.Name) or base.id not in parameter_names(init[1]):
             return None
         if scope is not None and scope.function is not init[1]:
-            return None  # another function's
+            return None  # a parameter of another function
         is_bound = base.id in stored(init[1])
         if is_bound and isinstance(value, ast.Attribute):
             return None
@@ -172,7 +172,7 @@ class Constructions:
         return values if builders or values else None
 
     def _through(self, owner: str, values: Iterable[ast.expr], visited: set[ast.AST]) -> Iterator[ast.expr | ast.stmt]:
-        """Values, where one is a parameter again what that is."""
+        """The values, with the values of a parameter in its place."""
         for value in values:
             if value not in visited:
                 handed = self._handed(owner, value, visited)
@@ -180,7 +180,7 @@ class Constructions:
 
 
 def _is_own_class(called: ast.expr, function: FunctionNode | None) -> bool:
-    """Whether a method calls the class of its instance: `type(self)(...)`, `self.__class__(...)`, `cls(...)`."""
+    """Whether a call in a method builds its own class: `type(self)(...)`, `self.__class__(...)`, `cls(...)`."""
     match called:
         case ast.Call(ast.Name("type"), [ast.Name("self")]):
             return True
@@ -191,6 +191,6 @@ def _is_own_class(called: ast.expr, function: FunctionNode | None) -> bool:
 
 
 def is_whole_config(place: Place, given: ast.expr) -> bool:
-    """Whether a class hands on the config that it is built with."""
+    """Whether an argument at a place is the config that the class there was itself built with."""
     is_new = place.function is None or "config" in stored(place.function)
     return ast.unparse(given) == "self.config" or (ast.unparse(given) == "config" and not is_new)

@@ -18,8 +18,8 @@ SIZES = ("in_channels", "out_channels", "kernel_size")
 
 
 def built_convolutions(anatomy: Anatomy, info: ClassInfo) -> dict[ast.Call, str]:
-    """The constructions of convolutions that mix tokens, of a class and its ancestors -> the attribute for which one is made,
-    by itself or inside what wraps it; "" where the source names none."""
+    """The calls in a class and its ancestors that build convolutions which mix tokens -> the attribute that each is assigned
+    to, directly or inside a wrapper; "" if there is none."""
     nodes = [node for one in anatomy.lineage(info.name) for node in walk(one.node)]
     built = {node: "" for node in nodes if isinstance(node, ast.Call) and _mixes_tokens(anatomy, node)}
     for node in (node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign)):
@@ -29,9 +29,9 @@ def built_convolutions(anatomy: Anatomy, info: ClassInfo) -> dict[ast.Call, str]
 
 
 def _mixes_tokens(anatomy: Anatomy, call: ast.Call) -> bool:
-    """Whether a call constructs a convolution of a kernel that the source does not say to be one token long.
+    """Whether a call builds a convolution, unless the source says that its kernel is one token long.
 
-    Whether its channels are in groups does not decide that. What a subclass hands on is not read.
+    Groups of channels make no difference. The kernel of a subclass is not read.
     """
     is_told = anatomy.names.resolve(call.func) == MODULE and not any(isinstance(a, ast.Starred) for a in call.args)
     kernel = arguments(call, SIZES).get("kernel_size") if is_told else None
@@ -39,7 +39,7 @@ def _mixes_tokens(anatomy: Anatomy, call: ast.Call) -> bool:
 
 
 def convolutions(anatomy: Anatomy, method: FunctionNode, attributes: Collection[str] = ()) -> Iterator[ast.AST]:
-    """The expressions of a function's body that stand for a convolution, or their calls; `attributes` are those that do."""
+    """The references to convolutions in a function's body, as the call where one is called; `attributes` hold convolutions."""
     local, nodes = local_names(method), [node for part in method.body for node in walk(part)]
     called = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
     read = [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("weight", "bias")]

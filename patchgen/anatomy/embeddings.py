@@ -1,4 +1,4 @@
-"""Which names of a model's forward hold the embeddings of its tokens, and whether it looks up positions that it counts."""
+"""Which names in a model's forward hold its token embeddings, and whether it looks up positions that it counts itself."""
 
 # pyright: reportMatchNotExhaustive=false
 
@@ -27,17 +27,18 @@ from patchgen.anatomy.known import POINTWISE, buffers
 TABLE = "torch.nn.Embedding"
 GETTER = "get_input_embeddings"  # transformers' method of every model
 COUNTS = {"arange", "cumsum"}
-OTHER_CONTENT = {"zeros_like", "ones_like", "full_like", "detach"}  # nothing that enters it reaches the layers
+OTHER_CONTENT = {"zeros_like", "ones_like", "full_like", "detach"}  # changes to these do not reach the layers
 KEEPS_SHAPE = POINTWISE - OTHER_CONTENT | {"masked_scatter", "dropout"}
 
 
 class Embeddings(Flow):
-    """`[B, S, H]`: what a table of tokens gives for the ids, or what callers hand in, as long as it keeps its shape."""
+    """Follows token embeddings `[B, S, H]`, looked up by the ids or passed in, while they keep their shape."""
 
     IDS, EMBEDDED, MAPPED = "ids", "embedded", "mapped"  # MAPPED: to another width
 
     def above(self, function: FunctionNode, before: Sequence[ast.stmt]) -> list[str]:
-        """The names that hold them below these statements of the forward, in the order in which they are last bound."""
+        """The names bound by these statements of the forward that hold the embeddings below them, in the order in which they
+        are last bound; if there are none, those that hold embeddings mapped to another width."""
         self.values = {"input_ids": frozenset({self.IDS}), "inputs_embeds": frozenset({self.EMBEDDED})}
         self._statements(before)
         is_bound = {*parameter_names(function)} | {name for node in before for name in _bound(node)}
@@ -82,12 +83,12 @@ class Embeddings(Flow):
         return NONE.union(*map(self.value, value.elts if isinstance(value, ast.Tuple) else [value]))
 
     def _loop(self, loop: ast.For | ast.While) -> Marks:
-        if isinstance(loop, ast.For):  # over the first dimension, so that each is of another shape
+        if isinstance(loop, ast.For):  # over the first dimension: its elements have another shape
             self._bind(loop.target, self.value(loop.iter) & {self.IDS})
         return self._branches(loop.body * 2, [])
 
     def _is_table(self, function: ast.expr) -> bool:
-        """Whether a call looks up ids: in a table, in a module of this file that has one, or in that of a model."""
+        """Whether what is called looks up ids: a table, a module of this file that contains one, or a model's own table."""
         match function:
             case ast.Call(ast.Attribute(_, name), [], []):
                 return name == GETTER
@@ -113,26 +114,26 @@ class Embeddings(Flow):
 
 
 class Counts(Flow):
-    """Whether a model looks up in a table what it counts itself."""
+    """Finds whether a model looks up in a table what it counts itself."""
 
     COUNTED = "counted"
     found = False
 
     def __init__(self, anatomy: Anatomy, owner: str, running: tuple[FunctionNode, ...] = ()) -> None:
         super().__init__(anatomy, owner, running)
-        self.kept: dict[str, Marks] = {}  # attribute -> the marks of what the methods that ran keep in it
+        self.kept: dict[str, Marks] = {}  # attribute -> the marks of what the methods run so far set it to
 
     def attribute(self, name: str) -> Marks:
         if name not in buffers(self.anatomy, self.owner):
             return NONE
         maker = Counts(self.anatomy, self.owner, self._running)
-        for info in reversed([*self.anatomy.lineage(self.owner)]):  # what a class keeps itself is kept last
+        for info in reversed([*self.anatomy.lineage(self.owner)]):  # a class sets its own values last
             if "__init__" in info.methods and info.methods["__init__"] not in self._running:
                 maker.run(info.methods["__init__"])
         return maker.kept.get(name, NONE) & {self.COUNTED}
 
     def operation(self, name: str, operands: Sequence[Marks]) -> Marks | None:
-        if name == "forward":  # of a table, which this class is
+        if name == "forward":  # `super().forward` in a class that is itself a table
             self._look_up(ast.Name(self.owner, ast.Load()), operands)
         return frozenset({self.COUNTED}) if name in COUNTS else None
 
@@ -163,8 +164,8 @@ class Counts(Flow):
 
 
 def entered(names: Sequence[str], method: str, statements: Sequence[ast.stmt]) -> list[str]:
-    """Of these names, those that the features from `self.<method>` may go into: the ones that the statements, the call's and
-    those below it, read; of several, the ones that they bind or change by what reads both them and the features."""
+    """Those of these names that the features from `self.<method>` may be put into: the names that the statements, from the
+    call on, read; of several, those that a statement changes or rebinds from both their old value and the features."""
     changes = [(bound, node) for statement in statements for node in walk(statement) if (bound := _changed(node))]
     read = {*loaded(*statements)} | {
         name for bound, node in changes if isinstance(node, ast.AugAssign) for name in bound
@@ -178,7 +179,7 @@ def entered(names: Sequence[str], method: str, statements: Sequence[ast.stmt]) -
         is_called = any(own_attribute(call.func) == method for call in calls(node))
         return is_called or bool(features - {name} & {*loaded(node)})
 
-    for _ in changes:  # until nothing is added: each adds once at most
+    for _ in changes:  # enough rounds for any chain of assignments
         features |= {name for bound, node in changes if reads_features(node) for name in bound}
     into = {
         name
@@ -190,7 +191,7 @@ def entered(names: Sequence[str], method: str, statements: Sequence[ast.stmt]) -
 
 
 def _changed(node: ast.AST) -> set[str]:
-    """The names that an assignment, a loop or an operation in place binds or changes."""
+    """The names that an assignment, a loop or an in-place operation binds or changes."""
     match node:
         case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr():
             bound = targets(node)
@@ -206,7 +207,7 @@ def _changed(node: ast.AST) -> set[str]:
 def _bound(statement: ast.stmt) -> Iterator[str]:
     """The names that a statement binds whichever of its branches runs."""
     if isinstance(statement, FunctionNode | ast.ClassDef):
-        return  # what it binds is its own
+        return  # binds names in a scope of its own
     if isinstance(statement, ast.If):
         body, orelse = (
             {name for branch_statement in branch for name in _bound(branch_statement)}

@@ -1,7 +1,8 @@
-"""Lists of expert modules, and the loops over them: what a class of stacks has to be built and called with.
+"""Lists of expert modules and the loops over them: what is needed to build and call a class of stacked weights instead.
 
-A list may be built in a method that `__init__` calls, or in a branch beside one that builds one rank's experts. A loop
-adds up weighted outputs token by token, or hands each expert its rows of all `[T * K]` and adds up the K of a token below.
+A list may be built in a method that `__init__` calls, or in one branch while another builds a single rank's experts. A loop
+adds up weighted outputs token by token, or gives each expert its rows of all `[T * K]`; then the K outputs of a token are
+added up below the loop.
 """
 
 # pyright: reportMatchNotExhaustive=false
@@ -33,11 +34,10 @@ from patchgen.errors import Missed
 
 NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
 PROMOTED = "torch.promote_types(hidden_states.dtype, top_k_weights.dtype)"
-"""The dtype of a product of both, by the stacks' names."""
+"""The dtype of outputs times weights, by the parameter names of the stacked class."""
 MASKS = ("mask", "hits", "count_of", "hit")
-Place = tuple[
-    int, ...
-]  # of a statement: its position; or that of an `if`, the branch (0 or 1), and the place in there
+# Of a statement: its position, or the position of an `if`, the branch (0 or 1), and the place in that branch.
+Place = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class ExpertList:
     """`self.<attribute> = nn.ModuleList([<expert> for _ in range(<num_experts>)])` and the parts of one expert."""
 
     attribute: str
-    method: str  # __init__, or what it calls
+    method: str  # __init__, or one that it calls
     place: Place  # of the statement in the method
-    parts: tuple[Place, ...]  # of those that build one rank's experts instead, each in another branch
-    constants: dict[str, Term]  # attributes that hold a number where the whole list is built
+    parts: tuple[Place, ...]  # of the statements that build one rank's experts instead, in other branches
+    constants: dict[str, Term]  # attribute -> number, as set in the branch that builds the whole list
     expert: str  # source of the call that builds one expert
     expert_class: str
     num_experts: str  # source
@@ -65,20 +65,20 @@ class ExpertLoop:
 
     method: str
     place: Place  # of the statement that a call replaces: the loop, or what adds up its outputs
-    accumulator: str  # empty: the method returns it
+    accumulator: str  # the name of the sum; empty: the method returns it
     hidden_states: str  # [T, H]
     top_k_index: str  # [T, K]
     top_k_weights: str  # [T, K]
     dtype: str | None  # source of the accumulator's dtype; None for that of the hidden states
-    inside: str | None  # source of the dtype in which outputs are added up, by the names in the stacks
-    superseded: tuple[int, ...]  # positions, beside the statement's, of those that only the loop needed
+    inside: str | None  # the same by the parameter names of the stacked class: outputs are added up in it
+    superseded: tuple[int, ...]  # positions, in the same block, of statements that only the loop needed
 
 
 def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, list[ExpertLoop]]:
-    """Reads the list of experts that a class builds, and the loops of its methods that run them.
+    """Reads the list of experts that a class builds, and the loops in its methods that run them.
 
     Raises:
-        Missed: either has another form.
+        Missed: one of them has an unknown form, or other code uses the list.
     """
     experts = _read_list(anatomy, info)
     attribute, building = experts.attribute, {"__init__", experts.method}
@@ -98,7 +98,7 @@ def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, lis
 
 
 def _reads_through_others(anatomy: Anatomy, info: ClassInfo, attribute: str) -> Iterator[ast.Attribute]:
-    """`x.<attribute>` of anything but `self` and configs, unless x is known to be a module of another class."""
+    """Uses of `x.<attribute>` where x is neither `self`, a config, nor known to be a module of another class."""
     code = [(class_info.name, class_info.node) for class_info in anatomy.classes.values()] + [
         ("", f) for f in anatomy.functions.values()
     ]
@@ -174,7 +174,7 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
 
 
 def _places(body: Sequence[ast.stmt], is_wanted: Callable[[ast.stmt], bool]) -> Iterator[Place]:
-    """The places of such statements, in branches of an `if` too."""
+    """The places of the statements that `is_wanted` accepts, also in branches of an `if`."""
     for position, statement in enumerate(body):
         if isinstance(statement, ast.If):
             for branch, inside in enumerate((statement.body, statement.orelse)):
@@ -188,7 +188,7 @@ def statement_at(body: Sequence[ast.stmt], place: Place) -> ast.stmt:
 
 
 def branch_of(body: Sequence[ast.stmt], place: Place) -> Sequence[ast.stmt]:
-    """The statements among which the one at a place stands."""
+    """The block that contains the statement at a place."""
     for position, branch in zip(place[:-1:2], place[1::2], strict=True):
         statement = body[position]
         assert isinstance(statement, ast.If)
@@ -197,7 +197,7 @@ def branch_of(body: Sequence[ast.stmt], place: Place) -> Sequence[ast.stmt]:
 
 
 def _comprehension(anatomy: Anatomy, attribute: str, statement: ast.stmt) -> tuple[ast.expr, ast.expr]:
-    """`(E(...), N)` of `nn.ModuleList([E(...) for _ in range(N)])`; of one rank's experts `E(...) if <its own> else None`."""
+    """`(E(...), N)` of `nn.ModuleList([E(...) for _ in range(N)])`; for one rank's experts, E is `E(...) if <cond> else None`."""
     match statement:
         case ast.Assign(
             targets=[_],
@@ -223,7 +223,7 @@ def _comprehension(anatomy: Anatomy, attribute: str, statement: ast.stmt) -> tup
 
 
 def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
-    """gate, up, down and activation of a forward that computes `down(activation(gate(x)) * up(x))`, no more."""
+    """gate, up, down and activation of a forward that computes exactly `down(activation(gate(x)) * up(x))`."""
     forward = anatomy.method(name, "forward")
     form = f"{name}.forward(x) that returns self.<down>(self.<activation>(self.<gate>(x)) * self.<up>(x))"
     if forward is None or len(parameter_names(forward[1])) != 1:
@@ -245,7 +245,7 @@ def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
 
 
 def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
-    """Whether the three projections have a bias, as their `nn.Linear(...)` says."""
+    """Whether the three projections have a bias by their `nn.Linear(...)`: `NO_BIAS`, `BIAS` or `CONFIGURED_BIAS`."""
     bias_kinds: set[str] = set()
     for projection in projections:
         built = single_call(anatomy, name, projection, "nn.Linear")
@@ -258,7 +258,7 @@ def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
 
 
 def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: FunctionNode) -> ExpertLoop:
-    """The one loop of a method over the list of experts."""
+    """Reads the only loop of a method over the list of experts."""
     attribute = experts.attribute
     places = list(
         _places(method.body, lambda statement: isinstance(statement, ast.For) and bool(uses(statement, attribute)))
@@ -323,10 +323,10 @@ def _run_above(
     local: Collection[str],
     without: Collection[int] = (),
 ) -> dict[int, dict[str, Term]]:
-    """Runs what stands above the loop. What is not understood gives its names new values that stand for themselves.
+    """Runs the statements above the loop. One that is not understood gives the names that it binds new, opaque values.
 
     Returns:
-        position -> name -> term, of the statements beside the loop that made masks, zeros, rows and the like.
+        Position -> name -> term, of the statements in the loop's block that made masks, zeros, rows and the like.
     """
     terms_by_position: dict[int, dict[str, Term]] = {}
     for depth in range(1, len(place) + 1, 2):
@@ -347,7 +347,7 @@ def _run_above(
 
 
 def _combined(interpreter: Interpreter, body: Sequence[ast.stmt], loop: int) -> tuple[int, str, Term]:
-    """Position, name and term of what adds up the outputs of each token below a loop; no name where it is returned."""
+    """Position, name and term of the sum of each token's outputs, made below a loop; the name is empty if it is returned."""
     combined = None
     for position in range(loop + 1, len(body)):
         statement = body[position]
@@ -369,13 +369,13 @@ def _combined(interpreter: Interpreter, body: Sequence[ast.stmt], loop: int) -> 
 
 
 def _below(body: Sequence[ast.stmt], place: Place) -> list[ast.stmt]:
-    """What runs below the branch in which a place lies."""
+    """The statements that follow the `if`s around a place."""
     depths = range(1, len(place), 2)
     return [s for depth in depths for s in branch_of(body, place[:depth])[place[depth - 1] + 1 :]]
 
 
 def _name_of(term: Term, values: dict[str, Term], node: ast.stmt) -> str:
-    """A name that still holds the value there."""
+    """A name that still holds the term at a statement; one that the statement reads, if there is one."""
     names = [name for name, value in values.items() if value == term]
     used = set(loaded(node))
     if not names:
@@ -384,7 +384,7 @@ def _name_of(term: Term, values: dict[str, Term], node: ast.stmt) -> str:
 
 
 def _check_around(body: Sequence[ast.stmt], position: int, born: int, accumulator: str) -> None:
-    """The sum is read below the loop alone, and the loop's own names are not."""
+    """Raises `Missed` if the sum is used between its creation and the loop, or names bound in the loop are read after it."""
     for statement in body[born + 1 : position]:
         if mentions(statement, accumulator):
             raise Missed(f"no use of {accumulator} before the loop", statement)
@@ -401,7 +401,7 @@ def _superseded(
     terms_above: dict[int, dict[str, Term]],
     below: Sequence[ast.stmt],
 ) -> tuple[int, ...]:
-    """The statements that made masks and the like for the loop alone, less those whose result something else reads.
+    """The positions of the statements that made masks and the like which nothing but the loop reads.
 
     Raises:
         Missed: rows that are repeated for the loop are read elsewhere.
@@ -425,7 +425,7 @@ def _superseded(
 
 
 def _reads(statement: ast.stmt, name: str, term: Term) -> bool:
-    """Whether a statement reads a name; of rows that are repeated, their dtype is that of the rows."""
+    """Whether a statement reads a name; the dtype and device of repeated rows, equal to those of the rows, do not count."""
     nodes = [n for n in walk(statement) if isinstance(n, ast.Attribute) and n.attr in ("dtype", "device")]
     alike: set[int] = {id(node.value) for node in nodes} if term[0] == "repeated" else set()
     return any(isinstance(n, ast.Name) and n.id == name and id(n) not in alike for n in walk(statement))

@@ -1,6 +1,6 @@
-"""Reads what routed experts with stacked weights compute from their loop over experts (`expert_lists` reads modules).
+"""Reads what routed experts with stacked weights compute; lists of expert modules are read by `expert_lists`.
 
-The options of the fused call (activation, biases, layout) come from that code.
+The options of the fused call (activation, biases, layout) come from their loop over experts, or from a batched product.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ExpertsFormula:
     """`down(gate(gate_up(x)))` of one expert, by the attribute names of the experts module."""
 
     hidden_states: str  # the three parameters of forward
-    top_k_index: str  # empty: the rows come sorted by expert, equally many for each
+    top_k_index: str  # empty: rows come sorted by expert, the same number for each
     top_k_weights: str
     num_experts: str  # source
     gate_up_weight: str  # gate and up stacked; up alone where the experts have no gate
@@ -43,7 +43,7 @@ class ExpertsFormula:
     is_transposed: bool = False  # `x @ W[e]` instead of `linear(x, W[e])`
     is_gated: bool = True
     activation: str | None = None  # attribute: activation(gate) * up
-    apply_gate: str | None = None  # method: replaces activation and product
+    apply_gate: str | None = None  # method that replaces the activation and the product
     post_norm: str | None = None  # attribute applied to the expert's output
 
 
@@ -51,7 +51,7 @@ def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
     """Reads the forward of a stacked experts module.
 
     Raises:
-        Missed: it computes something else than the sum over the experts, or more.
+        Missed: it computes anything but the sum over the experts.
     """
     forward = anatomy.classes[owner].methods["forward"]
     loop = next((node for node in forward.body if isinstance(node, ast.For)), None)
@@ -75,9 +75,9 @@ def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
 
 
 def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Iterable[str]) -> str:
-    """Code outside the experts' forward that reads one of their stacks: of the classes `among`, or a function; empty if none.
+    """Says which code outside the experts' forward, in the classes `among` or in a function, reads a stack; empty if none does.
 
-    On a rank with a part of the experts it would take that part for all of them.
+    On a rank that holds a part of the experts, such code would take that part for all of them.
     """
     lineage_names = {info.name for info in anatomy.lineage(owner)}
     forward = anatomy.classes[owner].methods["forward"]
@@ -105,7 +105,7 @@ def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Ite
 
 
 def _readings(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """The attributes that an expression reads, each with its module; `__dict__` where the source does not say which."""
+    """The attributes that an expression reads, each with what it is read from; `__dict__` if the source does not say which."""
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and not _is_no_module(anatomy, node.value):
         yield node.value, node.attr
     if not isinstance(node, ast.Call):
@@ -120,13 +120,13 @@ def _readings(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, str]]
 
 
 def _is_no_module(anatomy: Anatomy, value: ast.expr) -> bool:
-    """Whether it is a configuration, or something of another file, as `torch` in `getattr(torch, name)`."""
+    """Whether a value is a config or something from another file, such as `torch` in `getattr(torch, name)`."""
     meaning = anatomy.names.resolve(value)
     return is_of_config(value) or (meaning is not None and not meaning.startswith("."))
 
 
 def _first_parameter(node: ast.AST) -> ast.expr | None:
-    """The `parameters` of `next(<module>.parameters()).dtype`: dtype and device are those of all parameters."""
+    """`<module>.parameters` in `next(<module>.parameters()).dtype` or `.device`, which all parameters have in common."""
     match node:
         case ast.Attribute(ast.Call(ast.Name("next"), [ast.Call(read)]), "dtype" | "device"):
             return read
@@ -135,7 +135,7 @@ def _first_parameter(node: ast.AST) -> ast.expr | None:
 
 
 def _may_hold(anatomy: Anatomy, name: str, module: ast.expr, lineage_names: set[str]) -> bool:
-    """Whether a module that a method of the class `name` reads may be the experts or contain them."""
+    """Whether a module that a method of the class `name` reads from may be the experts or contain them."""
     classes = _classes_of(anatomy, name, module)
     bases = {
         class_name
@@ -171,7 +171,7 @@ def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | Non
 
 
 def _read_batched(anatomy: Anatomy, owner: str, result: Term | None, counts: Sequence[str]) -> ExpertsFormula:
-    """Products of all experts at once: `x.view(E, -1, H)`, `bmm`, the gate, `bmm`, `.view(-1, H)`."""
+    """Reads a product of all experts at once: `x.view(E, -1, H)`, `bmm`, the gate, `bmm`, `.view(-1, H)`."""
     sizes = [("experts",), *(("size", ("self", name), 0) for name in _stacks(anatomy, owner))]
     match result:
         case ("stacked rows", output, width) if output[0] == "linear":
@@ -255,7 +255,7 @@ def _formula(
 
 
 def single_call(anatomy: Anatomy, owner: str, attribute: str, kind: str) -> ast.Call:
-    """The only call that `self.<attribute>` is assigned, of torch's `kind`."""
+    """The call of torch's `kind` (`nn.Linear`) that `self.<attribute>` is set to; raises `Missed` if it has another value."""
     values = anatomy.held(owner, attribute)
     if (
         len(values) == 1
@@ -282,18 +282,19 @@ def _is_halved(anatomy: Anatomy, owner: str, first: Term, down: str, transposed:
 
 
 def require_rowwise(anatomy: Anatomy, owner: str, attribute: str, expected: str, *, fixed: bool) -> None:
+    """Raises `Missed` unless `self.<attribute>(rows)` treats each row by itself, with `fixed` without learned values."""
     mixed = mixing_member(anatomy, owner, attribute, fixed=fixed)
     if mixed is not None:
         raise Missed(expected, f"self.{attribute}: {mixed if isinstance(mixed, str) else ast.unparse(mixed)}")
 
 
 def _stacks(anatomy: Anatomy, owner: str) -> dict[str, list[str]]:
-    """The shape of every stack of matrices of the class, as source."""
+    """Attribute -> shape, as source, of every stack of matrices of the class."""
     return {name: shape for info in anatomy.lineage(owner) for name, shape in stack_shapes(anatomy, info).items()}
 
 
 def counts_of(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> set[str]:
-    """The expressions for the number of experts: `source`, and the attributes with the same value."""
+    """The expressions of `self` for the number of experts: those equal to `source`, and the length of the list `experts`."""
     known = {source} if _has_one_meaning(anatomy, owner, source) else set[str]()
     attributes = [name for info in anatomy.lineage(owner) for name in info.attributes]
     for _ in range(2):
@@ -314,8 +315,8 @@ def counts_of(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> s
 
 
 def _has_one_meaning(anatomy: Anatomy, owner: str, source: str) -> bool:
-    """Whether an expression is the same number wherever the class and its ancestors write it: the names in it are those of
-    one `__init__`, which binds each once."""
+    """Whether an expression is the same number wherever the class and its ancestors use it: its names are those of the only
+    `__init__`, which binds each once."""
     inits = [info.methods["__init__"] for info in anatomy.lineage(owner) if "__init__" in info.methods]
     names = {*loaded(ast.parse(source))} - {"self"}
     bound = [name for init in inits for name in (*parameter_names(init), *stored(init))]
@@ -323,6 +324,6 @@ def _has_one_meaning(anatomy: Anatomy, owner: str, source: str) -> bool:
 
 
 def term_text(term: Term) -> str:
-    """A term for a message: `mul(call(act_fn, half(...)), ...)`."""
+    """A term as text for a message: `mul(call(act_fn, half(...)), ...)`."""
     inner = ", ".join(term_text(part) if is_term(part) else str(part) for part in term[1:] if part is not None)
     return f"{term[0]}({inner})" if inner else str(term[0])

@@ -1,8 +1,8 @@
-"""What the values in a function are computed from: marks that go from its parameters through assignments and calls.
+"""Data flow: marks say what a value is computed from, and pass from parameters through assignments and calls.
 
-A reader of one kind of class (`Attention`, `Rotary`, `Embedder`) says which marks an operation adds. Branches are joined,
-loops run twice, functions and methods of the file are followed; an operation that a reader does not know keeps the marks
-of what it is given.
+Each subclass of `Flow` (`Attention`, `Rotary`, `Embedder`) defines which marks operations add. Branches are joined, loop
+bodies run twice, functions and methods of the file are followed; the result of an operation that the subclass does not know
+has the marks of its operands.
 """
 
 # pyright: reportMatchNotExhaustive=false
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 Marks = frozenset[str]
 NONE: Marks = frozenset()
-DATA = "data"  # computed from what the function is handed, or by a module
+DATA = "data"  # computed from the function's arguments, or by a module
 CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
 LINEAR = "torch.nn.Linear"
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
-EXPONENTIALS = {"softmax", "log_softmax", "logsumexp", "exp", "exp2"}  # a softmax, or what one is written out with
+EXPONENTIALS = {"softmax", "log_softmax", "logsumexp", "exp", "exp2"}  # a softmax, or part of a written-out one
 
 
 class Flow:
@@ -47,7 +47,7 @@ class Flow:
         self._running = running
 
     def run(self, function: FunctionNode, given: Mapping[str, Marks] | None = None) -> Marks:
-        """The marks of what a function returns; parameters that `given` does not name are data if it is None."""
+        """The marks of a function's result; `given` has those of its arguments, and without it all of them are data."""
         if given is None:
             given = dict.fromkeys(parameters(function), frozenset({DATA}))
         around, running = self.values, self._running
@@ -57,17 +57,17 @@ class Flow:
         return result
 
     def operation(self, name: str, operands: Sequence[Marks]) -> Marks | None:
-        """The marks of an operation of torch's or of a method of a tensor, by its last name; None if it is not known."""
+        """The marks of the result of a torch function or tensor method, by its last name; None if it is not known."""
 
     def product(self, operands: Sequence[Marks]) -> Marks:
         return _joined(operands)
 
     def function(self, meaning: str, call: ast.Call) -> Marks:
-        """The marks that a function which is not torch's adds to those of what it is given."""
+        """The marks that a function which `operation` does not know adds to those of its arguments."""
         return NONE
 
     def attribute(self, name: str) -> Marks:
-        """The marks of `self.<name>`, read."""
+        """The marks of reading `self.<name>`."""
         return NONE
 
     def module(self, name: str, call: ast.Call, operands: Sequence[Marks]) -> Marks:
@@ -75,7 +75,7 @@ class Flow:
         return _joined(operands) | {DATA}
 
     def built(self, name: str) -> tuple[str, FunctionNode] | None:
-        """The class of this file that `self.<name>` is built from, and its forward, unless that runs around this."""
+        """The class of this file that `self.<name>` is an instance of, and its forward; None if it is already running."""
         targets = {build.target for build in self.anatomy.builds(self.owner) if build.attribute == name}
         target = targets.pop() or "" if len(targets) == 1 else ""
         method = self.anatomy.method(target, "forward")
@@ -146,13 +146,13 @@ class Flow:
             case ast.Match(subject, cases):
                 self.value(subject)
                 return _joined([self._branches(case.body, []) for case in cases])
-            case ast.FunctionDef(body=body):  # run where it stands, on whatever it is given
+            case ast.FunctionDef(body=body):  # run at its definition, on any data
                 self.values |= dict.fromkeys(parameter_names(node), frozenset({DATA}))
                 return self._statements(body)
         return NONE
 
     def _branches(self, body: list[ast.stmt], orelse: list[ast.stmt]) -> Marks:
-        """What either returns; below them a name has the marks of both."""
+        """The marks of what either branch returns; below them, a name has the marks of both."""
         before = dict(self.values)
         result = self._statements(body)
         after, self.values = self.values, before
@@ -185,8 +185,8 @@ class Flow:
 
 
 def handed(call: ast.Call, operands: Sequence[Marks], function: FunctionNode) -> dict[str, Marks]:
-    """Parameter -> the marks of what a call hands it, of the marks of its arguments in their order; `*args` and `**kwargs`
-    of the function are among them. What is behind a star may be any parameter's that nothing else names."""
+    """Parameter -> the marks of its argument in a call, the function's `*args` and `**kwargs` included. `operands` are the
+    marks of the call's arguments, in order. A starred argument may be for any parameter without another argument."""
     parameters, names = function.args, parameter_names(function)
     plain = names[: len(names) - len(parameters.kwonlyargs)]
     place = next((i for i, arg in enumerate(call.args) if isinstance(arg, ast.Starred)), len(call.args))
@@ -206,7 +206,7 @@ def _joined(parts: Iterable[Marks]) -> Marks:
 
 
 class Attention(Flow):
-    """softmax(q k) v: matrices of computed values are multiplied, and the softmax of the product with a third one."""
+    """Finds softmax(q k) v: computed matrices are multiplied, and then the softmax of their product with a third."""
 
     SCORES, WEIGHTS = "scores", "weights"
     found = multiplies = False
@@ -234,7 +234,7 @@ class Attention(Flow):
         built = self.built(name)
         if built is None:
             return super().module(name, call, operands)
-        # Scores belong to one class: hidden states of a layer are none.
+        # Scores do not pass between classes: hidden states that a layer is called with are none.
         computed = {name: marks & {DATA} for name, marks in handed(call, operands, built[1]).items()}
         key = (built[0], tuple(computed.values()))
         if key not in self.anatomy.attends:
@@ -242,12 +242,12 @@ class Attention(Flow):
             marks = inner.run(built[1], computed)
             self.anatomy.attends[key] = (NONE if inner.found else marks & {self.SCORES}), inner.multiplies
         marks, multiplies = self.anatomy.attends[key]
-        weights = NONE if multiplies else _joined(operands) & {self.WEIGHTS}  # through a dropout
+        weights = NONE if multiplies else _joined(operands) & {self.WEIGHTS}  # for example a dropout
         return marks | weights | {DATA}
 
 
 class Rotary(Flow):
-    """cos and sin, apart or as a complex number, of what is handed in times frequencies that the class keeps in a buffer."""
+    """Finds cos and sin, as two tensors or one complex tensor, of arguments times frequencies that the class has in a buffer."""
 
     FREQUENCIES, COS, SIN, POLAR = "frequencies", "cos", "sin", "polar"
     found = False
@@ -292,11 +292,11 @@ class Rotary(Flow):
 
 
 class Embedder(Flow):
-    """The modules that make a convolution or a linear map of what is handed in, before the loop over the layers.
+    """Finds the modules that apply a convolution or a linear map to the arguments, before the loop over the layers.
 
     Attributes:
-        own: the attributes that are one, in the order of their calls.
-        found: these and the ones whose class has such attributes.
+        own: the attributes that hold a convolution or a linear layer, in the order of their calls.
+        found: these, and the attributes with a module of this file that calls such modules.
     """
 
     def __init__(self, anatomy: Anatomy, owner: str, running: tuple[FunctionNode, ...] = ()) -> None:

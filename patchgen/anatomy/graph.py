@@ -39,24 +39,24 @@ Attends = dict[tuple[str, tuple[frozenset[str], ...]], tuple[frozenset[str], boo
 
 @dataclass
 class Anatomy:
-    """What we know of one upstream file."""
+    """What is known of one upstream file."""
 
     upstream: Upstream
     classes: dict[str, ClassInfo] = field(default_factory=dict[str, ClassInfo])
     functions: dict[str, FunctionNode] = field(default_factory=dict[str, FunctionNode])
-    # what the module assigns to names: classes by a key, ..
+    # module-level assignments: name -> value
     tables: dict[str, ast.expr] = field(default_factory=dict[str, ast.expr])
-    orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])  # what `lineage` has computed
+    orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])  # cache of `lineage`
     names: Names = field(default_factory=lambda: Names([]))
-    attends: Attends = field(default_factory=Attends)  # what `flow.Attention` has read
-    others: dict[str, Anatomy | None] = field(default_factory=dict[str, "Anatomy | None"])  # what `imported` has read
+    attends: Attends = field(default_factory=Attends)  # cache of `flow.Attention`
+    others: dict[str, Anatomy | None] = field(default_factory=dict[str, "Anatomy | None"])  # cache of `imported`
 
     def still_in(self, module: Module) -> list[ClassInfo]:
         """The classes that no pass has dropped, in upstream order."""
         return [info for info in self.classes.values() if module.has(info.name)]
 
     def models_in(self, module: Module) -> list[str]:
-        """The PreTrainedModels among them."""
+        """The PreTrainedModels that no pass has dropped."""
         return [info.name for info in self.still_in(module) if self.is_model(info.name)]
 
     def with_role(self, role: str, among: Module | None = None) -> list[ClassInfo]:
@@ -71,7 +71,7 @@ class Anatomy:
         return (self.classes[current] for current in self.orders[name])
 
     def is_a(self, value: ast.AST | None, *meanings: str) -> bool:
-        """Whether a class, or what a call of it makes, is one of these (`torch.nn.Linear`) or inherits from one."""
+        """Whether a class, or the class that a call builds, is one of these (`torch.nn.Linear`) or inherits from one."""
         meaning = self.names.resolve(value.func if isinstance(value, ast.Call) else value) or ""
         return bool({meaning, *self._ancestors(meaning.removeprefix("."))} & set(meanings))
 
@@ -82,13 +82,13 @@ class Anatomy:
         )
 
     def _ancestors(self, name: str) -> set[str]:
-        """What the bases of the class and of its ancestors in this file stand for."""
+        """The bases of the class and of its ancestors in this file, resolved."""
         return {self.names.resolve(base) or "" for info in self.lineage(name) for base in info.node.bases}
 
     def add(self, name: str, module: Module) -> None:
-        """Takes in a class that a pass put into the file, and who builds it now.
+        """Adds a class that a pass put into the file, and updates the classes that now build it.
 
-        The lines of the new class are 0: upstream has none for it. What upstream wrote keeps its nodes and lines.
+        Line numbers in the new class are 0: upstream has none for it. Upstream's own methods keep their nodes and lines.
         """
         from patchgen.anatomy.roles import assign_class_roles
 
@@ -98,7 +98,7 @@ class Anatomy:
             if hasattr(child, "lineno"):
                 vars(child)["lineno"] = 0
         self.names = Names([statement for block in module for statement in block.statements], self.upstream.base_of)
-        known = self.classes[name].roles if name in self.classes else {}  # a pass may have written it anew
+        known = self.classes[name].roles if name in self.classes else {}  # a pass may have rewritten it
         self.classes[name] = describe(node, {*self.classes, name}, self.names.resolve)
         self.orders.clear()
         vars(self).pop("constructions", None)
@@ -111,14 +111,14 @@ class Anatomy:
                 info.attributes, info.builds = changed.attributes, changed.builds
 
     def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:
-        """The method that an instance of the class runs, and the class of this file that defines it."""
+        """The class of this file that defines the method which an instance of the class `name` runs, and the method; else None."""
         for info in self.lineage(name):
             if method in info.methods:
                 return info, info.methods[method]
         return None
 
     def called(self, owner: str, call: ast.Call) -> FunctionNode | None:
-        """The function of this file, or the method of a class, that a call in its code runs."""
+        """The method of `owner`, or function of this file, that a call in the code of `owner` runs; None for any other."""
         if method := self.method(owner, own_attribute(call.func) or ""):
             return method[1]
         return self.functions.get((self.names.resolve(call.func) or "").removeprefix("."))
@@ -130,8 +130,8 @@ class Anatomy:
     def held(self, owner: str, attribute: str) -> tuple[ast.expr | ast.stmt, ...]:
         """All that `self.<attribute>` may be in an instance of the class: its method, or the values assigned to it.
 
-        Subclasses count: their instances run the class's code too. Empty where the source does not tell: nothing of
-        that name, a method and a value, or a store that `stores` reads, by another object, a call or a computed name.
+        Subclasses count: their instances run the class's code too. Empty where the source does not tell: there is nothing of
+        that name, a method and a value, or a store through another object, a call or a computed name (see `stores`).
         """
         family = self._family(owner)
         methods = [info.methods[attribute] for info in family if attribute in info.methods]
@@ -141,17 +141,17 @@ class Anatomy:
         return tuple(methods or values)
 
     def below(self, owner: str) -> list[str]:
-        """The class and those of the file that inherit from it."""
+        """The class and its subclasses in the file."""
         heirs = [name for name in self.classes if any(info.name == owner for info in self.lineage(name))]
         return [owner, *(name for name in heirs if name != owner)]
 
     def _family(self, owner: str) -> list[ClassInfo]:
-        """Whose code instances of the class and of its subclasses run."""
+        """The classes whose code instances of the class or of its subclasses run."""
         infos = {info.name: info for name in self.below(owner) for info in self.lineage(name)}
         return list(infos.values())
 
     def handed(self, owner: str, value: ast.AST) -> tuple[ast.expr | ast.stmt, ...]:
-        """What a parameter of an `__init__`, or an attribute of one, is where the file builds the class (`Constructions`)."""
+        """The values of a parameter of an `__init__`, or of an attribute of one, by `Constructions.handed`."""
         return self.constructions.handed(owner, value)
 
     @functools.cached_property
@@ -172,12 +172,12 @@ class Anatomy:
         return frozenset([*inside, *(store for node in top for store in stores_in(node, "", self.names))])
 
     def is_stored_outside(self, attribute: str, family: Iterable[str] = ()) -> bool:
-        """Whether code of the file may store the attribute of an instance of these classes, or of an object of which it says
-        no class, by more than `self.<attribute> = ...` in a method (see `stores`)."""
+        """Whether code of the file may set the attribute, of an instance of these classes or of an object of unknown class,
+        other than by `self.<attribute> = ...` in a method (see `stores`)."""
         return may_be_stored(self._stores, attribute, family)
 
     def builds(self, name: str) -> list[Build]:
-        """What the class constructs; without an __init__ of its own, what its ancestor's __init__ constructs."""
+        """What the `__init__` of the class constructs, its own or the one it inherits."""
         init = self.method(name, "__init__")
         return init[0].builds if init else []
 
@@ -197,8 +197,8 @@ class Anatomy:
     def target_of(self, build: Build) -> str | None:
         """The class that a construction builds: stated in the source, or what the Auto class would choose by default.
 
-        Returns a name that need not be of this file; "AutoConfig" where upstream leaves the choice to the config of a
-        checkpoint; None when the source does not tell.
+        The name need not be of this file. For a config of another file it is the config class's: "AutoConfig" where upstream
+        leaves the choice to a checkpoint's config. None when the source does not tell.
         """
         if build.target is not None or build.auto_class is None:
             return build.target
@@ -231,8 +231,8 @@ class Anatomy:
         return sub_config.model_type or (known.model_type if known else None)
 
     def is_part(self, build: Build) -> bool:
-        """Whether a construction builds a language model whose class is of another file: of a type with a causal head, or
-        called with `inputs_embeds`. It has a generated file of its own; towers of other files stay upstream's, and so do
+        """Whether a construction builds a language model of another file: its type has a causal head, or it is called with
+        `inputs_embeds`. Such a part has its own generated file; towers of other files stay upstream's, and so do
         encoder-decoders, whose causal heads are on the decoder alone."""
         target, kind, release = self.target_of(build), self.default_type(build), self.upstream.release
         if build.auto_class not in AUTO_CLASS_MAPPINGS or target is None or target in self.classes:
@@ -246,24 +246,24 @@ class Anatomy:
         return any(keyword.arg == "inputs_embeds" for call in runs for keyword in call.keywords)
 
     def is_model(self, name: str) -> bool:
-        """Whether the class is a PreTrainedModel; transformers calls each model's abstract class so, too, and files beside
-        this one follow it."""
+        """Whether the class inherits from a `...PreTrainedModel` of transformers or of a file beside this one: from the base
+        class of all models, or from the abstract class of one."""
         packages = ("transformers.", f"{self.upstream.package}.")
         return any(base.startswith(packages) and base.endswith("PreTrainedModel") for base in self._ancestors(name))
 
     def reached_from(self, roots: Iterable[str], without: Container[str] = ()) -> set[str]:
-        """The classes that these name, directly or through others, not through those in `without`."""
+        """The roots, and the classes of this file that they name, directly or through others; neither counts if in `without`."""
 
         def named(name: str) -> Iterator[str | None]:
             referenced = references(self.classes[name].node)
             yield from referenced.union(*(references(self.tables[table]) for table in referenced & self.tables.keys()))
-            yield from (build.target for build in self.classes[name].builds)  # added too
+            yield from (build.target for build in self.classes[name].builds)  # a pass may have added it
             yield from (self.target_of(build) for build in self.auto_builds(name))
 
         return self._closure(roots, named, without)
 
     def built_by(self, owners: Iterable[str], without: Container[str] = ()) -> set[str]:
-        """The classes of this file that these construct, directly or through others that are not in `without`."""
+        """The classes of this file that these construct, directly or through others, without those in `without`."""
 
         def built(name: str) -> Iterator[str | None]:
             return map(self.target_of, (*self.builds(name), *self.auto_builds(name)))
@@ -273,7 +273,7 @@ class Anatomy:
     def _closure(
         self, roots: Iterable[str | None], step: Callable[[str], Iterable[str | None]], without: Container[str]
     ) -> set[str]:
-        """The classes of this file among the roots and what steps lead to from them, but those in `without`."""
+        """The classes of this file among the roots and all that steps from them lead to, without those in `without`."""
         reached: set[str] = set()
         pending = list(roots)
         while pending:
@@ -284,7 +284,7 @@ class Anatomy:
         return reached
 
     def _handed_config(self, owner: str) -> str | None:
-        """The configuration class of the one kind of model that builds the class with its own config; None: not told."""
+        """The configuration class of the models that build the class with their own config; None if there is not exactly one."""
         init = self.method(owner, "__init__")
         pairs = self.constructions.given(init[1], "config", [owner]) if init else ()
         config_classes = {
@@ -294,7 +294,7 @@ class Anatomy:
         return config_classes.pop() if len(config_classes) == 1 else None
 
     def _sub_config_of(self, owner: str, expression: str) -> SubConfig | None:
-        """What `config.text_config` is: the owner's config class, then its `sub_configs`."""
+        """The config that an expression such as `config.text_config` is: the owner's config class, then its `sub_configs`."""
         expression = re.sub(r"\.get_text_config\([^()]*\)", ".get_text_config", expression)
         parts = [part for part in expression.split(".") if part != "self"]
         if not parts or parts[0] != "config":
@@ -313,7 +313,7 @@ class Anatomy:
 
 
 def _annotated_configs(info: ClassInfo) -> Iterator[str]:
-    """The configuration classes that a class names: for its attribute `config`, and for that parameter of `__init__`."""
+    """The configuration classes in annotations: of the class's attribute `config`, and of that parameter of `__init__`."""
     if "config" in info.annotations:
         yield info.annotations["config"]
     init = info.methods.get("__init__")
@@ -323,7 +323,11 @@ def _annotated_configs(info: ClassInfo) -> Iterator[str]:
 
 
 def study(module: Module, upstream: Upstream) -> Anatomy:
-    """Reads the classes of a module, finds their roles and who builds whom."""
+    """Reads the classes of a module, their roles and which class builds which.
+
+    Raises:
+        PatchgenError: a method gives the name `self` to something else.
+    """
     from patchgen.anatomy.roles import assign_roles
 
     nodes = ast.parse(module.text).body  # of the whole file, so that nodes know their lines
@@ -342,7 +346,7 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
 
 
 def _require_own_self(info: ClassInfo) -> None:
-    """Attributes of `self` are read as those of the instance.
+    """Checks that `self` is the instance everywhere, since attributes of `self` are read as those of the instance.
 
     Raises:
         PatchgenError: a method gives that name to something else, or holds code whose `self` is another.

@@ -1,4 +1,4 @@
-"""What a file takes from the modeling files of others: code that is part of the model, and that no pass rewrites."""
+"""What a file imports from other modeling files: code that is part of the model, but that no pass rewrites."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from patchgen.upstream import Release, open_release
 
 @dataclass(frozen=True)
 class Imported:
-    """A class or function of another modeling file that code of this file names."""
+    """A class or function of a modeling file that code names; of another file, unless it comes from `definition`."""
 
     name: str
     module: str
     anatomy: Anatomy | None  # of the file that defines it; None where its source cannot be read
-    users: tuple[str, ...] = ()  # the classes and functions of this file
+    users: tuple[str, ...] = ()  # the classes and functions of this file that use it
 
 
 def imported_code(anatomy: Anatomy, module: Module) -> Iterator[Imported]:
-    """What the classes and functions in `module` use of other models' files and of files beside this one, by whichever
-    files it is passed on."""
+    """What the classes and functions in `module` use of other models' files and of files beside this one, followed through
+    re-exports to the file that defines it."""
     nodes = {n: i.node for n, i in anatomy.classes.items()} | anatomy.functions
     used = {name: references(node) for name, node in nodes.items() if module.has(name)}
     for name, meaning in anatomy.names.imported().items():
         users = [user for user, names in used.items() if name in names]
         if not users or not _is_of_a_model(anatomy, meaning):
             continue
-        is_module = _study(anatomy, meaning) is not None  # of which its members are used
+        is_module = _study(anatomy, meaning) is not None  # then its members are what is used
         uses = {user: _members(anatomy, nodes[user], meaning) if is_module else {meaning} for user in users}
-        for code in sorted(set[str]().union(*uses.values())) or [meaning]:  # or it is handed on
+        for code in sorted(set[str]().union(*uses.values())) or [meaning]:  # or the module itself is passed on
             part = definition(anatomy, code)
             if part is not None:
                 yield dataclasses.replace(
@@ -47,8 +47,8 @@ def imported_code(anatomy: Anatomy, module: Module) -> Iterator[Imported]:
 
 
 def definition(anatomy: Anatomy, meaning: str) -> Imported | None:
-    """The class or function that a name stands for (`Names.resolve`), in the file that defines it: this one, another model's
-    or one beside it. None for other values and for what libraries define."""
+    """The class or function that a resolved name (`Names.resolve`) refers to, in the file that defines it: this one, another
+    model's or one beside it. None for other values and for what libraries define."""
     passed_on: set[str] = set()
     while meaning not in passed_on:
         passed_on.add(meaning)
@@ -63,7 +63,7 @@ def definition(anatomy: Anatomy, meaning: str) -> Imported | None:
 
 
 def auto_classes_in(part: Imported) -> set[str]:
-    """The Auto classes that a class or function refers to, itself or in the code of models that it names."""
+    """The Auto classes that a class or function uses, directly or through the code of models that it names."""
     pending, auto_classes, known = [part], set[str](), set[tuple[str, str]]()
     while pending:
         current = pending.pop()
@@ -79,19 +79,19 @@ def auto_classes_in(part: Imported) -> set[str]:
 
 
 def _is_of_a_model(anatomy: Anatomy, meaning: str) -> bool:
-    """Whether a name is of another modeling file, or of a file beside this one."""
+    """Whether a resolved name is of another modeling file, or of a file beside this one."""
     is_near = meaning.startswith(("transformers.models.", f"{anatomy.upstream.package}."))
     return is_near and "configuration_" not in meaning and not f"{meaning}.".startswith("transformers.models.auto.")
 
 
 def _members(anatomy: Anatomy, node: ast.AST, module: str) -> set[str]:
-    """What a piece of code reads of a module, by its full name."""
+    """The full names of the members of a module that code reads."""
     meanings = {anatomy.names.resolve(child) or "" for child in walk(node) if isinstance(child, ast.Attribute)}
     return {meaning for meaning in meanings if meaning.rpartition(".")[0] == module}
 
 
 def _study(anatomy: Anatomy, module: str) -> Anatomy | None:
-    """The anatomy of a module of models; None where its source cannot be read."""
+    """The anatomy of a modeling file, by its module; None where its source cannot be read."""
     if module not in anatomy.others:
         anatomy.others[module] = other = _read_and_study(anatomy, module)
         if other is not None:
@@ -125,13 +125,13 @@ def _read(release: Release, path: str) -> Module:
 
 @functools.lru_cache(maxsize=64)
 def library_names(module: Module, name: str) -> Names:
-    """What the names of a module of transformers stand for."""
+    """The names of a module of transformers, to resolve them."""
     statements = [statement for block in module for statement in block.statements]
     return Names(statements, lambda level: name.split(".")[:-level])
 
 
 def library_function(anatomy: Anatomy, meaning: str | None) -> FunctionNode | None:
-    """The function of transformers that a name stands for, also where its module has it from another one."""
+    """The function of transformers that a resolved name refers to, also if its module imports it; None for anything else."""
     package, _, name = (meaning or "").rpartition(".")
     if not package.startswith("transformers."):
         return None

@@ -14,7 +14,7 @@ from patchgen.errors import Missed
 from patchgen.source import Module
 
 METHOD = "_init_weights"
-# What PreTrainedModel does by itself, up to names of the deviation that a few configs use instead.
+# What PreTrainedModel does by default; a few configs have another name for the deviation.
 INHERITED = 'mean=0.0, std=getattr(self.config.get_text_config(), "initializer_range", 0.02)'
 LIBRARIES = ("torch.nn.init", "transformers.initialization")
 WRITERS = ("normal_", "trunc_normal_")
@@ -29,7 +29,7 @@ class LinearInit:
 
 
 def initialising_classes(anatomy: Anatomy, module: Module) -> list[ClassInfo]:
-    """The model classes whose `_init_weights` must know new modules: the roots, and overrides that leave super out."""
+    """The model classes whose `_init_weights` must handle new modules: base classes, and overrides that do not call super."""
     classes: list[ClassInfo] = []
     for name in anatomy.models_in(module):
         info = anatomy.classes[name]
@@ -41,7 +41,7 @@ def initialising_classes(anatomy: Anatomy, module: Module) -> list[ClassInfo]:
 
 
 def read_linear_init(anatomy: Anatomy, info: ClassInfo) -> LinearInit:
-    """The rule of the class for linear layers: its own, or the one it inherits from transformers.
+    """How the class initialises linear layers: by its own method, or by the one it inherits from transformers.
 
     Raises:
         Missed: it has another form.
@@ -61,7 +61,7 @@ def read_linear_init(anatomy: Anatomy, info: ClassInfo) -> LinearInit:
 
 
 def _rule(anatomy: Anatomy, method: FunctionNode, branch: ast.If, module: str) -> LinearInit:
-    """From `module.weight.data.normal_(mean=0.0, std=std)` or `nn.init.normal_(module.weight, std=std)`."""
+    """Reads `module.weight.data.normal_(mean=0.0, std=std)` or `nn.init.normal_(module.weight, std=std)` in a branch."""
     known = plain_assignments(method.body)
     weights = (f"{module}.weight", f"{module}.weight.data")
     for call in (call for statement in branch.body for call in calls(statement)):

@@ -1,23 +1,24 @@
-"""Runs straight-line tensor code on symbols: what a name holds, as a term of a small set of operations.
+"""Runs straight-line tensor code symbolically: each name holds a term of a small set of operations.
 
-A term is a tuple of the operation and its operands. Code that is not understood raises `Missed`: half an
-understanding would be a wrong model. Names are resolved (`names`), arguments are bound as Python binds them, functions
-and methods of the file are run in place.
+A term is a tuple of the operation and its operands. Code that is not understood raises `Missed`: a guess would be a wrong
+model. Names are resolved (`names`), arguments are bound as Python binds them, functions and methods of the file are run
+inline.
 
-    value     name[, version]                   a tensor that came from elsewhere; the version, where a loop binds it anew
-    chosen    selection, order                  where `selection [T, K]` is this expert: `t` tokens, `k` slots, `e` experts
-    tokens, slots  selection                    the indices of what is chosen
+    value     name[, version]                   a tensor from elsewhere; the version tells values of one name apart
+    chosen    selection, order                  where `selection [T, K]` is this expert; order: the axes, `t` tokens and
+                                                `k` slots, or `r` for rows of `[T * K]`
+    tokens, slots  selection                    the indices where it is this expert
     rows, routing  tensor, selection            `tensor[tokens]`, `tensor[tokens, slots, None]`
     linear    x, weight, bias, transposed       one expert's projection
-    half      x, 0 or 1                         of the last dimension
+    half      x, 0 or 1                         the first or second half of the last dimension
     call      attribute, x                      `self.<attribute>(x)`
-    expert    x                                 what the module of this expert, from a list, makes of x
+    expert    x                                 the output of this expert's module, from a list, for x
 
-Of forms that hand each expert its rows of all `[T * K]`, and add up the K outputs of a token at the end:
+For loops that give each expert its rows of all `[T * K]` and add up the K outputs of a token at the end:
 
     flat, order, counts  selection              its values in one row; their order by expert; how many each expert has
-    repeated, sorted     x, ...                 `[T * K]` rows: each token K times; in the order of experts
-    outputs, placed      x, selection           what the experts made of them: in that order, in the selection's
+    repeated, sorted     x, ...                 `[T * K]` rows: each token K times; sorted by expert
+    outputs, placed      x, selection           the experts' outputs: sorted by expert; in the order of the selection
     combined             x, selection, weights  the K outputs of a token, each times its weight, added up
 """
 
@@ -33,7 +34,7 @@ from patchgen.anatomy.names import local_names
 from patchgen.anatomy.operations import FUNCTIONS, METHODS, OPERATORS, Term, bound, operation
 from patchgen.errors import Missed
 
-MAX_DEPTH = 4  # of functions run in place
+MAX_DEPTH = 4  # of functions run inline
 
 
 class Interpreter:
@@ -44,9 +45,10 @@ class Interpreter:
         owner: the class of `self`.
         function: whose scope the code is.
         values: what its parameters hold.
-        counts: the sources that stand for the number of experts.
+        counts: the expressions for the number of experts, as source.
         experts: the attribute that holds a list of expert modules, if there is one.
-        constants: attributes that hold a number, whatever the config says.
+        depth: how many functions this one is run inline in.
+        constants: attribute -> the number that it holds in the code that is read.
     """
 
     def __init__(
@@ -65,10 +67,10 @@ class Interpreter:
         self._local, self._depth = local_names(function), depth
         self.values = dict(values)
         self.sum: tuple[str, Term] | None = None  # the name that a loop adds to, and the term added
-        self._seen_from: Term | None = None
+        self._seen_from: Term | None = None  # the selection that the loop is about
 
     def run(self, body: Sequence[ast.stmt]) -> Term | None:
-        """Runs statements; what they return, or None."""
+        """Runs statements and returns the term that they return, or None."""
         for position, statement in enumerate(body):
             if isinstance(statement, ast.Return) and statement.value is not None:
                 if position < len(body) - 1:
@@ -78,6 +80,7 @@ class Interpreter:
         return None
 
     def statement(self, statement: ast.stmt, *, is_last: bool = False) -> None:
+        """Runs one statement; `is_last` if none follows it in its block. Raises `Missed` if it is not understood."""
         if self.sum is not None and not self._is_next_start(statement):
             raise Missed("nothing below the sum in the loop over experts", statement)
         if isinstance(statement, ast.With):
@@ -114,7 +117,7 @@ class Interpreter:
             raise Missed("nothing that has a gradient under torch.no_grad()", statement)
 
     def _guard(self, statement: ast.If, is_last: bool) -> None:
-        """`continue` for the expert of tokens that have none, or where there are no tokens; the rest, where there are."""
+        """An `if` on a constant, or one that skips an expert without tokens: by `continue`, or around the rest of the block."""
         test = self.value(statement.test)
         if test[0] == "const":
             for inner in statement.body if test[1] else statement.orelse:
@@ -195,18 +198,18 @@ class Interpreter:
         return False
 
     def _is_next_start(self, statement: ast.stmt) -> bool:
-        """`start = end`, which may stand below what is appended."""
+        """Whether it is `start = end`, which may follow the append."""
         value = statement.value if isinstance(statement, ast.Assign) else None
         return isinstance(value, ast.Name) and self.values.get(value.id, ("",))[0] == "end"
 
     def _selection(self, selection: Term, node: ast.AST) -> None:
-        """All of a loop is about one selection."""
+        """Raises `Missed` if a loop is about more than one selection."""
         if self._seen_from not in (None, selection):
             raise Missed("one selection of experts in a loop", node)
         self._seen_from = selection
 
     def loop(self, loop: ast.For) -> tuple[str, Term]:
-        """Runs the body of a loop over experts for one of them; the name that it adds to, and what."""
+        """Runs the body of a loop over experts for one expert; returns the name that it adds to, and the term that is added."""
         header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
         target, starts = loop.target, []
         experts: Term = ("number",)
@@ -237,7 +240,7 @@ class Interpreter:
         return self.sum
 
     def _counted(self, loop: ast.For, name: str, counts: Term) -> list[str]:
-        """`for e, n in enumerate(<counts>)`: what begins at 0 above it is where the rows of an expert begin."""
+        """Enters `for e, n in enumerate(<counts>)`; returns the names, 0 above it, that hold where an expert's rows start."""
         if counts[0] != "counts":
             raise Missed("how many rows each expert has", loop.iter)
         starts = [start for start in {*stored(loop)} if self.values.get(start) == ("const", 0)]
@@ -251,10 +254,10 @@ class Interpreter:
     # ---------------------------------------------------------------------------------------- expressions
 
     def value(self, node: ast.expr) -> Term:
-        """What an expression computes.
+        """The term of an expression.
 
         Raises:
-            Missed: it is none of the operations above.
+            Missed: it is not understood.
         """
         if ast.unparse(node) in self._counts:
             return ("experts",)
@@ -276,7 +279,7 @@ class Interpreter:
             case ast.IfExp(ast.Call(function, [outputs]), concatenated, ast.Call(ast.Attribute(_, "new_empty"))) if (
                 self._resolve(function) == "builtins.len" and self.value(outputs)[0] == "outputs"
             ):
-                term = self.value(concatenated)  # without any output there is no token
+                term = self.value(concatenated)  # without any output there are no tokens
             case _:
                 reader = getattr(self, f"_{type(node).__name__.lower()}", None)
                 term = reader(node) if reader is not None else None
@@ -376,7 +379,7 @@ class Interpreter:
         return operation(name, *bound(name, operands, named, node)) if name else None
 
     def _own(self, attribute: str, node: ast.Call) -> Term | None:
-        """`self.<attribute>(...)`: of one value that is on its way, the call; else the method, run in place."""
+        """`self.<attribute>(...)`: a method is run inline, but with a projection, or half of one, as its argument a plain call."""
         held = self._anatomy.held(self._owner, attribute)
         methods = [value for value in held if isinstance(value, FunctionNode)]
         given = [self.value(arg) for arg in (*node.args, *(k.value for k in node.keywords))]

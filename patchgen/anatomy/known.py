@@ -15,8 +15,8 @@ POINTWISE = CASTS | {
     "clip", "where", "masked_fill", "full_like", "zeros_like", "ones_like", "nan_to_num", "gelu", "relu", "silu",
     "softplus", "layer_norm", "minimum", "maximum",
 }
-# What works along a dimension, and the place of `dim` among torch's parameters; the tensor is the first, of a method too.
-# `keepdim` follows on `dim` where there is one; without it the last dimension of the result would be another.
+# Operations along a dimension -> the position of `dim` in torch's signature; the tensor is at 0, also of methods.
+# `keepdim` follows `dim` where there is one; without it the result has another last dimension.
 ALONG = {"softmax": 1, "log_softmax": 1, "size": 1, "normalize": 2, "chunk": 2, "split": 2}
 REDUCING = {"mean": 1, "sum": 1, "amax": 1, "amin": 1, "logsumexp": 1, "norm": 2, "var": 1, "std": 1}
 PRODUCTS = frozenset({"linear", "matmul"})
@@ -27,7 +27,7 @@ ACTIVATIONS = frozenset({
 })
 # fmt: on
 NUMBERS = tuple(f"builtins.{name}" for name in ("float", "int", "getattr", "min", "max", "len"))
-# torch's modules that act on the last dimension, row by row.
+# torch modules that act on the last dimension, row by row.
 ROW_MODULES = frozenset({"Linear", "LayerNorm", "RMSNorm"})
 MATRIX_MODULES = ("torch.nn.Linear", "torch.nn.Embedding")
 MAKERS = frozenset(f"torch.{name}" for name in ("empty", "zeros", "ones", "rand", "randn"))
@@ -35,8 +35,8 @@ TABLES = ("transformers.activations.ACT2FN", "transformers.activations.ACT2CLS")
 
 
 def is_number(anatomy: Anatomy, owner: str, attribute: str) -> bool:
-    """Whether `self.<attribute>` is no tensor: a constant, something of the config (perhaps a string, a list, or the config
-    itself), or computed from these."""
+    """Whether `self.<attribute>` is no tensor: a constant, a value of the config (also a string, a list, or the config itself),
+    or computed from these."""
     held = anatomy.held(owner, attribute)
     return bool(held) and all(_is_number(value, anatomy, owner) for value in held)
 
@@ -57,7 +57,7 @@ def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, visited: frozenset[
 
 
 def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: frozenset[str]) -> bool:
-    """A local variable, or a parameter of `__init__`: by its annotation, else by its arguments, else by its default."""
+    """The same for a local variable, or a parameter of `__init__`: by its annotation, its arguments, or its default."""
     place, init = anatomy.constructions.scopes.get(name), anatomy.method(owner, "__init__")
     function = place.function if place else init and init[1]
     if function is None or (known := assigned_to(function, name.id)) is None:
@@ -72,8 +72,8 @@ def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: fr
 
 
 def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:
-    """Whether a factor has two axes, so that the product has a last axis: the weight of a linear layer, or a parameter of two
-    sizes. A product with a vector would end in the rows."""
+    """Whether a factor is known to have two axes: the weight of a linear layer or embedding, or a parameter of two sizes. A
+    product with a vector would have the rows as its last axis."""
     match factor:
         case ast.Attribute(ast.Name("self"), "weight") if anatomy.is_a(ast.Name(owner, ast.Load()), *MATRIX_MODULES):
             return True
@@ -90,7 +90,7 @@ def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:
 
 
 def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
-    """`nn.Parameter(torch.empty(a, b))`."""
+    """Whether it is `nn.Parameter(torch.empty(a, b))` or the like."""
     match value:
         case ast.Call(parameter, [ast.Call(maker, [_, _])]):
             meanings = (anatomy.names.resolve(parameter), anatomy.names.resolve(maker))
@@ -100,21 +100,21 @@ def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
 
 
 def is_left_in_config(anatomy: Anatomy, value: ast.AST) -> bool:
-    """Whether it is of a config, and no code of the file stores another value there."""
+    """Whether a value is read from a config, and no code of the file stores another value there."""
     return is_of_config(value) and not (isinstance(value, ast.Attribute) and anatomy.is_stored_outside(value.attr))
 
 
 def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
-    """Whether an operation with these arguments, the tensor first, treats each row by itself, whichever axis the rows are;
-    `layer_norm` where its sizes are those of one dimension."""
+    """Whether an operation with these arguments, the tensor first, treats each row by itself, whichever axis the rows are. Of
+    `layer_norm` this holds if it is over one dimension other than the rows, which the caller checks."""
     if name == "where":
-        return len(args) + len(named) == 3  # of a condition alone: the places where it holds
+        return len(args) + len(named) == 3  # a condition alone gives the indices where it holds
     return name in POINTWISE
 
 
 def buffers(anatomy: Anatomy, owner: str) -> dict[str, bool]:
-    """The attributes of a class and its ancestors that `nn.Buffer` or `register_buffer` makes, and whether checkpoints
-    keep them."""
+    """Attribute -> whether checkpoints keep it, of the buffers that a class and its ancestors make by `nn.Buffer` or
+    `register_buffer`."""
     persistent_of: dict[str, bool] = {}
     for info in anatomy.lineage(owner):
         buffer_arguments = [

@@ -1,4 +1,4 @@
-"""Which of transformers' losses `self.loss_function` is: by `self.loss_type`, which a model takes from its class's name.
+"""Which of transformers' losses `self.loss_function` is: by `self.loss_type`, which defaults to one found in the class's name.
 
 This is the rule of `PreTrainedModel.__init__` and `PreTrainedModel.loss_function`.
 """
@@ -21,16 +21,16 @@ from patchgen.wheels import installed_version
 
 NEXT_TOKEN = "ForCausalLM"
 FUNCTIONS = {"ForCausalLMLoss": "", "ForMaskedLMLoss": ALIGNED}
-"""Function of transformers -> the form of its loss; others are of no language model."""
+"""transformers' function -> the form of its loss, "" where it shifts the labels; others are not losses of language models."""
 LOSS_FILE, LOSS_TABLE = "loss/loss_utils.py", "LOSS_MAPPING"
 
 
 @functools.lru_cache(maxsize=8)
 def forms_in(text: str) -> Mapping[str, str | None]:
-    """Type -> form, in the order of transformers' table in a file of that text; None for another kind of loss.
+    """Loss type -> form, in the order of transformers' table in a file with this text; the form is None for other losses.
 
     Raises:
-        Missed: the file has not one literal table, of which everything is read.
+        Missed: the file does not have exactly one such table, as a dict of string literals.
     """
     nodes = [node for node in ast.parse(text).body if not isinstance(node, FunctionNode | ast.ClassDef)]
     match [node for node in nodes if mentions(node, LOSS_TABLE)]:
@@ -44,13 +44,13 @@ def forms_in(text: str) -> Mapping[str, str | None]:
 
 
 def _forms(anatomy: Anatomy) -> Mapping[str, str | None]:
-    """Those of the file's release; of a file that belongs to none those of the installed one."""
+    """`forms_in` of the file's release, or of the installed release if the file belongs to none."""
     release = anatomy.upstream.release or (open_release() if installed_version() else None)
     return forms_in((release and release.read(LOSS_FILE)) or "")
 
 
 def library_form(owner: str, anatomy: Anatomy) -> str:
-    """The form of the transformers loss of a class and of those that inherit its forward; "" where it shifts the labels.
+    """The form of the transformers loss of a class and of the subclasses that inherit its forward; "" if it shifts labels.
 
     Raises:
         Missed: it is not the loss of a language model, or nothing tells which one it is.
@@ -66,14 +66,14 @@ def library_form(owner: str, anatomy: Anatomy) -> str:
 
 
 def type_by_name(name: str, known: Collection[str]) -> str:
-    """The loss type that transformers finds in the name of a class, the first of those that it knows; that of the next
-    token where it finds none."""
+    """The loss type that transformers derives from a class's name: the name itself if it is a known type, else the first known
+    type in it, else `NEXT_TOKEN`."""
     found = re.search("|".join(known), name)
     return name if name in known else found[0] if found else NEXT_TOKEN
 
 
 def _types(owner: str, anatomy: Anatomy) -> set[str]:
-    """All that `self.loss_type` may be in an instance; what is not known as source."""
+    """Every value that `self.loss_type` may have in an instance; of one that is not known, its source."""
     if anatomy.is_stored_outside("loss_type", [info.name for info in anatomy.lineage(owner)]):
         return {"a loss_type that is assigned in the class, or from outside"}
     by_name = type_by_name(owner, _forms(anatomy))
@@ -94,7 +94,7 @@ def _types(owner: str, anatomy: Anatomy) -> set[str]:
 
 
 def _is_always_set(info: ClassInfo) -> bool:
-    """Whether `__init__` assigns it under no condition."""
+    """Whether `__init__` assigns `self.loss_type` unconditionally."""
     init = info.methods.get("__init__")
     assigned = [n for n in (init.body if init else ()) if isinstance(n, ast.Assign | ast.AnnAssign)]
     return any(own_attribute(target) == "loss_type" for node in assigned for target in targets(node))

@@ -1,6 +1,6 @@
-"""Where a head computes its loss: the statements from its first logits to the loss, and what they are made of.
+"""Where a head computes its loss: the statements from its first logits to the loss, and what they read.
 
-What is not read stays unread: each refusal says what was expected, so that no loss is taken for another.
+Any other form is refused, with what was expected, so that no loss is taken for another.
 """
 
 # pyright: reportMatchNotExhaustive=false
@@ -35,9 +35,9 @@ from patchgen.errors import Missed
 from patchgen.rewrite import Editor
 
 LOSS_PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
-"""Of transformers' losses of language models, in their order; further ones have a keyword."""
+"""The parameters of transformers' losses of language models, in order; any further ones are passed by keyword."""
 SEAM_PARAMETERS = {"head", "hidden_states", "loss_function", "training", "local_terms", "upcast"}
-OWN_LOSSES = {"loss_function", "_loss_function", "__call__"}  # `loss_type` names a library's
+OWN_LOSSES = {"loss_function", "_loss_function", "__call__"}  # `loss_type` only names one of transformers'
 LIBRARY_LOSS = "self.loss_function"
 HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_module_forward_hook")
 CONFIG = re.compile(r"self\.config(\.\w+)*")
@@ -51,10 +51,10 @@ class LossRegion:
     start: int
     end: int
     first: ast.stmt  # `logits = self.lm_head(hidden_states)`, or an `if` and `else` that make them
-    from_parameter: str  # its source, from the parameter of the head's function
-    besides: set[str]  # what it reads beside the argument of the projection
-    inside: list[ast.stmt]  # what follows and goes into the head's function
-    outside: list[ast.stmt]  # what follows and goes above the seam, `loss = None` left out
+    from_parameter: str  # source of `first`, reading the parameter of the head's function
+    besides: set[str]  # the names that `first` reads besides the argument of the projection
+    inside: list[ast.stmt]  # the statements after it that go into the head's function
+    outside: list[ast.stmt]  # those that go above the seam, `loss = None` left out
     logits: str
     loss: str
     labels: str
@@ -64,27 +64,27 @@ class LossRegion:
     loss_function: str
     form: str  # `own_losses.ALIGNED`, or `SHIFTED` of a cross entropy that the head writes out
     loss_arguments: list[str]
-    local_terms: tuple[str, ...]  # what is added to the loss below and is a number of one rank
-    further: tuple[ast.If, ...] = ()  # `if self.coefficient > 0:` below the loss, of the logits
+    local_terms: tuple[str, ...]  # terms added to the loss below it that are numbers of one rank
+    further: tuple[ast.If, ...] = ()  # `if self.coefficient > 0:` below the loss, which may read the logits
 
     @property
     def parameter(self) -> str:
-        """Of the head's function."""
+        """The name of the parameter of the head's function."""
         return self.hidden_states if self.hidden_states.isidentifier() else "hidden_states"
 
     @property
     def switches(self) -> str:
-        """Where one of `further` runs, as source; empty without any."""
+        """The condition that one of `further` runs, as source; empty without any."""
         return " or ".join(ast.unparse(node.test) for node in self.further)
 
 
 def is_loss_call(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Whether code calls the loss that transformers has for the class."""
+    """Whether code is a call of `self.loss_function`, transformers' loss for the class."""
     return isinstance(node, ast.Call) and own_attribute(node.func) == "loss_function"
 
 
 def _makes(node: ast.stmt, logits: str, later: Sequence[ast.stmt]) -> bool:
-    """Whether a statement computes the logits: it reads or writes them, or something that only such ones read."""
+    """Whether a statement takes part in making the logits: it uses them, or assigns a name that `later` ones use with them."""
     if uses_name(node, logits):
         return True
     made = [t.id for n in walk(node) if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
@@ -95,7 +95,7 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
     """The region of a head's forward.
 
     Raises:
-        Missed: it has another form than those that are known.
+        Missed: it has none of the known forms.
     """
     body, code = forward.body, editor.code
     end, call = _find_loss(editor, forward, owner, anatomy)
@@ -109,7 +109,7 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
         raise Missed(f"`{logits} = self.<projection>(hidden states)`", code(first))
     module, hidden = found
     read, source = set(loaded(hidden)) - {"self"}, code(hidden)
-    if isinstance(first, ast.If) and len(read) == 1:  # both branches read it, if not in the same words
+    if isinstance(first, ast.If) and len(read) == 1:  # both branches read it, perhaps in different expressions
         (source,) = read
     given = source if isinstance(first, ast.If) or source.isidentifier() else "hidden_states"
     besides = {*(Counter(loaded(first)) - Counter(loaded(hidden)))}
@@ -140,7 +140,7 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
 
 @dataclass(frozen=True)
 class _LossCall:
-    """What computes the loss, from which names, and what it is called with besides."""
+    """The function that computes the loss, the names that it reads, and its further arguments."""
 
     function: str
     form: str  # of a cross entropy that the head writes out; "" where it calls transformers' loss
@@ -153,7 +153,7 @@ class _LossCall:
 
 
 def _find_loss(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anatomy) -> tuple[int, _LossCall]:
-    """The statement that computes the loss where there are labels."""
+    """The position of the `if` that computes the loss where there are labels, and the call."""
     body, local = forward.body, local_names(forward)
     for place, node in enumerate(body):
         if not isinstance(node, ast.If):
@@ -186,7 +186,7 @@ def _assigned_call(node: ast.stmt) -> tuple[str, ast.Call] | None:
 
 
 def _is_switched(node: ast.stmt, owner: str, anatomy: Anatomy) -> TypeGuard[ast.If]:
-    """`if self.coefficient > 0:` of a number of the config, below the loss: what it adds may read all logits."""
+    """Whether it is `if self.coefficient > 0:` on a number of the config, below the loss: what it adds may read all logits."""
     match node:
         case ast.If(ast.Compare(left, [ast.Gt()], [ast.Constant(0)]), _, []):
             return is_number(left, owner, anatomy) and not _has_return(node)
@@ -203,19 +203,19 @@ def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode, an
     rest += [f"attention_mask={own.mask}"] if own.mask else []
     rest += ["upcast=True"] if own.upcast else []
     if own.form == ALIGNED and _reads(anatomy, above, own.labels):
-        rest.append(f"shift_labels={own.labels}")  # the decoder's inputs are made of them: they are its targets
+        rest.append(f"shift_labels={own.labels}")  # the decoder's inputs are made from them, so they are its targets
         return _LossCall(f"ops.{own.form}_cross_entropy", "", own.loss, own.logits, own.labels, rest, own.bound)
     rest += [f"**ops.step_labels({kwargs})"] if kwargs else []
     return _LossCall(f"ops.{own.form}_cross_entropy", own.form, own.loss, own.logits, own.labels, rest, own.bound)
 
 
 def _reads(anatomy: Anatomy, body: Sequence[ast.stmt], name: str) -> bool:
-    """Whether statements read the values of a name, and do not only ask for its shape or whether it is None."""
+    """Whether statements read the value of a name, rather than only its shape or whether it is None."""
     return name in values_in(anatomy.names, *body)
 
 
 def _made_elsewhere(value: ast.expr, above: Sequence[ast.stmt]) -> tuple[str, ast.expr] | None:
-    """The logits as a model of its own has them in its result: `outputs[0]`, `outputs.logits`."""
+    """The head's function and its argument for logits in the result of an inner model: `outputs[0]`, `outputs.logits`."""
     match value:
         case ast.Subscript(ast.Name(name), ast.Constant(0)) | ast.Attribute(ast.Name(name), "logits"):
             match [node for node in above if stored_names(node, {name})]:
@@ -237,7 +237,7 @@ def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> Iterator[ast.
 
 
 def check_own_losses(owner: str, anatomy: Anatomy) -> None:
-    """Raises Missed where a class or one of its ancestors gives it a loss of its own, or something is put around its forward."""
+    """Raises Missed if a class or an ancestor replaces transformers' loss, or if its forward is wrapped or has a hook."""
     for info in anatomy.lineage(owner):
         members = [ast.Attribute(ast.Name(info.name), member) for member in ("forward", *OWN_LOSSES)]
         around = [*info.node.decorator_list, *getattr(info.methods.get("forward"), "decorator_list", ())]
@@ -255,7 +255,7 @@ def check_own_losses(owner: str, anatomy: Anatomy) -> None:
 
 
 def check_own_readers(forward: ast.stmt, given: set[str], owner: str, anatomy: Anatomy) -> None:
-    """Raises Missed where a function or method of the file changes in place what the caller gave for the loss."""
+    """Raises Missed if a function or method that `forward` calls changes in place what callers gave for the loss: `given`."""
     for call in calls(forward):
         if (function := anatomy.called(owner, call)) is not None:
             names = parameter_names(function)
@@ -294,15 +294,15 @@ def _loss_arguments(editor: Editor, call: ast.Call, forward: FunctionNode) -> tu
         if is_own or read & ({logits, labels} if name == "vocab_size" else read):
             raise Missed(f"an argument {name} that is known without labels, and above the logits", whole)
     if kwargs and not rest and not named.keys() & {"num_items_in_batch", "shift_labels"}:
-        rest = [f"**ops.step_labels({kwargs})"]  # upstream's own loss hears nothing of a step: packed rows would leak
+        rest = [f"**ops.step_labels({kwargs})"]  # upstream passes nothing of a step: packed rows would leak
     return logits, labels, [*(f"{name}={source}" for name, source in named.items()), *rest]
 
 
 def kwargs_of(forward: FunctionNode) -> str:
-    """The name of a forward's further arguments, which go on to the loss.
+    """The name of a forward's `**kwargs`, which go on to the loss; empty without any.
 
     Raises:
-        Missed: what the loss reads of them is changed.
+        Missed: the forward changes what the loss reads of them.
     """
     kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
     for node in (node for part in forward.body for node in walk(part)):
@@ -316,7 +316,7 @@ def kwargs_of(forward: FunctionNode) -> str:
 
 
 def _bound(forward: FunctionNode) -> set[str]:
-    """The names to which a forward gives new values; `x = x.to(...)` gives none."""
+    """The names that a forward rebinds or changes in place; `x = x.to(...)` does not count."""
     bound: set[str] = set()
     for node in (node for part in forward.body for node in walk(part) if isinstance(node, ast.stmt)):
         match node:
@@ -337,7 +337,7 @@ def _assigned_value(node: ast.stmt, name: str) -> ast.expr | None:
 
 
 def _made_value(node: ast.stmt, name: str) -> ast.expr | None:
-    """The right-hand side of the assignment to `name`; of an `if` and `else` that both end in one, the last."""
+    """The right-hand side of an assignment to `name`; if both `if` and `else` end in one, that of the `else`."""
     if isinstance(node, ast.If) and node.orelse:
         found = [_assigned_value(branch[-1], name) for branch in (node.body, node.orelse)]
         return found[1] if None not in found else None
@@ -359,10 +359,10 @@ def _projection(value: ast.expr) -> tuple[str, ast.expr] | None:
 
 
 def _only_forwards_logits(node: ast.AST, logits: str, below: ast.Module, is_result: Callable[[ast.AST], bool]) -> bool:
-    """Whether all that a statement below the loss does with the logits is to hand them on in the result.
+    """Whether all that a statement below the loss does with the logits is to pass them on in the result.
 
-    That is an argument of the output class, or an element of a tuple, which is returned: at once, or by a name that
-    only return statements read.
+    There they are an argument of the output class or an element of a tuple, returned at once or by a name that only return
+    statements read.
     """
     sums = [(n, n.value.right) for n in walk(below) if isinstance(n, ast.Assign) and isinstance(n.value, ast.BinOp)]
     longer = [n for n, last in sums if ast.unparse(n.targets[0]) == ast.unparse(last)]  # `output = (x,) + output`
@@ -380,7 +380,7 @@ def _only_forwards_logits(node: ast.AST, logits: str, below: ast.Module, is_resu
 
 
 def _parts(value: ast.expr | None, is_result: Callable[[ast.AST], bool]) -> Sequence[ast.expr]:
-    """What a result hands on: `Output(logits=logits)`, `(loss, logits) + outputs[1:]`."""
+    """The values in a result: `Output(logits=logits)`, `(loss, logits) + outputs[1:]`."""
     match value:
         case ast.IfExp(_, left, right) | ast.BinOp(left, ast.Add(), right):
             return [*_parts(left, is_result), *_parts(right, is_result)]
@@ -400,8 +400,8 @@ def _module(*nodes: ast.stmt) -> ast.Module:
 
 
 def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner: str, anatomy: Anatomy) -> None:
-    """Raises Missed where the seam would change something: statements move above the head, or into a function that
-    runs per chunk."""
+    """Raises Missed if the seam would change a value, as it moves statements above the head, or into a function that runs
+    per chunk."""
     closure = _module(region.first, *region.inside)
     shown = "\n".join(map(editor.code, closure.body))
     local = local_names(forward)
@@ -442,7 +442,7 @@ def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner
 
 
 def _configs(code: ast.Module) -> set[str]:
-    """The names that hold nothing but a part of the config."""
+    """The names that are assigned once, to the config or a part of it."""
     parts = [n for n in code.body if isinstance(n, ast.Assign) and CONFIG.fullmatch(ast.unparse(n.value))]
     bound = stored(code)
     return {name for node in parts for name in stored(node) if bound.count(name) == 1}

@@ -1,8 +1,8 @@
-"""What a head makes of its loss below the place that computes it, and which terms of it stay numbers of one rank.
+"""What a head does with its loss after computing it, and which of the added terms are numbers of one rank.
 
-A rank's loss is its share of a mean over the step: shares add up. So do their sums, and their products with what is
-the same on every rank (numbers, the config). The routers' loss is a share too (`ops.router_loss`). Whatever else is
-added, or decides what is added, is of this rank's tokens, and no sum of such numbers is that of all tokens.
+A rank's loss is its share of a mean over the step: the shares of all ranks add up. So do sums of shares, and their products
+with what is the same on every rank (numbers, the config). The routers' loss is a share too (`ops.router_loss`). Any other
+term, or condition on one, depends on this rank's tokens: summed over ranks, it is not the value for all tokens.
 """
 
 # pyright: reportMatchNotExhaustive=false
@@ -35,18 +35,19 @@ RESULTS = re.compile(r"transformers\.(modeling_outputs\.\w+|(utils|utils\.generi
 
 
 class LossTerms:
-    """The loss below the statements that compute it.
+    """Follows the loss through the statements below its computation.
 
     Args:
-        forward: the method.
-        below: its statements below that place.
+        forward: the head's forward.
+        below: its statements below the computation.
         loss, labels: the names of both.
         owner: the class.
         anatomy: of the file.
 
     Attributes:
-        lost: the first statement in which the loss gets a value, or a result, that is not made of it.
-        local: the source of each term that nothing makes global, and of each expression that makes no sum of the loss.
+        lost: the first statement that gives the loss, or a result, a value not made from the loss; None without one.
+        local: the source of each term that is no share, and of each expression that makes something other than a sum of the
+            loss; without any, of the conditions that may differ between ranks and decide on the loss.
     """
 
     def __init__(
@@ -66,9 +67,9 @@ class LossTerms:
         self.local = tuple(dict.fromkeys(ast.unparse(node).split("\n")[0] for node in self._found or conditions))
 
     def _read(self, node: ast.AST, around: ast.AST | None) -> Iterator[ast.AST]:
-        """Follows the loss through a statement, or one that holds others; yields the conditions that decide on it.
+        """Follows the loss through a statement and those inside it; yields the conditions that decide on the loss.
 
-        `around` is the outermost condition or loop that need not be the same on every rank.
+        `around` is the outermost condition or loop around the statement that may differ between ranks.
         """
         inside = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt | ast.ExceptHandler)]
         own = [n for n in ast.iter_child_nodes(node) if n not in inside]
@@ -105,7 +106,7 @@ class LossTerms:
             yield from self._read(one, around)
 
     def _strange(self, node: ast.AST, value: ast.expr | None, kind: str) -> Iterator[ast.AST]:
-        """What of a statement that reads the loss is no sum of shares; the statement, where the loss is not a term of its own."""
+        """The terms, in a statement that reads the loss, that are no shares; for one that contains the loss, the statement."""
         parts = self._handed(value) if kind == RESULT else None
         for part in [value] if parts is None else parts:
             for term in self._terms(part) if part is not None else (node,):
@@ -122,7 +123,7 @@ class LossTerms:
         self._kinds[name] = kind if before in (NONE, kind) else before if kind == NONE else OTHER
 
     def _kind(self, node: ast.expr) -> str:
-        """What an expression is: one of the kinds, `OTHER` where it is not understood."""
+        """The kind of an expression's value; `OTHER` where it is not understood."""
         match node:
             case ast.Constant(None):
                 return NONE
@@ -151,7 +152,7 @@ class LossTerms:
         return kind if kind in (LOSS, SHARE) else OTHER
 
     def _terms(self, node: ast.expr) -> Iterator[ast.AST]:
-        """What of a sum is no share."""
+        """The terms of a sum that are no shares, and its conditions that may differ between ranks."""
         if self._kind(node) in (LOSS, SHARE, NONE):
             return
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
@@ -163,7 +164,7 @@ class LossTerms:
             yield node
 
     def _handed(self, value: ast.expr | None) -> list[ast.expr] | None:
-        """What stands in a result for the loss; None for what is no result. A name of a result holds it already."""
+        """The expressions for the loss in a result; none for a name that holds a result already. None if it is no result."""
         match value:
             case ast.Name(name) if self._kinds.get(name) == RESULT:
                 return []
@@ -183,14 +184,14 @@ class LossTerms:
         return None
 
     def _is_made_of_it(self, node: ast.AST) -> bool:
-        """Whether a value is made of the loss, and not of what is asked about it."""
+        """Whether an expression reads the value of the loss, rather than compares it or asks for its shape or the like."""
         if isinstance(node, ast.Compare) or (isinstance(node, ast.Attribute) and node.attr in ASKED):
             return False
         is_loss = isinstance(node, ast.Name) and self._kinds.get(node.id) == LOSS and isinstance(node.ctx, ast.Load)
         return is_loss or any(map(self._is_made_of_it, ast.iter_child_nodes(node)))
 
     def _is_same(self, node: ast.AST) -> bool:
-        """Whether a condition holds on all ranks or on none: of numbers, flags, and whether there is a loss at all."""
+        """Whether a condition is the same on all ranks: made of numbers, flags, and whether there are labels or a loss."""
         match node:
             case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
                 return name == self._labels or self._kinds.get(name) in (LOSS, SHARE, NONE)
@@ -206,13 +207,13 @@ class LossTerms:
         return is_number(node, self._owner, self._anatomy)
 
     def is_result(self, node: ast.AST | None) -> bool:
-        """Whether an expression makes a result of transformers'."""
+        """Whether an expression builds one of transformers' results (see `is_result_class`)."""
         return isinstance(node, ast.Call) and is_result_class(node.func, self._anatomy, self._scope)
 
 
 def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
-    """Code below a head that moves gradients by what is of one rank's tokens, beside any loss: hooks on tensors, gradients
-    that a backward makes of nothing that came in, and values that a forward changes for the next."""
+    """Code of the classes below a head that changes gradients by one rank's tokens, apart from any loss: hooks on tensors,
+    gradients that a backward makes from none of its arguments, and values that a forward changes for the next call."""
     infos = [anatomy.classes[name] for name in sorted(anatomy.reached_from([head]))]
     for info, method in [(one, method) for one in infos for method in one.methods.values()]:
         if method.name == "forward":
@@ -234,7 +235,7 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
 
 
 def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
-    """Whether an expression has one value on all ranks: made of numbers, and of what `self` took from the config for good."""
+    """Whether an expression has one value on all ranks: it is made of numbers, and of what `self` has from the config."""
     if isinstance(node, ast.BinOp | ast.UnaryOp):
         parts = (part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
         return all(is_number(part, owner, anatomy) for part in parts)
@@ -249,7 +250,7 @@ def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
 
 
 def is_result_class(function: ast.expr, anatomy: Anatomy, scope: Container[str]) -> bool:
-    """Whether a call makes one of transformers' results, or one that the file derives from them and gives fields alone."""
+    """Whether a called class is one of transformers' results, or a subclass in the file that only adds fields."""
     meaning = anatomy.names.resolve(function, scope) or ""
     if RESULTS.fullmatch(meaning):
         return True
