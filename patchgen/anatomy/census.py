@@ -39,7 +39,7 @@ EAGER = "attention: upstream's eager form"
 INHERITED = "its forward is torch's"
 CALLED_PARTS = ("func", "value", "elt", "elts", "values", "body", "orelse")
 ALL_PARTS = ("children", "named_children", "modules", "named_modules", "_modules", "get_submodule", "__dict__")
-OF_OTHERS = ("builtins.eval", "builtins.exec", "builtins.globals", "builtins.__import__", "importlib.import_module")
+OPAQUE_CALLS = ("builtins.eval", "builtins.exec", "builtins.globals", "builtins.__import__", "importlib.import_module")
 ROLES = {Role.ROTARY: "positions", Role.ROUTER: "a router", Role.ATTENTION: "attention"}
 
 
@@ -114,7 +114,7 @@ class _Walk:
             self.member(name, method)
         for info in infos:
             for base in info.node.bases:
-                self.meant(self.names.resolve(base))
+                self.add_outside(self.names.resolve(base))
             for keyword in info.node.keywords:  # a metaclass
                 _Code(self, "", info.node).visit(keyword)
             _Code(self, name, info.node).decorators(info.node)
@@ -139,7 +139,7 @@ class _Walk:
             for attribute in self._stores[info.name]:
                 self.member(owner, attribute)
 
-    def other(self, name: str) -> None:
+    def read_of_any(self, name: str) -> None:
         """Visits `.name` of an object other than self, which may be of any class on the path."""
         if name not in self._read:
             self._read[name] = None
@@ -204,7 +204,7 @@ class _Walk:
         if name in self.anatomy.classes:
             self.enter(name)
         for meaning in self.names.origins.get(name, ()):
-            self.meant(meaning)
+            self.add_outside(meaning)
         statements = self.names.statements.get(name, ())
         if "*" in self.names.origins and not (statements or name in self.names.origins or hasattr(builtins, name)):
             self.unread[name] = f"{UNREAD}: from {' or '.join(self.names.origins['*'])}"
@@ -218,7 +218,7 @@ class _Walk:
                     self.reached.setdefault(name)
                 _Code(self, "", statement).visit(statement)
 
-    def meant(self, meaning: str | None) -> None:
+    def add_outside(self, meaning: str | None) -> None:
         """Records what an import, or a dotted name from one, refers to, if it is neither of this file nor of a library."""
         if meaning and not meaning.startswith(".") and not _is_library(meaning):
             self.outside.setdefault(meaning)
@@ -257,7 +257,7 @@ class _Code(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
         for _, meaning in self._walk.names.imports(node):
-            self._walk.meant(meaning)
+            self._walk.add_outside(meaning)
 
     visit_ImportFrom = visit_Import
 
@@ -268,22 +268,22 @@ class _Code(ast.NodeVisitor):
         if meaning.endswith(f".{INTERFACE}.get_interface"):
             self._walk.eager += [(self, argument) for argument in node.args]
             return None
-        if meaning in OF_OTHERS:
+        if meaning in OPAQUE_CALLS:
             self._walk.unread[f"{self._owner}.{meaning}".strip(".")] = f"{UNREAD}: {ast.unparse(node)}"
-        if (got := self._got(node)) is not node:
+        if (got := self._as_attribute(node)) is not node:
             self.visit(got)
         if meaning in ("operator.attrgetter", "operator.methodcaller"):
-            self._walk.other(str(getattr(node.args[0], "value", "")))
+            self._walk.read_of_any(str(getattr(node.args[0], "value", "")))
         if meaning == "builtins.vars":
             self.visit(ast.Attribute(node.args[0], "__dict__", ast.Load()))
-        for called in map(self._got, self._bound(node.func)):
+        for called in map(self._as_attribute, self._bound(node.func)):
             if attribute := own_attribute(called):
                 self._walk.called(self._owner, attribute)
             elif isinstance(called, ast.Call) and self._resolved(called.func) == "builtins.getattr":
                 self._walk.unread[f"{self._owner}.getattr".strip(".")] = f"{UNREAD}: {ast.unparse(called)}"
         return self.generic_visit(node)
 
-    def _got(self, node: ast.AST) -> ast.AST:
+    def _as_attribute(self, node: ast.AST) -> ast.AST:
         """`owner.name` for `getattr(owner, "name")`; any other code, also with a computed name, as it is."""
         match node:
             case ast.Call(called, [owner, ast.Constant(str(name)), *_]) if (
@@ -313,14 +313,14 @@ class _Code(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         meaning, attribute = self._resolved(node), own_attribute(node)
         if meaning and not meaning.startswith(".") and not _is_library(meaning):
-            return self._walk.meant(meaning)
+            return self._walk.add_outside(meaning)
         if meaning is None and isinstance(node.ctx, ast.Load) and self._resolved(node.value):
             self._walk.unread[ast.unparse(node)] = f"{UNREAD}: replaced in this file"
         if attribute is not None and self._owner:
             return self._walk.member(self._owner, attribute)
         if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super":
             return self._walk.member(self._owner, node.attr, inherited=True)
-        self._walk.other(node.attr)
+        self._walk.read_of_any(node.attr)
         return self.visit(node.value)
 
     def visit_Name(self, node: ast.Name) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MODULE = "torch.nn.Conv1d"
 FUNCTIONS = ("torch.nn.functional.conv1d", "torch.conv1d")
-SIZES = ("in_channels", "out_channels", "kernel_size")
+PARAMETERS = ("in_channels", "out_channels", "kernel_size")
 
 
 def built_convolutions(anatomy: Anatomy, info: ClassInfo) -> dict[ast.Call, str]:
@@ -34,7 +34,7 @@ def _mixes_tokens(anatomy: Anatomy, call: ast.Call) -> bool:
     Groups of channels make no difference. The kernel of a subclass is not read.
     """
     is_told = anatomy.names.resolve(call.func) == MODULE and not any(isinstance(a, ast.Starred) for a in call.args)
-    kernel = arguments(call, SIZES).get("kernel_size") if is_told else None
+    kernel = arguments(call, PARAMETERS).get("kernel_size") if is_told else None
     return anatomy.is_a(call, MODULE) and not (isinstance(kernel, ast.Constant) and kernel.value == 1)
 
 

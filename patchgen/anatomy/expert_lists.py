@@ -297,8 +297,8 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
         case _:
             raise Missed("ACC.index_add_(0, tokens, expert(X[tokens]) * W[tokens, slots, None])", term_text(added))
     x, index, routing = (_name_of(term, above, loop) for term in (hidden, selection, weights))
-    born = max(i for i, terms in terms_above.items() if accumulator in terms)
-    _check_around([*body, *_below(method.body, place)], place[-1], born, accumulator)
+    created = max(i for i, terms in terms_above.items() if accumulator in terms)
+    _check_around([*body, *_below(method.body, place)], place[-1], created, accumulator)
     match above[accumulator]:
         case ("zeros", ("dtype", of)) if of in (hidden, weights):
             dtype, inside = (None, None) if of == hidden else (f"{routing}.dtype", "top_k_weights.dtype")
@@ -308,12 +308,12 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
             dtype = inside = "torch.get_default_dtype()"
         case _:
             expected = "an accumulator in the dtype of the hidden states, of the routing weights, or a named one"
-            raise Missed(expected, body[born])
+            raise Missed(expected, body[created])
     masks = {
         i: terms for i, terms in terms_above.items() if terms and all(term[0] in MASKS for term in terms.values())
     }
-    gone = _superseded(body, {place[-1], born}, masks, _below(method.body, place))
-    return ExpertLoop(method.name, place, accumulator, x, index, routing, dtype, inside, (*gone, born))
+    gone = _superseded(body, {place[-1], created}, masks, _below(method.body, place))
+    return ExpertLoop(method.name, place, accumulator, x, index, routing, dtype, inside, (*gone, created))
 
 
 def _run_above(
@@ -383,9 +383,9 @@ def _name_of(term: Term, values: dict[str, Term], node: ast.stmt) -> str:
     return next((name for name in names if name in used), names[0])
 
 
-def _check_around(body: Sequence[ast.stmt], position: int, born: int, accumulator: str) -> None:
+def _check_around(body: Sequence[ast.stmt], position: int, created: int, accumulator: str) -> None:
     """Raises `Missed` if the sum is used between its creation and the loop, or names bound in the loop are read after it."""
-    for statement in body[born + 1 : position]:
+    for statement in body[created + 1 : position]:
         if mentions(statement, accumulator):
             raise Missed(f"no use of {accumulator} before the loop", statement)
     written = set(stored(body[position])) - {accumulator}

@@ -67,7 +67,7 @@ class Interpreter:
         self._local, self._depth = local_names(function), depth
         self.values = dict(values)
         self.sum: tuple[str, Term] | None = None  # the name that a loop adds to, and the term added
-        self._seen_from: Term | None = None  # the selection that the loop is about
+        self._loop_selection: Term | None = None  # the selection that the loop is about
 
     def run(self, body: Sequence[ast.stmt]) -> Term | None:
         """Runs statements and returns the term that they return, or None."""
@@ -92,12 +92,12 @@ class Interpreter:
                 raise Missed("no change of a value in place", statement)
             self._add(statement.target.value, self.value(statement.target.slice), statement.value, statement)
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            if not self._is_placed(statement.targets[0], statement.value):
+            if not self._read_placement(statement.targets[0], statement.value):
                 self._assign(statement.targets[0], statement.value)
         elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
             self._assign(statement.target, statement.value)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            if not (self._is_sum(statement.value) or self._is_changed(statement.value)):
+            if not (self._read_sum(statement.value) or self._read_change(statement.value)):
                 raise Missed("plain assignments from one value to the next, then one index_add_", statement)
         elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
             raise Missed("plain assignments from one value to the next", statement)
@@ -131,7 +131,7 @@ class Interpreter:
             self.statement(inner)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Name) and isinstance(value, ast.Call) and self._is_sum(value, target.id):
+        if isinstance(target, ast.Name) and isinstance(value, ast.Call) and self._read_sum(value, target.id):
             return
         term = self.value(value)
         names = target.elts if isinstance(target, ast.Tuple) else [target]
@@ -141,8 +141,8 @@ class Interpreter:
             raise Missed("a value on the way, by a name of its own", target)
         self.values |= assigned
 
-    def _is_sum(self, call: ast.Call, target: str = "") -> bool:
-        """`ACC.index_add_(0, tokens, weighted)`, or `ACC = ACC.index_add(...)`."""
+    def _read_sum(self, call: ast.Call, target: str = "") -> bool:
+        """Takes in `ACC.index_add_(0, tokens, weighted)`, or `ACC = ACC.index_add(...)`; False for any other call."""
         function = call.func
         if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
             return False
@@ -163,10 +163,11 @@ class Interpreter:
         if zeros[0] != "zeros" or index[0] != "tokens" or not isinstance(accumulator, ast.Name):
             raise Missed("<zeros>.index_add_(0, <rows>, <weighted output>)", node)
         self.sum = (accumulator.id, added)
-        self._selection(index[1], node)
+        self._require_selection(index[1], node)
 
-    def _is_placed(self, target: ast.expr, value: ast.expr) -> bool:
-        """`Y[flat == e] = expert(X[flat == e])` in a loop over experts, or `Y[order] = <outputs in that order>` below it."""
+    def _read_placement(self, target: ast.expr, value: ast.expr) -> bool:
+        """Takes in `Y[flat == e] = expert(X[flat == e])` in a loop over experts, or `Y[order] = <outputs in that order>` below
+        it; False for any other target."""
         if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
             return False
         name, index, placed_value = target.value.id, self.value(target.slice), self.value(value)
@@ -175,15 +176,16 @@ class Interpreter:
                 selection == row_selection
             ):
                 self.sum = (name, ("placed", x, selection))
-                self._selection(selection, target)
+                self._require_selection(selection, target)
             case ("empty", _), ("order", selection), ("outputs", x, row_selection) if selection == row_selection:
                 self.values[name] = ("placed", x, selection)
             case _:
                 raise Missed("rows of an empty tensor, set to what this expert makes of the same rows", target)
         return True
 
-    def _is_changed(self, call: ast.Call) -> bool:
-        """`T.scatter_(1, selection, 1)`, which marks the experts of each token, or `L.append(expert(rows))`."""
+    def _read_change(self, call: ast.Call) -> bool:
+        """Takes in `T.scatter_(1, selection, 1)`, which marks the experts of each token, or `L.append(expert(rows))`; False for
+        any other call."""
         match call:
             case ast.Call(ast.Attribute(ast.Name(name), "scatter_"), [_, _, _]):
                 place, selection, mark = map(self.value, call.args)
@@ -202,11 +204,11 @@ class Interpreter:
         value = statement.value if isinstance(statement, ast.Assign) else None
         return isinstance(value, ast.Name) and self.values.get(value.id, ("",))[0] == "end"
 
-    def _selection(self, selection: Term, node: ast.AST) -> None:
+    def _require_selection(self, selection: Term, node: ast.AST) -> None:
         """Raises `Missed` if a loop is about more than one selection."""
-        if self._seen_from not in (None, selection):
+        if self._loop_selection not in (None, selection):
             raise Missed("one selection of experts in a loop", node)
-        self._seen_from = selection
+        self._loop_selection = selection
 
     def loop(self, loop: ast.For) -> tuple[str, Term]:
         """Runs the body of a loop over experts for one expert; returns the name that it adds to, and the term that is added."""
@@ -221,13 +223,13 @@ class Interpreter:
                 if self._experts and own_attribute(what) == self._experts:
                     self.values[module] = ("module",)
                 else:
-                    starts = self._counted(loop, module, self.value(what))
+                    starts = self._enter_counted(loop, module, self.value(what))
             case _:
                 experts = self.value(loop.iter)
         if loop.orelse or not isinstance(target, ast.Name) or experts[0] not in ("hits", "range", "number"):
             raise Missed("a loop over the experts that were hit, or over all of them", header)
         if experts[0] == "hits":
-            self._selection(experts[1], loop)
+            self._require_selection(experts[1], loop)
         inside = {name for statement in loop.body for name in stored(statement)}
         carried = inside & set(self.values) - {target.id}
         self.values[target.id] = ("number",)
@@ -239,13 +241,13 @@ class Interpreter:
             raise Missed(f"a loop that leaves {', '.join(sorted(carried - {self.sum[0]}))} as it is", loop)
         return self.sum
 
-    def _counted(self, loop: ast.For, name: str, counts: Term) -> list[str]:
+    def _enter_counted(self, loop: ast.For, name: str, counts: Term) -> list[str]:
         """Enters `for e, n in enumerate(<counts>)`; returns the names, 0 above it, that hold where an expert's rows start."""
         if counts[0] != "counts":
             raise Missed("how many rows each expert has", loop.iter)
         starts = [start for start in {*stored(loop)} if self.values.get(start) == ("const", 0)]
         self.values |= dict.fromkeys(starts, ("start", counts[1])) | {name: ("count", counts[1])}
-        self._selection(counts[1], loop)
+        self._require_selection(counts[1], loop)
         return starts
 
     def _resolve(self, node: ast.expr) -> str:
@@ -308,7 +310,7 @@ class Interpreter:
             case ("self", name), ("number",):
                 return ("module",) if name == self._experts else ("weight", name)
             case ("mask", selection, order), ("number",) if order.startswith("e"):
-                self._selection(selection, node)
+                self._require_selection(selection, node)
                 return ("chosen", selection, order[1:])
             case ("number",), ("const", 0):
                 return owner
@@ -343,7 +345,7 @@ class Interpreter:
             case (("number",), [ast.Eq()], ("experts",)) | (("count", _), [ast.Eq()], ("const", 0)):
                 return ("nobody",)
             case selection, [ast.Eq()], ("number",) if selection[0] == "value":
-                self._selection(selection, node)
+                self._require_selection(selection, node)
                 return ("chosen", selection, "tk")
             case ("flat", selection), [ast.Eq()], ("number",):
                 return ("chosen", selection, "r")
@@ -397,7 +399,7 @@ class Interpreter:
         values = {name: self.value(argument) for name, argument in given.items() if name}
         counts: frozenset[str] = self._counts if owner else frozenset()
         inner = Interpreter(self._anatomy, owner, function, values, counts, self._experts, self._depth + 1)
-        inner._seen_from = self._seen_from
+        inner._loop_selection = self._loop_selection
         result = inner.run(function.body)
-        self._seen_from = inner._seen_from
+        self._loop_selection = inner._loop_selection
         return result if inner.sum is None else None

@@ -41,7 +41,7 @@ OWN_LOSSES = {"loss_function", "_loss_function", "__call__"}  # `loss_type` only
 LIBRARY_LOSS = "self.loss_function"
 HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_module_forward_hook")
 CONFIG = re.compile(r"self\.config(\.\w+)*")
-LIBRARIES, OTHERS = ("transformers.", "torch.", "typing.", "functools."), "transformers.models."
+LIBRARIES, MODELS = ("transformers.", "torch.", "typing.", "functools."), "transformers.models."
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def check_own_losses(owner: str, anatomy: Anatomy) -> None:
         around = [*info.node.decorator_list, *getattr(info.methods.get("forward"), "decorator_list", ())]
         for node in (*members, *around):
             meaning = anatomy.names.resolve(node.func if isinstance(node, ast.Call) else node) or ""
-            is_library = meaning.startswith(LIBRARIES) and not meaning.startswith(OTHERS)
+            is_library = meaning.startswith(LIBRARIES) and not meaning.startswith(MODELS)
             if not (meaning if node in members else is_library):
                 raise Missed("a forward that nothing is put around but what transformers has for that", node)
         for node in walk(info.node):

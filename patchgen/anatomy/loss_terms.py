@@ -73,12 +73,12 @@ class LossTerms:
         """
         inside = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt | ast.ExceptHandler)]
         own = [n for n in ast.iter_child_nodes(node) if n not in inside]
-        is_made_of_it = any(map(self._is_made_of_it, own))
+        contains_loss = any(map(self._contains_loss, own))
         value = getattr(node, "value", None)
         name = ast.unparse(targets(node)[0]) if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) else ""
         kind = self._kind(value) if value is not None else OTHER
         is_plain = name.isidentifier() or isinstance(node, ast.Return)
-        if not (is_plain and kind != OTHER) and not (isinstance(node, ast.If) and self._is_same(node.test)):
+        if not (is_plain and kind != OTHER) and not (isinstance(node, ast.If) and self._is_same_on_ranks(node.test)):
             for one in {n for n in loaded(*own) if self._kinds.get(n) in (SHARE, RESULT)}:  # may be changed in place
                 self.lost = (self.lost or node) if self._kinds[one] == RESULT else self.lost
                 self._kinds[one] = OTHER
@@ -91,14 +91,14 @@ class LossTerms:
             is_sum = isinstance(node.op, ast.Add | ast.Sub) and before == LOSS
             is_scaled = isinstance(node.op, ast.Mult | ast.Div) and self._is_number(node.value)
             strange = list(self._terms(node.value)) if is_sum else [] if is_scaled else [node]
-            self._found += strange if before == LOSS or is_made_of_it else ()
+            self._found += strange if before == LOSS or contains_loss else ()
             self.lost = (self.lost or node) if before == RESULT else self.lost
             self._kinds[name] = before if before == LOSS or (before == SHARE and is_scaled and not around) else OTHER
         elif isinstance(node, ast.Return):
             self.lost = self.lost if kind == RESULT else self.lost or node
         elif name.isidentifier():
             self._assigned(node, name, value, kind, around)
-        if not inside and not isinstance(node, ast.AugAssign) and is_made_of_it:
+        if not inside and not isinstance(node, ast.AugAssign) and contains_loss:
             self._found += self._strange(node, value, kind)
         if around is not None and (isinstance(node, ast.Return) or self._kinds.get(name) == LOSS):
             yield around
@@ -107,14 +107,14 @@ class LossTerms:
 
     def _strange(self, node: ast.AST, value: ast.expr | None, kind: str) -> Iterator[ast.AST]:
         """The terms, in a statement that reads the loss, that are no shares; for one that contains the loss, the statement."""
-        parts = self._handed(value) if kind == RESULT else None
+        parts = self._losses_in(value) if kind == RESULT else None
         for part in [value] if parts is None else parts:
             for term in self._terms(part) if part is not None else (node,):
-                yield node if self._is_made_of_it(term) else term
+                yield node if self._contains_loss(term) else term
 
     def _assigned(self, node: ast.AST, name: str, value: ast.expr | None, kind: str, around: ast.AST | None) -> None:
         before = self._kinds.get(name, NONE)
-        if kind == OTHER and value is not None and self._is_made_of_it(value):
+        if kind == OTHER and value is not None and self._contains_loss(value):
             kind = LOSS
         elif kind == SHARE and around is not None:
             kind = OTHER
@@ -134,9 +134,9 @@ class LossTerms:
             case ast.Call() if ast.unparse(node.func) == SHARES:
                 return SHARE
             case ast.BinOp(left, ast.Add() | ast.Sub(), right) | ast.IfExp(_, left, right) if (
-                self._handed(node) is None
+                self._losses_in(node) is None
             ):
-                if isinstance(node, ast.IfExp) and not self._is_same(node.test):
+                if isinstance(node, ast.IfExp) and not self._is_same_on_ranks(node.test):
                     return OTHER
                 kinds = {self._kind(left), self._kind(right)} - ({NONE} if isinstance(node, ast.IfExp) else set())
                 kind = kinds.pop() if len(kinds) == 1 else LOSS if kinds == {LOSS, SHARE} else OTHER
@@ -147,8 +147,8 @@ class LossTerms:
             case ast.UnaryOp(ast.USub(), operand):
                 kind = self._kind(operand)
             case _:
-                handed = self._handed(node)
-                return RESULT if handed is not None and all(map(self._is_made_of_it, handed)) else OTHER
+                handed = self._losses_in(node)
+                return RESULT if handed is not None and all(map(self._contains_loss, handed)) else OTHER
         return kind if kind in (LOSS, SHARE) else OTHER
 
     def _terms(self, node: ast.expr) -> Iterator[ast.AST]:
@@ -159,46 +159,48 @@ class LossTerms:
             yield from (*self._terms(node.left), *self._terms(node.right))
         elif isinstance(node, ast.IfExp):
             yield from (*self._terms(node.body), *self._terms(node.orelse))
-            yield from () if self._is_same(node.test) else (node.test,)
+            yield from () if self._is_same_on_ranks(node.test) else (node.test,)
         else:
             yield node
 
-    def _handed(self, value: ast.expr | None) -> list[ast.expr] | None:
+    def _losses_in(self, value: ast.expr | None) -> list[ast.expr] | None:
         """The expressions for the loss in a result; none for a name that holds a result already. None if it is no result."""
         match value:
             case ast.Name(name) if self._kinds.get(name) == RESULT:
                 return []
             case ast.IfExp(test, left, right):
-                body, orelse = self._handed(left), self._handed(right)
+                body, orelse = self._losses_in(left), self._losses_in(right)
                 names = [self._labels, *(name for name, kind in self._kinds.items() if kind == LOSS)]
                 asked = {f"{name} is not None" for name in names}
                 if body is None or (orelse is None and ast.unparse(test) not in asked):
                     return None
                 return [*body, *(orelse or ())]
             case ast.BinOp(left, ast.Add()):
-                return self._handed(left)
+                return self._losses_in(left)
             case ast.Tuple([first, *_]):
                 return [first]
             case ast.Call() if self.is_result(value):
                 return [arguments(value, ("loss",)).get("loss", ast.Constant(None))]
         return None
 
-    def _is_made_of_it(self, node: ast.AST) -> bool:
+    def _contains_loss(self, node: ast.AST) -> bool:
         """Whether an expression reads the value of the loss, rather than compares it or asks for its shape or the like."""
         if isinstance(node, ast.Compare) or (isinstance(node, ast.Attribute) and node.attr in ASKED):
             return False
         is_loss = isinstance(node, ast.Name) and self._kinds.get(node.id) == LOSS and isinstance(node.ctx, ast.Load)
-        return is_loss or any(map(self._is_made_of_it, ast.iter_child_nodes(node)))
+        return is_loss or any(map(self._contains_loss, ast.iter_child_nodes(node)))
 
-    def _is_same(self, node: ast.AST) -> bool:
+    def _is_same_on_ranks(self, node: ast.AST) -> bool:
         """Whether a condition is the same on all ranks: made of numbers, flags, and whether there are labels or a loss."""
         match node:
             case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
                 return name == self._labels or self._kinds.get(name) in (LOSS, SHARE, NONE)
             case ast.BoolOp(values=parts) | ast.Compare(comparators=parts):
-                return all(map(self._is_same, [*parts, *([node.left] if isinstance(node, ast.Compare) else [])]))
+                return all(
+                    map(self._is_same_on_ranks, [*parts, *([node.left] if isinstance(node, ast.Compare) else [])])
+                )
             case ast.UnaryOp(_, operand):
-                return self._is_same(operand)
+                return self._is_same_on_ranks(operand)
             case ast.Name() | ast.Call():
                 return ast.unparse(node) in self._flags
         return ast.unparse(node) == "self.training" or self._is_number(node)
