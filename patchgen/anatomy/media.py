@@ -1,4 +1,4 @@
-"""Where a model hands images, videos and audio to its towers."""
+"""Where a model passes images, videos and audio to its towers."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -23,14 +23,15 @@ from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS
 
 MEDIA = (*PIXELS, *AUDIO_INPUTS, "image_pixel_values", "flattened_patches", "audio_input_features")
-# transformers' public methods of models that take media; users and its own decorators know them by these names.
+# transformers' public methods of models that take media; users and transformers' decorators rely on these names.
 FEATURES = re.compile(r"get_(image|video|audio|speech)_features$")
 
 
 def handed_sizes(method: FunctionNode) -> set[str]:
-    """The parameters that spare a get_<modality>_features a look at the device, as the pass host_values declares them.
+    """The parameters for precomputed sizes of a `get_<modality>_features`, which spare it a read from the device.
 
-    `split_sizes: list[int] | None` with `sizes = split_sizes or <tensor>.tolist()`.
+    They have the form that the pass host_values writes: `split_sizes: list[int] | None`, and in the body
+    `sizes = split_sizes or <tensor>.tolist()`. Empty for other methods.
     """
     size_names: set[str] = set()
     for node in method.body if FEATURES.match(method.name) else ():
@@ -46,16 +47,19 @@ def handed_sizes(method: FunctionNode) -> set[str]:
 class FeatureCall:
     """A call `self.get_<modality>_features(media, grid, ..., **kwargs)` in a forward."""
 
-    position: int  # of its statement in the body
+    position: int  # index of its statement in the body
     method: str
     modality: str
     media: str  # the name of the tensor
-    grid: str | None = None  # of the second argument, where it is a name
-    kwargs: str | None = None  # "**kwargs" where they are handed on
+    grid: str | None = None  # the second of exactly two positional arguments, both names, the media first
+    kwargs: str | None = None  # "**kwargs" where the call passes them
 
 
 def takes_media(anatomy: Anatomy, name: str) -> dict[str, list[str]]:
-    """For each media parameter of a model's forward that takes tokens as well, the methods and modules that get it."""
+    """Media parameter -> the methods and modules that get it, in a model's own forward that also takes tokens.
+
+    Empty for classes that are no models, or have no such forward.
+    """
     forward = anatomy.classes[name].methods.get("forward") if anatomy.is_model(name) else None
     if forward is None:
         return {}
@@ -68,17 +72,17 @@ def _beside_tokens(forward: FunctionNode) -> list[str]:
 
 
 def fused_media(anatomy: Anatomy, name: str) -> list[str]:
-    """The media that a model's forward hands to `get_<modality>_features`, which is where it fuses them with its text."""
+    """The media that a model's forward passes to `get_<modality>_features`, to fuse the features with its text."""
     return [media for media, callees in takes_media(anatomy, name).items() if any(map(FEATURES.match, callees))]
 
 
 def requires(anatomy: Anatomy, name: str, media: str) -> bool:
-    """Whether a model's forward cannot be called without the media: no batch of any rank lacks it."""
+    """Whether the media parameter of a model's forward has no default, so that no batch of any rank lacks it."""
     return media not in defaults_of(anatomy.classes[name].methods["forward"])
 
 
 def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> list[str]:
-    """The attributes of self that are called with the media, but for models below that take it by the same name."""
+    """The attributes of `self` that are called with the media, except inner models that take it under the same name."""
     attributes: list[str] = []
     for call in calls(forward):
         callee = dotted(call.func)
@@ -99,7 +103,7 @@ def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> 
 
 
 def _is_given(value: ast.AST, media: str) -> bool:
-    """Whether an argument is the media, or made of it by other means than another call on self."""
+    """Whether an argument is the media, or computed from it by anything but a call on `self`."""
     if isinstance(value, ast.Name):
         return value.id == media
     if isinstance(value, ast.Call) and dotted(value.func).startswith("self."):
@@ -108,7 +112,7 @@ def _is_given(value: ast.AST, media: str) -> bool:
 
 
 def feature_calls(body: Sequence[ast.stmt]) -> list[FeatureCall]:
-    """The calls of `get_<modality>_features` with a media parameter, in the order of the statements that hold them."""
+    """The calls of `self.get_<modality>_features` with one of `MEDIA` among the arguments, in the order of their statements."""
     calls_found: list[FeatureCall] = []
     for position, node in enumerate(body):
         for call in calls(node):
@@ -127,7 +131,7 @@ def feature_calls(body: Sequence[ast.stmt]) -> list[FeatureCall]:
 
 
 def same_features(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:
-    """Whether the method for videos computes what the one for images does: it calls it, or has its body."""
+    """Whether the method for videos computes the same as the one for images, because it calls it or has the same body."""
     first, second = anatomy.method(owner, image), anatomy.method(owner, video)
     if first is None or second is None or any(anatomy.names.is_wrapped(method) for _, method in (first, second)):
         return False

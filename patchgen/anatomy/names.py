@@ -1,4 +1,4 @@
-"""What the names of a file stand for, by its import statements, definitions and scopes."""
+"""What the names of a file refer to, by its imports, definitions and scopes."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -22,14 +22,16 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.source import bound_names
 
-CONFIG = "config"  # transformers' name of a parameter and of an attribute of models: a configuration, no tensor
+CONFIG = "config"  # transformers' name for the parameter, and the attribute of models, that is a configuration
 CONFIG_CLASS = re.compile("Config$")  # `LlamaConfig`, `AutoConfig`
 COPIES = ("copy.copy", "copy.deepcopy")
 
 
 def is_of_config(value: ast.AST) -> bool:
-    """Whether it is `config` or `self.config`, or a part of it: by transformers' contract no tensor, unless the function around
-    it gives the name to something else."""
+    """Whether an expression is `config`, `self.config` or part of one: by transformers' contract no tensor.
+
+    False for a name `config` of the module, or one that the enclosing function binds to something else.
+    """
     match value:
         case ast.Name(name):
             return name == CONFIG and vars(value).get("is_config", True)
@@ -45,12 +47,13 @@ class Names:
 
     Args:
         nodes: the file's statements.
-        base_of: the package that a relative import of so many dots starts from, in parts (`Upstream.base_of`).
+        base_of: the package that a relative import with this many dots starts from, in parts (`Upstream.base_of`).
 
     Attributes:
-        functions: those that the file defines, in the branches of an `if` or `try` too, and nothing else replaces or wraps.
-        origins: name -> all that imports bind to it, where several do too.
-        statements: name -> all that defines it at the module's level, or changes what it holds.
+        functions: name -> module-level function, in the branches of an `if` or `try` too; none that another kind of
+            statement rebinds or changes, or that a decorator wraps (`is_wrapped`).
+        origins: name -> the full names that imports bind to it, usually one.
+        statements: name -> the module-level statements that define it, or change its attributes, items or content.
     """
 
     def __init__(self, nodes: Sequence[ast.stmt], base_of: Callable[[int], list[str]] = lambda level: []) -> None:
@@ -65,7 +68,7 @@ class Names:
             for name, meaning in self.imports(leaf):
                 self.origins.setdefault(name, []).append(meaning)
         defined = {node.name: node for node in _leaves(nodes) if isinstance(node, FunctionNode)}
-        self._patched: set[str] = set()  # `F.linear = ...`: what stands there is no longer the library's
+        self._patched: set[str] = set()  # what `F.linear = ...` replaces: no longer the library's
         for statement in nodes:
             for name, meaning in self._bindings(statement):
                 self._known[name] = meaning if self._known.get(name, meaning) == meaning else None
@@ -87,25 +90,25 @@ class Names:
         self.functions = {n: f for n, f in defined.items() if n in alone and not self.is_wrapped(f)}
 
     def is_wrapped(self, function: FunctionNode) -> bool:
-        """Whether a decorator puts other code around it than libraries have."""
+        """Whether a decorator that is not transformers', torch's or a builtin may wrap the function in other code."""
         meanings = [self.resolve(getattr(node, "func", node)) or "" for node in function.decorator_list]
         return not all(meaning.startswith(("transformers.", "torch.", "builtins.")) for meaning in meanings)
 
     def imported(self) -> dict[str, str]:
-        """Name -> what it stands for, of what the file imports."""
+        """Name -> full name, for each name of the module that refers to something outside the file."""
         return {name: meaning for name, meaning in self._known.items() if meaning and not meaning.startswith(".")}
 
     def resolve(self, node: ast.AST | None, local: Container[str] = ()) -> str | None:
-        """What an expression of names and dots stands for, wherever it is written.
+        """The full name of what an expression of names and dots refers to, anywhere in the file.
 
         Args:
             node: the expression, for example the function of a call.
-            local: further names that the scopes around it bind (`local_names`); those that the functions of the file
-                bind are known.
+            local: further names that the enclosing scopes bind (`local_names`); what the functions of the file bind is
+                known without it.
 
         Returns:
             "torch.nn.functional.linear" for `F.linear`; ".rotate_half" for what this file defines; None for a local
-            name, for one that is bound to several things, and for what the file puts in another's place.
+            name, a name that is bound to several things, an attribute that the file assigns to, and other expressions.
         """
         if isinstance(node, ast.Attribute):
             owner = self.resolve(node.value, local)
@@ -122,12 +125,12 @@ class Names:
         return f"builtins.{node.id}" if hasattr(builtins, node.id) and "*" not in self._known else None
 
     def is_upstream(self, node: ast.AST | None, name: str, local: Container[str] = ()) -> bool:
-        """Whether an expression, or the function that it calls, is what transformers defines under this name somewhere."""
+        """Whether an expression, or the function that it calls, is something of this name in transformers."""
         meaning = self.resolve(node.func if isinstance(node, ast.Call) else node, local) or ""
         return meaning.startswith("transformers.") and meaning.endswith(f".{name}")
 
     def operation(self, call: ast.Call) -> str:
-        """The last name of a function of torch's, or of a method of what code computes (a tensor's); "" for other calls."""
+        """The last name of a torch function, or of a method of a computed value (a tensor's); "" for other calls."""
         meaning = self.resolve(call.func) or ""
         if meaning or not isinstance(call.func, ast.Attribute):
             return meaning.rpartition(".")[2] if meaning.startswith("torch.") else ""
@@ -138,12 +141,15 @@ class Names:
         return set(map(self.operation, calls(*code))) - {""}
 
     def imports(self, statement: ast.AST) -> Iterator[tuple[str, str]]:
-        """Name -> what it stands for, of an import statement wherever it is written; nothing for other statements."""
+        """(name, full name) for each name that an import statement binds, in any scope; nothing for other statements."""
         if isinstance(statement, ast.Import | ast.ImportFrom):
             yield from self._bindings(statement)
 
     def _mark_local(self, function: FunctionNode) -> None:
-        """Notes on the names in a function what its own import says that they are; None on others that it binds."""
+        """Marks each name node in a function that is local: with the full name that an import in it binds, else None.
+
+        Also marks whether it is the configuration.
+        """
         inside = [node for statement in function.body for node in walk(statement)]
         imported = dict(binding for node in inside for binding in self.imports(node))
         local = dict.fromkeys(local_names(function)) | imported | dict.fromkeys(stored(function))
@@ -154,12 +160,12 @@ class Names:
                 vars(node)["is_config"] = node.id == CONFIG and not is_other
 
     def _keeps_config(self, function: FunctionNode) -> bool:
-        """Whether all that a function binds to the name `config` is a configuration."""
+        """Whether everything that a function assigns to the name `config` is a configuration."""
         assigned = assigned_to(function, CONFIG)
         return assigned is not None and all(map(self._is_config, assigned))
 
     def _is_config(self, value: ast.expr) -> bool:
-        """Whether code gives a configuration: one, a part or copy of one, or what transformers' classes of them make."""
+        """Whether an expression is a configuration, a part or copy of one, or made by a config class of transformers."""
         match value:
             case ast.IfExp(_, body, orelse):
                 return self._is_config(body) and self._is_config(orelse)
@@ -174,7 +180,7 @@ class Names:
         return is_made or is_of_config(value)
 
     def _bindings(self, statement: ast.stmt) -> Iterator[tuple[str, str]]:
-        """Name -> what it stands for, of everything that a statement of the module binds."""
+        """(name, full name) for each name that a module-level statement binds."""
         if isinstance(statement, ast.Import):
             for alias in statement.names:
                 first = alias.name.split(".")[0]
@@ -186,17 +192,17 @@ class Names:
         elif isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With):
             inside = [binding for leaf in _leaves([statement]) for binding in self._bindings(leaf)]
             defined_here = {name for name, meaning in inside if meaning == f".{name}"}
-            # A package's function where it is installed, else the file's own of the same name: the file says what it does.
+            # Imported from a package where that is installed, else defined here: the definition says what both compute.
             yield from ((name, f".{name}" if name in defined_here else meaning) for name, meaning in inside)
             yield from ((name, f".{name}") for name in bound_names(statement) if name not in dict(inside))
         else:
-            other = self.resolve(statement.value) if isinstance(statement, ast.Assign) else None  # another name for it
+            other = self.resolve(statement.value) if isinstance(statement, ast.Assign) else None  # an alias
             yield from ((name, other or f".{name}") for name in bound_names(statement))
 
 
 @functools.lru_cache(maxsize=4096)
 def local_names(function: ast.AST) -> frozenset[str]:
-    """The names that a function, or other code, binds: parameters, assignments, loops, definitions and imports in it."""
+    """The names bound in a function or other code: by parameters, assignments, loops, definitions and imports."""
     names = set(stored(function))
     for node in walk(function):
         if isinstance(node, ast.arg):
@@ -207,12 +213,13 @@ def local_names(function: ast.AST) -> frozenset[str]:
 
 
 def uses_name(node: ast.AST, name: str) -> bool:
-    """Whether the name is read or written anywhere in the node (attributes and keywords of that name do not count)."""
+    """Whether a name is read or bound anywhere in a node; attributes and keywords of that name do not count."""
     return mentions(node, name) or name in local_names(node)
 
 
 def _running(functions: Sequence[FunctionNode]) -> set[str]:
-    """The names of functions that a model runs when it is built or called, by the names in calls."""
+    """The names of functions that building or calling a model runs, as far as the names in calls lead from `__init__` and
+    `forward`."""
     running: set[str] = set()
     pending = {"__init__", "forward"}
     while pending:
@@ -222,7 +229,7 @@ def _running(functions: Sequence[FunctionNode]) -> set[str]:
 
 
 def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:
-    """The statements of the module's scope, for an `if`, `try` or loop those inside it."""
+    """The statements of the module's scope; instead of an `if`, `try`, `with` or loop, those inside it."""
     for node in nodes:
         if isinstance(node, ast.If | ast.Try | ast.For | ast.While | ast.With | ast.ExceptHandler):
             yield from _leaves([n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt | ast.ExceptHandler)])
@@ -231,7 +238,7 @@ def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:
 
 
 def _changed(statement: ast.stmt) -> set[str]:
-    """The names that a statement of the module defines, or whose attributes, items or content it changes."""
+    """The names that a module-level statement defines, or whose attributes, items or content it changes."""
     changed_names: set[str] = (
         set() if isinstance(statement, ast.Import | ast.ImportFrom) else set(bound_names(statement))
     )

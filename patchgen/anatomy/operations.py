@@ -1,4 +1,4 @@
-"""torch's operations on the terms of `interpreter`, with torch's parameters: None for what is not understood."""
+"""What torch's operations make of the terms of `interpreter`: a term, or None where that is not understood."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def is_term(part: object) -> TypeGuard[Term]:
     return isinstance(part, tuple)
 
 
-IN_ROWS = {"t", "k"}  # the dimensions of a mask that are not the experts'
+IN_ROWS = {"t", "k"}  # the dimensions of a mask that are not the experts': tokens and slots
 
-# Functions of torch that tensors have as methods, too; methods and functions alone. What `PARAMETERS` names takes part.
+# `SHARED`: functions of torch that are methods of tensors too; `ALONE`: methods only; `OF_TORCH` adds functions only.
 SHARED = (
     "mul multiply add floor_divide matmul mm bmm greater gt repeat_interleave argsort chunk permute sum any nonzero numel \
 squeeze unsqueeze"
@@ -37,7 +37,7 @@ OPERATORS: dict[type[ast.operator], str] = {
     ast.Add: "add",
     ast.FloorDiv: "floor_divide",
 }
-# A tensor is the first parameter of its methods.
+# The parameters that are known of each operation; the first one of a method is the tensor.
 PARAMETERS = {
     "input": "argsort any numel item contiguous numpy cpu tolist empty_like",
     "input other": "mul mul_ multiply add floor_divide matmul mm greater gt",
@@ -64,10 +64,10 @@ _PARAMETERS = {name: parameters.split() for parameters, names in PARAMETERS.item
 
 
 def bound(name: str, operands: Sequence[Any], named: Mapping[str, Any], node: ast.AST) -> list[Any]:
-    """What each parameter of an operation is handed, by position and name as Python does.
+    """The arguments of an operation in the order of its parameters, matched by position and name as Python does.
 
     Raises:
-        Missed: these are not its arguments.
+        Missed: an argument is missing, or is none that `PARAMETERS` knows.
     """
     remaining, by_name, arguments = list(operands), dict(named), list[Term]()
     for parameter in _PARAMETERS[name]:
@@ -87,7 +87,7 @@ def bound(name: str, operands: Sequence[Any], named: Mapping[str, Any], node: as
 
 
 def operation(name: str, *given: Any) -> Term | None:
-    """What an operation makes of its operands, in the order of its parameters."""
+    """The term that an operation makes of its operands (`bound`); None if that is not understood."""
     match name, *given:
         case "mul" | "mul_" | "multiply", factor, other_factor:
             return (
@@ -126,7 +126,7 @@ def operation(name: str, *given: Any) -> Term | None:
         case "cat", ("outputs", *_), ("const", 0):
             return given[0]
         case "repeat_interleave", ("value", *_) as x, _, ("const", 0):
-            return ("repeated", x)  # each token once per expert of it: the choice has a place for each
+            return ("repeated", x)  # K times: the mask `[T * K]` that selects rows of it fits no other number
         case "sum", ("mul", ("column", weights), ("slots of", x, selection)), ("const", 1):
             return ("combined", x, selection, weights)
         case _:
@@ -134,10 +134,10 @@ def operation(name: str, *given: Any) -> Term | None:
 
 
 def _chosen(name: str, *given: Any) -> Term | None:
-    """Operations on what says which expert has which tokens."""
+    """The operations on terms that say which expert has which tokens."""
     match name, *given:
         case "one_hot", ("value", *_) as selection, ("experts" | "experts + 1",):
-            return ("mask", selection, "tke")  # one more: the expert of tokens that have none
+            return ("mask", selection, "tke")  # experts + 1: a class more, for tokens without an expert
         case "permute", ("mask", selection, order), sizes:
             dims = _integers(sizes[0][1] if len(sizes) == 1 and sizes[0][0] == "tuple" else sizes)
             is_whole = sorted(d % 3 for d in dims) == [0, 1, 2]
@@ -157,7 +157,7 @@ def _chosen(name: str, *given: Any) -> Term | None:
         ):
             return ("tuple", tuple(({"t": "tokens", "k": "slots"}[dim], selection) for dim in order))
         case ("squeeze", ("chosen", *_), ("const", 0)) | ("squeeze", ("hits", _), ("const", -1 | 1)):
-            return given[0]  # of one expert, or of those that were hit, [n, 1]
+            return given[0]  # the choices of one expert, or the experts that were hit, [n, 1]
         case "any", ("chosen", *_):
             return ("occupied",)
         case ("numel", ("tokens", _)) | ("size", ("tokens", _), ("const", 0)):
@@ -189,13 +189,13 @@ def _chosen(name: str, *given: Any) -> Term | None:
 
 
 def _reshaped(term: Term, sizes: tuple[Term, ...]) -> Term | None:
-    """Of rows into rows: `reshape(-1, hidden_dim)`; any other width would not go into the next product. Of rows into as
-    many for each expert, for a batched product, and back."""
+    """A reshape of rows to rows, `reshape(-1, hidden_dim)`: with any other width the next product would fail. Also of rows
+    to equally many per expert, for a batched product, and back."""
     match term, sizes:
         case ("value", *_), (("const", -1),):
             return ("flat", term)
         case ("placed", *placement), (("all of", _), ("const", -1)):
-            return ("slots of", *placement)  # [T, K, H], of the shape of the choice or of its weights
+            return ("slots of", *placement)  # [T, K, H], with the shape of the selection or of its weights
         case ("value", *_), (parts, ("const", -1), width):
             return ("shares", term, parts, width)
         case ("linear", *_), (("const", -1), width):
@@ -209,12 +209,13 @@ def _reshaped(term: Term, sizes: tuple[Term, ...]) -> Term | None:
 
 
 def _cast(term: Term, dtype: Term) -> Term | None:
-    """A cast of what is added up, which stands next to the sum; to a device, of what one expert made, none."""
+    """A cast of what is summed, or of the sum, as a term; nothing for an expert's output that moves to a device, or for
+    outputs that are cast to the dtype of their weights."""
     match term, dtype:
         case ("expert", *_), ("device", *_):
             return term
         case ("slots of", *_), ("dtype", ("value", *_)):
-            return term  # the weights', in which they are added up
+            return term  # the dtype of the weights, in which they are summed
         case ("combined", *_), _:
             return ("cast", term, dtype)
         case ("mul" | "sum", *_), ("dtype" | "library" | "value" | "zeros", *_):
@@ -224,6 +225,6 @@ def _cast(term: Term, dtype: Term) -> Term | None:
 
 
 def _integers(terms: tuple[Term, ...]) -> list[int]:
-    """The numbers that the terms are; none if one of them is no number of the source."""
+    """The integers in constant terms; empty if a term is no integer constant."""
     known = all(term[0] == "const" and type(term[1]) is int for term in terms)
     return [term[1] for term in terms] if known else []

@@ -1,4 +1,4 @@
-"""What a size comes from: through attributes, parameters of `__init__`, local names and names of the module."""
+"""Where a value, for example a size, comes from: traced through attributes, parameters of `__init__` and names."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -24,10 +24,10 @@ SEQUENCES = (ast.Tuple, ast.List)
 def origins(
     anatomy: Anatomy, owner: str, value: ast.AST, visited: frozenset[tuple[str, str]] = frozenset()
 ) -> Iterator[tuple[str, ast.AST]]:
-    """The expressions that code of a class may stand for, where names and attributes are replaced by what they hold;
-    each with the class whose code it is.
+    """The expressions that a value in the code of class `owner` may come from, each with the class whose code it is in.
 
-    A name or attribute of which the file says nothing, for example an attribute of a config, is its own origin.
+    Names and attributes are followed to what they hold. A name or attribute of which the file says nothing, for example an
+    attribute of a config, is its own origin.
     """
     inner: list[tuple[str, ast.AST]] = []
     match value:
@@ -52,7 +52,7 @@ def origins(
 
 
 def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
-    """What a name holds, each with the class whose code says so; nothing if that is not known."""
+    """What a name may hold, each with the class whose code it is in; empty if that is not known."""
     place = anatomy.constructions.scopes.get(name)
     function = place.function if place else None
     is_parameter = function is not None and name.id in parameter_names(function)
@@ -78,10 +78,10 @@ def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
 
 
 def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
-    """Whether a size may be a number that the source says, or several sizes, rather than one that a caller or config chooses.
+    """Whether a size may be a constant of the source, or several sizes, rather than one that a caller or config chooses.
 
     Args:
-        visited: what it is computed for: `size = size * 2` says no more about itself.
+        visited: the expressions being followed; `size = size * 2` is not followed into itself.
     """
     for of, origin in origins(anatomy, owner, size):
         match origin:
@@ -104,8 +104,10 @@ def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast
 
 
 def is_one_size(anatomy: Anatomy, owner: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr]) -> bool:
-    """Whether a norm with these arguments, the sizes first, is over one dimension, the last, if what a config holds and
-    what callers hand in is one size. Neither is read: a config's list of two, `config.norm_shape`, passes for one."""
+    """Whether a norm with these arguments, the sizes first, is over the last dimension alone.
+
+    Values of configs and callers are not read and count as one size, so a list in `config.norm_shape` passes too.
+    """
     size = [*args, *(value for name, value in named.items() if name == "normalized_shape")]
     return bool(size) and all(_is_one(anatomy, *origin) for origin in origins(anatomy, owner, size[0]))
 
@@ -149,7 +151,7 @@ def _is_number(anatomy: Anatomy, owner: str, value: ast.AST, visited: frozenset[
 
 
 def _is_number_of_caller(anatomy: Anatomy, name: ast.Name) -> bool:
-    """Whether it is a parameter of `__init__`, not annotated as several numbers, of which the file says no more."""
+    """Whether a name is a parameter of `__init__` that has no annotation, or that of an `int` (or None)."""
     place = anatomy.constructions.scopes.get(name)
     function = place.function if place else None
     if function is None or function.name != "__init__" or name.id not in parameter_names(function):

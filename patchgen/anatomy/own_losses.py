@@ -1,9 +1,9 @@
-"""A cross entropy that a head writes out itself, known by what its statements come to.
+"""Cross entropies that a head computes itself, recognised by the expression that its statements amount to.
 
-    aligned    `CrossEntropyLoss()(logits.view(-1, V), labels.view(-1))`: a label is that of the token above it
-    shifted    the same of `logits[..., :-1, :]` and `labels[..., 1:]`, and perhaps of those that a mask keeps
+    aligned    `CrossEntropyLoss()(logits.view(-1, V), labels.view(-1))`: logits and labels of the same position
+    shifted    the same of `logits[..., :-1, :]` and `labels[..., 1:]`, perhaps of only those that a mask keeps
 
-The statements are put into one another until one expression is left. Whatever is not known in it makes the loss unread.
+The statements are inlined into one expression. A loss with anything unknown in it is not read.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ LOSS_CLASS, LOSS_FUNCTION = "torch.nn.CrossEntropyLoss", "torch.nn.functional.cr
 COMPUTES = {"CrossEntropyLoss", "cross_entropy", "nll_loss", "NLLLoss"}
 FIRST = re.compile(r"(?P<name>\w+)\[(\.\.\., :-1, :|:, :-1(, :)?)\]")  # logits without the last token
 SECOND = re.compile(r"(?P<name>\w+)\[(\.\.\.|:), 1:\]")  # labels, or a mask, without the first
+# A mask cut to the length of the shifted logits: `mask[:, -(logits.shape[1] - 1):]`, `mask[:, -<cut logits>.shape[1]:]`.
 CROPPED = re.compile(r"(?P<name>\w+)\[:, -(\((?P<logits>\w+)\.shape\[1\] - 1\)|(?P<cut>.+)\.shape\[1\]):\]")
 
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """What the statements compute.
+    """A cross entropy that was read.
 
     Attributes:
+        loss, logits, labels: their names.
         form: `ALIGNED` or `SHIFTED`.
-        vocab_size: V as source; "None" for as many as the logits have.
-        mask: the mask of the tokens that count; "" where all do.
-        upcast: whether the logits are in fp32 from there on.
-        bound: the names that the statements bind besides.
+        vocab_size: V as source; "None" for the width of the logits.
+        mask: the name of the mask of the tokens that count; "" where all do.
+        upcast: whether the statements cast the logits to fp32 under their own name.
+        bound: the other names that the statements bind.
     """
 
     loss: str
@@ -57,7 +59,7 @@ class OwnLoss:
 
 
 def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[str]) -> OwnLoss | None:
-    """The cross entropy that `body` ends in; None where it is another, or not known to be one."""
+    """The cross entropy that the last statement of `body` assigns; None where it is not known to be one of these forms."""
     names: dict[str, ast.expr] = {}
     if not body or not _follow(body, names):
         return None
@@ -83,7 +85,7 @@ def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[s
 
 
 def _follow(body: Sequence[ast.stmt], names: dict[str, ast.expr]) -> bool:
-    """Puts the value of each name into `names`, made of what the names held; False at a statement that is not understood."""
+    """Stores the inlined value of each assigned name in `names`; False at a statement that is not understood."""
     for node in body:
         match node:
             case ast.Assign([ast.Name(name)], value):
@@ -98,14 +100,14 @@ def _follow(body: Sequence[ast.stmt], names: dict[str, ast.expr]) -> bool:
                     is_same = ast.unparse(one) == ast.unparse(other)
                     names[name] = one if is_same else ast.IfExp(asked, one, other)
                 for name in sides[0].keys() ^ sides[1].keys():
-                    names[name] = ast.Name("")  # bound on one side alone
+                    names[name] = ast.Name("")  # bound in one branch only
             case _:
                 return False
     return True
 
 
 def _operands(value: ast.expr | None, anatomy: Anatomy, local: Container[str]) -> list[ast.expr] | None:
-    """The logits and labels of a cross entropy that ignores -100 and is a mean; None for anything else."""
+    """The logits and labels of a mean cross entropy that ignores -100; None for anything else."""
     match value:
         case ast.Call(ast.Call(function, [], options), [logits, labels], []):
             known = LOSS_CLASS
@@ -120,7 +122,12 @@ def _operands(value: ast.expr | None, anatomy: Anatomy, local: Container[str]) -
 
 
 def _flat(node: ast.expr, dimensions: int) -> tuple[list[ast.expr], str]:
-    """What is flattened to `dimensions`, its last dimension as source; of a choice by a mask the condition, and both sides."""
+    """Strips reshapes to `dimensions`, moves to a device and `contiguous()` off an expression.
+
+    Returns:
+        What is left, of a choice `a if mask is not None else b` the condition and both sides, empty where nothing flattens
+        it (with `dimensions` 0 nothing has to); and the size of the last dimension as source.
+    """
     size, flattened = "", False
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.keywords:
         given = [ast.unparse(one) for one in node.args]
@@ -139,7 +146,7 @@ def _flat(node: ast.expr, dimensions: int) -> tuple[list[ast.expr], str]:
 
 
 def _is_width(size: str, logits: str) -> bool:
-    """Whether a size is that of the logits' last dimension."""
+    """Whether a size, as source, is that of the logits' last dimension."""
     match ast.parse(size, mode="eval").body:
         case ast.Call(ast.Attribute(tensor, "size"), [last], []) | ast.Subscript(ast.Attribute(tensor, "shape"), last):
             return ast.unparse(last) == "-1" and _is_of_tokens(tensor, logits)
@@ -148,7 +155,7 @@ def _is_width(size: str, logits: str) -> bool:
 
 
 def _is_of_tokens(tensor: ast.expr, logits: str) -> bool:
-    """Whether a tensor is the logits of all tokens, of all but the last, or of those that a mask keeps."""
+    """Whether a tensor is the logits of all tokens, of all but the last, or of the tokens that a mask keeps."""
     match tensor:
         case ast.IfExp(_, one, other):
             return _is_of_tokens(one, logits) and _is_of_tokens(other, logits)
@@ -161,7 +168,7 @@ def _is_of_tokens(tensor: ast.expr, logits: str) -> bool:
 
 
 def _tokens(logits: list[str], labels: list[str]) -> tuple[str, str, str, str] | None:
-    """The names of logits and labels, the form, and the name of the mask."""
+    """The names of logits and labels, the form, and the name of the mask, from the parts of `_flat`; None if unknown."""
     match logits, labels:
         case [str(one)], [str(other)]:
             if one.isidentifier() and other.isidentifier():
@@ -178,7 +185,7 @@ def _tokens(logits: list[str], labels: list[str]) -> tuple[str, str, str, str] |
 
 
 def _mask(kept: str, cut: str, logits: str) -> str:
-    """The name of the mask in `cut[mask[..., 1:] != 0]`."""
+    """The name of the mask in `cut[mask[..., 1:] != 0]`; "" for any other expression."""
     node = ast.parse(kept, mode="eval").body
     if not isinstance(node, ast.Subscript) or ast.unparse(node.value) != cut:
         return ""
@@ -195,12 +202,15 @@ def _mask(kept: str, cut: str, logits: str) -> str:
 
 
 def _is_moved(value: ast.expr | None, name: str) -> bool:
-    """Whether a name still holds what it held, if on another device."""
+    """Whether a name still holds the same values, perhaps on another device."""
     return value is None or [ast.unparse(one) for one in _flat(value, 0)[0]] == [name]
 
 
 def handed_on(forward: FunctionNode) -> ast.Call | None:
-    """The call of the model whose loss a head returns as it is, and whose labels are the caller's; None where it has another."""
+    """The call of the inner model whose loss a head returns unchanged, with the caller's labels and keyword arguments.
+
+    None where the head's loss is another.
+    """
     read = [n for n in walk(forward) if isinstance(n, ast.Attribute) and n.attr == "loss"]
     results = [n.value for n in walk(forward) if isinstance(n, ast.Return)]
     if len(read) != 1 or len(results) != 1 or not isinstance(results[0], ast.Call) or stored(forward).count("labels"):
@@ -217,7 +227,11 @@ def handed_on(forward: FunctionNode) -> ast.Call | None:
 
 
 def unserved_loss(forward: FunctionNode, owner: str, anatomy: Anatomy) -> ast.AST | None:
-    """What a head's loss is that is not transformers' and has no form that is known; None where nothing tells."""
+    """The code of a head's loss that is neither transformers' nor of a known form; None where none is found.
+
+    That is a call, with the labels, of a method or module that computes a cross entropy; or the inner model's call
+    (`handed_on`); or the expression that computes the loss.
+    """
     operations = anatomy.names.operations
     if any(own_attribute(call.func) == "loss_function" for call in calls(forward)):  # transformers'
         return None

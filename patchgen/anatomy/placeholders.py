@@ -1,4 +1,4 @@
-"""Checks that there are as many placeholders among the tokens as features for them."""
+"""Recognises checks that there are as many placeholders among the tokens as features for them."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -9,11 +9,11 @@ from patchgen.anatomy.classes import FunctionNode, base_name, parameter_names, s
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import TOKENS
 
-FACTS = ("device", "dtype")  # of a tensor, that others are moved to
+FACTS = ("device", "dtype")  # attributes of a tensor that tell nothing of its values
 
 
 def made_of(function: FunctionNode, sources: set[str]) -> set[str]:
-    """The names whose values a function computes from those of `sources`, them included, also by writing into parts of them."""
+    """`sources`, and the names that a function computes from them, also those that it writes to in part or in place."""
     bound, names = list[tuple[set[str], set[str]]](), {*sources}
     for node in walk(function):
         match node:
@@ -31,7 +31,7 @@ def made_of(function: FunctionNode, sources: set[str]) -> set[str]:
 
 
 def compares_features(method: FunctionNode, test: ast.expr) -> bool:
-    """Whether a check reads both what is computed from the tokens and what is not: placeholders and features."""
+    """Whether a check reads placeholders and features: names computed from the tokens, and names that are not."""
     tokens = made_of(method, TOKENS & {*parameter_names(method)})
     outer = {name for node in walk(test) if (name := _owner(node)) not in local_names(method)}
     read = _values(test) - outer
@@ -39,7 +39,7 @@ def compares_features(method: FunctionNode, test: ast.expr) -> bool:
 
 
 def _owner(node: ast.AST) -> str:
-    """The name that is called, or of which an attribute is read."""
+    """The name that a node calls, or of which it reads an attribute; "" for other nodes."""
     match node:
         case ast.Call(ast.Name(name)) | ast.Attribute(ast.Name(name)):
             return name
@@ -47,7 +47,7 @@ def _owner(node: ast.AST) -> str:
 
 
 def _values(code: ast.expr) -> set[str]:
-    """The names whose values an expression computes with: not where they lie, of which dtype, and whether they are given."""
+    """The names whose values an expression uses, rather than only their device, their dtype or whether they are None."""
     facts: list[ast.expr] = []
     for node in walk(code):
         match node:

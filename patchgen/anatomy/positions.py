@@ -1,4 +1,4 @@
-"""What positions a forward takes where it is given none."""
+"""Which positions a forward uses by default."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -23,10 +23,10 @@ POSITIONS = "position_ids"
 
 
 def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
-    """Whether a forward that is called without positions uses `0, 1, 2, ...`, continued after those of a cache.
+    """Whether a forward that is called without positions counts `0, 1, 2, ...` on from a cache, or sets none at all.
 
-    False if they are stored to by anything but plain assignments in `if position_ids is None:` and, elsewhere, reshapes. Other
-    names for the positions count as theirs.
+    False if it changes positions by anything but plain assignments in `if position_ids is None:` and, elsewhere, reshapes,
+    the choice of rows of stacked positions, and joining on to the positions of a cache. Aliases of the positions count too.
     """
     forward = _with_one_name(forward)
     nodes, bound = list(walk(forward)), stored(forward)
@@ -50,7 +50,7 @@ def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
                     known |= {target} if is_stack else set()  # rows of [4, B, S]
                 case ast.Assign([ast.Name(name) as target], ast.Call(_, [ast.List([cached, ast.Name(of)])])):
                     behind = name == of == POSITIONS and test == f"{ast.unparse(cached)} is not None"
-                    known |= {target} if behind else set()  # what a cache has of an earlier call
+                    known |= {target} if behind else set()  # joins on to the positions of an earlier call
     for node in nodes:
         match node:
             case ast.Assign([ast.Name(name) as target], value):
@@ -68,10 +68,10 @@ def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
 
 
 def _with_one_name(forward: FunctionNode) -> FunctionNode:
-    """The forward with the positions under their own name wherever `places = position_ids` gives them another, also in a
-    choice: `places = position_ids if ... else ...`, `places = position_ids or ...`."""
+    """The forward with aliases of the positions renamed to `position_ids`: names assigned by `places = position_ids`,
+    `places = position_ids if ... else ...` or `places = position_ids or ...`. A copy if there are any."""
     names = {POSITIONS}
-    for node in walk(forward):  # an alias of an alias stands below it
+    for node in walk(forward):  # an alias of an alias comes later
         match node:
             case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=value):
                 parts = [value]
@@ -88,7 +88,7 @@ def _with_one_name(forward: FunctionNode) -> FunctionNode:
 
 
 def _is_arange(anatomy: Anatomy, forward: FunctionNode, value: ast.expr) -> bool:
-    """`torch.arange(S)`, from 0 or the length of a cache."""
+    """Whether an expression is `torch.arange(S)`, from 0 or the length of a cache."""
     match value:
         case ast.Call(function, [*start, _], keywords) if {key.arg for key in keywords} <= {"device", "dtype"}:
             is_arange = anatomy.names.resolve(function, local_names(forward)) == "torch.arange"
@@ -97,7 +97,7 @@ def _is_arange(anatomy: Anatomy, forward: FunctionNode, value: ast.expr) -> bool
 
 
 def _without_reshapes(value: ast.expr) -> ast.expr:
-    """The expression without its reshapes, repeats by rows, and an added length of a cache."""
+    """An expression without its reshapes, repeats along rows, and the length of a cache added to it."""
     match value:
         case (
             ast.Call(ast.Attribute(inner, "expand"))

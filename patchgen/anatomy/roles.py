@@ -1,7 +1,7 @@
 """The roles of classes, found by structure.
 
-Each detector looks at one class and says why it has the role, or None. Detectors name tensors, calls and parameters of
-transformers' common dialect; they name no model.
+Each detector looks at one class and returns the reason why it has the role, or None. Detectors may rely on transformers'
+conventional names of tensors, calls and parameters, but on no model.
 """
 
 # pyright: reportMatchNotExhaustive=false
@@ -61,17 +61,17 @@ TOKENS = {"input_ids", "inputs_embeds"}
 EXPERT_DIMS = 3
 SUMS = {"index_add", "index_add_", "index_put_", "scatter_add", "scatter_add_"}
 LIST, PARAMETER, LINEAR = "torch.nn.ModuleList", "torch.nn.Parameter", "torch.nn.Linear"
-HAND_WRITTEN = "hand-written softmax(q k) v"  # attention that no setting of the model chooses
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # transformers'
+HAND_WRITTEN = "hand-written softmax(q k) v"  # no setting of the model selects its backend
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # transformers' table of attention functions
 TORCH_ATTENTION = {
     "scaled_dot_product_attention",
     "multi_head_attention_forward",
     "flex_attention",
     "MultiheadAttention",
 }
-BY_SIZES = MAKERS | {"torch.Tensor", "torch.FloatTensor", "torch.full"}  # make a tensor of these sizes
+BY_SIZES = MAKERS | {"torch.Tensor", "torch.FloatTensor", "torch.full"}  # make a tensor of the given sizes
 FILLING = CASTS | {"normal_", "uniform_", "zero_", "fill_", "mul_", "div_", "mul", "div"}
-RESHAPING = ("view", "reshape", "expand")  # to these sizes
+RESHAPING = ("view", "reshape", "expand")  # to the given sizes
 INITIALISERS = ("torch.nn.init.", "transformers.initialization.")
 DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
 
@@ -89,19 +89,19 @@ def assign_roles(anatomy: Anatomy) -> None:
 
 
 def media_models(anatomy: Anatomy) -> set[str]:
-    """The classes of this file that take media and no token ids, and what they construct."""
+    """The classes of this file that take media and no token ids, and the classes that they build."""
     media_classes = [info.name for info in anatomy.classes.values() if takes_media_alone(info)]
     return {*media_classes} | anatomy.built_by(media_classes)
 
 
 def takes_media_alone(info: ClassInfo) -> bool:
-    """Whether the class has a forward that takes images, video or audio and no token ids: its embeddings are no tokens'."""
+    """Whether the class's own forward takes images, video or audio and no token ids, so that it embeds no tokens."""
     parameters = parameter_names(info.methods["forward"]) if "forward" in info.methods else []
     return bool({*PIXELS, *AUDIO_INPUTS} & {*parameters}) and not any(p.endswith("input_ids") for p in parameters)
 
 
 def assign_class_roles(anatomy: Anatomy, info: ClassInfo) -> None:
-    """Fills in the roles that follow from the class by itself."""
+    """Fills in the roles that do not depend on the roles of other classes."""
     inherited = anatomy.method(info.name, "forward")
     if inherited is not None:
         _assign(info, _FORWARD_DETECTORS, anatomy, info, inherited[1])
@@ -117,7 +117,7 @@ def _assign(info: ClassInfo, detectors: dict[str, Callable[..., str | None]], *o
 
 
 def _norm(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
-    """A mean of `x.pow(2)`, `x**2`, `x.square()` or `x * x`, and `rsqrt`, `sqrt` or a power of -0.5, however written."""
+    """A mean, a square (`x.pow(2)`, `x**2`, `x.square()`, `x * x`), and a root (`rsqrt`, `sqrt`, a power of 0.5 or -0.5)."""
     nodes = [node for method in info.methods.values() for node in walk(method)]
     called = anatomy.names.operations(*info.methods.values())
     operators = [node for node in nodes if isinstance(node, ast.BinOp)]
@@ -175,7 +175,7 @@ def stack_shapes(anatomy: Anatomy, info: ClassInfo) -> dict[str, list[str]]:
 def _shape(anatomy: Anatomy, value: ast.expr) -> list[str]:
     """The sizes, as source, of a stack of matrices; empty for anything else.
 
-    What fills, scales or casts a stack keeps its sizes. Those of what else is made of one are told by itself alone.
+    Filling, scaling or casting a stack keeps its sizes. After any other operation they are `<expression>.shape[i]`.
     """
     if isinstance(value, ast.BinOp):
         return _shape(anatomy, value.left) or _shape(anatomy, value.right)
@@ -195,7 +195,7 @@ def _shape(anatomy: Anatomy, value: ast.expr) -> list[str]:
 
 
 def _sizes(anatomy: Anatomy, maker: ast.Call) -> list[ast.expr]:
-    """The sizes of the tensor that a call makes; empty where torch's arguments are others. Code of the file may take sizes."""
+    """The sizes in the arguments of a call that makes a tensor; empty for calls in place and torch functions without sizes."""
     meaning = anatomy.names.resolve(maker.func) or ""
     if is_in_place(maker.func) or (meaning.startswith("torch.") and meaning not in BY_SIZES):
         return []
@@ -205,7 +205,7 @@ def _sizes(anatomy: Anatomy, maker: ast.Call) -> list[ast.expr]:
 
 
 def _experts(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
-    """Two stacks of matrices and a forward that selects among them."""
+    """Several stacks of equally many matrices, and a forward that indexes them by a name or multiplies all by `torch.bmm`."""
     stacks = stack_shapes(anatomy, info)
     subscripts = [node for node in walk(forward) if isinstance(node, ast.Subscript)]
     selected = {own_attribute(node.value) for node in subscripts if isinstance(node.slice, ast.Name)}
@@ -229,7 +229,7 @@ def _mixer(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | No
     return next((f"mixes along the sequence with the convolution {one}" for one in (*built, *called)), None)
 
 
-_FORWARD_DETECTORS = {Role.NORM: _norm, Role.ROTARY: _rotary}  # with the forward that runs, an inherited one too
+_FORWARD_DETECTORS = {Role.NORM: _norm, Role.ROTARY: _rotary}  # given the forward that runs, which may be inherited
 _OWN_FORWARD_DETECTORS = {Role.MLP: _mlp, Role.EXPERTS: _experts, Role.MIXER: _mixer}
 _DETECTORS = {Role.ROUTER: _router, Role.ATTENTION: _attention}
 
@@ -242,9 +242,9 @@ def _moe_block(anatomy: Anatomy, info: ClassInfo) -> str | None:
 
 
 def _expert_list(anatomy: Anatomy, info: ClassInfo) -> str | None:
-    """A ModuleList (or ModuleDict) of gated MLPs among which a method routes tokens."""
+    """A ModuleList (or ModuleDict) of gated MLPs to which a method routes tokens."""
     routes = Role.ROUTER in info.roles or any(Role.ROUTER in _roles_of(anatomy, build) for build in info.builds)
-    # A function that chooses the experts has no class to carry the role; what follows on the choice shows it.
+    # Where a function chooses the experts, no class has the role of a router; the use of the choice shows the routing.
     routes = routes or bool({"one_hot", "where"} & anatomy.names.operations(*info.methods.values()))
     for build in info.builds if routes and "forward" in info.methods else ():
         if build.in_list and is_gated_mlp(anatomy, build.target):
@@ -274,7 +274,7 @@ def _decoder(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | 
 
 
 def _looped_lists(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> list[str]:
-    """The attributes with lists of modules that a forward runs through."""
+    """The attributes with lists of modules that the loops of a forward name."""
     lists = {build.attribute for build in anatomy.builds(info.name) if build.in_list}
     lists |= {a for a, value in info.attributes.items() if anatomy.is_a(_made(anatomy, info, value), *LISTS)}
     loops = [node for node in walk(forward) if isinstance(node, ast.For | ast.While)]
@@ -282,14 +282,14 @@ def _looped_lists(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> l
 
 
 def _made(anatomy: Anatomy, info: ClassInfo, value: ast.expr) -> ast.AST:
-    """A value, for `self.helper()` what that method returns."""
+    """A value; for `self.helper()` what that method returns, if it has one `return`."""
     helper = anatomy.method(info.name, own_attribute(value.func) or "") if isinstance(value, ast.Call) else None
     returned = [node.value for node in walk(helper[1]) if isinstance(node, ast.Return)] if helper else []
     return returned[0] if len(returned) == 1 and returned[0] is not None else value
 
 
 def _is_stack(anatomy: Anatomy, build: Build) -> bool:
-    """Whether a module of this file, and no model, runs through layers of its own."""
+    """Whether what is built is a module of this file, not a model, whose forward loops over its own list of layers."""
     info = anatomy.classes.get(build.target or "")
     if info is None or anatomy.is_model(info.name) or "forward" not in info.methods:
         return False
@@ -329,13 +329,13 @@ def _tower(inputs: Sequence[str], anatomy: Anatomy, info: ClassInfo, forward: Fu
         return None
     flow = Embedder(anatomy, info.name)
     flow.run(forward)
-    # The convolutions of an audio tower are its own: `audio_sp` divides the chunks that it makes them of.
+    # An audio tower must hold its convolutions itself: `audio_sp` divides the chunks that its forward convolves.
     embeds = flow.own if inputs == AUDIO_INPUTS else flow.found
     return f"takes {hit[0]}, embeds it with self.{embeds[0]} and runs layers" if embeds else None
 
 
 _COMPOSITE_DETECTORS = {Role.MOE_BLOCK: _moe_block, Role.EXPERT_LIST: _expert_list}
-_MODEL_DETECTORS = {  # of a PreTrainedModel with a forward of its own
+_MODEL_DETECTORS = {  # for a PreTrainedModel that defines a forward
     Role.DECODER: _decoder,
     Role.HEAD: _head,
     Role.FUSION: _fusion,
@@ -345,7 +345,7 @@ _MODEL_DETECTORS = {  # of a PreTrainedModel with a forward of its own
 
 
 def unread_experts(anatomy: Anatomy) -> list[str]:
-    """Signs of experts that no role names, each beginning with the class that it is about.
+    """Signs of experts in classes without a role for them, each beginning with the name of the class.
 
     A file with such a sign has experts that no pass would see.
     """
@@ -360,10 +360,10 @@ def unread_experts(anatomy: Anatomy) -> list[str]:
 
 
 def left_alone_experts(anatomy: Anatomy) -> dict[str, str]:
-    """Class -> the sign of experts of another kind than the seam's, in a file that has none of that kind.
+    """Class -> a sign of its experts, in a file whose experts are all of another kind than the seam's.
 
-    They compute as upstream wrote them, and no rank divides them. Where a class has experts of the seam's kind, or says so
-    by transformers' decorator, a sign is one of theirs that nothing reads.
+    These compute as upstream wrote them, and no rank divides them. Empty where a class has experts of the seam's kind, or
+    transformers' decorator for them: there a sign means experts that should have been read.
     """
     roles = {role for info in anatomy.classes.values() for role in info.roles}
     decorators = [decorator for info in anatomy.classes.values() for decorator in info.node.decorator_list]
@@ -373,7 +373,7 @@ def left_alone_experts(anatomy: Anatomy) -> dict[str, str]:
     signs = [sign.split(maxsplit=1) for sign in unread_experts(anatomy)]
     held = [sign for sign in signs if not sign[1].startswith("reads ")]
     other = [s for s in signs if not {Role.ROUTER, Role.HEAD, Role.DECODER} & set(anatomy.classes[s[0]].roles)]
-    return dict(reversed(held or other))  # an option that a class reads tells where nothing else does
+    return dict(reversed(held or other))  # a config option that a class reads counts where there is no other sign
 
 
 def _signs(anatomy: Anatomy, info: ClassInfo, expert_roles: set[str]) -> Iterator[str]:
@@ -391,7 +391,7 @@ def _signs(anatomy: Anatomy, info: ClassInfo, expert_roles: set[str]) -> Iterato
 
 
 def _choices(anatomy: Anatomy, info: ClassInfo) -> Iterator[str]:
-    """Where a class chooses among the slices of a stack, or adds up what modules of a list make of chosen rows."""
+    """Signs that a class indexes a stack of matrices by a computed value, or sums outputs of listed modules into rows."""
     lists = {name for name, call in info.built.items() if anatomy.names.resolve(call.func) == LIST}
     for method in info.methods.values():
         subscripts = [node for node in walk(method) if isinstance(node, ast.Subscript)]
@@ -407,7 +407,7 @@ def _choices(anatomy: Anatomy, info: ClassInfo) -> Iterator[str]:
 
 
 def attention_of_torch(anatomy: Anatomy, code: ast.AST) -> Iterator[ast.expr]:
-    """The expressions of code that stand for an attention of torch's, by whatever name."""
+    """The expressions in code that refer to one of `TORCH_ATTENTION`, under any name."""
     local = local_names(code)
     for node in (node for node in walk(code) if isinstance(node, ast.Name | ast.Attribute)):
         package, _, name = (anatomy.names.resolve(node, local) or "").rpartition(".")
@@ -416,12 +416,12 @@ def attention_of_torch(anatomy: Anatomy, code: ast.AST) -> Iterator[ast.expr]:
 
 
 def reads_interface(anatomy: Anatomy, code: ast.AST) -> bool:
-    """Whether code names transformers' table of attention functions, by whatever name."""
+    """Whether code refers to transformers' table of attention functions, under any name."""
     return any(anatomy.names.is_upstream(node, INTERFACE) for node in walk(code))
 
 
 def unread_heads(module: Module, anatomy: Anatomy) -> list[str]:
-    """The heads that upstream's auto maps name for the model, and that have no such role."""
+    """Why heads that upstream's auto maps list for the model do not have that role here, one sentence each."""
     return [
         f"upstream lists {name} as a head, and it takes no labels, or neither generates nor computes a loss"
         for name in anatomy.upstream.heads

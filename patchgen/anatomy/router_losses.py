@@ -1,4 +1,4 @@
-"""The load-balancing losses of a file: what computes them, and what they are called with."""
+"""The load-balancing losses of a file: the functions that compute them, and the arguments of their calls."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -31,7 +31,7 @@ def known_forms() -> dict[str, str]:
 
 
 def router_losses(anatomy: Anatomy) -> dict[str, FunctionNode]:
-    """The load-balancing losses of the file, known by their parameters."""
+    """The load-balancing losses of the file: functions whose first parameter is `gate_logits`, the last `attention_mask`."""
     named = {name: parameter_names(node) for name, node in anatomy.functions.items()}
     return {n: anatomy.functions[n] for n, given in named.items() if given[:1] == [LOGITS] and given[-1] == MASK}
 
@@ -43,7 +43,7 @@ def called_losses(code: ast.AST, anatomy: Anatomy) -> set[str]:
 
 
 def require_known(function: FunctionNode, anatomy: Anatomy) -> None:
-    """Raises Missed where a function is none of upstream's forms: nothing tells that what it computes are shares."""
+    """Raises Missed unless a function is one of upstream's known forms; only of those ranks can compute shares."""
     form = normal_form(function).text
     pairs = [zip(form.splitlines(), known.splitlines(), strict=False) for known in known_forms()]
     same = max(sum(1 for _ in takewhile(lambda lines: lines[0] == lines[1], pair)) for pair in pairs)
@@ -57,10 +57,10 @@ def require_known(function: FunctionNode, anatomy: Anatomy) -> None:
 
 
 def require_given(call: ast.Call, loss: FunctionNode, method: FunctionNode, owner: str, anatomy: Anatomy) -> None:
-    """Raises Missed where a loss gets something else than a model's router logits, its mask, and numbers."""
+    """Raises Missed unless a loss is called with a model's router logits, the caller's attention mask, and numbers."""
     given = arguments(call, parameter_names(loss))
     logits, mask = given.pop(LOGITS, None), given.pop(MASK, None)
-    match logits:  # of a result that is a tuple where callers ask for one
+    match logits:  # `outputs.router_logits if return_dict else outputs[-1]`
         case ast.IfExp(
             ast.Name("return_dict"), ast.Attribute(ast.Name(one)) as named, ast.Subscript(ast.Name(two))
         ) if one == two:
@@ -77,7 +77,7 @@ def require_given(call: ast.Call, loss: FunctionNode, method: FunctionNode, owne
 
 
 def other_uses(module: Module, losses: Collection[str]) -> Iterator[str]:
-    """What a file does with its losses but define them once and call them in methods."""
+    """Each use of the losses in a file other than one definition and calls in methods, as a message."""
     for name in losses:
         if sum(name in block.binds for block in module) > 1:
             yield f"{name} is bound more than once"

@@ -1,4 +1,4 @@
-"""Follows the axes of rows through the code of a class, of what it calls in its file, and of torch's operations."""
+"""Follows the axes of rows (`axes`) through the code of a class, what it calls in its file, and torch's operations."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -36,7 +36,7 @@ CHUNKING = "transformers.pytorch_utils.apply_chunking_to_forward"  # upstream's 
 
 
 class RowReader:
-    """Tracks the axes of rows through code, and raises `Mixed` at code that is not known to keep rows apart."""
+    """Runs code on axes of rows; raises `Mixed` where rows may mix. `tokenwise` explains `known`, `groups` and `fixed`."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class RowReader:
         self._in_pieces = False  # in a loop over pieces of rows
 
     def run(self, body: Sequence[ast.stmt]) -> None:
+        """Runs statements: afterwards `values` has the axes of each name, `returned` those of what a `return` returns."""
         for statement in body:
             match statement:
                 case ast.If(test, inside) if _is_inference(test):
@@ -82,13 +83,13 @@ class RowReader:
                 case ast.For(ast.Name(name), source, body, []) if modules := self._listed_modules(source):
                     self._set(name, None)
                     self._modules[name] = modules
-                    self.run(body * 2)  # what one leaves meets the next
+                    self.run(body * 2)  # what one module returns is an input of the next
                 case ast.For(ast.Name(name), source, orelse=[]) if isinstance(pieces := self.value(source), list):
                     self._in_pieces = isinstance(pieces, Pieces)
                     appended = [dotted(c.func) for c in calls(statement) if dotted(c.func).endswith(".append")]
                     if len(appended) > len(set(appended)):
                         raise Mixed(statement)
-                    for _ in range(2):  # what a piece leaves meets the next
+                    for _ in range(2):  # what one piece leaves is an input of the next
                         self._set(name, pieces[0])
                         self.run(statement.body)
                     self._in_pieces = False
@@ -138,7 +139,7 @@ class RowReader:
             raise Mixed(node)
 
     def _is_column(self, target: ast.expr) -> bool:
-        """Whether it is `x[:, :, fixed]`, of all rows."""
+        """Whether a target is `x[:, :, index]`, a column of all rows."""
         match target:
             case ast.Subscript(owner, ast.Tuple([_, *_, last] as parts)) if is_tensor(owner_axes := self.value(owner)):
                 self._require_no_rows(last)
@@ -151,7 +152,7 @@ class RowReader:
         self._memo.clear()
 
     def _run_inference_branch(self, body: Sequence[ast.stmt]) -> None:
-        """A branch that training never takes may go through the logits piece by piece: `x[s] = f(x[s])`."""
+        """A branch that training never takes may change the logits piece by piece: `x[s] = f(x[s])`."""
         for statement in body:
             if isinstance(statement, ast.With | ast.While):
                 self._run_inference_branch(statement.body)
@@ -160,7 +161,7 @@ class RowReader:
                 case ast.Assign([ast.Subscript() as part, *_], ast.Call(_, [same, *others])) if ast.unparse(
                     same
                 ) == ast.unparse(part) and not any(map(self._mentions, others)):
-                    continue  # upstream itself divides the tokens here
+                    continue  # upstream itself works on slices of the tokens here
             if self._mentions(statement):
                 raise Mixed(statement)
 
@@ -176,7 +177,7 @@ class RowReader:
         return []
 
     def _are_sizes(self, nodes: Iterable[ast.expr]) -> bool:
-        """Whether all are numbers of rows, or have nothing to do with rows."""
+        """Whether all values are sizes (`Size`), or have nothing to do with rows."""
         return all(isinstance(self.value(node), Size | None) for node in nodes)
 
     def _mentions(self, node: ast.AST) -> bool:
@@ -188,15 +189,13 @@ class RowReader:
     def _is_upstream(self, node: ast.expr, name: str) -> bool:
         return self._anatomy.names.is_upstream(node, name, self._local)
 
-    # ---------------------------------------------------------------------------------------- expressions
-
     def value(self, node: ast.expr) -> Value:
         """The axes of rows in an expression.
 
         Raises:
-            Mixed: it is not known to keep rows apart.
+            Mixed: it may mix rows.
         """
-        if node not in self._memo:  # until a name is set
+        if node not in self._memo:  # which is cleared when a name is set
             self._memo[node] = self._value(node)
         return self._memo[node]
 
@@ -276,7 +275,7 @@ class RowReader:
         raise Mixed(node)
 
     def _require_no_rows(self, node: ast.expr) -> None:
-        """Raises `Mixed` if a part of an index, or a keyword's value, has to do with rows."""
+        """Raises `Mixed` if a part of an index has to do with rows."""
         parts = node.elts if isinstance(node, ast.Tuple) else [node]
         for part in parts:
             for bound in (part.lower, part.upper, part.step) if isinstance(part, ast.Slice) else [part]:
@@ -320,7 +319,7 @@ class RowReader:
         raise Mixed(call)
 
     def _known_result(self, given: Iterable[Value]) -> Result:
-        """The result of what the caller says is known: rows as in the first tensor."""
+        """The result of a call of one of `known`: with the rows of the first tensor among the arguments."""
         return Result(next((value for value in given if isinstance(value, str)), "*."))
 
     def _passes_rows(self, call: ast.Call) -> bool:
@@ -331,7 +330,7 @@ class RowReader:
         )
 
     def _call_attention(self, call: ast.Call, named: dict[str | None, ast.expr]) -> Value:
-        """transformers' interface: `[1, heads, rows, dim]` thrice gives `[1, rows, heads, dim]`, and weights."""
+        """transformers' attention interface: q, k, v `[1, heads, rows, dim]` to `[1, rows, heads, dim]` and weights."""
         query, *others = [self.value(arg) for arg in call.args[1:4]]
         more = [*call.args[4:], *(value for key, value in named.items() if key not in LENGTH_ARGUMENTS)]
         if query != "1.r." or any(other != query for other in others) or any(map(has_rows, map(self.value, more))):
@@ -341,7 +340,7 @@ class RowReader:
     def _call_operation(
         self, name: str, call: ast.AST, args: Sequence[ast.expr], named: dict[str | None, ast.expr]
     ) -> Value:
-        """A function of torch, or a method of a tensor, with its arguments by position, the tensor first."""
+        """A function of torch or method of a tensor; `args` are the positional arguments, the tensor first."""
         args = [*([named.pop("input")] if "input" in named and not args else []), *args]
         first = self.value(args[0]) if args else None
         others = [*args[1:], *named.values()]
@@ -378,7 +377,7 @@ class RowReader:
         return self._call_any(self._anatomy.held(self._owner, attribute), call)
 
     def _call_any(self, held: Sequence[ast.expr | ast.stmt], call: ast.Call) -> Value:
-        """A call of a method, module or function that is one of these."""
+        """A call of one of several methods, modules or functions."""
         if not held:
             raise Mixed(call, f"{ast.unparse(call.func)}, which is not said in the class")
         return axes.any_of([self._call_value(value, call) for value in held], call)
@@ -393,7 +392,7 @@ class RowReader:
         same = joined(given, call) if all(isinstance(value_given, str | None) for value_given in given) else None
         is_of_config = isinstance(value, ast.Attribute) and known.is_left_in_config(self._anatomy, value)
         if ast.unparse(value) == "None" or is_of_config:
-            return same  # None, or a function that a caller put into the config for an activation
+            return same  # None, or an activation function that a caller put into the config
         function = value.func if isinstance(value, ast.Call) else value
         resolved = self._resolve(function.value if isinstance(function, ast.Subscript) else function)
         library, _, name = resolved.rpartition(".")
@@ -423,7 +422,7 @@ class RowReader:
         raise Mixed(call, f"{ast.unparse(call.func)}, which is {ast.unparse(value)}"[:400])
 
     def _call_function(self, owner: str, function: FunctionNode, call: ast.Call) -> Value:
-        """The result of a function or method of the file; `owner` is the class of its self."""
+        """The result of a function or method of the file; `owner` is the class of its `self`."""
         names = parameter_names(function)
         values = {name: self.value(value) for name, value in arguments(call, names).items() if name}
         if not any(map(has_rows, values.values())) and not self._passes_rows(call):

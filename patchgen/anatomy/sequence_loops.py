@@ -1,4 +1,4 @@
-"""Loops that step through data, a token or chunk after the other, with a value that one step leaves to the next."""
+"""Loops over the tokens or chunks of data that carry a value from one step to the next."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -17,9 +17,9 @@ RANGE = "builtins.range"
 
 
 def carrying_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | ast.While | None:
-    """The first loop whose number of steps is computed from data, and that carries what is made of data along.
+    """The first loop whose number of steps depends on data and that carries values computed from data; None without one.
 
-    What a function is handed is data, but for `self` and `config`, of which numbers and modules are taken.
+    All parameters count as data except `self` and `config`, which provide numbers and modules.
     """
     data = _made_of_data(function)
     for loop in walk(function):
@@ -39,7 +39,7 @@ def carrying_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | ast.Whi
 
 
 def _made_of_data(function: FunctionNode) -> set[str]:
-    """The names that hold what is computed from data, from a tensor's sizes too."""
+    """The names of data and of what is computed from it, sizes of tensors included."""
     made, before = parameters(function) - {"config"}, -1
     while before < len(made):
         before = len(made)
@@ -55,7 +55,7 @@ def _made_of_data(function: FunctionNode) -> set[str]:
 
 
 def _counts_data(anatomy: Anatomy, function: FunctionNode, iterable: ast.expr, data: set[str]) -> bool:
-    """Whether the source leaves it to data how many elements an iterable has."""
+    """Whether the number of elements of an iterable depends on data, as far as the source tells."""
     match iterable:
         case ast.Tuple() | ast.List() | ast.Set() | ast.Dict():
             return False
@@ -71,14 +71,17 @@ def _counts_data(anatomy: Anatomy, function: FunctionNode, iterable: ast.expr, d
 
 
 def _given_to(target: ast.expr) -> list[str]:
-    """The names that an assignment to a target binds, and of what it changes in part: `h` for `h[0]`."""
+    """The names that an assignment to a target binds or changes in part: `h` for `h` and `h[0]`."""
     part = base_name(target) if isinstance(target, ast.Subscript) else ""
     return [part] if part else stored(target)
 
 
 def _changed_and_read(anatomy: Anatomy, body: Sequence[ast.stmt], steps: set[str]) -> set[str]:
-    """The names of what a step changes in part or adds to (`h[0] = ...`, `parts.append(...)`), and reads at another place
-    than `out[:, i]`, with a name of `steps`, which each step alone has."""
+    """The names that a step changes in part or appends to (`h[0] = ...`, `parts.append(...)`) and that a step reads.
+
+    Reads at the place that the step itself writes do not count, such as `out[:, i]`, where `i` is one of `steps`: the names
+    that have another value in each step.
+    """
     nodes = [node for statement in body for node in walk(statement)]
     places, shared, own_reads = dict[str, set[str]](), set[str](), set[ast.AST]()
     for node in nodes:
@@ -93,7 +96,7 @@ def _changed_and_read(anatomy: Anatomy, body: Sequence[ast.stmt], steps: set[str
             case ast.AugAssign(ast.Subscript(ast.Name(name))):
                 shared.add(name)
             case ast.Call(function, [ast.Name() as part]) if anatomy.names.resolve(function) == "builtins.len":
-                own_reads.add(part)  # a number
+                own_reads.add(part)  # its length is no data
     for node in nodes:
         match node:
             case ast.Subscript(ast.Name(name) as part, index, ast.Load()) if places.get(name) == {ast.unparse(index)}:
@@ -103,7 +106,7 @@ def _changed_and_read(anatomy: Anatomy, body: Sequence[ast.stmt], steps: set[str
 
 
 def _read_before_stored(body: Sequence[ast.stmt]) -> set[str]:
-    """The names that a step reads as the step before left them."""
+    """The names that a step reads with the value that the step before left."""
     read: set[str] = set()
     written: set[str] = set()
     for statement in body:

@@ -1,4 +1,5 @@
-"""The functions of a file that run along the sequence (convolutions, delta rules, scans), and the language model's classes."""
+"""The functions of a file that run along the sequence (convolutions, delta rules, scans), and the classes of its language
+model."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -26,33 +27,33 @@ from patchgen.anatomy.roles import TOKENS, Role, takes_media_alone
 
 CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
 BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
-ALONG = {"cumsum", "cumprod", "logcumsumexp", "roll", "associative_scan"}  # of torch, along a dimension
+ALONG = {"cumsum", "cumprod", "logcumsumexp", "roll", "associative_scan"}  # torch's, along a dimension
 CONV1D_PARAMETERS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")  # torch's
 KERNEL_DECORATOR = (
-    "use_kernel_func_from_hub_with_fallback"  # transformers': a kernel takes its place where one is installed
+    "use_kernel_func_from_hub_with_fallback"  # transformers': replaces the function by a kernel that is installed
 )
 COUNTED = "builtins.range"
-SIGNATURES = ({"A", "B", "C"}, {"beta", "chunk_size"})  # of upstream's scans and delta rules
+SIGNATURES = ({"A", "B", "C"}, {"beta", "chunk_size"})  # parameters of upstream's scans, of its delta rules
 
 
 def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
-    """The module-level functions that run along the whole sequence, with their kind, read from their bodies.
+    """Name -> kind, for the module-level functions that run along the whole sequence.
 
-    What each parameter spans is the runtime's concern: it refuses to divide a tensor whose name it does not know.
+    Which parameters span the sequence is left to the runtime: it refuses to divide a tensor whose name it does not know.
     """
     kinds = {name: _kind(anatomy, function) for name, function in anatomy.functions.items()}
     return {name: kind for name, kind in kinds.items() if kind}
 
 
 def _kind(anatomy: Anatomy, function: FunctionNode) -> str:
-    """The kind of one function; empty if it does not run along the sequence, or updates a cache."""
+    """The kind of one function; "" if it does not run along the sequence, or updates a cache."""
     parameters, code = parameter_names(function), calls(function)
     body = function.body[ast.get_docstring(function) is not None :]
     if [ast.unparse(statement) for statement in body] == ["return None"]:
         has_kernel = any(anatomy.names.is_upstream(one, KERNEL_DECORATOR) for one in function.decorator_list)
         return FUSED if has_kernel else ""
     if any(_copies_into(call.func, parameters) for call in code):
-        return ""  # the state of an earlier call, which it updates for a token
+        return ""  # updates the state of an earlier call by one token
     if any(convolutions(anatomy, function)):
         return CONVOLUTION if _is_depthwise(anatomy, function) else UNKNOWN
     operations = [node for node in walk(function) if isinstance(node, ast.BinOp)]
@@ -60,16 +61,16 @@ def _kind(anatomy: Anatomy, function: FunctionNode) -> str:
     in_chunks, steps = bool(padded_to & set(parameters)), bool(stepping_loops(anatomy, function))
     factors = [{base_name(node.left), base_name(node.right)} for node in operations if isinstance(node.op, ast.Mult)]
     if len(parameters) > 4 and set(parameters[1:3]) in factors and (in_chunks or steps):
-        return _scan_kind(function)  # of step sizes and decays
+        return _scan_kind(function)  # it multiplies step sizes by decays
     if len(parameters) > 4 and in_chunks and steps:
         return DELTA_RULE if _takes_tokens_first(function) else UNKNOWN
-    # What has the parameters of a scan or a delta rule and computes it in no form that is read: refuses slices.
+    # With the parameters of a scan or delta rule, but in a form that is not read: the runtime refuses slices for it.
     looks = any(names <= set(parameters) for names in SIGNATURES)
     return UNKNOWN if looks and any(_may_join_tokens(anatomy, node) for node in walk(function)) else ""
 
 
 def _may_join_tokens(anatomy: Anatomy, node: ast.AST) -> bool:
-    """Whether a part of a function is more than arithmetic of its operands' elements."""
+    """Whether a node may combine several tokens: a loop, a matrix product, or a call that is not known as elementwise."""
     match node:
         case ast.For() | ast.While() | ast.comprehension() | ast.BinOp(op=ast.MatMult()):
             return True
@@ -83,7 +84,7 @@ def _copies_into(function: ast.expr, parameters: Collection[str]) -> bool:
 
 
 def _is_depthwise(anatomy: Anatomy, function: FunctionNode) -> bool:
-    """Whether torch's convolution gets the first three parameters as input, weight and bias, each channel by itself."""
+    """Whether each convolution in a function is depthwise, with the first three parameters as input, weight and bias."""
     taken = parameter_names(function)[:3]
     first = next(iter(taken), "")
     channels = {f"{first}.shape[1]", f"{first}.size(1)"}
@@ -100,14 +101,14 @@ def _is_depthwise(anatomy: Anatomy, function: FunctionNode) -> bool:
 
 
 def stepping_loops(anatomy: Anatomy, function: FunctionNode) -> list[ast.For]:
-    """The loops of a function over a counted range."""
+    """The `for` loops of a function over a `range`."""
     loops = [node for node in walk(function) if isinstance(node, ast.For) and isinstance(node.iter, ast.Call)]
     local = local_names(function)
     return [loop for loop in loops if anatomy.names.resolve(getattr(loop.iter, "func", None), local) == COUNTED]
 
 
 def _takes_tokens_first(function: FunctionNode) -> bool:
-    """Whether a delta rule is given `(B, S, N, D)`: it transposes its first three itself, to `(B, N, S, D)`."""
+    """Whether a delta rule takes `(B, S, N, D)`: it transposes its first three parameters to `(B, N, S, D)` itself."""
     code = [(call.func, ast.unparse(call)) for call in calls(function)]
     turned = {base_name(method) for method, source in code if source.endswith(".transpose(1, 2)")}
     loops = [node for node in walk(function) if isinstance(node, ast.comprehension)]
@@ -116,7 +117,7 @@ def _takes_tokens_first(function: FunctionNode) -> bool:
 
 
 def _scan_kind(function: FunctionNode) -> str:
-    """The kind of a state-space scan: by heads its tokens are `(B, S, N, D)`, by channels `(B, C, S)`."""
+    """The kind of a state-space scan: by heads if its first parameter is `(B, S, N, D)`, by channels if `(B, C, S)`."""
     first = parameter_names(function)[0]
     for statement in function.body:
         match statement:
@@ -126,8 +127,11 @@ def _scan_kind(function: FunctionNode) -> str:
 
 
 def unwrapped_operation(info: ClassInfo, operations: Collection[str], anatomy: Anatomy) -> ast.AST | None:
-    """Code that runs along the sequence in a mixer and that no call of `operations` covers: an operation under another name,
-    one of another file, or torch's own."""
+    """The first code of a mixer that runs along the sequence other than by calling one of `operations` itself.
+
+    It may reach one through an alias or another function, or use one of another model's file or of torch. None if there is
+    no such code.
+    """
     for method in [method for name, method in info.methods.items() if name != "__init__"]:
         pending, seen = list[ast.AST]([method]), set(operations)
         while pending:
@@ -147,15 +151,16 @@ def unwrapped_operation(info: ClassInfo, operations: Collection[str], anatomy: A
 
 
 def _aliases(name: str, anatomy: Anatomy) -> list[ast.AST]:
-    """The statements of the file that make a name an alias."""
+    """The module-level statements that make a name an alias of another."""
     found = anatomy.names.statements.get(name, ())
     return [one for one in found if isinstance(one, ast.Assign) and isinstance(one.value, ast.Name)]
 
 
 def language_model_classes(anatomy: Anatomy) -> set[str]:
-    """The classes that a decoder builds; without a decoder those that the heads build, or all; none if it is in another file.
+    """The classes of the language model: what the decoders use, without a decoder what the heads use, or else all.
 
-    Towers and inner models that take no tokens run along another sequence.
+    Empty if the language model is in another file. Towers and inner models that take no tokens are left out: they run along
+    another sequence.
     """
     towers = [info.name for role in (Role.AUDIO, Role.VISION) for info in anatomy.with_role(role)]
     towers += [name for name in anatomy.classes if anatomy.is_model(name) and _takes_no_tokens(anatomy, name)]

@@ -1,4 +1,4 @@
-"""The sizes that a model's methods compute of the grids of images and videos, and whether a collator computes the same."""
+"""The sizes that a model's methods compute from grids of images and videos, and whether a collator computes the same."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -20,14 +20,15 @@ from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.known import is_left_in_config
 from patchgen.anatomy.media import FEATURES
 
-# The fields of configs that hold a merger's side, in the order in which `runtime/media_sizes.py` looks for them: features
-# of a grid are `t * h * w // side**2`. The first holds a pair.
+# The config fields for the side of the square of patches that are merged into one feature, in the order in which
+# `runtime/media_sizes.py` looks for them: a grid has `t * h * w // side**2` features. The first field holds a pair.
 SIDES = ("merge_kernel_size", "spatial_merge_size", "merge_size")
 LENGTHS_OF_SIDES = SIDES[1:]
 
 
 def _grids(methods: Sequence[FunctionNode], method: FunctionNode, taken: str) -> set[str]:
-    """The parameters of a method that hold the batch's grids `[N, 3]`, `taken`: by that name, or handed on by callers."""
+    """The parameters of a method that hold the batch's grids `[N, 3]`: the one named `taken`, and those that all callers
+    among `methods` pass `taken` to."""
     names = parameter_names(method)
     called = [c for one in methods for c in calls(one) if dotted(c.func).rpartition(".")[2] == method.name]
     given = [(name, ast.unparse(value)) for call in called for name, value in arguments(call, names).items()]
@@ -36,7 +37,10 @@ def _grids(methods: Sequence[FunctionNode], method: FunctionNode, taken: str) ->
 
 
 def of_another_formula(anatomy: Anatomy, owner: str, method: FunctionNode) -> str:
-    """Sizes that a method of a model that takes grids `[N, 3]` computes otherwise than a collator does."""
+    """Why a size that a method computes from grids `[N, 3]` is not what a collator computes; "" if all are.
+
+    Also "" if no method of the file takes the grids of its modality.
+    """
     known, changed = plain_assignments(method.body), stored(method)
     methods = [one for info in anatomy.classes.values() for one in info.methods.values()]
     grids = _grids(methods, method, taken := f"{modality_of(method.name)}_grid_thw")
@@ -47,7 +51,7 @@ def of_another_formula(anatomy: Anatomy, owner: str, method: FunctionNode) -> st
             count, merger = sizes.left, sizes.right
         if (
             isinstance(merger, ast.Name) and changed.count(merger.id) == 1
-        ):  # a local that holds the product of both sides
+        ):  # a local name for the product of both sides
             merger = known.get(merger.id)
         match count:
             case ast.Call(ast.Attribute(ast.Name(grid), "prod"), [last]) | ast.Call(
@@ -62,7 +66,7 @@ def of_another_formula(anatomy: Anatomy, owner: str, method: FunctionNode) -> st
 
 
 def _held_elsewhere(anatomy: Anatomy, owner: str, code: ast.expr | None) -> str:
-    """The attribute in code that holds a model of another file."""
+    """The first attribute that code reads and that is built as a model of another file; "" if there is none."""
     read = {own_attribute(node) for node in ast.walk(code or ast.Pass())}
     builds = [build for build in (*anatomy.builds(owner), *anatomy.auto_builds(owner)) if build.attribute in read]
     others = (build.attribute for build in builds if anatomy.target_of(build) not in anatomy.classes)
@@ -70,7 +74,7 @@ def _held_elsewhere(anatomy: Anatomy, owner: str, code: ast.expr | None) -> str:
 
 
 def _side_of(anatomy: Anatomy, owner: str, merger: ast.expr | None) -> str | None:
-    """What a config calls the side of a square, `side**2` or `sides[0] * sides[1]`."""
+    """The config field of the side in `side**2` or `sides[0] * sides[1]`; None for other code."""
     match merger:
         case ast.BinOp(side, ast.Pow(), ast.Constant(2)):
             return in_config(anatomy, owner, side)
@@ -82,7 +86,8 @@ def _side_of(anatomy: Anatomy, owner: str, merger: ast.expr | None) -> str | Non
 def in_config(
     anatomy: Anatomy, owner: str | None, value: ast.AST | None, visited: frozenset[ast.AST] = frozenset()
 ) -> str | None:
-    """The name by which a config holds a value: of `self.visual.merge`, what the tower's code reads for it."""
+    """The config field that a value is read from, also through classes of the file: for `self.visual.merge` the field that
+    the tower assigns to it. None if that is not known, or not one field."""
     if not isinstance(value, ast.Attribute) or value in visited:
         return None
     if is_left_in_config(anatomy, value):
@@ -94,7 +99,7 @@ def in_config(
 
 
 def _class_of(anatomy: Anatomy, owner: str | None, holder: ast.expr) -> str | None:
-    """The class of this file that `self`, or the one module that an attribute of it is built as, is an instance of."""
+    """The class, of this file, of `self` or of an attribute that is built as one class; None if not known."""
     match holder:
         case ast.Name("self"):
             return owner if owner in anatomy.classes else None
@@ -109,7 +114,7 @@ def _class_of(anatomy: Anatomy, owner: str | None, holder: ast.expr) -> str | No
 
 
 def listed_sizes(method: FunctionNode) -> list[tuple[str, ast.Assign, ast.expr]]:
-    """Of each of a method's own statements `sizes = <tensor>.tolist()`: the name, the statement and the tensor."""
+    """(name, statement, tensor) of each top-level statement `name = <tensor>.tolist()` of a method."""
     found: list[tuple[str, ast.Assign, ast.expr]] = []
     for node in method.body:
         match node:
@@ -119,6 +124,6 @@ def listed_sizes(method: FunctionNode) -> list[tuple[str, ast.Assign, ast.expr]]
 
 
 def modality_of(method: str) -> str:
-    """`image` of `get_image_features`; empty for other methods."""
+    """`image` for `get_image_features`; "" for the names of other methods."""
     found = FEATURES.match(method)
     return found[1] if found else ""

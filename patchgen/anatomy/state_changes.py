@@ -1,4 +1,4 @@
-"""What a forward keeps in attributes of `self` for the next call, of data of this one: on ranks, state of one rank alone."""
+"""What a forward keeps of its data in attributes of `self` for the next call: on several ranks, each keeps its own."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -26,19 +26,20 @@ from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import Names, is_of_config
 
 CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
+# Attributes and methods that tell what a tensor looks like, not its values.
 ASKED, ASKED_BY_CALL = ("device", "dtype", "shape"), ("size", "dim", "numel", "get_device")
-SHARING = ("detach", "view", "view_as", "squeeze", "unsqueeze")  # methods whose result is the same memory
+SHARING = ("detach", "view", "view_as", "squeeze", "unsqueeze")  # methods whose result shares the tensor's memory
 BODIES = ast.stmt | ast.ExceptHandler | ast.match_case
 DEFAULT = re.compile(r"(\w+) = \1 if \1 is not None else self\.config(\.\w+)+")
 
 
 class StateChanges:
-    """The statements that give an attribute of `self` a value for the next call, made of data of this call.
+    """Finds the statements that store values computed from this call's data in attributes of `self` for the next call.
 
     These are changes in place (`self.load += ...`, `self.load[i] = ...`, `self.load.add_(...)`, `out=self.load`), a new
-    value of a buffer that checkpoints keep (others hold positions, say), and one made of the old (`self.load = self.load +
-    ...`); by `setattr` too; in the forward, and in what it calls of the file. Not seen: a value that was read into a local
-    name above, lists and other containers, globals.
+    value of a buffer that checkpoints keep (others may hold positions, for example), and a value computed from the old one
+    (`self.load = self.load + ...`), also by `setattr`; in the forward and in what it calls in the file. Not found: an old
+    value that is read through a local name, lists and other containers, globals.
     """
 
     def __init__(self, anatomy: Anatomy, owner: str) -> None:
@@ -47,17 +48,18 @@ class StateChanges:
         self._running: list[FunctionNode] = []
 
     def of(self, function: FunctionNode, data: set[str], aliases: dict[str, str]) -> Iterator[str]:
-        """Those of one function.
+        """Yields the source of each such statement of a function, and of what it calls in the file.
 
         Args:
-            data: the parameters that hold data of this call.
-            aliases: the parameters that hold an attribute of `self`, and its name.
+            function: the function or method.
+            data: its parameters that hold data of this call.
+            aliases: parameter -> name of the attribute of `self` that it holds.
         """
         if function in self._running:
             return
         self._running.append(function)
         derived, aliases, values_in = derived_from(self._names, function, data), dict(aliases), self._values_in
-        renewed = set[str]()  # attributes that every call gives a value above
+        renewed = set[str]()  # attributes that every call has assigned by now
 
         def reads(conditions: Iterable[ast.AST], *values: ast.AST) -> bool:
             is_chosen = conditions and (values_in(*conditions) - flags(function)) & derived
@@ -75,7 +77,7 @@ class StateChanges:
                     attribute = _state_of(value, aliases)
                     aliases.pop(target.id, None)
                     if attribute and not values_in(*_indices(value)) & derived:
-                        aliases[target.id] = attribute  # a part by a tensor of indices would be a copy
+                        aliases[target.id] = attribute  # indexing by a tensor would copy
             for call in calls(*parts):
                 called = self._anatomy.called(self._owner, call)
                 is_changed = any(
@@ -106,13 +108,13 @@ class StateChanges:
         given = {name: value for name, value in arguments(call, names).items() if name in names}
         if len(given) == len(values) and not any(isinstance(one, ast.Starred) for one in values):
             data = {name for name, value in given.items() if self._values_in(value) & derived}
-        else:  # nothing tells which parameter it is
+        else:  # unknown which parameter gets which argument
             data = parameters(function) if self._values_in(*values) & derived else set[str]()
         held = {name: attribute for name, value in given.items() if (attribute := _state_of(value, aliases))}
         yield from self.of(function, data, held)
 
     def _is_changed(self, node: ast.AST, target: ast.expr, aliases: dict[str, str]) -> bool:
-        """Whether an assignment changes an attribute: a part of it, or in place, or as a buffer that checkpoints keep."""
+        """Whether an assignment changes an attribute in part or in place, or sets a buffer that checkpoints keep."""
         attribute = _state_of(target, aliases)
         if isinstance(node, ast.AugAssign) and isinstance(target, ast.Name):
             return self._is_tensor(attribute)
@@ -122,21 +124,21 @@ class StateChanges:
         return self._buffers.get(own_attribute(target) or "", False)
 
     def _is_of_the_old(self, target: ast.expr, value: ast.expr, renewed: Container[str]) -> bool:
-        """Whether an attribute gets a value that is computed here of its value of the call before."""
+        """Whether an attribute gets a value that the expression computes from its value of the call before."""
         attribute = own_attribute(target)
         if attribute is None or attribute in renewed:
             return False
-        # What a function of the file makes of it may be a table that grows with the sizes alone.
+        # As an argument of a function of the file it does not count: that may extend a table, which depends on sizes alone.
         elsewhere = [node for call in calls(value) if self._anatomy.called(self._owner, call) for node in walk(call)]
         return any(own_attribute(node) == attribute and node not in elsewhere for node in walk(value))
 
     def _is_tensor(self, attribute: str | None) -> bool:
-        """Whether an attribute may be a tensor, which a name for it changes in place."""
+        """Whether an attribute may be a tensor: a change in place under another name changes it too."""
         return bool(attribute) and not known.is_number(self._anatomy, self._owner, attribute)
 
 
 def _outputs(call: ast.Call, is_library: bool) -> Iterator[ast.expr]:
-    """The tensors that a call changes: of a method like `mul_`, and the `out` of a function that is not of the file."""
+    """The tensors that a call changes: the tensor of a method like `mul_`, and `out=` of a function of a library."""
     if isinstance(call.func, ast.Attribute) and is_in_place(call.func):
         yield call.func.value
     for keyword in call.keywords if is_library else ():
@@ -145,7 +147,10 @@ def _outputs(call: ast.Call, is_library: bool) -> Iterator[ast.expr]:
 
 
 def _state_of(node: ast.AST, aliases: dict[str, str]) -> str | None:
-    """`load` for `self.load`, and for what shares its memory: a part, `.data`, the result of a method in place, a name."""
+    """`load` for `self.load` and what shares its memory: a part, `.data`, the result of an in-place method, an alias.
+
+    None for anything else, the config too.
+    """
     while own_attribute(node) is None or is_of_config(node):
         match node:
             case _ if is_of_config(node):
@@ -164,7 +169,7 @@ def _state_of(node: ast.AST, aliases: dict[str, str]) -> str | None:
 def _in_order(
     body: Iterable[ast.AST], conditions: tuple[ast.AST, ...] = ()
 ) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
-    """The statements as written, each with the conditions and loops that it is under."""
+    """All statements in source order, nested ones too, each with the tests and iterables of the blocks that it is in."""
     for node in body:
         yield node, conditions
         asked = [getattr(node, name) for name in ("test", "iter", "subject") if hasattr(node, name)]
@@ -173,7 +178,7 @@ def _in_order(
 
 
 def value_pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Each target of an assignment or loop with its value; of tuples, their elements."""
+    """(target, value) of an assignment or loop; of a tuple of targets each with its element, or else with the whole value."""
 
     def parts(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
         if not isinstance(target, ast.Tuple | ast.List):
@@ -196,7 +201,7 @@ def value_pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def derived_from(names: Names, function: FunctionNode, data: set[str]) -> set[str]:
-    """The names, and attributes of `self`, that hold what is made of these."""
+    """`data`, and the names and attributes (`self.load`) of a function whose values are computed from it."""
     pairs = [pair for node in walk(function) for pair in value_pairs(node)]
     derived, before = set(data), -1
     while before < len(derived):
@@ -209,7 +214,7 @@ def derived_from(names: Names, function: FunctionNode, data: set[str]) -> set[st
 
 
 def _uncast(value: ast.expr) -> ast.expr:
-    """What a value is cast from."""
+    """A value without its casts."""
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in CASTS:
         value = value.func.value
     return value
@@ -220,7 +225,7 @@ def _indices(target: ast.expr) -> Iterator[ast.expr]:
 
 
 def values_in(names: Names, *nodes: ast.AST) -> set[str]:
-    """The names, and attributes of `self`, whose values code reads, and does not only ask what they look like."""
+    """The names and attributes (`self.load`) whose values code reads, rather than only shape, dtype or whether it is None."""
     found: set[str] = set()
     for node in nodes:
         match node:
@@ -242,7 +247,8 @@ def values_in(names: Names, *nodes: ast.AST) -> set[str]:
 
 
 def flags(forward: FunctionNode) -> set[str]:
-    """What may be a bool, and stays what callers handed in, or the config's: parameters, and `kwargs.get("wanted", False)`."""
+    """The parameters, and expressions `kwargs.get("wanted", False)`, that may be bools and are never reassigned, except for a
+    default of the config (`DEFAULT`)."""
     kept = [n for n in walk(forward) if isinstance(n, ast.Assign) and DEFAULT.fullmatch(ast.unparse(n))]
     flags, bound = _bools(forward, kept), stored(forward)
     flags = {name for name in flags if bound.count(name) == sum(name in stored(node) for node in kept)}
@@ -250,8 +256,8 @@ def flags(forward: FunctionNode) -> set[str]:
 
 
 def _bools(forward: FunctionNode, kept: Sequence[ast.AST]) -> set[str]:
-    """The parameters that are annotated as a bool; without an annotation those whose default is one, and those without a
-    default value of which code only asks whether they hold, or hands them on."""
+    """The parameters annotated as a bool; of those without annotation the ones whose default is a bool, or is None and whose
+    value is only tested or passed on."""
     args, defaults = forward.args, defaults_of(forward)
     named = [*args.posonlyargs, *args.args, *args.kwonlyargs]
     bools = {arg.arg for arg in named if arg.annotation and "bool" in ast.unparse(arg.annotation)}
@@ -266,7 +272,7 @@ def _bools(forward: FunctionNode, kept: Sequence[ast.AST]) -> set[str]:
 
 
 def _asked(forward: FunctionNode, kept: Sequence[ast.AST]) -> set[ast.AST]:
-    """The expressions of which code only asks whether they hold or are None, or that it hands on, but not in a condition."""
+    """The expressions that are only tested for truth or None, passed on as arguments outside a condition, or in `kept`."""
     conditions = [n.test for n in walk(forward) if isinstance(n, ast.If | ast.IfExp | ast.While)]
     inside = {part for condition in conditions for part in walk(condition)}
     asked = {part for node in kept for part in walk(node)} | {*conditions}
@@ -282,7 +288,8 @@ def _asked(forward: FunctionNode, kept: Sequence[ast.AST]) -> set[ast.AST]:
 
 
 def _asked_flags(forward: FunctionNode) -> set[str]:
-    """What a forward asks its further arguments for with a bool for a default, where all else that it does is to hand them on."""
+    """The `kwargs.get(name, default)` of a forward with a bool for a default; empty if it does anything else with its kwargs
+    than such calls and passing them on."""
     kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
     asked = [n for n in walk(forward) if isinstance(n, ast.Call) and ast.unparse(n.func) == f"{kwargs}.get"]
     named = [n for n in walk(forward) if isinstance(n, ast.keyword) and n.arg is None]

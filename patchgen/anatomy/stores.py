@@ -1,8 +1,8 @@
-"""Stores to attributes that no assignment `self.<attribute> = ...` of a class's own method says.
+"""Stores to attributes other than by `self.<attribute> = ...` in a method of the class.
 
     other.act = ...    setattr(other, "act", ...)    other.__dict__["act"] = ...    other.add_module("act", ...)
 
-A name that is computed is kept as the pattern of what it may be: `*_norm` for `f"{kind}_norm"`, `*` for any.
+A computed name is represented by a pattern: `*_norm` for `f"{kind}_norm"`, `*` for any name.
 """
 
 # pyright: reportMatchNotExhaustive=false
@@ -25,11 +25,11 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.names import Names
 from patchgen.source import bound_names
 
-# The class whose own instance is changed, "" for any other object; the attribute or its pattern.
+# (class, attribute): the class where the store is to its `self`, "" for any other object; the attribute or its pattern.
 Store = tuple[str, str]
 ANY = "*"
 TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # where Python and torch keep attributes
-# What takes the name of an attribute first, and the parameter's name.
+# Methods whose first parameter is the name of an attribute -> that parameter's name.
 SETTERS = {
     "__setattr__": "name",
     "add_module": "name",
@@ -41,7 +41,7 @@ SETTERS = {
 
 
 def stores_of_class(info: ClassInfo, names: Names) -> Iterator[Store]:
-    """What the methods of a class store, and its body. Setters count for nothing."""
+    """The stores by the methods and the body of a class; setters (`is_setter`) are left out."""
     for method in info.methods.values():
         if not is_setter(method):
             yield from stores_in(method, info.name, names)
@@ -53,28 +53,28 @@ def stores_of_class(info: ClassInfo, names: Names) -> Iterator[Store]:
 
 
 def stores_in(code: ast.AST, owner: str, names: Names) -> Iterator[Store]:
-    """What code stores; `owner` is the class of its `self`, "" for a function, whose `self` may be anything."""
+    """The stores in code; `owner` is the class of its `self`, "" for a function, whose `self` may be anything."""
     nodes, bound = walk(code), stored(code)
     texts = {name: value for name, value in plain_assignments(nodes).items() if bound.count(name) == 1}
     assigned = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)]
     plain = {node for statement in assigned for target in targets(statement) for node in walk(target)}
     for node in nodes:
         if owner and own_attribute(node) and node in plain and own_attribute(node) not in TABLES:
-            continue  # `stores_of` reads it
+            continue  # `stores_of` finds it
         for holder, name in _stored(node, names):
             is_own = isinstance(holder, ast.Name) and holder.id == "self"
             yield owner if is_own else "", _pattern(name, texts).rpartition(".")[2]
 
 
 def _stored(node: ast.AST, names: Names) -> Iterator[tuple[ast.AST, ast.AST | None]]:
-    """Whose attribute a piece of code stores, and its name; None for any name."""
+    """(object, name) of each attribute that a node stores; None for any name."""
     match node:
         case ast.Attribute(holder, name, ast.Store()):
             yield holder, None if name in TABLES else ast.Constant(name)
         case ast.Subscript(table, key, ast.Store()) if holder := _holder(table, names):
             yield holder, key
         case ast.Assign(value=table) if holder := _holder(table, names):
-            yield holder, None  # another name for all of them
+            yield holder, None  # an alias of the table
         case ast.Call(ast.Attribute(table, "update" | "setdefault" | "__setitem__")) if holder := _holder(
             table, names
         ):
@@ -86,18 +86,19 @@ def _stored(node: ast.AST, names: Names) -> Iterator[tuple[ast.AST, ast.AST | No
 
 
 def _set_by(call: ast.Call, holder: ast.expr, parameter: str, names: Names) -> tuple[ast.AST, ast.AST | None]:
-    """Of `other.add_module(name, ...)`, `super().add_module(name, ...)` and `nn.Module.add_module(other, name, ...)`."""
+    """(object, name) of `other.add_module(name, ...)`, `super().add_module(name, ...)` and
+    `nn.Module.add_module(other, name, ...)`."""
     match holder:
         case ast.Call(ast.Name("super"), []):
             holder = ast.Name("self", ast.Load())
-        case _ if names.resolve(holder):  # a class, whose method takes the instance first
+        case _ if names.resolve(holder):  # a class: its method takes the instance first
             given = arguments(call, ("self", parameter))
             return given.get("self", holder), given.get(parameter)
     return holder, arguments(call, (parameter,)).get(parameter)
 
 
 def _holder(table: ast.AST, names: Names) -> ast.expr | None:
-    """Whose attributes a table holds: `other.__dict__`, `vars(other)`."""
+    """The object whose attributes a table holds: `other` for `other.__dict__` and `vars(other)`."""
     match table:
         case ast.Attribute(holder, name) if name in TABLES:
             return holder
@@ -107,7 +108,7 @@ def _holder(table: ast.AST, names: Names) -> ast.expr | None:
 
 
 def _pattern(name: ast.AST | None, texts: Mapping[str, ast.expr]) -> str:
-    """The text of a name, with `*` for what is computed; `texts` are the local names that are assigned once."""
+    """The attribute's name, with `*` for computed parts; `texts` has the values of local names that are assigned once."""
     match name:
         case ast.Constant(str(text)):
             return text
@@ -121,7 +122,7 @@ def _pattern(name: ast.AST | None, texts: Mapping[str, ast.expr]) -> str:
 
 
 def may_be_stored(stores: Iterable[Store], attribute: str, family: Iterable[str]) -> bool:
-    """Whether one of the stores may be to this attribute of an instance of one of these classes."""
+    """Whether one of the stores may be to this attribute of an instance of the classes in `family`."""
     owners = {"", *family}
     own = {name for owner, name in stores if owner in owners}
     return attribute in own or any(fnmatch.fnmatchcase(attribute, name) for name in own if ANY in name)

@@ -1,8 +1,7 @@
 """Whether code treats the rows of a tensor (the tokens) one by one.
 
 A loss in chunks of tokens calls the head chunk by chunk, and fused experts call an activation, a gate or a norm on rows in
-another order. Code that is not known to treat each row by itself is reported, so that it can be refused. Names are
-resolved.
+another order. Code that is not known to treat each row by itself is returned, so that passes can refuse it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from patchgen.anatomy.row_reader import RowReader
 
 
 def stored_names(node: ast.AST, among: Collection[str]) -> set[str]:
-    """Those of the names, for example all that the function around it binds, that code assigns or may change in place."""
+    """The names of `among` that code assigns or may change in place."""
     names: set[str] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store | ast.Del):
@@ -39,15 +38,15 @@ def mixing(
     *,
     groups: bool = False,
 ) -> ast.AST | None:
-    """The first piece of `body` (code of a method of `owner`) that is not known to treat the tokens one by one.
+    """The first piece of `body` that is not known to treat the tokens one by one; None if all of it does.
 
     Args:
         body: statements.
         tensors: the names of tensors with a row per token where the body begins, and their axes: "*." for any number.
         owner: the class whose `self` the body uses.
         anatomy: of the file, for the functions, methods and modules that the body calls.
-        known: what else may be called, by what names resolve to: ".Attention", "torch.squeeze", "torch.Tensor.squeeze".
-        groups: whether neighbouring rows may be merged into groups, which are rows from there on.
+        known: what else may be called, by full name: ".Attention", "torch.squeeze", "torch.Tensor.squeeze".
+        groups: whether neighbouring rows may be merged into groups, which count as rows from there on.
     """
     local = {"self"} | local_names(ast.Module(list(body), [])) | set(tensors)
     try:
@@ -58,13 +57,14 @@ def mixing(
 
 
 def mixing_member(anatomy: Anatomy, owner: str, attribute: str, *, fixed: bool) -> ast.AST | str | None:
-    """The first piece of what `self.<attribute>(rows)` runs that is not known to treat each row by itself.
+    """The first piece of what `self.<attribute>(rows)` runs that is not known to treat each row by itself, as code or text;
+    None if all of it does.
 
     Args:
         anatomy: of the file.
         owner: the class of `self`.
         attribute: a method, or an attribute that holds a module or function.
-        fixed: whether learned values count too: what is called must be a function of the rows alone.
+        fixed: whether the result must depend on the rows alone, not on parameters of the model.
     """
     method = ast.Attribute(ast.Name("self", ast.Load()), attribute, ast.Load())
     call = ast.Call(method, [ast.Name("rows", ast.Load())], [])

@@ -1,8 +1,8 @@
-"""The loop over the layers of a tower: what its layers read, and what follows it until the tower returns.
+"""The loop over the layers of a tower: what its layers read, and the code from there to the return.
 
-A tower whose layers attend by lengths (`cu_seqlens`) treats its rows, patches or audio frames of all inputs one after
-the other, as independent outside of attention. Then a rank can work on a slice of the rows between the loop and the
-point where rows of different inputs are put into another order.
+The rows of a tower are the patches or audio frames of all inputs, concatenated. If its layers attend by lengths
+(`cu_seqlens`) and treat rows as independent outside of attention, a rank can work on a slice of the rows from the loop on,
+until code needs all rows.
 """
 
 # pyright: reportMatchNotExhaustive=false
@@ -34,7 +34,7 @@ from patchgen.anatomy.tokenwise import mixing
 from patchgen.errors import LeftAlone
 
 SOUND_CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d")
-# What layers of transformers' towers call the lengths and the rows that they take: users hand them in by these names.
+# The parameters for lengths, and for tensors of rows, of the layers of transformers' towers.
 BOUNDS, LONGEST = {"cu_seqlens"}, {"max_seqlen"}
 ROWS = {"position_embeddings", "rotary_pos_emb", "cos", "sin"}
 
@@ -44,13 +44,13 @@ class LayerLoop:
     """What a pass needs to divide the rows of a tower.
 
     Attributes:
-        place: of the loop among the statements of forward.
+        place: index of the loop among the statements of forward.
         layers: the attribute that holds the layers.
-        rows: names of tensors with a row per row of the tower, the one that the layers carry on first.
-        bounds, longest: names of cumulative lengths and of the longest lengths.
-        group: the expression for how many rows make a group that no rank divides, the square of the side that the tower
-            holds; "1" if it holds none.
-        gathers: (place, names): above which statement these names must span all rows again.
+        rows: names of tensors with a row per row of the tower; first the hidden states that the layers pass on.
+        bounds, longest: names of cumulative lengths, and of the greatest length.
+        group: source of the number of rows that must stay on one rank: the square of the side of merged patches that the
+            tower holds; "1" if it holds none.
+        gathers: (place, names): before the statement at this index these names must be gathered to all rows.
         attentions: the attention classes of the layers, whose forward chooses between lengths and one call per input.
     """
 
@@ -66,12 +66,12 @@ class LayerLoop:
 
 @dataclass(frozen=True)
 class ChunkedConvolution:
-    """Chunks of sound `[N, ...]` that a tower convolves one by one, before the parts that count are selected.
+    """Chunks of sound `[N, ...]` that a tower convolves, each by itself, before it selects what is no padding.
 
     Attributes:
-        start, end: places of the first statement that convolves, and of the one that selects.
-        chunks: names of tensors with a row per chunk above `start`, those that are convolved last.
-        result: the name of the convolved chunks above `end`.
+        start, end: index of the first statement that convolves, and of the one that selects.
+        chunks: names of tensors that have a row per chunk before `start`; those that are convolved come last.
+        result: the name of the convolved chunks before `end`.
     """
 
     start: int
@@ -81,10 +81,11 @@ class ChunkedConvolution:
 
 
 def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None = None) -> LayerLoop:
-    """Reads the forward of a tower: upstream's, or `forward`, as earlier passes left it.
+    """Reads the forward of a tower: upstream's, or `forward`, the one that earlier passes have rewritten.
 
     Raises:
-        LeftAlone: its layers do not attend by lengths, or read something that has no known meaning on a slice of rows.
+        LeftAlone: its layers do not attend by lengths, its code may mix rows, or layers read something that has no known
+            meaning on a slice of rows.
     """
     forward = forward or info.methods["forward"]
     place, loop, layers = _loop(forward)
@@ -112,7 +113,7 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None =
         raise LeftAlone("its layers are handed no cumulative lengths")
     _require_rows(anatomy, info, layers, loop, carried, lists, attentions)
     group = _group(anatomy, info)
-    rows_of = "*." if group == "1" else "r."  # groups are made of rows of `[N, C]`
+    rows_of = "*." if group == "1" else "r."  # to merge groups the rows must be `[N, C]`
     values = dict.fromkeys([carried, *(name for name in dict.fromkeys(loaded(loop)) if name in lists)], rows_of)
     mixes = functools.partial(mixing, tensors=values, owner=info.name, anatomy=anatomy, groups=group != "1")
     gathers = _gathers(forward.body, place, list(values), above, mixes)
@@ -128,7 +129,7 @@ def _require_rows(
     lists: set[str],
     attentions: Mapping[str, FunctionNode],
 ) -> None:
-    """Raises LeftAlone where something but attention may mix the rows: a rank would mix those of its slice."""
+    """Raises LeftAlone if anything but attention may mix rows: a rank would mix only those of its slice."""
     known = {
         f".{name}" for name in (*attentions, *(moe_block.name for moe_block in anatomy.with_role(Role.MOE_BLOCK)))
     }
@@ -158,13 +159,13 @@ def _require_rows(
 
 
 def _treats_groups(anatomy: Anatomy, owner: str, attribute: str) -> bool:
-    """Whether all that stands in the list `self.<attribute>` treats each row or each group of rows by itself."""
+    """Whether every module in the list `self.<attribute>` treats each row, or each group of rows, by itself."""
     step = ast.parse(f"rows = self.{attribute}[0](rows)").body
     return mixing(step, {"rows": "r."}, owner, anatomy, groups=True) is None
 
 
 def _mixed(anatomy: Anatomy, owner: str, forward: FunctionNode) -> ast.AST | None:
-    """The first piece of an attention that may mix rows of different inputs, or that is made of their number."""
+    """The first piece of an attention's forward that may mix rows of different inputs, or depends on their number."""
     names = parameter_names(forward)
     values: dict[str, Value] = {names[0]: "r.", **dict.fromkeys(BOUNDS | LONGEST, Size("~"))}
     values |= {name: ["r."] for name in ROWS}
@@ -172,7 +173,8 @@ def _mixed(anatomy: Anatomy, owner: str, forward: FunctionNode) -> ast.AST | Non
 
 
 def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> ChunkedConvolution | None:
-    """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding."""
+    """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding; None if its
+    forward has no such code, or code that may mix chunks."""
     called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
     built = {f"self.{name}": call for name, call in info.built.items()}
     convolving = [
@@ -191,7 +193,7 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode
     read = {name for name in loaded(*forward.body[start:end]) if name in above - lists}
     if not read or read & inside or source not in inside:
         return None
-    # What they read from above has a row per chunk, and where rows are divided each tensor is held to it.
+    # Assumed: all tensors read from above have a row per chunk; the runtime checks that when it divides the rows.
     values: dict[str, Value] = {**dict.fromkeys(read, "r&"), **{name: [None] for name in lists}}
     if mixing(forward.body[start:end], values, info.name, anatomy):
         return None
@@ -200,7 +202,7 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode
 
 
 def _lists(body: list[ast.stmt]) -> set[str]:
-    """The names that statements set to an empty list, and that they do not touch otherwise: it is still empty below."""
+    """The names that statements set to an empty list and do not use otherwise, so that it is still empty below."""
     touched = [*stored(*body), *loaded(*body)]
     empty_lists = (
         s for s in body if isinstance(s, ast.Assign | ast.AnnAssign) and s.value and ast.unparse(s.value) == "[]"
@@ -221,7 +223,7 @@ def is_divided(anatomy: Anatomy, info: ClassInfo) -> bool:
 
 
 def _loop(forward: FunctionNode) -> tuple[int, ast.For, str]:
-    """The place of the loop over layers, the loop, and the attribute that it runs over."""
+    """The index of the loop over layers, the loop, and the attribute that it runs over."""
     loops = [(place, node) for place, node in enumerate(forward.body) if isinstance(node, ast.For)]
     layer_loops = [(place, loop, layers) for place, loop in loops if (layers := _layers(loop))]
     if len(layer_loops) != 1:
@@ -230,14 +232,14 @@ def _loop(forward: FunctionNode) -> tuple[int, ast.For, str]:
 
 
 def _layers(loop: ast.For) -> str | None:
-    """The attribute that a loop runs over: `self.blocks`, `enumerate(self.blocks)`, `self.blocks[:n]`."""
+    """The attribute that a loop over modules runs over: `self.blocks`, `enumerate(self.blocks)`, `self.blocks[:n]`."""
     called = {dotted(call.func) for call in calls(*loop.body)}
     over = (attribute for node in walk(loop.iter) if (attribute := own_attribute(node)))
     return next(over, None) if called & set(stored(loop.target)) else None
 
 
 def _carried(loop: ast.For, takes: Sequence[str]) -> str:
-    """The name that the layers take first (their parameters are `takes`) and give back."""
+    """The name that the loop passes to the layers first (their parameters are `takes`) and assigns in its body."""
     layer = set(stored(loop.target))
     inside = set(stored(*loop.body))
     for call in (call for call in calls(*loop.body) if dotted(call.func) in layer):
@@ -248,7 +250,8 @@ def _carried(loop: ast.For, takes: Sequence[str]) -> str:
 
 
 def _taken_as(name: str, loop: ast.For, takes: list[str], above: frozenset[str] = frozenset()) -> set[str]:
-    """The parameters of the layers (`takes`, in order) that get a name, or what the loop sets to it; "" for any other use."""
+    """The parameters of the layers (`takes`, in order) that get a name, or an alias of it in the loop; with "" if the loop
+    uses it otherwise too."""
     handed = [call for call in calls(loop) if dotted(call.func) in stored(loop.target)]
     given = [pair for call in handed for pair in zip(takes, call.args, strict=False)]
     given += [(keyword.arg or "", keyword.value) for call in handed for keyword in call.keywords]
@@ -284,8 +287,8 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> dict[str, Fun
 
 
 def _group(anatomy: Anatomy, info: ClassInfo) -> str:
-    """How many rows are merged after the layers: the square of the side that the config states, by an attribute that
-    holds it or the side; "1" where the tower holds neither."""
+    """How many rows are merged after the layers, as source: the square of the config's side, from an attribute that holds
+    the square or the side; "1" where the tower holds neither."""
     held = {
         name: value
         for class_info in reversed([*anatomy.lineage(info.name)])
@@ -317,7 +320,7 @@ def _group(anatomy: Anatomy, info: ClassInfo) -> str:
 def _gathers(
     body: list[ast.stmt], place: int, local: list[str], above: set[str], mixes: Callable[[list[ast.stmt]], object]
 ) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Where what the loop leaves must span all rows again: as late as it can, when it is smallest."""
+    """Where results of the loop must be gathered to all rows: as late as possible, because they are smallest there."""
     gathered = above - set(local) - {"self"}
     gather_points, sliced_statements = list[tuple[int, tuple[str, ...]]](), list[ast.stmt]()
     for number, statement in enumerate(body[place + 1 :], start=place + 1):
@@ -342,7 +345,7 @@ def _gathers(
 
 
 def _results(statement: ast.Return) -> set[str]:
-    """The names that a tower returns as its result: all but `last_hidden_state` where there is a `pooler_output`."""
+    """The names in what a tower returns; with a `pooler_output`, without those of `last_hidden_state`."""
     value = statement.value
     if isinstance(value, ast.Call) and any(keyword.arg == "pooler_output" for keyword in value.keywords):
         return {name for k in value.keywords if k.arg != "last_hidden_state" for name in loaded(k.value)}
@@ -357,8 +360,8 @@ def _read_first(name: str, loop: ast.For) -> bool:
 
 
 def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> list[str]:
-    """The attributes of a fusion model that see whole inputs: all that attend, but the language model and what the
-    passes for towers have divided."""
+    """The attributes of a fusion model that get whole inputs on every rank: all modules that attend, except the language
+    model (`language`) and the towers whose rows the passes divide."""
     held: list[str] = []
     for build in (*anatomy.builds(info.name), *anatomy.auto_builds(info.name)):
         if build.attribute is None or build.attribute in language:

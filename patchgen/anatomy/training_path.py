@@ -1,10 +1,10 @@
-"""What runs in training: the forwards of a file and what they call, without what the collator spares them.
+"""What runs in training: the forwards of a file and what they call, except what values of the collator make unnecessary.
 
-Four forms stand for code that training does not reach, each told by its structure:
+Training does not reach code of four forms, each recognised by its structure:
 
-    if name is None: ...                        name is handed in: `position_ids`, sizes, or popped off `kwargs`
+    if name is None: ...                        the collator passes name: `position_ids`, sizes, or popped off `kwargs`
     name = name or ...                          likewise
-    if (name := kwargs.pop(...)) is not None: return name      what follows computes it
+    if (name := kwargs.pop(...)) is not None: return name      likewise, for the code that follows
     if is_flash_attention_requested(...): ... else: ...        the other branch: attention without packed lengths
 """
 
@@ -27,15 +27,15 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.media import handed_sizes
 from patchgen.source import Module
 
-EAGER_TESTS = ("is_flash_attention_requested", "attends_by_lengths")  # upstream's, and what vision_sp makes of it
-HANDED = ("position_ids",)  # what the data workers compute: see the pass position_id_func
+EAGER_TESTS = ("is_flash_attention_requested", "attends_by_lengths")  # upstream's, and what vision_sp writes instead
+HANDED = ("position_ids",)  # the data workers compute it: see the pass position_id_func
 
 
 def training_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str]]:
     """The forwards of a file, and the methods and functions of the file that they call, each once.
 
-    Yields the name that `allow_sync` has for it (`Class.method`, or `function`), its node, and why all calls of it are
-    excused, empty where one is not.
+    Yields its name as in `allow_sync` (`Class.method`, or `function`), its node, and the reason why training runs none of its
+    calls, "" if it runs one.
     """
     nodes = {block.name: block.node for block in module if block.name is not None}
     classes = {name: node for name, node in nodes.items() if isinstance(node, ast.ClassDef)}
@@ -43,7 +43,7 @@ def training_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str]
     plain = [(name, "forward", "") for name in classes]
     excused: list[tuple[str, str, str]] = []
     visited: set[str] = set()
-    while plain or excused:  # excused calls last: one that is not excused decides
+    while plain or excused:  # excused calls last: one call that is not excused decides
         owner, method, excuse = (plain or excused).pop(0)
         members = [(f"{name}.", classes[name].body) for name in linearised(owner, bases)] or [
             ("", filter(None, [nodes.get(method)]))
@@ -56,13 +56,13 @@ def training_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str]
         for part, why in parts(function, excuse):
             for call in calls(part):
                 named = [("", call.func.id)] if isinstance(call.func, ast.Name) else []
-                handed = (own_attribute(given) for given in (call.func, *call.args))  # also what an op will call
+                handed = (own_attribute(given) for given in (call.func, *call.args))  # an op may call its arguments
                 named += [(owner, attribute) for attribute in handed if attribute is not None]
                 (excused if why else plain).extend((*owner_and_name, why) for owner_and_name in named)
 
 
 def _find(members: Iterable[tuple[str, Iterable[ast.stmt]]], name: str) -> tuple[str, FunctionNode | None]:
-    """The first function of that name, with the name of the class that it stands in before its own; None where none is."""
+    """The first function of that name, after its name with the class in front; ("", None) if there is none."""
     found = (
         (f"{owner}{name}", node)
         for owner, nodes in members
@@ -77,15 +77,15 @@ class Test(ast.Expression):
 
 
 def parts(function: FunctionNode, excuse: str) -> Iterator[tuple[ast.AST, str]]:
-    """Simple statements and conditions of a function, each with the reason why it does not run in training, if there is one.
+    """The simple statements and conditions of a function, each with the reason why training does not run it, or "".
 
-    Below a seam's early return stands the eager path, which is left out.
+    The eager path after a seam's early return is left out. `excuse` is a reason that holds for the whole function.
     """
     yield from _parts(function.body, _handed_in(function), excuse)
 
 
 def _parts(body: list[ast.stmt], handed: set[str], excuse: str) -> Iterator[tuple[ast.AST, str]]:
-    """Of statements; `handed` are the names whose value the collator may hand in, `excuse` the reason for all of them."""
+    """`parts` of statements; `handed` are the names whose values the collator may pass."""
     for statement in body:
         if _is_seam(statement):
             return
@@ -106,12 +106,12 @@ def _parts(body: list[ast.stmt], handed: set[str], excuse: str) -> Iterator[tupl
         yield from _parts(statement.body, handed, excuse or inside)
         yield from _parts(statement.orelse, handed, excuse or ("attention without packed lengths" if eager else ""))
         given = _given_and_returned(statement, handed)
-        if given and not excuse:  # what follows computes what was not handed in
+        if given and not excuse:  # the code below computes what was not passed
             excuse = f"only where {' and '.join(given)} is not handed in"
 
 
 def _handed_in(function: FunctionNode) -> set[str]:
-    """The names of a function whose value the collator may hand in: positions, sizes, and what is popped off `kwargs`."""
+    """The names of a function whose values the collator may pass: positions, sizes, and what is popped off `kwargs`."""
     assigned = [node for node in walk(function) if isinstance(node, ast.Assign | ast.NamedExpr)]
     popped = [n for n in assigned if isinstance(n.value, ast.Call) and dotted(n.value.func) == "kwargs.pop"]
     names = {target.id for node in popped for target in targets(node) if isinstance(target, ast.Name)}
@@ -119,7 +119,7 @@ def _handed_in(function: FunctionNode) -> set[str]:
 
 
 def _missing(test: ast.AST, handed: set[str]) -> str | None:
-    """The handed-in name that the test `name is None`, or `... and name is None`, or `name or ...`, finds missing."""
+    """The name of `handed` in the test `name is None`, `... and name is None` or `name or ...`; None if there is none."""
     match test:
         case ast.BoolOp(ast.Or(), [ast.Name(name), *_]) if name in handed:
             return name
@@ -131,7 +131,7 @@ def _missing(test: ast.AST, handed: set[str]) -> str | None:
 
 
 def _given_and_returned(statement: ast.stmt, handed: set[str]) -> list[str]:
-    """The handed-in names that `if name is not None: return name`, here or in an `if` inside, returns."""
+    """The names of `handed` tested by an `if name is not None:` that returns, at this statement or inside it."""
     for node in walk(statement):
         if isinstance(node, ast.If) and any(isinstance(inner, ast.Return) for inner in node.body):
             given = [name for test in walk(node.test) if (name := _tested_for_value(test)) in handed]
@@ -141,7 +141,7 @@ def _given_and_returned(statement: ast.stmt, handed: set[str]) -> list[str]:
 
 
 def _tested_for_value(test: ast.AST) -> str:
-    """The name in `name is not None`, or in `(name := ...) is not None`."""
+    """The name in `name is not None` or `(name := ...) is not None`; "" for other code."""
     match test:
         case ast.Compare(ast.Name(name) | ast.NamedExpr(ast.Name(name)), [ast.IsNot()], [ast.Constant(None)]):
             return name

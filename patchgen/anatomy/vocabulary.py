@@ -9,14 +9,14 @@ from patchgen.anatomy.flow import LINEAR
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.origins import origins
 
-SIZE = "vocab_size"  # what every config of transformers calls the number of words
+SIZE = "vocab_size"  # the field of every config of transformers for the size of the vocabulary
 GETTER = "get_output_embeddings"  # transformers' method of every model
 
 
 def uses_projection(anatomy: Anatomy, owner: str, forward: FunctionNode) -> bool:
-    """Whether a forward, or a method of the class that it uses, uses a linear layer of as many rows as there are words.
+    """Whether a forward, or a method of class `owner` that it uses, uses a linear layer with `vocab_size` output features.
 
-    Any use counts, not only a call: what is done with the layer is for the passes to read, and to refuse.
+    Any use counts, not only a call: passes read what is done with the layer, and may refuse it.
     """
     code = [forward]
     used: set[str] = set()
@@ -31,20 +31,20 @@ def uses_projection(anatomy: Anatomy, owner: str, forward: FunctionNode) -> bool
 
 
 def attributes_read(code: ast.AST) -> set[str]:
-    """The attributes of `self` that code reads, for calls or otherwise."""
+    """The attributes of `self` that code reads, those that it calls included."""
     nodes = (node for node in walk(code) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
     return {name for node in nodes if (name := own_attribute(node))}
 
 
 def _hands_on_self(code: ast.AST) -> bool:
-    """Whether code uses `self` itself, `getattr(self, name)` for example, so that it may use any attribute."""
+    """Whether code uses `self` other than for an attribute, as in `getattr(self, name)`: it may then use any attribute."""
     of_attributes = {id(node.value) for node in walk(code) if isinstance(node, ast.Attribute)}
     return any(isinstance(n, ast.Name) and n.id == "self" and id(n) not in of_attributes for n in walk(code))
 
 
 def is_projection(anatomy: Anatomy, owner: str, attribute: str) -> bool:
     """Whether `self.<attribute>` may be a linear layer to the vocabulary, or a sequence of modules that ends in one."""
-    values = anatomy.held(owner, attribute) or [anatomy.attribute(owner, attribute)]  # set by other code as well
+    values = anatomy.held(owner, attribute) or [anatomy.attribute(owner, attribute)]  # other code may set it too
     return any(_is_to_vocabulary(anatomy, owner, value) for value in values if isinstance(value, ast.expr))
 
 
@@ -65,7 +65,7 @@ def _is_to_vocabulary(
 
 
 def _counts_words(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
-    """Whether a size is computed from a config's `vocab_size`, through whatever names, attributes and operations."""
+    """Whether a size is computed from a config's `vocab_size`, through any names, attributes and operations."""
     if size in visited:
         return False
     parts = [(owner, child) for child in ast.iter_child_nodes(size)]
@@ -73,7 +73,7 @@ def _counts_words(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozense
         parts = [(of, origin) for of, origin in origins(anatomy, owner, size) if origin is not size]
     match size:
         case ast.Attribute(_, name) if name == SIZE and not (parts and own_attribute(size)):
-            return True  # of a config, or of the model where nothing else is known of it
+            return True  # of a config, or of `self` where nothing tells what it holds
         case ast.Call(function, [_, ast.Constant(name), *_]) if name == SIZE:
             return anatomy.names.resolve(function) == "builtins.getattr"
         case _:
