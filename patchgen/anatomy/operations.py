@@ -15,15 +15,15 @@ def is_term(part: object) -> TypeGuard[Term]:
     return isinstance(part, tuple)
 
 
-IN_ROWS = {"t", "k"}  # the dimensions of a mask that are not the experts': tokens and slots
+ROW_DIMS = {"t", "k"}  # the dimensions of a mask that are not the experts': tokens and slots
 
-# `SHARED`: functions of torch that are methods of tensors too; `ALONE`: methods only; `OF_TORCH` adds functions only.
+# `SHARED`: functions of torch that are methods of tensors too. `OF_TORCH` adds functions that are no methods.
 SHARED = (
     "mul multiply add floor_divide matmul mm bmm greater gt repeat_interleave argsort chunk permute sum any nonzero numel \
 squeeze unsqueeze"
 )
-ALONE = "mul_ new_zeros numpy cpu tolist size item reshape view contiguous to type type_as"
-METHODS = frozenset(f"{SHARED} {ALONE}".split())
+METHODS_ONLY = "mul_ new_zeros numpy cpu tolist size item reshape view contiguous to type type_as"
+METHODS = frozenset(f"{SHARED} {METHODS_ONLY}".split())
 OF_TORCH = f"{SHARED} empty_like cat promote_types where zeros_like zeros"
 FUNCTIONS = {
     **{f"torch.{name}": name for name in OF_TORCH.split()},
@@ -142,7 +142,7 @@ def _chosen(name: str, *given: Any) -> Term | None:
             dims = _integers(sizes[0][1] if len(sizes) == 1 and sizes[0][0] == "tuple" else sizes)
             is_whole = sorted(d % 3 for d in dims) == [0, 1, 2]
             return ("mask", selection, "".join(order[d] for d in dims)) if is_whole else None
-        case "sum", ("mask", selection, order), ("tuple", dims) if {order[d % 3] for d in _integers(dims)} == IN_ROWS:
+        case "sum", ("mask", selection, order), ("tuple", dims) if {order[d % 3] for d in _integers(dims)} == ROW_DIMS:
             return ("count_of", selection)
         case "sum", ("marked", selection), ("const", 0):  # of a table of choices, over tokens
             return ("counts", selection)

@@ -28,11 +28,11 @@ from patchgen.anatomy.graph import Anatomy
 
 ALIGNED, SHIFTED = "aligned", "shifted"
 LOSS_CLASS, LOSS_FUNCTION = "torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"
-COMPUTES = {"CrossEntropyLoss", "cross_entropy", "nll_loss", "NLLLoss"}
-FIRST = re.compile(r"(?P<name>\w+)\[(\.\.\., :-1, :|:, :-1(, :)?)\]")  # logits without the last token
-SECOND = re.compile(r"(?P<name>\w+)\[(\.\.\.|:), 1:\]")  # labels, or a mask, without the first
+CROSS_ENTROPIES = {"CrossEntropyLoss", "cross_entropy", "nll_loss", "NLLLoss"}
+WITHOUT_LAST = re.compile(r"(?P<name>\w+)\[(\.\.\., :-1, :|:, :-1(, :)?)\]")  # logits without the last token
+WITHOUT_FIRST = re.compile(r"(?P<name>\w+)\[(\.\.\.|:), 1:\]")  # labels, or a mask, without the first
 # A mask cut to the length of the shifted logits: `mask[:, -(logits.shape[1] - 1):]`, `mask[:, -<cut logits>.shape[1]:]`.
-CROPPED = re.compile(r"(?P<name>\w+)\[:, -(\((?P<logits>\w+)\.shape\[1\] - 1\)|(?P<cut>.+)\.shape\[1\]):\]")
+CUT_MASK = re.compile(r"(?P<name>\w+)\[:, -(\((?P<logits>\w+)\.shape\[1\] - 1\)|(?P<cut>.+)\.shape\[1\]):\]")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[s
         size = "None"
     is_known = size == "None" or set(loaded(ast.parse(size))) <= {"self"}
     bound = frozenset(names) - {loss, target, *([name] if upcast else [])}
-    if not is_known or {name, target, mask} & bound or not _is_moved(names.get(target), target):
+    if not is_known or {name, target, mask} & bound or not _is_unchanged(names.get(target), target):
         return None
     return OwnLoss(loss, name, target, form, size, mask, bool(upcast), bound)
 
@@ -161,7 +161,7 @@ def _is_of_tokens(tensor: ast.expr, logits: str) -> bool:
             return _is_of_tokens(one, logits) and _is_of_tokens(other, logits)
         case ast.Call(ast.Attribute(of, "contiguous" | "float" | "to")) | ast.Subscript(of, ast.Compare()):
             return _is_of_tokens(of, logits)
-        case ast.Subscript(of, place) if FIRST.fullmatch(ast.unparse(ast.Subscript(ast.Name(logits), place))):
+        case ast.Subscript(of, place) if WITHOUT_LAST.fullmatch(ast.unparse(ast.Subscript(ast.Name(logits), place))):
             return _is_of_tokens(of, logits)
         case _:
             return isinstance(tensor, ast.Name) and tensor.id == logits
@@ -173,7 +173,7 @@ def _tokens(logits: list[str], labels: list[str]) -> tuple[str, str, str, str] |
         case [str(one)], [str(other)]:
             if one.isidentifier() and other.isidentifier():
                 return one, other, ALIGNED, ""
-            first, second = FIRST.fullmatch(one), SECOND.fullmatch(other)
+            first, second = WITHOUT_LAST.fullmatch(one), WITHOUT_FIRST.fullmatch(other)
             return (first["name"], second["name"], SHIFTED, "") if first and second else None
         case [str(asked), str(kept), str(one)], [str(same), str(chosen), str(other)] if asked == same:
             name, label, form, _ = _tokens([one], [other]) or ("", "", "", "")
@@ -192,8 +192,8 @@ def _mask(kept: str, cut: str, logits: str) -> str:
     match node.slice:
         case ast.Compare(left, [ast.NotEq()], [ast.Constant(0)]):
             text = ast.unparse(_flat(left, 0)[0][0])
-            plain, cropped = SECOND.fullmatch(text), CROPPED.fullmatch(text)
-            if cropped and cropped["logits"] != logits and not FIRST.fullmatch(cropped["cut"] or "-"):
+            plain, cropped = WITHOUT_FIRST.fullmatch(text), CUT_MASK.fullmatch(text)
+            if cropped and cropped["logits"] != logits and not WITHOUT_LAST.fullmatch(cropped["cut"] or "-"):
                 return ""
             found = plain or cropped
             return found["name"] if found else ""
@@ -201,7 +201,7 @@ def _mask(kept: str, cut: str, logits: str) -> str:
             return ""
 
 
-def _is_moved(value: ast.expr | None, name: str) -> bool:
+def _is_unchanged(value: ast.expr | None, name: str) -> bool:
     """Whether a name still holds the same values, perhaps on another device."""
     return value is None or [ast.unparse(one) for one in _flat(value, 0)[0]] == [name]
 
@@ -244,14 +244,14 @@ def unserved_loss(forward: FunctionNode, owner: str, anatomy: Anatomy) -> ast.AS
             for build in anatomy.builds(owner)
             if attribute == build.attribute
         ]
-        if any(operations(one[1]) & COMPUTES for one in held if one):
+        if any(operations(one[1]) & CROSS_ENTROPIES for one in held if one):
             return call
-    if not operations(forward) & COMPUTES:
+    if not operations(forward) & CROSS_ENTROPIES:
         return handed_on(forward)
     results = {ast.unparse(one.value) for call in calls(forward) for one in call.keywords if one.arg == "loss"}
     assigned = [n for n in walk(forward) if isinstance(n, ast.Assign)]
     made = [n.value for n in assigned if results & set(stored(n)) and not isinstance(n.value, ast.Constant)]
     values = plain_assignments(assigned).items()
-    functions = {n: v for n, v in values if isinstance(v, ast.Call) and anatomy.names.operation(v) in COMPUTES}
-    computing = (call for call in calls(forward) if operations(call) & COMPUTES)
+    functions = {n: v for n, v in values if isinstance(v, ast.Call) and anatomy.names.operation(v) in CROSS_ENTROPIES}
+    computing = (call for call in calls(forward) if operations(call) & CROSS_ENTROPIES)
     return inlined(made[-1] if made else next(computing), functions)

@@ -9,7 +9,7 @@ from patchgen.anatomy.classes import FunctionNode, base_name, parameter_names, s
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import TOKENS
 
-FACTS = ("device", "dtype")  # attributes of a tensor that tell nothing of its values
+METADATA = ("device", "dtype")  # attributes of a tensor that tell nothing of its values
 
 
 def made_of(function: FunctionNode, sources: set[str]) -> set[str]:
@@ -48,12 +48,12 @@ def _owner(node: ast.AST) -> str:
 
 def _values(code: ast.expr) -> set[str]:
     """The names whose values an expression uses, rather than only their device, their dtype or whether they are None."""
-    facts: list[ast.expr] = []
+    not_read: list[ast.expr] = []
     for node in walk(code):
         match node:
-            case ast.Attribute(value, attribute) if attribute in FACTS:
-                facts.append(value)
+            case ast.Attribute(value, attribute) if attribute in METADATA:
+                not_read.append(value)
             case ast.Compare(compared, [ast.Is() | ast.IsNot()]):
-                facts.append(compared)
-    read = [node for node in walk(code) if isinstance(node, ast.Name) and node not in facts]
+                not_read.append(compared)
+    read = [node for node in walk(code) if isinstance(node, ast.Name) and node not in not_read]
     return {node.id for node in read} - {"self"}

@@ -160,9 +160,9 @@ class RowReader:
             match statement:
                 case ast.Assign([ast.Subscript() as part, *_], ast.Call(_, [same, *others])) if ast.unparse(
                     same
-                ) == ast.unparse(part) and not any(map(self._mentions, others)):
+                ) == ast.unparse(part) and not any(map(self._reads_rows, others)):
                     continue  # upstream itself works on slices of the tokens here
-            if self._mentions(statement):
+            if self._reads_rows(statement):
                 raise Mixed(statement)
 
     def _listed_modules(self, source: ast.expr) -> list[ast.expr]:
@@ -180,7 +180,7 @@ class RowReader:
         """Whether all values are sizes (`Size`), or have nothing to do with rows."""
         return all(isinstance(self.value(node), Size | None) for node in nodes)
 
-    def _mentions(self, node: ast.AST) -> bool:
+    def _reads_rows(self, node: ast.AST) -> bool:
         return any(has_rows(self.values.get(name)) for name in loaded(node))
 
     def _resolve(self, node: ast.AST) -> str:
@@ -233,7 +233,7 @@ class RowReader:
                 parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
                 if not isinstance(node, ast.Dict) or self._are_sizes(parts):
                     return joined([self.value(part) for part in parts], node)
-            case ast.JoinedStr() if not self._mentions(node):
+            case ast.JoinedStr() if not self._reads_rows(node):
                 return None
         raise Mixed(node)
 
@@ -257,7 +257,7 @@ class RowReader:
         indexed_value = self.value(node.value)
         match indexed_value:
             case None:
-                if self._mentions(node.slice) and not isinstance(node.slice, ast.Slice | ast.Tuple):
+                if self._reads_rows(node.slice) and not isinstance(node.slice, ast.Slice | ast.Tuple):
                     raise Mixed(node)
                 self._require_no_rows(node.slice)
                 return None

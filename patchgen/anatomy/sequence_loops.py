@@ -11,7 +11,7 @@ from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.state_changes import value_pairs
 
-FIRST_ALONE = ("builtins.enumerate", "builtins.reversed", "builtins.iter", "builtins.list", "builtins.tuple")
+AS_LONG_AS_FIRST = ("builtins.enumerate", "builtins.reversed", "builtins.iter", "builtins.list", "builtins.tuple")
 SHORTEST = "builtins.zip"
 RANGE = "builtins.range"
 
@@ -45,7 +45,9 @@ def _made_of_data(function: FunctionNode) -> set[str]:
         before = len(made)
         for node in walk(function):
             pairs = [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node)
-            made |= {name for target, value in pairs if made & set(loaded(value)) for name in _given_to(target)}
+            made |= {
+                name for target, value in pairs if made & set(loaded(value)) for name in _bound_or_changed(target)
+            }
             match node:
                 case ast.Call(ast.Attribute(ast.Name(name), "append" | "extend"), [added]) if made & set(
                     loaded(added)
@@ -61,7 +63,7 @@ def _counts_data(anatomy: Anatomy, function: FunctionNode, iterable: ast.expr, d
             return False
         case ast.Call(called, [first, *_] as args):
             meaning = anatomy.names.resolve(called, local_names(function))
-            if meaning in FIRST_ALONE:
+            if meaning in AS_LONG_AS_FIRST:
                 return _counts_data(anatomy, function, first, data)
             if meaning == SHORTEST:
                 return all(_counts_data(anatomy, function, part, data) for part in args)
@@ -70,7 +72,7 @@ def _counts_data(anatomy: Anatomy, function: FunctionNode, iterable: ast.expr, d
     return bool(data & set(loaded(iterable)))
 
 
-def _given_to(target: ast.expr) -> list[str]:
+def _bound_or_changed(target: ast.expr) -> list[str]:
     """The names that an assignment to a target binds or changes in part: `h` for `h` and `h[0]`."""
     part = base_name(target) if isinstance(target, ast.Subscript) else ""
     return [part] if part else stored(target)

@@ -23,7 +23,7 @@ from patchgen.anatomy.media import FEATURES
 # The config fields for the side of the square of patches that are merged into one feature, in the order in which
 # `runtime/media_sizes.py` looks for them: a grid has `t * h * w // side**2` features. The first field holds a pair.
 SIDES = ("merge_kernel_size", "spatial_merge_size", "merge_size")
-LENGTHS_OF_SIDES = SIDES[1:]
+SINGLE_SIDES = SIDES[1:]
 
 
 def _grids(methods: Sequence[FunctionNode], method: FunctionNode, taken: str) -> set[str]:

@@ -69,7 +69,7 @@ class StateChanges:
             node = self._as_assignment(statement)
             parts = [part for part in ast.iter_child_nodes(node) if not isinstance(part, BODIES)]
             for target, value in value_pairs(node):
-                is_changed = self._is_changed(node, target, aliases) or self._is_of_the_old(target, value, renewed)
+                is_changed = self._is_changed(node, target, aliases) or self._uses_old_value(target, value, renewed)
                 if is_changed and reads(conditions, _uncast(value), *_indices(target)):
                     yield ast.unparse(statement)
                 renewed |= {own_attribute(target)} if not conditions and isinstance(node, ast.Assign) else set()
@@ -123,7 +123,7 @@ class StateChanges:
             return bool(attribute)
         return self._buffers.get(own_attribute(target) or "", False)
 
-    def _is_of_the_old(self, target: ast.expr, value: ast.expr, renewed: Container[str]) -> bool:
+    def _uses_old_value(self, target: ast.expr, value: ast.expr, renewed: Container[str]) -> bool:
         """Whether an attribute gets a value that the expression computes from its value of the call before."""
         attribute = own_attribute(target)
         if attribute is None or attribute in renewed:

@@ -29,7 +29,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import Role
 from patchgen.anatomy.row_reader import LENGTHS_TEST
-from patchgen.anatomy.sizes import LENGTHS_OF_SIDES, in_config
+from patchgen.anatomy.sizes import SINGLE_SIDES, in_config
 from patchgen.anatomy.tokenwise import mixing
 from patchgen.errors import LeftAlone
 
@@ -111,7 +111,7 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None =
             raise LeftAlone(f"its layers read {name}, which has no known meaning on a slice of the rows")
     if not bounds:
         raise LeftAlone("its layers are handed no cumulative lengths")
-    _require_rows(anatomy, info, layers, loop, carried, lists, attentions)
+    _require_independent_rows(anatomy, info, layers, loop, carried, lists, attentions)
     group = _group(anatomy, info)
     rows_of = "*." if group == "1" else "r."  # to merge groups the rows must be `[N, C]`
     values = dict.fromkeys([carried, *(name for name in dict.fromkeys(loaded(loop)) if name in lists)], rows_of)
@@ -120,7 +120,7 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None =
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, tuple(attentions))
 
 
-def _require_rows(
+def _require_independent_rows(
     anatomy: Anatomy,
     info: ClassInfo,
     layers: str,
@@ -296,7 +296,7 @@ def _group(anatomy: Anatomy, info: ClassInfo) -> str:
     }
 
     def is_side(value: ast.AST) -> bool:
-        return in_config(anatomy, info.name, value) in LENGTHS_OF_SIDES
+        return in_config(anatomy, info.name, value) in SINGLE_SIDES
 
     only = {name: value for name, value in held.items() if anatomy.held(info.name, name) == (value,)}
     for name, value in only.items():
@@ -312,7 +312,7 @@ def _group(anatomy: Anatomy, info: ClassInfo) -> str:
     for name, value in held.items():
         read = {node.attr for node in walk(value) if isinstance(node, ast.Attribute)}
         read |= {node.value for node in walk(value) if isinstance(node, ast.Constant)}
-        if name in LENGTHS_OF_SIDES and read & {*LENGTHS_OF_SIDES}:
+        if name in SINGLE_SIDES and read & {*SINGLE_SIDES}:
             raise LeftAlone(f"self.{name} has the side of merged rows in a form that is not read")
     return "1"
 
