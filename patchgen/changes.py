@@ -1,4 +1,4 @@
-"""Changes of the nodes of a part of a block (`places.Part`), and the part's text after them."""
+"""Applies changes to the libcst nodes of a part of a block (`places.Part`)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from patchgen.errors import Missed
 from patchgen.places import Part, Places, Statement, code_of
 
 Replacement = cst.CSTNode | cst.FlattenSentinel[cst.CSTNode] | cst.RemovalSentinel
-Edit = Callable[[Any], Replacement]  # takes a node of the kind that it is for
+Edit = Callable[[Any], Replacement]  # its argument is a node of the class that it is registered for
 Changes = Mapping[cst.CSTNode, Sequence[Edit]]
 
 
 @dataclass
 class Change:
-    """What happens to one statement: code around it, other code in its place (none at all: it goes), the comment of the pass.
+    """The changes of one statement: statements to insert around it, its replacement, the comment of the pass.
 
     Attributes:
-        instead: the code in its place; None keeps the statement.
+        above: inserted between its comments and the statement.
+        top: inserted above its comments and blank lines.
+        instead: what replaces the statement; empty removes it, None keeps it.
         with_lead: whether the comments and blank lines above a statement stay when it is replaced.
+        mark: the comment of the pass; None adds none.
     """
 
     above: list[Statement] = field(default_factory=list[Statement])
     below: list[Statement] = field(default_factory=list[Statement])
-    top: list[Statement] = field(default_factory=list[Statement])  # above its comments
+    top: list[Statement] = field(default_factory=list[Statement])
     instead: Sequence[Statement] | None = None
     with_lead: bool = True
     mark: str | None = None
@@ -42,7 +45,7 @@ class Change:
         if self.mark is not None and not (self.instead is not None and f"# {self.mark}" in comments):
             lead.append(cst.EmptyLine(comment=cst.Comment(f"# {self.mark}")))
         above = list(self.above)
-        if above:  # blank lines stay above the inserted code and the statement
+        if above:  # the statement's blank lines move above the inserted code
             blank = list(takewhile(lambda line: line.comment is None, lead))
             above[0] = above[0].with_changes(leading_lines=[*blank, *above[0].leading_lines])
             lead = lead[len(blank) :]
@@ -53,7 +56,7 @@ class Change:
 
 
 class _Apply(cst.CSTTransformer):
-    """Applies the changes of each node, inner nodes first; visits only these nodes and those that hold them."""
+    """Applies the changes of each node, inner nodes first; visits only these nodes and their ancestors."""
 
     def __init__(self, changes: Changes, found: Places) -> None:
         self._changes = changes
@@ -66,14 +69,14 @@ class _Apply(cst.CSTTransformer):
         replaced: Replacement = updated_node
         for change in self._changes.get(original_node, ()):
             replaced = change(replaced)
-        return cast("cst.CSTNodeT", replaced)  # libcst's types give a node only its own kind instead
+        return cast("cst.CSTNodeT", replaced)  # libcst's annotations allow only a node of the same class
 
 
 def visited(part: Part, changes: Changes) -> str:
-    """The text of a part of a block with the changes of its nodes.
+    """The text of `part` after `changes`.
 
     Raises:
-        Missed: as `rewrite.Editor.result`.
+        Missed: libcst rejects a change, as in `rewrite.Editor.result`; names the statement.
     """
     found = part.places
     try:

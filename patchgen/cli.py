@@ -255,7 +255,7 @@ def sweep(
     ] = 1,
     world: Annotated[int, Option(min=1, help="gloo ranks of --sp and --ep")] = 2,
 ) -> None:
-    """Generate and prove every model type of a family, into docs/coverage.md and records/coverage.json. Resumable.
+    """Generate and prove every model type of a family, into docs/coverage.md (heads: docs/heads.md) and records/. Resumable.
 
     Example: patchgen sweep --family moe --jobs 2
     """
@@ -421,7 +421,7 @@ def main() -> None:
         print(f"patchgen: {error}", file=sys.stderr)
         sys.exit(1)
     finally:
-        gc.freeze()  # saves half a second at exit: the interpreter would look for cycles in all objects
+        gc.freeze()  # saves half a second at exit, where the interpreter would search all objects for cycles
 
 
 if __name__ == "__main__":

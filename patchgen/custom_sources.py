@@ -1,4 +1,4 @@
-"""Modeling files that are not part of transformers: everything that prevents generation is reported at once."""
+"""Modeling files that are not part of transformers: the refusals of all passes, or all missing imports, are one error."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from patchgen.upstream import Release, Upstream, open_release
 
 
 def collects_refusals(upstream: Upstream) -> bool:
-    """Whether every pass runs before the refusals are reported, so that a user sees all that has to change in the file."""
+    """Whether all passes run before refusals are reported: for a file on disk, so that its author sees all of them."""
     return upstream.version is None
 
 
 def combined_refusal(upstream: Upstream, config: ModelConfig, refusals: Sequence[PassMismatch]) -> PassMismatch:
-    """The refusals of all passes as one error, with the config that would skip each of them."""
+    """The refusals of all passes as one error, with the config that skips these passes; a single refusal as it is."""
     if len(refusals) == 1:
         return refusals[0]
     names = dict.fromkeys(error.pass_name for error in refusals)
@@ -36,7 +36,7 @@ def combined_refusal(upstream: Upstream, config: ModelConfig, refusals: Sequence
 
 
 def config_path(upstream: Upstream) -> str:
-    """The path of a model's config, which may not exist: beside a file on disk, else among the configs of models."""
+    """The path of a model's config, which may not exist: for a file on disk beside it, else in `model_configs`."""
     if upstream.given is None:
         return shown_file(upstream.model)
     given = Path(upstream.given)
@@ -48,8 +48,8 @@ def check_imports(module: Module, upstream: Upstream) -> None:
     """Refuses a file on disk whose generated form would import something that does not exist.
 
     Raises:
-        ConfigError: lists every such import among the top-level statements: missing modules beside the file, and names that
-            the installed transformers does not have.
+        ConfigError: lists every such top-level import: missing modules beside the file, and names that the installed
+            transformers does not have.
     """
     if upstream.version is not None or upstream.module.startswith("transformers."):
         return
@@ -71,7 +71,7 @@ def check_imports(module: Module, upstream: Upstream) -> None:
 
 
 def _not_in_transformers(module: str, names: Sequence[str]) -> Iterator[str]:
-    """A message for each imported name that the installed transformers does not have."""
+    """A message for each imported name that the installed transformers does not have; none if that cannot be known."""
     try:
         release = open_release()
     except UpstreamNotFound:

@@ -1,4 +1,4 @@
-"""From rewritten blocks to a standalone file: imports, header, and the checks that it stands alone."""
+"""Turns rewritten blocks into a standalone file: imports, header, diff, and checks that every name is defined."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ OPS_IMPORT = "from patchgen.runtime import ops\n"
 
 
 def with_imports(module: Module, upstream: Upstream) -> Module:
-    """Drops imported names that nothing uses any more, imports the runtime's operations and explains them.
+    """Removes unused imports, adds that of `ops` and the version guard, and comments the first use of each operation.
 
-    An import of `__future__`, one that a pass or a hand edit added, or one that upstream marks `# noqa: F401`, stays whole.
+    Imports of `__future__`, imports that a pass or hand edit added, and those marked `# noqa: F401` stay unchanged.
 
     Raises:
         EmissionError: the file binds the name `ops` itself.
@@ -57,10 +57,10 @@ def with_imports(module: Module, upstream: Upstream) -> Module:
 
 
 def _in_order(imports: Sequence[Block], version: str | None) -> list[Block]:
-    """A file's first imports with that of the operations where isort has it, and the version guard above those of transformers.
+    """A file's leading imports, with that of `ops` where isort puts it and the version guard above those of transformers.
 
-    In a release's file the latter were relative, in the order of their dots; they are sorted by name, unless two bind one
-    name: the last of them counts.
+    In a release's file the imports from transformers on were relative and ordered by dots, so they are sorted by name; not
+    if two of them bind the same name, since the last one counts, or with a star import.
     """
     first = next((i for i, b in enumerate(imports) if _place(b)[2].split(".")[0] == "transformers"), len(imports))
     head, tail = list(imports[:first]), list(imports[first:])
@@ -85,7 +85,7 @@ def _in_order(imports: Sequence[Block], version: str | None) -> list[Block]:
 
 
 def _place(block: Block) -> tuple[int, bool, str]:
-    """Where isort has an import: by its section, then `import x` above `from x import`, then its name."""
+    """isort's sort key of an import: its section, `import x` before `from x import`, the module's name."""
     node = block.node
     level, module = (node.level, node.module or "") if isinstance(node, ast.ImportFrom) else (0, "")
     module = module or (node.names[0].name if isinstance(node, ast.Import) else "")
@@ -94,7 +94,7 @@ def _place(block: Block) -> tuple[int, bool, str]:
 
 
 def _explained(module: Module) -> Module:
-    """Says at the first use of an operation what it does on one rank: on its line, or in the comment of the pass above."""
+    """Adds a comment on what an operation does on one rank to its first use: on that line, or in the pass's comment above."""
     descriptions = table("one_rank.toml")
     blocks: list[Block] = []
     for block in module:
@@ -105,7 +105,7 @@ def _explained(module: Module) -> Module:
             if dotted(node) != f"ops.{node.attr}" or (comment := descriptions.get(node.attr)) is None:
                 continue
             line = node.lineno - 1
-            ends = not lines[line].endswith("\\") and line + 2 not in inside  # a comment can stand behind it
+            ends = not lines[line].endswith("\\") and line + 2 not in inside  # so that a comment can follow
             is_short = len(lines[line]) + len(comment) + 4 <= LINE_LENGTH
             marks = (i for i in range(line, -1, -1) if lines[i].lstrip().startswith("# patchgen: "))
             above = next((i for i in marks if i + 1 not in inside), None)
@@ -114,14 +114,14 @@ def _explained(module: Module) -> Module:
             elif ends:
                 lines[line] += f"  # {comment}"
             else:
-                continue  # at its next use
+                continue  # try its next use
             del descriptions[node.attr]
         blocks.append(block.with_text("\n".join(lines)))
     return module.with_blocks(blocks)
 
 
 def exported_names(module: Module) -> list[str]:
-    """The strings that literals for `__all__` have: what it is assigned, and what is added, extended or appended."""
+    """The strings in the literals that `__all__` is assigned, augmented (`+=`), extended or appended with."""
     values: list[ast.expr] = []
     for statement in (s for block in module for s in block.statements):
         match statement:
@@ -147,7 +147,7 @@ def _strings(node: ast.expr) -> Iterator[str]:
 
 
 def check_parses(text: str, path: str) -> None:
-    """Raises if what would be written is not Python.
+    """Checks that generated text is valid Python; `path` is upstream's file, for the message.
 
     Raises:
         EmissionError: with the line.
@@ -162,15 +162,15 @@ def check_parses(text: str, path: str) -> None:
 
 
 def check_stands_alone(module: Module) -> None:
-    """Raises if the module refers to a name that it neither defines nor imports. With a star import nothing is checked.
+    """Checks that the module defines or imports every name it uses; skipped if it has a top-level star import.
 
     Raises:
-        EmissionError: with each name, where it is used, and what to do; or the text is not Python.
+        EmissionError: lists the undefined names and where they are used; or the text is not Python.
     """
     check_parses(module.text, module.path)
     tree = ast.parse(module.text)
     if any(isinstance(s, ast.ImportFrom) and s.names[0].name == "*" for s in tree.body):
-        return  # what a star import brings is not known without running it
+        return  # what a star import binds is unknown without running it
     known = {name for statement in tree.body for name in bound_names(statement)} | set(dir(builtins)) | _MODULE_NAMES
     problems: list[str] = []
     for block in module:
@@ -188,7 +188,7 @@ def check_stands_alone(module: Module) -> None:
 
 
 def header(module: Module, upstream: Upstream, outcomes: Sequence[tuple[str, Outcome]], command: str) -> str:
-    """Our record above upstream's own comments, which stay (but for the banner that says not to edit upstream's file)."""
+    """The header of the generated file: our record, then upstream's comments without the "do not edit" banner."""
     summaries = [(name, summary(outcome)) for name, outcome in outcomes if name != "hand_edits"]
     passes = [{"name": name, "summary": words} for name, words in summaries if words != NOTHING]
     edits = [f"{hit.site}: {hit.what}" for name, outcome in outcomes if name == "hand_edits" for hit in outcome.hits]
@@ -206,20 +206,20 @@ def header(module: Module, upstream: Upstream, outcomes: Sequence[tuple[str, Out
 
 
 def without_banner(text: str) -> str:
-    """Upstream's comments without the banner, framed by two lines of sirens, that says not to edit upstream's file."""
+    """Upstream's comments without its "do not edit this file" banner, which two lines of sirens frame."""
     lines = text.splitlines(keepends=True)
     return "".join(lines[i] for i in lines_beside_banner(text))
 
 
 def lines_beside_banner(text: str) -> list[int]:
-    """The lines of upstream's comments, counted from 0, that are not of the banner."""
+    """The indices of the lines outside that banner."""
     lines = text.splitlines()
     frame = [i for i, line in enumerate(lines) if line.startswith("#") and BANNER_FRAME in line]
     return [i for i in range(len(lines)) if len(frame) < 2 or not frame[0] <= i <= frame[-1]]
 
 
 def summary(outcome: Outcome) -> str:
-    """One phrase for the header and the table: hits, what upstream does already, notes."""
+    """An outcome in one phrase: the numbers of hits, of sites that upstream serves, and of notes; `NOTHING` if all are 0."""
     parts = ((outcome.hits, "{} hit{}"), (outcome.upstream, "upstream {}"), (outcome.notes, "{} note{}"))
     phrases = [text.format(len(entries), "" if len(entries) == 1 else "s") for entries, text in parts if entries]
     return ", ".join(phrases) or NOTHING
@@ -235,11 +235,13 @@ def diff(
     before_lines: Sequence[int],
     root: str,
 ) -> str:
-    """The unified diff of what stayed; dropped symbols are listed by name at its top.
+    """The unified diff against upstream without the dropped symbols, which are listed by name at its top.
 
     Args:
         before: upstream's text without what was dropped.
-        after: the generated text without our record.
+        after: the generated text without our record in the header.
+        dropped: the names of dropped classes and functions.
+        roots: the classes that the file was generated for.
         before_lines: for each line of `before`, its number in upstream's file.
         root: the folder of generated models, as the diff names it.
     """
@@ -252,7 +254,7 @@ def diff(
     )
     left, right = before.splitlines(keepends=True), after.splitlines(keepends=True)
     parts = [head, f"--- a/{upstream.path}\n+++ b/{root}/{upstream.model}/modeling_{upstream.model}.py\n"]
-    # Blank lines count as others do: difflib's own diff takes what is frequent for noise, and finds more changed.
+    # Without `autojunk`: difflib's own unified diff ignores frequent lines, such as blank ones, and finds more changes.
     for hunk in difflib.SequenceMatcher(None, left, right, autojunk=False).get_grouped_opcodes(3):
         (_, i, _, k, _), (_, _, j, _, m) = hunk[0], hunk[-1]
         start = before_lines[i] if j > i else 0
@@ -271,7 +273,7 @@ def text_diff(before: str, after: str) -> str:
 
 
 def changed_lines(diff_text: str) -> int:
-    """Added and removed lines of a unified diff."""
+    """The number of added and removed lines of a unified diff."""
     lines = diff_text.splitlines()
     return sum(line[:1] in "+-" and not line.startswith(("+++ ", "--- ")) for line in lines if line)
 
@@ -280,7 +282,7 @@ _MODULE_NAMES = {"__file__", "__name__", "__doc__", "__all__", "__package__", "_
 
 
 def _stays_whole(block: Block) -> bool:
-    """Whether an import is kept though nothing reads its names: it was added, or says that it is not for its names."""
+    """Whether an import keeps unused names: it is of `__future__`, was added, or is marked `noqa: F401`."""
     return _is_future(block) or not block.line or "noqa: F401" in block.text
 
 
@@ -308,7 +310,7 @@ def _with_used_names(block: Block, used: set[str]) -> Block | None:
 
 
 def _free_names(statement: ast.stmt) -> set[str]:
-    """The names that a module-level statement takes from the module's scope."""
+    """The names that a module-level statement reads from the module's scope."""
     top = symtable.symtable(ast.unparse(statement), "<statement>", "exec")
     used = (symbol for symbol in top.get_symbols() if symbol.is_referenced())
     free = {symbol.get_name() for symbol in used if not symbol.is_assigned() and not symbol.is_imported()}

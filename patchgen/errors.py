@@ -1,4 +1,4 @@
-"""The errors of the generator: those that the command line prints, and `Missed` and `LeftAlone`, by which analyses answer passes.
+"""The errors of the generator: those that the command line prints, and `Missed` and `LeftAlone`, which passes handle.
 
 A message says what was expected, what was found, where, and how to fix it.
 """
@@ -21,11 +21,11 @@ class SourceSyntaxError(PatchgenError):
 
 
 class PassMismatch(PatchgenError):
-    """A pass did not find what it expects, or not as often. Without this error the model would train unpatched.
+    """A pass did not find what it expects, or another number of it. Without this error the model would train unpatched.
 
     Attributes:
-        sites: the sites that it missed; where their number is wrong, those that it found; empty if it knows none.
-        pass_name: the pass; the pipeline sets it.
+        sites: the sites that the pass missed; if their number is wrong, those that it hit; empty if none are known.
+        pass_name: set by the pipeline.
     """
 
     def __init__(self, message: str, sites: tuple[str, ...] = (), pass_name: str = "") -> None:
@@ -42,7 +42,12 @@ class ConfigError(PatchgenError):
 
 
 class Missed(Exception):
-    """Code does not have the form that an analysis or a pass expects; a pass reports it as a `PassMismatch`."""
+    """Code does not have the form that an analysis or a pass expects; becomes a `PassMismatch`.
+
+    Args:
+        expected: the form, in words or as source.
+        found: the closest code.
+    """
 
     def __init__(self, expected: str, found: ast.AST | str = "") -> None:
         super().__init__(expected)
@@ -50,7 +55,7 @@ class Missed(Exception):
 
 
 class LeftAlone(Exception):
-    """Code that a pass recognises and does not rewrite: it is listed as a note. The text says why."""
+    """A pass recognises code and leaves it unchanged; the message says why and becomes a note."""
 
 
 class StaleFile(PatchgenError):

@@ -28,25 +28,25 @@ from patchgen.upstream import AUTO_CLASS_MAPPINGS, Upstream, load_from
 
 @dataclass(frozen=True)
 class Step:
-    """One pass as it ran."""
+    """A pass that ran, and its outcome."""
 
     name: str
     outcome: Outcome
     seconds: float
     before: Module
-    anatomy: Anatomy  # that the pass read; passes share one, those after hand edits another, and add classes to it
+    anatomy: Anatomy  # that the pass read; shared, classes that passes add included; new after hand edits
 
     @property
     def rewrites(self) -> bool:
-        """Whether the pass rewrites what its hits name; others drop it, or only report."""
+        """Whether the pass rewrites classes or functions site by site; others edit imports, prune, register or report."""
         kind = pass_named(self.name)
         return kind is not None and issubclass(kind, SitePass)
 
     @property
     def changed_lines(self) -> int:
-        """Lines that the pass added and removed; most passes change one place, so the equal ends are left out first."""
+        """The number of lines that the pass added and removed."""
         left, right = self.before.text.splitlines(), self.outcome.module.text.splitlines()
-        for _ in range(2):
+        for _ in range(2):  # strips the equal lines at the start, then at the end: most passes change one place
             pairs = enumerate(zip(left, right, strict=False))
             same = next(
                 (number for number, (old_line, new_line) in pairs if old_line != new_line), min(len(left), len(right))
@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Generated:
-    """A generated model: its files as text, and how they came about."""
+    """A generated model: its files as text, and the steps that made them."""
 
     upstream: Upstream
     config: ModelConfig
@@ -73,12 +73,12 @@ class Generated:
 
     @property
     def parts(self) -> list[str]:
-        """The models of other files that it builds by default."""
+        """The models with generated files of their own that this one builds by default, such as its language model."""
         return [name for part in json.loads(self.provenance).get("parts", ()) if (name := part["default"]["model"])]
 
     @property
     def files(self) -> dict[str, str]:
-        """File name -> text, as they stand in `generated_models/<model>/`."""
+        """File name -> text, for the folder `generated_models/<model>/`."""
         return _files(self.upstream, self.text, self.diff) | {"provenance.json": self.provenance}
 
 
@@ -87,10 +87,11 @@ def _files(upstream: Upstream, text: str, diff: str) -> dict[str, str]:
 
 
 def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config: ModelConfig) -> list[Step]:
-    """Runs passes in order and holds each to its expected hits. After hand edits the file is studied anew.
+    """Runs passes in order and checks each against the hits that the config expects; recomputes the anatomy after hand edits.
 
     Raises:
-        PassMismatch: a pass refuses, or has other hits than the config expects; for a user's file with every such refusal.
+        PassMismatch: a pass refuses, or has another number of hits than the config expects; for a file on disk, all such
+            refusals in one error.
         ConfigError: the config expects hits of an unknown pass.
     """
     for name in config.expect:
@@ -112,7 +113,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
             refusals.append(error)
             continue
         except Exception:
-            if refusals:  # it builds on what an earlier pass refused
+            if refusals:  # it may follow from an earlier refusal
                 break
             raise
         steps.append(Step(current.name, outcome, time.perf_counter() - start, before=module, anatomy=anatomy))
@@ -128,9 +129,9 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
 
 
 def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig) -> Outcome:
-    """Runs a pass and holds it to the hits that the config expects, if it does.
+    """Runs a pass and checks its number of hits if the config expects one.
 
-    With `Expect(0, ...)` a site that the pass would rewrite is an error, and a site of another form is not.
+    With `Expect(0, ...)` a site that the pass rewrites is an error; one that it misses is not.
     """
     expected = config.expect.get(current.name)
     wanted, why = (expected.hits, f" ({expected.reason})") if isinstance(expected, Expect) else (expected, "")
@@ -141,7 +142,7 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
         error.pass_name = current.name
         if nothing is None:
             raise
-        return Outcome(module, notes=(nothing,))  # signs of a site, or one of another form: what the reason is about
+        return Outcome(module, notes=(nothing,))  # a missed site, or signs of one: the config's reason covers it
     if wanted is not None and len(outcome.hits) != wanted:
         listed = "\n".join(f"  {hit.site}: {hit.what}" for hit in (*outcome.hits, *outcome.upstream)) or "  none"
         raise PassMismatch(
@@ -160,7 +161,7 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
 
 @contextlib.contextmanager
 def _uncollected() -> Generator[None, None, None]:
-    """Without Python's garbage collector: it would go through all syntax trees again and again, and they stay."""
+    """Disables Python's garbage collector, which would traverse all syntax trees repeatedly and free none."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -172,15 +173,15 @@ def _uncollected() -> Generator[None, None, None]:
 
 @_uncollected()
 def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Sequence[str] = ()) -> Generated:
-    """Generates one model.
+    """Generates one model in memory.
 
     Args:
         upstream: the source.
-        config: what is particular to the model; by default its file in `model_configs`, if any.
-        heads: the classes that the file is for, in place of those that the config or upstream's auto maps name.
+        config: the model's settings; by default those of its file in `model_configs`, or beside a file on disk, if any.
+        heads: the classes to generate for, instead of those that the config or upstream's auto maps name.
 
     Raises:
-        PatchgenError: the source does not parse, a pass misses, the config does not fit, or the result would not stand alone.
+        PatchgenError: the source does not parse, a pass refuses, the config does not fit, or the result is not standalone.
     """
     config_file = Path(upstream.config_file) if upstream.config_file else None
     config = (config or config_for(upstream.model, config_file)).for_heads(heads)
@@ -191,7 +192,7 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     _take_heads(config.heads, anatomy)
     steps = run_passes(original, anatomy, default_pipeline(config), config)
     anatomy = steps[-1].anatomy
-    if not heads:  # else the config may speak of what other heads reach
+    if not heads:  # with `heads`, the config may name code that only other heads reach
         _check_config(config, original, steps[-1].outcome.module)
     module = emit.with_imports(steps[-1].outcome.module, upstream)
     emit.check_stands_alone(module)
@@ -217,7 +218,11 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
 def generate_whole(
     upstream: Upstream, has: Callable[[str], bool] = lambda name: False, heads: Sequence[str] = ()
 ) -> list[Generated]:
-    """Generates a model, with `heads`, and those of other files that it builds by default, but for those already there.
+    """Generates a model and the models of other files that it builds by default (`Generated.parts`), recursively.
+
+    Args:
+        has: whether a part, by name, exists already and is not generated.
+        heads: of the first model, as in `generate`.
 
     Raises:
         PatchgenError: as `generate`, for any of them.
@@ -232,10 +237,10 @@ def generate_whole(
 
 
 def _take_heads(heads: Sequence[str], anatomy: Anatomy) -> None:
-    """Marks the heads that were asked for.
+    """Gives the requested heads `Role.ASKED`.
 
     Raises:
-        ConfigError: one is not a model of this file, or none that can be trained and proven.
+        ConfigError: one is not a model of this file, or cannot be trained and proven.
     """
     if not heads:
         return
@@ -255,7 +260,7 @@ def _take_heads(heads: Sequence[str], anatomy: Anatomy) -> None:
 
 
 def _why_refused(name: str, anatomy: Anatomy, served: set[str]) -> str:
-    """Why a model of a file is no head; empty if it is one."""
+    """Why a model cannot be requested as a head; empty if it can. `served`: the classes that Auto classes build."""
     method = anatomy.method(name, "forward")
     if method is None and generic_base(anatomy, name) is None:
         return "no class of this file gives it a forward"
@@ -269,7 +274,7 @@ def _why_refused(name: str, anatomy: Anatomy, served: set[str]) -> str:
 
 
 def _what_stayed(original: Module, kept_lines: set[int]) -> tuple[str, list[int]]:
-    """Upstream's text without banner and dropped blocks, and the number in upstream's file of each line of it."""
+    """Upstream's text without banner and dropped blocks, and for each of its lines the number in upstream's file."""
     parts = [emit.without_banner(original.header)]
     numbers = [i + 1 for i in emit.lines_beside_banner(original.header)]
     line = original.header.count("\n")
@@ -284,7 +289,7 @@ def _what_stayed(original: Module, kept_lines: set[int]) -> tuple[str, list[int]
 
 
 def _check_config(config: ModelConfig, original: Module, final: Module) -> None:
-    """Raises where the config speaks of something that is not in the generated file."""
+    """Raises ConfigError if the config edits, or allows syncs in, code that is not in the generated file."""
     lost = lost_edits(config.edits, final)
     if lost:
         raise ConfigError(

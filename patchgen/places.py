@@ -1,4 +1,4 @@
-"""Where the nodes of a block's libcst tree stand, so that a node found with `ast` is found again, and what holds it."""
+"""The byte spans and parents of the nodes of a block's libcst tree, by which a node of `ast` is found in it."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -14,8 +14,8 @@ from libcst._nodes.internal import CodegenState
 from patchgen.errors import Missed
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
-Span = tuple[int, int]  # the first byte and the one behind the last
-# WEAK needs parentheses of its own beside an operator; BARE may be without only where the place allows it.
+Span = tuple[int, int]  # the first byte, and the one after the last
+# Expressions that may need parentheses where they are inserted: WEAK ones anywhere but as an argument, BARE ones always.
 WEAK = cst.IfExp | cst.Lambda | cst.NamedExpr
 BARE = cst.Tuple | cst.GeneratorExp
 PLACE = "_place_of_an_expression_"
@@ -23,29 +23,29 @@ PLACE = "_place_of_an_expression_"
 
 @dataclass(frozen=True)
 class Places:
-    """The nodes of a block's libcst tree by the bytes that they span, as `ast` tells them."""
+    """The nodes of a libcst tree by their byte spans, which are those of `ast`: statements and imports by the first byte."""
 
     tree: cst.Module
-    # alone on their lines, by where they begin
+    # those that share their lines with no other
     statements: dict[int, Statement] = field(default_factory=dict[int, Statement])
-    elifs: set[cst.If] = field(default_factory=set[cst.If])  # those of the statements that nothing can be put beside
+    elifs: set[cst.If] = field(default_factory=set[cst.If])  # of `statements`; nothing can be inserted beside them
     imports: dict[int, cst.ImportFrom] = field(default_factory=dict[int, cst.ImportFrom])
     expressions: dict[Span, cst.BaseExpression] = field(default_factory=dict[Span, cst.BaseExpression])
     parents: dict[cst.CSTNode, cst.CSTNode | None] = field(default_factory=dict[cst.CSTNode, cst.CSTNode | None])
 
     def holders(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """All that holds a node of the tree, the innermost first."""
+        """The ancestors of a node, innermost first."""
         while (holder := self.parents.get(node)) is not None:
             yield (node := holder)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Lines of a block that are parsed and changed by themselves: a member of a class, what is above the members, or all.
+    """Lines of a block that are parsed and changed separately: a member of a class, what is above the members, or all.
 
     Attributes:
-        start: where they begin in the block's bytes.
-        before, after: what makes a module of them, `class _:` and a last member.
+        start: the offset of `text` in the block's bytes.
+        before, after: code around `text` that makes it a valid module: `class _:` and a last member.
     """
 
     start: int
@@ -55,17 +55,27 @@ class Part:
 
     @functools.cached_property
     def places(self) -> Places:
+        """The nodes of the part.
+
+        Raises:
+            Missed: libcst cannot parse it separately.
+        """
         try:
             return places(self.before + self.text + self.after)
         except cst.ParserSyntaxError as error:
             raise Missed("lines that libcst reads by themselves", self.text) from error
 
     def span(self, start: int, end: int) -> Span:
-        """Where bytes of the block stand in the module that `before`, `text` and `after` make."""
+        """Converts a span of the block to one of the module `before + text + after`."""
         shift = len(self.before) - self.start
         return start + shift, end + shift
 
     def visited(self, transformer: cst.CSTTransformer) -> str:
+        """The text after a transformation.
+
+        Raises:
+            ValueError: it changed `before` or `after`.
+        """
         code = self.places.tree.visit(transformer).code
         if not code.startswith(self.before) or not code.endswith(self.after):
             raise ValueError(f"a change beside the class or member that it was made for: {code}")
@@ -73,9 +83,9 @@ class Part:
 
 
 class _Spans(CodegenState):
-    """Where each node begins and ends in bytes, and what holds it, told by libcst as it writes the code.
+    """Records the byte span and the parent of each node while libcst generates the code.
 
-    What `libcst.metadata.ByteSpanPositionProvider` gives, without its visit of every node.
+    The spans are those of `libcst.metadata.ByteSpanPositionProvider`, without its visit of every node.
     """
 
     def __init__(self, module: cst.Module) -> None:
@@ -112,10 +122,10 @@ class _Spans(CodegenState):
 
 
 def places(text: str) -> Places:
-    """Parses a module's code: its nodes with their places.
+    """Parses a module's code.
 
     Raises:
-        libcst.ParserSyntaxError: libcst does not read it.
+        libcst.ParserSyntaxError: libcst cannot parse it.
     """
     tree = cst.parse_module(text)
     tree._codegen(told := _Spans(tree))  # pyright: ignore[reportPrivateUsage]  # as libcst's own position providers
@@ -134,13 +144,14 @@ def places(text: str) -> Places:
             case cst.If(orelse=cst.If() as other):
                 found.elifs.add(other)
             case cst.Call(func=func, args=[cst.Arg(value=cst.GeneratorExp(lpar=[]) as alone)]):
-                # `ast` counts the parentheses of the call to the generator
+                # in `f(x for x in y)`, `ast` includes the call's parentheses in the generator's span
                 above = spans[func.rpar[-1]][1] if func.rpar else spans[func][1]
                 found.expressions[text.encode().index(b"(", above), end] = alone
     return found
 
 
 def below(node: cst.CSTNode) -> list[cst.CSTNode]:
+    """All descendants of a node."""
     return [inner for child in node.children for inner in (child, *below(child))]
 
 
@@ -149,7 +160,7 @@ def code_of(node: cst.CSTNode) -> str:
 
 
 def around(before: str, after: str, old: cst.BaseExpression) -> cst.BaseExpression:
-    """A parsed expression within other code, as it is: parsed again it could fall apart where its lines end."""
+    """The expression `before + old + after`, with the node `old` itself: parsed again, its line breaks could end it early."""
     code = cst.parse_expression(f"{before}{PLACE}{after}")
     nodes = [code, *below(code)]
     place = next(node for node in nodes if isinstance(node, cst.Name) and node.value == PLACE)

@@ -18,10 +18,10 @@ from patchgen.runtime import project
 
 
 def current_project(start: Path | None = None) -> project.Project | None:
-    """The project of a folder, by default of the working directory.
+    """The project that a folder belongs to, by default the working directory; None if it belongs to none.
 
     Raises:
-        ConfigError: its file is not TOML, or has a key or a value that projects do not have.
+        ConfigError: its patchgen.toml is not TOML, or has an invalid key or value.
     """
     try:
         return project.find(start)
@@ -30,10 +30,13 @@ def current_project(start: Path | None = None) -> project.Project | None:
 
 
 def refuse_installed_package(folder: Path, what: str) -> None:
-    """Refuses to write into an installed package: the next installation would lose it.
+    """Refuses to write into an installed package, where the next installation would delete the files.
+
+    Args:
+        what: what would be written, for the message.
 
     Raises:
-        ConfigError: with what to do.
+        ConfigError: `folder` is in the installed package.
     """
     package = Path(__file__).parent
     if folder.is_relative_to(package) and not (package.parent / "pyproject.toml").is_file():
@@ -47,7 +50,8 @@ def with_project_passes(kinds: Sequence[type[Pass]]) -> tuple[type[Pass], ...]:
     """The passes with those of the project inserted, each before the one that its `before` names.
 
     Raises:
-        ConfigError: a file is missing, cannot be imported or defines no complete pass; a name is taken, or `before` names none.
+        ConfigError: a file is missing, cannot be imported or defines no complete pass; a pass's name is taken, or its `before`
+            names no pass.
     """
     passes = list(kinds)
     for kind in _project_passes():
@@ -99,7 +103,7 @@ def _project_passes() -> list[type[Pass]]:
 
 
 def load(file: Path) -> ModuleType:
-    """The module of a file outside the package, executed again after the file has changed.
+    """The module of a file outside the package; executed again only if the file has changed.
 
     Raises:
         ConfigError: it cannot be imported.
@@ -115,7 +119,7 @@ def _load(file: Path, content: bytes) -> ModuleType:
         raise ConfigError(f"{file} is not a Python file: its name does not end in .py.")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        # not by the loader: its bytecode cache misses a second change within the same second
+        # not with the loader, whose bytecode cache misses a second change within the same second
         exec(compile(content, str(file), "exec"), vars(module))
     except PatchgenError:
         raise

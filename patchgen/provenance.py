@@ -1,4 +1,4 @@
-"""The record of what a generated file came from, and the files on disk: write, compare, never mix."""
+"""The record of what a generated file was made from (`provenance.json`); writes generated files and detects manual edits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def generated_root() -> Path:
-    """The folder of the committed generated models: the project's, else this package's."""
+    """The folder of the generated models: the project's if its patchgen.toml names one, else this package's."""
     return _project_root() or Path(__file__).parent / "generated_models"
 
 
@@ -40,13 +40,13 @@ def _project_root() -> Path | None:
 
 
 def shown_root() -> str:
-    """The folder of the generated models as a diff names it, wherever the command runs: as the project's file says it."""
+    """The folder of the generated models as diffs name it: the path in patchgen.toml, independent of the working directory."""
     project = project_code.current_project()
     return Path(project.generated).as_posix() if project is not None and project.generated else "generated_models"
 
 
 def command(upstream: Upstream, heads: Sequence[str] = ()) -> str:
-    """The command that regenerates the model."""
+    """The command that regenerates the model, with these heads as options."""
     asked = "".join(f" --head {head}" for head in heads)
     if upstream.version is None:
         config = f" --config {shlex.quote(upstream.config_file)}" if upstream.config_file else ""
@@ -67,13 +67,16 @@ def record(
     config: ModelConfig,
     asked: Sequence[str] = (),
 ) -> str:
-    """`provenance.json`, byte-stable: no time, no machine.
+    """The text of `provenance.json`, which depends on neither time nor machine.
 
     Args:
-        files: file name -> text of what was generated, the modeling file first, and of what is copied along.
-        config: of the model; the record keeps what the targets of its hand edits were. Where it names no heads, the
-            record has the roots that are heads, or else all roots.
-        asked: the heads that the command names, with which the file is made again.
+        steps: the passes as they ran.
+        roots: the classes that the file was generated for.
+        dropped: the names of dropped classes and functions.
+        files: file name -> text of generated and copied files, the modeling file first.
+        config: the model's config. The record has hashes of the targets of its hand edits, and its heads; without any, the
+            roots that are causal heads, or else all roots.
+        asked: the heads that were given on the command line.
     """
     anatomy, before, module = steps[-1].anatomy, steps[0].before, steps[-1].outcome.module
     upstream, models = anatomy.upstream, anatomy.models_in(module)
@@ -98,7 +101,7 @@ def record(
         "asked": list(asked),
         "model_types": [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind],
         "classes": models,
-        # a pass that finds nothing changes no record
+        # only those that found something, so that a new pass does not change every record
         "passes": [_ran(step) for step in steps if emit.summary(step.outcome) != emit.NOTHING],
         "census": census(anatomy, heads, _passes_of(steps, module, anatomy)),
         "parts": _parts(module, anatomy),
@@ -126,7 +129,7 @@ def _hit(hit: Hit) -> HitRecord:
 
 
 def _parts(module: Module, anatomy: Anatomy) -> list[PartRecord]:
-    """The language models of other files that the classes build: what builds them, and what the default config builds."""
+    """The language models of other files that the classes build: the construction, and the class and model by default."""
     return [
         {
             "site": f"{info.name}.{build.attribute or build.method}",
@@ -143,7 +146,7 @@ def _parts(module: Module, anatomy: Anatomy) -> list[PartRecord]:
 
 
 def _passes_of(steps: Sequence[Step], module: Module, anatomy: Anatomy) -> dict[str, list[str]]:
-    """Class or function -> the passes that have a site in it, or the seam that a function is handed to."""
+    """Class or function -> the passes with a site in it; a function without one -> the first seam that it is passed to."""
     passes_by_name: dict[str, list[str]] = {}
     for step in steps:
         for hit in (*step.outcome.hits, *step.outcome.upstream) if step.rewrites else ():
@@ -174,7 +177,7 @@ def read(directory: Path) -> Provenance:
 
 
 def is_unreadable(directory: Path) -> bool:
-    """Whether a folder has a record that cannot be read: then nobody knows what its hand edits were written for."""
+    """Whether a folder has a record that cannot be parsed, so that drift of its hand edits' targets cannot be checked."""
     if not (directory / "provenance.json").is_file():
         return False
     try:
@@ -185,7 +188,7 @@ def is_unreadable(directory: Path) -> bool:
 
 
 def edited_files(directory: Path, facts: Provenance) -> list[str]:
-    """The files of a generated model that are not what its record says was written; a missing one is among them."""
+    """The files of a generated model that differ from what its record says was written, missing ones included."""
     return [name for name, sha256 in _recorded(facts).items() if _sha256_of(directory / name) != sha256]
 
 
@@ -203,9 +206,9 @@ def _sha256_of(path: Path) -> str | None:
 
 
 def drifted_edits(directory: Path, generated: Generated) -> list[str]:
-    """The targets of hand edits that are not what they were when the same edit was recorded in this folder.
+    """The targets of hand edits that upstream changed since the same, unchanged edit was recorded in this folder.
 
-    Whoever changes the edit has read its target: the new one is what is recorded then.
+    An edit that was changed itself is not listed: its author is assumed to have read the new target.
     """
     if not (directory / "provenance.json").is_file():
         return []
@@ -222,10 +225,10 @@ def drifted_edits(directory: Path, generated: Generated) -> list[str]:
 
 
 def refuse_drifted_edits(directory: Path, generated: Generated, reviewed: Collection[str] = ()) -> None:
-    """Raises where a hand edit would go on over code that nobody has read it against.
+    """Refuses hand edits whose targets changed upstream, but for the targets in `reviewed`.
 
     Raises:
-        StaleFile: with the targets and the ways out.
+        StaleFile: lists the targets and what to do.
     """
     drifted = [target for target in drifted_edits(directory, generated) if target not in reviewed]
     if drifted:
@@ -240,15 +243,15 @@ def refuse_drifted_edits(directory: Path, generated: Generated, reviewed: Collec
 
 
 def write(generated: Generated, directory: Path, *, force: bool = False, reviewed: Collection[str] = ()) -> list[Path]:
-    """Writes the files of a generated model; returns those that changed. A lock on the folder keeps two runs from mixing.
+    """Writes the files of a generated model, under a lock on the folder; returns the paths that changed.
 
     Args:
-        force: overwrite files that were edited by hand or are not patchgen's, and a record that cannot be read.
-        reviewed: targets of hand edits that were read against what upstream has now.
+        force: overwrite files that were edited manually or have no record, and an unreadable record.
+        reviewed: targets of hand edits that were compared with the new upstream.
 
     Raises:
-        StaleFile: a present file was edited by hand or is not patchgen's, or the record cannot be read, and `force` is not
-            given; or the target of a hand edit is not what the edit was written for.
+        StaleFile: without `force`, a file was edited manually or has no record, or the record is unreadable; or the target of
+            a hand edit has changed and is not in `reviewed`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)
@@ -267,7 +270,7 @@ def write(generated: Generated, directory: Path, *, force: bool = False, reviewe
 
 
 def write_whole(files: Mapping[Path, str]) -> None:
-    """Writes files beside their places, all of them before the first is renamed: a crash leaves each file whole, old or new."""
+    """Writes temporary files, then renames them all: after a crash each file is complete, old or new."""
     temporary: dict[Path, str] = {}
     try:
         for path, text in files.items():
@@ -287,11 +290,12 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def _refuse_to_lose_edits(directory: Path, generated: Generated) -> None:
-    """Raises where a file stands that patchgen did not write, or that was changed since."""
+    """Raises StaleFile if a file that would be overwritten has no record, or was edited since it was recorded."""
     recorded = _recorded(read(directory)) if (directory / "provenance.json").is_file() else {}
     for name, text in generated.files.items():
         path = directory / name
-        if name == "provenance.json" or not path.is_file() or _holds(path, text):  # or a run ended between two renames
+        # a file may already have the new text if a run stopped between two renames
+        if name == "provenance.json" or not path.is_file() or _holds(path, text):
             continue
         if recorded.get(name) is None:
             raise StaleFile(

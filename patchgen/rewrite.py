@@ -1,6 +1,6 @@
-"""Editing one block with libcst: callers give nodes of `ast`, and each is found again in libcst's tree by where it stands.
+"""Edits one block with libcst: callers pass nodes of `ast`, each of which is found in libcst's tree by its position.
 
-Inserted code is formatted with black at the depth where it lands; what was there keeps its bytes.
+Inserted code is formatted with black for its depth; existing code keeps its bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from patchgen.source import Block, Module
 LINE_LENGTH = 119
 INDENT = "    "
 BRANCHES = ("body", "orelse", "finalbody")
-Placed = ast.stmt | ast.expr | ast.arg  # what `ast` tells the place of
+Placed = ast.stmt | ast.expr | ast.arg  # nodes of `ast` with a position
 Found = TypeVar("Found", bound=cst.CSTNode)
 
 
 def format_code(code: str, depth: int = 0) -> str:
-    """`code` formatted by black as it would be at `depth` levels of indentation; the result is not indented."""
+    """`code` formatted by black for `depth` levels of indentation; the result is not indented."""
     import black  # imported late: half of the passes insert nothing
     from black.mode import TargetVersion
 
@@ -51,9 +51,9 @@ def _parsed(code: str) -> tuple[Statement, ...]:
 
 
 class Editor:
-    """Changes of one block by the nodes of its syntax tree (`block.node` and what is below it).
+    """Collects changes of one block by nodes of its `ast` (`block.node` and its descendants); `result` applies them.
 
-    What no change touches keeps its bytes; what is inserted is formatted at the depth where it lands, below the comment of
+    What no change touches keeps its bytes; inserted statements are formatted for their depth, below the comment `mark` of
     the pass. Statements are inserted and replaced as whole lines: one that shares its line raises `Missed`.
     """
 
@@ -62,20 +62,20 @@ class Editor:
         self._bytes = block.text.encode()
         self._lines = self._bytes.split(b"\n")
         self._starts = [0, *itertools.accumulate(len(line) + 1 for line in self._lines)]
-        self._read: dict[cst.CSTNode, Part] = {}  # what was found, and where
+        self._read: dict[cst.CSTNode, Part] = {}  # node that was looked up -> the part that it is in
         self._changes: dict[Statement, Change] = {}
         self._edits: dict[cst.CSTNode, list[Edit]] = {}
-        self._lost: set[cst.CSTNode] = set()  # expressions that other code takes the place of
-        self._members: str | None = None  # of the class, in the place of its own
-        self._appended: list[str] = []  # members below them
+        self._lost: set[cst.CSTNode] = set()  # expressions that are replaced
+        self._members: str | None = None  # what replaces all members of the class
+        self._appended: list[str] = []  # members added below them
 
     @property
     def result(self) -> Block:
         """The block with the changes.
 
         Raises:
-            ValueError: code was changed that another change takes away.
-            Missed: the code cannot take a change, such as `if(a):` an expression without parentheses.
+            ValueError: two changes conflict: one changes code that the other removes.
+            Missed: libcst rejects a change, such as an expression without parentheses in `if(a):`.
         """
         changed = {node: [*self._edits.get(node, ()), change.apply] for node, change in self._changes.items()}
         changes: Changes = self._edits | changed
@@ -93,7 +93,7 @@ class Editor:
         )
 
     def _require_apart(self, changed: Changes) -> None:
-        """Raises ValueError where one change would take another one away."""
+        """Raises ValueError if one change would discard another one."""
         gone = {node for node, change in self._changes.items() if change.instead is not None}
         twice = [node for node in gone if node in self._edits]
         twice += [node for node in gone if not self._changes[node].instead and self._changes[node].mark is not None]
@@ -106,17 +106,17 @@ class Editor:
             raise ValueError(f"two changes of one place: {code_of(twice[0])}")
 
     def function(self, name: str) -> FunctionNode:
-        """The method of that name, or the function itself; of several definitions the last one, which is what Python keeps."""
+        """The method of that name, or the block's function itself; of several definitions the last one, as in Python."""
         return next(
             node for node in reversed(self.block.members) if isinstance(node, FunctionNode) and node.name == name
         )
 
     def code(self, node: Placed, *, whole: bool = False, instead: tuple[Placed, str] | None = None) -> str:
-        """The source of a node, a statement's with what follows on its lines; without the indentation of its statement.
+        """The source of a node, dedented by its statement's indentation; of a statement with what follows on its last line.
 
         Args:
-            whole: with the comments and blank lines above a statement.
-            instead: a node within this one, and the code in its place.
+            whole: include the comments and blank lines above a statement.
+            instead: a node within this one, and code that replaces it.
         """
         (start, end), first = self._span(node), _first_line(node)
         if first < node.lineno:  # its decorators belong to it
@@ -135,7 +135,7 @@ class Editor:
         return "\n".join(line if i in inside else line.removeprefix(indent) for i, line in lines)
 
     def instead(self, node: ast.expr, code: str) -> None:
-        """Another expression in the place of one."""
+        """Replaces an expression by code."""
         new = cst.parse_expression(code)
 
         def change(old: cst.BaseExpression) -> cst.BaseExpression:
@@ -146,18 +146,18 @@ class Editor:
         self._edit(self._expression(node), change)
 
     def around(self, node: ast.expr, before: str, after: str = "") -> None:
-        """Code in front of and behind an expression."""
+        """Inserts code before and after an expression."""
         self._edit(self._expression(node), functools.partial(around, before, after))
 
     def from_module(self, node: ast.ImportFrom, module: str) -> None:
-        """Imports the names of a statement from the module of that absolute name."""
+        """Makes a `from` import absolute: from `module`."""
         name = cst.parse_expression(module)
         found = self._find(node, lambda places, start, _: places.imports.get(start), "an import")
         space = cst.SimpleWhitespace(" ")
         self._edit(found, lambda old: old.with_changes(module=name, relative=[], whitespace_after_from=space))
 
     def add_arguments(self, call: ast.Call, first: str, last: str = "") -> None:
-        """Arguments in front of those that a call has, and behind them."""
+        """Inserts arguments before and after those of a call."""
         before, after = (cst.ensure_type(cst.parse_expression(f"f({args})"), cst.Call).args for args in (first, last))
 
         def change(old: cst.Call) -> cst.Call:
@@ -169,17 +169,17 @@ class Editor:
         self._edit(self._expression(call), change)
 
     def set_bases(self, bases: Sequence[str]) -> None:
-        """Gives the class other bases."""
+        """Replaces the bases of the class."""
         args = [cst.Arg(cst.parse_expression(base)) for base in bases]
         self._edit(self._statement(self.block.node), lambda old: old.with_changes(bases=args))
 
     def decorate(self, function: FunctionNode, decorator: str) -> None:
-        """Another decorator above those of a function."""
+        """Adds a decorator above those of a function."""
         new = cst.Decorator(cst.parse_expression(decorator))
         self._edit(self._statement(function), lambda old: old.with_changes(decorators=[new, *old.decorators]))
 
     def add_parameter(self, function: FunctionNode, code: str) -> None:
-        """Another parameter, with a default, behind those that a function has and in front of its `**kwargs`."""
+        """Adds a parameter with a default after those of a function, before its `**kwargs`."""
         new = cst.ensure_type(cst.parse_statement(f"def f({code}): ..."), cst.FunctionDef).params.params[0]
 
         def change(old: cst.FunctionDef) -> cst.FunctionDef:
@@ -192,31 +192,31 @@ class Editor:
         self._edit(self._statement(function), change)
 
     def mark(self, *nodes: ast.AST) -> None:
-        """The comment of the pass above the statements that hold these nodes."""
+        """Adds the comment of the pass above the innermost statements that contain these nodes."""
         for node in nodes:
             self._changes.setdefault(self._statement(self.statement_of(node)), Change()).mark = self._mark
 
     def above(self, statement: ast.stmt, code: str, *, at_top: bool = False, marked: bool = True) -> None:
-        """Code above a statement, which keeps its comments; a blank line above it stays above both.
+        """Inserts code above a statement, between its comments and the statement; its blank lines move above the code.
 
-        With `at_top` the code goes above those comments and blank lines.
+        With `at_top` the code goes above the comments and blank lines.
         """
         change = self._change(statement)
         (change.top if at_top else change.above).extend(self._formatted(code, statement, marked=marked))
 
     def below(self, statement: ast.stmt, code: str, *, marked: bool = True, spaced: bool = False) -> None:
-        """Code right below a statement, or below a blank line."""
+        """Inserts code below a statement, after a blank line if `spaced`."""
         first, *others = self._formatted(code, statement, marked=marked)
         lead = [cst.EmptyLine(indent=False)] * spaced
         first = first.with_changes(leading_lines=[*lead, *first.leading_lines])
         self._change(statement).below.extend([first, *others])
 
     def drop(self, statement: ast.stmt) -> None:
-        """Takes a statement away, with the comments and blank lines above it."""
+        """Removes a statement and the comments and blank lines above it."""
         self._take(statement, ())
 
     def drop_elements(self, listed: ast.List | ast.Tuple, dropped: Sequence[ast.expr]) -> None:
-        """Takes elements out of a list or tuple; what is then the last one ends as the last one did."""
+        """Removes elements of a list or tuple; the new last one gets the trailing comma, or none, of the old one."""
         places_left = [place for place, element in enumerate(listed.elts) if element not in dropped]
 
         def change(old: cst.List | cst.Tuple) -> cst.List | cst.Tuple:
@@ -230,7 +230,7 @@ class Editor:
             self._edit(self._expression(listed), change)
 
     def drop_branch(self, branch: ast.If) -> None:
-        """Takes an `if` or `elif` away; what follows in its chain takes its place. An `if` with an `else` alone stays."""
+        """Removes an `if` or `elif`; the next `elif`, or after an `elif` the `else`, replaces it. `if ... else` stays."""
         found = self._statement(branch)
         is_elif = found in self._read[found].places.elifs
 
@@ -244,13 +244,13 @@ class Editor:
         self._edit(found, change)
 
     def siblings(self, node: ast.stmt) -> list[ast.stmt]:
-        """The statements among which one stands."""
+        """The list of statements, such as the body of a branch, that contains a statement."""
         holders = (holder for holder in self._holders if not isinstance(holder, ast.expr))
         parts: Iterator[list[ast.stmt]] = (getattr(holder, name, []) for holder in holders for name in BRANCHES)
         return next((part for part in parts if node in part), self.block.statements)
 
     def at_start(self, function: FunctionNode, code: str) -> None:
-        """Marked code at the top of a function, below its docstring."""
+        """Inserts marked code at the top of a function, below its docstring."""
         first = function.body[0]
         if ast.get_docstring(function, clean=False) is not None:
             self.below(first, code)
@@ -258,11 +258,11 @@ class Editor:
             self.above(first, code, at_top=True)
 
     def replace(self, first: ast.stmt, code: str, last: ast.stmt | None = None, *, marked: bool = True) -> None:
-        """Code in the place of a statement, or of those up to `last`; comments and blank lines above them stay."""
+        """Replaces a statement, or those up to `last`, by code; the comments and blank lines above `first` stay."""
         self._replace(first, self._formatted(code, first, marked=marked), last)
 
     def put(self, first: ast.stmt, code: str, last: ast.stmt) -> None:
-        """Code as it is in the place of statements and of the comments above them."""
+        """Replaces statements, and the comments and blank lines above them, by code that is not formatted."""
         self._replace(first, _parsed(code), last)
         self._change(first).with_lead = False
 
@@ -280,15 +280,15 @@ class Editor:
                 self.drop(statement)
 
     def append(self, code: str) -> None:
-        """A marked method at the end of the class."""
+        """Adds a marked member at the end of the class."""
         self._appended.append(format_code(f"# {self._mark}\n{code}" if self._mark else code, 1))
 
     def fill(self, code: str) -> None:
-        """Members in the place of the class's own."""
+        """Replaces all members of the class."""
         self._members = code
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
-        """The innermost statement that holds a node."""
+        """The innermost statement that contains a node, itself included."""
         return self._holders[node]
 
     @functools.cached_property
@@ -308,7 +308,7 @@ class Editor:
         return start + node.col_offset, end + (node.end_col_offset or 0)
 
     def _gap(self, statement: ast.stmt) -> int:
-        """The first line of the comments and blank lines above a statement; deeper comments belong to the statement above them."""
+        """The first line of the comments and blank lines above a statement, up to a comment with deeper indentation."""
         line = _first_line(statement)
         while line > 1 and (above := self._lines[line - 2]).strip()[:1] in (b"", b"#"):
             if line - 1 in self._in_strings:
@@ -320,13 +320,13 @@ class Editor:
 
     @functools.cached_property
     def _indent(self) -> str:
-        """What the lines of the members begin with."""
+        """The indentation of the class's members."""
         first = self.block.members[0]
         return self._lines[first.lineno - 1][: first.col_offset].decode() if len(self._parts) > 1 else INDENT
 
     @functools.cached_property
     def _parts(self) -> list[Part]:
-        """The whole block, or what stands above the members of the class, and each member: libcst parses only what is changed."""
+        """What is above the members of the class, and each member; else the whole block. libcst parses only changed parts."""
         members = self.block.members if isinstance(self.block.node, ast.ClassDef) else []
         first = self._lines[members[0].lineno - 1][: members[0].col_offset] if members else b""
         if not members or first.strip():  # on the line of the class
@@ -373,7 +373,7 @@ class Editor:
 
 
 def _first_line(node: Placed) -> int:
-    """The line on which a node begins, with its decorators."""
+    """The first line of a node, its decorators included."""
     return min(one.lineno for one in (node, *getattr(node, "decorator_list", ())))
 
 
@@ -382,14 +382,14 @@ def _last_line(node: Placed) -> int:
 
 
 def indented(code: str, indent: str = INDENT) -> str:
-    """Statements as they stand at an indentation; what lies in strings of several lines is not moved."""
+    """Indents statements; the lines inside multi-line strings are unchanged."""
     inside = inside_strings(ast.parse(code))
     lines = enumerate(code.split("\n"), start=1)
     return "\n".join(line if i in inside or not line else indent + line for i, line in lines)
 
 
 def inside_strings(code: ast.AST) -> set[int]:
-    """The lines that begin within a string, or between the pieces of a concatenated one."""
+    """The lines that begin inside a string, or between the pieces of a concatenated one; counted from 1."""
     strings = [node for node in walk(code) if isinstance(node, ast.Constant | ast.JoinedStr)]
     return {line for node in strings for line in range(node.lineno + 1, _last_line(node) + 1)}
 
@@ -402,21 +402,21 @@ def insert_first(block: Block, name: str, code: str, mark: str) -> Block:
 
 
 def append_method(block: Block, code: str, mark: str) -> Block:
-    """The class block with one marked member more at its end."""
+    """The class block with a marked member added at its end."""
     editor = Editor(block, mark)
     editor.append(code)
     return editor.result
 
 
 def at_end(module: Module, code: str) -> Module:
-    """The module with one more statement below its definitions, above `__all__` if it has one."""
+    """The module with `code` added at its end, but above `__all__` if it has one."""
     position = next((i for i, block in enumerate(module) if "__all__" in block.binds), len(module.blocks))
     new = Block(text=f"\n\n{format_code(code)}")
     return module.with_blocks([*module.blocks[:position], new, *module.blocks[position:]])
 
 
 def with_torch(module: Module) -> Module:
-    """The module with `torch` and `nn` among its imports."""
+    """The module with imports of `torch` and `nn` added unless it binds these names."""
     bound = {name for block in module for name in block.binds}
     wanted = {"torch": "import torch\n", "nn": "from torch import nn\n"}
     missing = [Block(text=line) for name, line in wanted.items() if name not in bound]
@@ -426,10 +426,9 @@ def with_torch(module: Module) -> Module:
 
 
 def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: str = "") -> list[str]:
-    """`f(x, ...)` becomes `ops.<kind>(f, x, ..., <more>)` for each f -> kind in `wanted`.
+    """Rewrites calls `f(x, ...)` in `code` to `ops.<kind>(f, x, ..., <more>)` for each f -> kind in `wanted`.
 
-    Returns:
-        the kinds, one for each call. Statements are marked, headers of branches and loops are not.
+    Returns the kinds, one for each call. Simple statements are marked; headers of branches and loops are not.
     """
 
     def found_in(node: ast.AST) -> dict[ast.Call, str]:

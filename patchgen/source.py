@@ -1,8 +1,8 @@
 """A modeling file as a sequence of top-level blocks, each with its exact text.
 
-Passes replace the text of single blocks; everything else keeps its bytes, so the diff against upstream is the output
-of the passes and nothing else. Blocks are found with `ast` (fast) and rewritten with libcst (exact), one at a time:
-parsing the one member that a pass changes takes milliseconds where the file takes most of a second.
+Passes replace the text of single blocks; everything else keeps its bytes, so the diff against upstream shows what the
+passes did and nothing else. Blocks are found with `ast` (fast) and rewritten with libcst (exact), one at a time: parsing
+the one member that a pass changes takes milliseconds, the whole file most of a second.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Block:
 
     @property
     def members(self) -> list[ast.stmt]:
-        """What stands in the body of the class that the block is; otherwise its statements."""
+        """The statements in the class body if the block is a class; otherwise the block's statements."""
         return self.node.body if isinstance(self.node, ast.ClassDef) else self.statements
 
     @property
     def name(self) -> str | None:
-        """The name of the class or function, if the block is one."""
+        """The name of the class or function; None if the block is neither."""
         node = self.node
         return node.name if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else None
 
@@ -76,7 +76,7 @@ class Module:
         return iter(self.blocks)
 
     def block(self, name: str) -> Block:
-        """The class or function block of that name; of several definitions the last one, which is what Python keeps.
+        """The class or function block of that name; of several the last one, as in Python.
 
         Raises:
             KeyError: there is none.
@@ -132,10 +132,10 @@ def parse(text: str, path: str = "<source>") -> Module:
 
 
 def bound_names(statement: ast.AST) -> list[str]:
-    """The names that a statement binds in the scope it stands in, those inside `if`, `try`, `for`, `with` included.
+    """The names that a statement binds in its scope, also inside `if`, `try`, `for` and `with`.
 
-    As in Python, what a comprehension or a lambda binds is its own, but for `:=` in a comprehension. The name of
-    `except ... as` does not count: it is gone after the handler.
+    Names that a comprehension or a lambda binds are local to it, but for `:=` in a comprehension. The name of
+    `except ... as` does not count: Python deletes it after the handler.
     """
     match statement:
         case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -155,7 +155,7 @@ def bound_names(statement: ast.AST) -> list[str]:
 
 
 def _names_of_walruses(node: ast.AST) -> list[str]:
-    """The names that `:=` binds in a comprehension or a part of one, and so in the scope around it."""
+    """The names that `:=` in a comprehension, or in a part of one, binds in the enclosing scope."""
     if isinstance(node, ast.Lambda):
         return _names_of_walruses(node.args)
     names = [node.target.id] if isinstance(node, ast.NamedExpr) else []
@@ -176,7 +176,7 @@ def _statement_spans(tree: ast.Module) -> list[tuple[int, int]]:
 
 
 def _header_end(lines: list[str], first_statement: int) -> int:
-    """Where the header ends: above the comments that touch the first statement, unless they begin the file; else at it."""
+    """The number of header lines: those above the comments directly above the first statement; if these begin the file, all."""
     end = first_statement
     while end > 0 and lines[end - 1].startswith("#"):
         end -= 1

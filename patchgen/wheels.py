@@ -1,4 +1,4 @@
-"""The installed transformers, and the wheels of other releases, each downloaded once."""
+"""The version of the installed transformers, and a cache of the wheels of other releases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patchgen.errors import UpstreamNotFound
 
 
 def installed_version() -> str | None:
-    """The version of the installed transformers, None without one. It is not imported."""
+    """The version of the installed transformers, read without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -22,7 +22,7 @@ def installed_version() -> str | None:
 
 
 def cache_directory() -> Path:
-    """Where wheels, environments and staged upgrades are kept: `$PATCHGEN_CACHE`, else `patchgen` in the user's cache folder."""
+    """The folder for wheels, environments and staged upgrades: `$PATCHGEN_CACHE`, else `patchgen` in the user's cache."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("PATCHGEN_CACHE") or base / "patchgen")
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 PASSES: tuple[type[Pass], ...] = (
     HandEdits,
     GenericHeads,
-    LocalClasses,  # before prune, which would take towers that only an Auto class builds for unreached
+    LocalClasses,  # before Prune, which would drop towers that only an Auto class builds
     Prune,
     AbsoluteImports,
     TiedEmbeddings,
@@ -68,12 +68,12 @@ PASSES: tuple[type[Pass], ...] = (
     FusedOps,
     ParallelPlan,
     CheckpointMapping,
-    HostSyncLint,  # last: it reads what the others left
+    HostSyncLint,  # last: it reads the result of the others
 )
 
 
 def default_pipeline(config: ModelConfig) -> tuple[Pass, ...]:
-    """The passes with the parameters of a model's config."""
+    """All passes in order, as a model's config parametrises them."""
     arguments: dict[type[Pass], tuple[object, ...]] = {
         HandEdits: (config.edits,),
         GenericHeads: (config.kept,),
@@ -84,7 +84,7 @@ def default_pipeline(config: ModelConfig) -> tuple[Pass, ...]:
 
 
 def all_passes() -> tuple[type[Pass], ...]:
-    """The passes, and those of the project, in the order in which they run."""
+    """The passes, those of the project included, in the order in which they run; raises as `with_project_passes`."""
     return project_code.with_project_passes(PASSES)
 
 

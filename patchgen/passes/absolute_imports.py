@@ -16,8 +16,8 @@ IMPORTER = "importlib.import_module"
 
 
 class AbsoluteImports(Pass):
-    """The generated file lives outside of transformers, so `from ...activations` must name its package. What stood
-    beside a file on disk is copied along with it, and stays a neighbour wherever the output goes."""
+    """The generated file is outside transformers, so `from ...activations` must name its package. Modules beside a file
+    on disk are copied with it, so imports from them stay relative."""
 
     name = "absolute_imports"
     purpose = "Relative imports become absolute, also inside functions and TYPE_CHECKING blocks."
@@ -78,9 +78,9 @@ def _is_neighbour(node: ast.ImportFrom, neighbours: set[str]) -> bool:
 
 
 def _is_dynamic(anatomy: Anatomy, call: ast.Call) -> bool:
-    """`import_module(".name", package)`: a relative import that is no import statement."""
+    """Whether a call is a relative import: `import_module(".name", package)`."""
     name = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
-    # By its name too: imports inside the functions of a rewritten block are not resolved.
+    # Compared by name too: in rewritten blocks, names that functions import are not resolved.
     imports = anatomy.names.resolve(call.func) == IMPORTER or dotted(call.func).endswith("import_module")
     return imports and isinstance(name, str) and name.startswith(".")
 

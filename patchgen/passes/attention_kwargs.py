@@ -40,7 +40,7 @@ def accepts_precomputed_kwargs(modality):
 
 
 class AttentionKwargs(SitePass):
-    """`cu_seq_lens_q` and its like say where documents end in the text; a tower that got them would cut its images there."""
+    """`cu_seq_lens_q` and its like are the document boundaries of the text; a tower would split its images by them."""
 
     name = "attention_kwargs"
     purpose = "cu_seq_lens_q/k and max_length_q/k are withheld from towers; the language model still gets them."
@@ -83,14 +83,14 @@ class AttentionKwargs(SitePass):
 
 
 def _callees(anatomy: Anatomy, name: str) -> list[str]:
-    """What a model's forward calls with its media: methods and towers."""
+    """The methods and towers that a model's forward calls with its media."""
     return list(dict.fromkeys(callee for callees in takes_media(anatomy, name).values() for callee in callees))
 
 
 def _filters(anatomy: Anatomy, owner: str, method: str) -> bool:
-    """Whether upstream's decorator of the method drops the packing arguments: that of the release has the known form.
+    """Whether upstream's decorator on the method drops the packing arguments, by the decorator's source in the release.
 
-    Under another form they are withheld here, which loses nothing where upstream drops them, too.
+    False for a decorator of another form: withholding them twice is harmless.
     """
     owner_and_method = anatomy.method(owner, method) if FEATURES.match(method) else None
     if owner_and_method is None or not any(

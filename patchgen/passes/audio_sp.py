@@ -8,7 +8,7 @@ from patchgen.passes.tower_slices import TowerSlices
 
 
 class AudioSP(TowerSlices):
-    """`cu_seqlens` stays that of all ranks' frames, with an entry for padding: attention sees all frames of some heads."""
+    """`cu_seqlens` stays that of all frames, plus an entry for padding: in attention each rank has all frames of some heads."""
 
     name = "audio_sp"
     purpose = "An audio tower convolves a slice of the chunks, and its layers work on a slice of the frames."

@@ -1,8 +1,8 @@
-"""The contract of a pass.
+"""The base classes of passes.
 
-A pass is one class in one file with one purpose. It names the sites that it must rewrite (`sites`) and rewrites one of
-them (`rewrite`). The base class does the rest: it collects hits, and raises `PassMismatch` for every site that was not
-rewritten and for signs of sites where there were none. Nothing is silently inactive.
+A pass is one class in one file with one purpose. It lists the sites that it must rewrite (`sites`) and rewrites one of
+them (`rewrite`). The base class does the rest: it collects hits, and raises `PassMismatch` for sites that were missed and
+for signs of sites that were not found. Nothing is silently inactive.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from patchgen.source import Block, Module
 
 @dataclass(frozen=True)
 class Site:
-    """A place that a pass must rewrite: a class or function of the file, and the member in it."""
+    """A place that a pass must rewrite: a class, a method or a function of the file."""
 
     name: str  # "Qwen3MoeExperts.forward"
-    block: str  # the class or function that holds it
+    block: str  # the class or function that contains it: "Qwen3MoeExperts"
     line: int  # in the upstream file
-    why: str  # the role that makes it a site
+    why: str  # for example the role that makes it a site
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Hit:
     """A site that was rewritten, or that upstream already has in the wanted form."""
 
     site: str
-    line: int
-    what: str
+    line: int  # in the upstream file; 0 if unknown
+    what: str  # what was done, or what upstream does
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The outcome of `rewrite`: the new text of the site's block (and blocks to put around it)."""
+    """The result of `rewrite`: the site's block rewritten, and blocks to insert before it."""
 
     block: Block
     what: str
@@ -51,29 +51,29 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Upstream:
-    """The outcome of `rewrite` where upstream already does the pass's work."""
+    """The result of `rewrite` if upstream already does the pass's work; `what` says how."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a pass returns."""
+    """What `Pass.apply` returns."""
 
     module: Module
     hits: tuple[Hit, ...] = ()
-    upstream: tuple[Hit, ...] = ()
+    upstream: tuple[Hit, ...] = ()  # sites where upstream already does the pass's work
     notes: tuple[str, ...] = ()
-    added: tuple[str, ...] = ()  # classes that upstream does not have: later passes see them in the anatomy
+    added: tuple[str, ...] = ()  # classes that the pass wrote; the pipeline adds them to the anatomy
 
 
 @dataclass(frozen=True)
 class Example:
     """A source before and after a pass: its documentation and its test.
 
-    The first line of `text` is the title. Of the others, those with a `-` at their left are there only before, those
-    with a `+` only after; they begin in the column of the closing quotes. A line `...` with a `+` stands for added lines
-    that are not shown. Upstream's usual imports are left out.
+    The first line of `text` is the title. Of the others, those with a `-` in the left margin exist only before, those with
+    a `+` only after; code starts in the column of the closing quotes. A line `...` with a `+` is any number of added lines.
+    Upstream's usual imports are left out.
     """
 
     text: str
@@ -91,7 +91,7 @@ class Example:
         return self._lines("+")
 
     def shows(self, text: str) -> bool:
-        """Whether a text is what the example has after the pass."""
+        """Whether a text matches the example's `after`."""
         parts = re.split(r"^ *\.\.\.\n", self.after, flags=re.MULTILINE)
         return re.fullmatch("(.*\n)*".join(map(re.escape, parts)), text) is not None
 
@@ -102,41 +102,41 @@ class Example:
 
 
 class Pass(abc.ABC):
-    """Base of all passes."""
+    """Base of all passes. `patchgen explain` shows the docstring of a pass, its purpose, what it expects and its examples."""
 
     name: ClassVar[str]
     purpose: ClassVar[str]
-    expects: ClassVar[str]  # in words, shown by `patchgen explain`
-    before: ClassVar[str] = "host_sync_lint"  # the pass that one of a project runs before
+    expects: ClassVar[str]  # in words; errors show it too
+    before: ClassVar[str] = "host_sync_lint"  # of a project's own pass: the pass that it runs before
     EXAMPLES: ClassVar[tuple[Example, ...]] = ()
 
     @property
     def mark(self) -> str:
-        """The comment that every rewritten site carries."""
+        """The text of the comment at every rewritten site."""
         return f"patchgen: {self.name}"
 
     @abc.abstractmethod
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
-        """Rewrites the module.
+        """Rewrites the module, with what the anatomy says about upstream's file.
 
         Raises:
-            PassMismatch: the declared hits were not met.
+            PassMismatch: the pass does not find what it expects.
         """
 
 
 class SitePass(Pass):
     """A pass that rewrites sites one by one."""
 
-    role: ClassVar[str] = ""  # of the classes that are sites; without one, the pass has `why` or `sites` of its own
-    member: ClassVar[str] = "forward"  # the method that is the site; empty: the class
+    role: ClassVar[str] = ""  # of the classes that are sites; without one, the pass overrides `why` or `sites`
+    member: ClassVar[str] = "forward"  # the method that is the site; empty: the class itself
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        """Every place that must be rewritten. A role decides, not the form that `rewrite` knows."""
+        """Every place that must be rewritten, independent of whether `rewrite` knows its form."""
         reasons = [(info, self.why(info, anatomy)) for info in anatomy.still_in(module)]
         return [site_of(info, why, self.member) for info, why in reasons if why]
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
-        """Why a class is a site; empty where it is none."""
+        """Why a class is a site; empty if it is none."""
         return f"{self.role}: {info.roles[self.role]}" if self.role in info.roles else ""
 
     @abc.abstractmethod
@@ -144,11 +144,12 @@ class SitePass(Pass):
         """Rewrites one site in its block.
 
         Raises:
-            Missed, LeftAlone: see there.
+            Missed: the site does not have a known form; an error.
+            LeftAlone: the site is deliberately not rewritten; a note.
         """
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Signs of sites that `sites` did not find, looked for by other means. Any is an error."""
+        """Signs of sites that `sites` did not find, found by other means. Any is an error."""
         return unread_heads(module, anatomy) if self.role == Role.HEAD else ()
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
@@ -182,12 +183,12 @@ class SitePass(Pass):
         return Outcome(module, tuple(hits), tuple(upstream), (*notes, *self.notes(module, anatomy)))
 
     def is_done(self, block: Block, site: Site) -> bool:
-        """Whether this very site of a block that carries the pass's mark was rewritten (a block may hold several)."""
+        """Whether this site, of a block that has the pass's mark somewhere, was rewritten (a block may have several)."""
         if "." not in site.name:  # the class or function is the site
             return True
         member = site.name.rpartition(".")[2]
         lines = block.text.splitlines()
-        ends = [block.node.lineno]  # where each member of the class ends: the comments above a member belong to it
+        ends = [block.node.lineno]  # the last line of each member so far: comments above a member belong to it
         for node in getattr(block.node, "body", ()):
             if getattr(node, "name", None) == member and any(
                 f"# {self.mark}" in line for line in lines[ends[-1] : node.end_lineno]
@@ -197,7 +198,7 @@ class SitePass(Pass):
         return False
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Remarks for the report, for example on variants that were left alone on purpose."""
+        """Notes for the record, for example on code that the pass deliberately leaves unchanged."""
         return ()
 
     def _miss_message(self, misses: Sequence[tuple[Site, Missed]]) -> str:
@@ -226,6 +227,6 @@ def _shown_file(kind: type[Pass]) -> str:
 
 
 def site_of(info: ClassInfo, why: str, member: str = "") -> Site:
-    """The site that is a class, or a method of it."""
+    """The site of a class, or of its own method `member`."""
     name, node = (f"{info.name}.{member}", info.methods[member]) if member else (info.name, info.node)
     return Site(name, info.name, node.lineno, why)

@@ -10,9 +10,9 @@ from patchgen.source import Module
 
 
 class CheckpointMapping(Pass):
-    """transformers takes a class outside of `transformers.*` for custom code. It skips its conversion: a generated
-    mixture of experts would load with its experts left at random initialisation. And it does not call `_init_weights` for
-    a module without weights of its own, where some classes, those of towers inside included, initialise its children."""
+    """transformers takes a class outside `transformers.*` for custom code. It skips the checkpoint conversion, so the experts
+    of a generated model would stay randomly initialised. And it does not call `_init_weights` for modules without
+    parameters of their own, for which some classes, of towers too, initialise the children."""
 
     name = "checkpoint_mapping"
     purpose = "Upstream's checkpoint conversions and initialisation apply to the generated classes too."

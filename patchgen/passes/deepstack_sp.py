@@ -1,4 +1,4 @@
-"""Features of earlier tower layers, added in the language model, are those of this rank's tokens."""
+"""Deepstack features (of earlier tower layers, added in the language model) are reduced to those of this rank's tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEATURES = "deepstack_features"
 
 
 class DeepstackSP(SitePass):
-    """All levels use the mask of the embeddings, so the placeholders are counted once."""
+    """All levels use the placeholder mask by which the features are scattered into the embeddings."""
 
     name = "deepstack_sp"
     purpose = "Each level of deepstack features keeps the rows of this rank's tokens."
@@ -62,7 +62,7 @@ class DeepstackSP(SitePass):
 
 
 def _name_of_levels(node: ast.AST) -> str | None:
-    """`name` of `name = <features>.deepstack_features`."""
+    """The name in a statement `name = <features>.deepstack_features`; None for another."""
     match node:
         case ast.Assign([ast.Name(name)], ast.Attribute(attr=attribute)) if attribute == FEATURES:
             return name
@@ -75,5 +75,5 @@ def _is_scatter(call: ast.Call) -> bool:
 
 
 def _branches(node: ast.AST) -> list[list[ast.stmt]]:
-    """The lists of statements that run one after the other."""
+    """The statement lists `body` and `orelse` of a node, if it has them."""
     return [part for field in ("body", "orelse") if isinstance(part := getattr(node, field, None), list)]

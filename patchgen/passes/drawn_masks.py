@@ -14,7 +14,8 @@ from patchgen.source import Block
 
 
 class DrawnMasks(SitePass):
-    """Keys of its own, whose mask it appends to a tensor, would go unmasked with the runtime's mask structures."""
+    """Attention with extra keys appends their mask only to a tensor; with one of the runtime's mask structures these keys
+    would stay unmasked. So the structure is converted to a dense mask."""
 
     name = "drawn_masks"
     purpose = "Attention that asks whether its mask is a tensor gets it drawn."
@@ -44,14 +45,14 @@ class DrawnMasks(SitePass):
 
 
 def _asked(info: ClassInfo, anatomy: Anatomy) -> tuple[str, ast.Call | None]:
-    """The parameter of a forward of which it asks whether it is a tensor; and how, where names do not tell what it asks."""
+    """The parameter that a forward tests for being a tensor, or ""; and the test, if the classes in it are unknown."""
     return _asked_in(info.methods["forward"], info.name, anatomy) if "forward" in info.methods else ("", None)
 
 
 def _asked_in(
     function: FunctionNode, owner: str, anatomy: Anatomy, around: tuple[FunctionNode, ...] = ()
 ) -> tuple[str, ast.Call | None]:
-    """The same of a function, with the functions and methods of the file that it calls."""
+    """`_asked` for a function, with the functions and methods of the file that it calls; `around` are its callers."""
     names, local = parameter_names(function), local_names(function)
     for call in calls(function):
         inner, asked, unread = anatomy.called(owner, call), next(iter(call.args), None), None

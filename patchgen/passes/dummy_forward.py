@@ -1,4 +1,4 @@
-"""Runs every tower on every rank, also where the batch has no input for it."""
+"""Runs every tower on every rank, even if the batch has no input for it."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DummyForward(SitePass):
         return f"hands {', '.join(media)} to a tower" if media else ""
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Media that this pass gives no minimal input for."""
+        """The media for which this pass runs no tower on a minimal input."""
         return [
             f"{info.name}: {media} goes to {', '.join(callees)}, not to a get_<modality>_features, or is required: "
             "every rank must hold it"
@@ -93,14 +93,14 @@ class DummyForward(SitePass):
 
 
 def _optional(anatomy: Anatomy, name: str) -> list[str]:
-    """The media that a model fuses with its text and that a batch may lack."""
+    """The media that a model fuses with its text and that its forward does not require."""
     return [media for media in fused_media(anatomy, name) if not requires(anatomy, name, media)]
 
 
 def _joint(
     media_calls: Sequence[FeatureCall], body: Sequence[ast.stmt], owner: str, anatomy: Anatomy
 ) -> tuple[FeatureCall, FeatureCall] | None:
-    """Images and then videos, with nothing but these guards between, served by the same code: they could go together."""
+    """The calls for images and videos, if one tower pass can serve both: adjacent, guarded, and of the same computation."""
     image = next((call for call in media_calls if call.modality == "image"), None)
     video = next((call for call in media_calls if call.modality == "video"), None)
     if image is None or video is None or image.grid is None or video.grid is None or image.kwargs is None:
@@ -113,7 +113,7 @@ def _joint(
 
 
 def _is_guarded(node: ast.stmt, call: FeatureCall) -> bool:
-    """Whether a statement encodes its media, if there are any, where nothing has encoded them before."""
+    """Whether a statement is `if <not encoded yet> and <there is input>: <encode>`, in upstream's exact form."""
     place = f'{ENCODED}["{call.modality}"]'
     features = f"self.{call.method}({call.media}, {call.grid}, return_dict=True, {call.kwargs})"
     written = f'if {ENCODED}.get("{call.modality}") is None and {call.media} is not None:\n    {place} = {features}'

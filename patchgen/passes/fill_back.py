@@ -1,4 +1,4 @@
-"""Modality features land on their placeholder tokens although each rank holds a slice of the tokens."""
+"""Each rank scatters the modality features of its own placeholder tokens, although it has only a slice of the tokens."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -32,8 +32,8 @@ MASKS = "transformers.masking_utils."
 
 
 class FillBack(SitePass):
-    """The features of a tower are the same on every rank; each takes those of its own tokens, and no rank exchanges
-    embeddings. Upstream's scatter below is then right on the slice, in training and in evaluation."""
+    """The features of a tower are the same on every rank; each rank selects those of its own tokens, so no embeddings are
+    exchanged. Upstream's scatter is then correct on the slice, in training and in evaluation."""
 
     name = "fill_back"
     purpose = "Features are scattered into the embeddings of this rank's tokens."
@@ -97,14 +97,18 @@ class FillBack(SitePass):
         for method in methods.values():
             _let_slices_pass(editor, anatomy, method)
         _mark_replicated(editor, methods.get("__init__"), replicated)
-        for statement in ast.walk(methods["forward"]):  # positions that upstream computes from the whole sequence
+        for statement in ast.walk(methods["forward"]):  # default positions, computed from the whole sequence
             if isinstance(statement, ast.If) and ast.unparse(statement.test) == f"{POSITIONS} is None":
                 editor.above(statement.body[0], f'ops.require_whole_sequence("{POSITIONS}")')
         return Rewritten(editor.result, f"{len(scatters)} kinds of features{held}")
 
 
 def _mark_replicated(editor: Editor, init: FunctionNode | None, replicated: Sequence[str]) -> None:
-    """Marks towers that every rank computes whole, wherever `__init__` builds them; Missed if one is built elsewhere."""
+    """Inserts a mark below each construction of a tower that every rank computes whole.
+
+    Raises:
+        Missed: one is not assigned in `__init__`.
+    """
     marked: set[str | None] = set()
     for node in ast.walk(init) if init is not None else ():
         if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):  # `self.tower = None`
@@ -116,7 +120,7 @@ def _mark_replicated(editor: Editor, init: FunctionNode | None, replicated: Sequ
 
 
 def language_parts(anatomy: Anatomy, info: ClassInfo) -> set[str]:
-    """The attributes of a fusion model that run on the embeddings: what is called with them, and a decoder's layers."""
+    """The attributes of a fusion model that are called with `inputs_embeds`; for a decoder also what it loops over."""
     forward = info.methods["forward"]
     called = {
         dotted(call.func).removeprefix("self.").partition(".")[0]
@@ -131,7 +135,7 @@ def language_parts(anatomy: Anatomy, info: ClassInfo) -> set[str]:
 
 
 def _embeddings(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> dict[str, set[str]]:
-    """The names of the token embeddings in a forward, and in the methods from which it takes them."""
+    """Method -> the names of the token embeddings in it, for the forward and the methods that compute them for it."""
     forward = info.methods["forward"]
     names = embedding_names(anatomy, forward, language)
     values = [
@@ -150,7 +154,7 @@ def _embeddings(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> dict[s
 
 
 def _fills(anatomy: Anatomy, info: ClassInfo) -> str:
-    """Why a forward puts features of its media into the embeddings that it hands on, in whatever form; else empty."""
+    """Why a class is a fusion model: `inputs_embeds` that its forward passes on depend on its media; else empty."""
     forward = info.methods.get("forward")
     parameters = {*parameter_names(forward)} if forward is not None else set[str]()
     media = parameters & {*PIXELS, *AUDIO_INPUTS}
@@ -166,8 +170,8 @@ def _called(value: ast.expr) -> str:
 
 
 def embedding_names(anatomy: Anatomy, forward: FunctionNode, language: set[str]) -> set[str]:
-    """The names that a forward hands to its language model, or to the functions that make its mask, as `inputs_embeds`, by
-    keyword or in a dict, and those that hold them too."""
+    """The names that a forward passes as `inputs_embeds`, by keyword to its language model or to a mask function, or in a
+    dict; and the names that features are scattered into before, or that these are assigned to."""
     nodes, local = list(ast.walk(forward)), local_names(forward)
     takers = {f"self.{name}" for name in language}
     handed = [
@@ -188,7 +192,7 @@ def embedding_names(anatomy: Anatomy, forward: FunctionNode, language: set[str])
 
 
 def _scattered(method: FunctionNode, names: set[str]) -> set[str]:
-    """Names of embeddings, and of those that features are scattered into: `filled = rows.masked_scatter(...)`."""
+    """Names of embeddings, and those that they are scattered from: `rows` in `filled = rows.masked_scatter(...)`."""
     for node in reversed(list(ast.walk(method))):
         if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names and dotted(node.value).endswith(SCATTER):
             names.add(base_name(node.value))
@@ -196,7 +200,7 @@ def _scattered(method: FunctionNode, names: set[str]) -> set[str]:
 
 
 def _let_slices_pass(editor: Editor, anatomy: Anatomy, method: FunctionNode) -> None:
-    """Checks of placeholders against features, which a slice of the tokens does not pass, are made of whole sequences."""
+    """Disables checks of the number of placeholders against features on a slice of the tokens, where they would fail."""
     for node in ast.walk(method):
         match node:
             case ast.Call() if anatomy.names.is_upstream(node, "torch_compilable_check", local_names(method)):

@@ -1,4 +1,4 @@
-"""The experts' forward becomes one `ops.fused_moe(...)` seam; the upstream loop stays below it as the eager path."""
+"""Inserts an `ops.fused_moe(...)` seam into the experts' forward; upstream's loop stays below it as the eager path."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, format_code
 from patchgen.source import Block, Module
 
-REGISTER, OUR_REGISTER = "experts_interface", "ops.experts_interface"  # the decorator's argument, and its value
+REGISTER, OUR_REGISTER = (
+    "experts_interface",
+    "ops.experts_interface",
+)  # the decorator's argument, and the value to pass
 
 
 class FusedExperts(SitePass):
-    """Upstream's decorator runs what the config's `experts_implementation` names, and never the class's own forward,
-    where the seam is: it is given our register, in which the seam takes part."""
+    """Upstream's decorator runs the implementation that the config's `experts_implementation` names; by default that is
+    not the class's own forward, which has the seam. So it gets our register, which chooses the forward if the seam serves."""
 
     name = "fused_experts"
     purpose = "The experts' forward becomes one ops.fused_moe seam; upstream's loop stays as the eager path."
@@ -94,7 +97,7 @@ class FusedExperts(SitePass):
 
 
 def fused_call(formula: ExpertsFormula) -> str:
-    """The seam's source."""
+    """The source of the seam for experts of this formula."""
     options = {
         "num_experts": formula.num_experts,
         "activation": formula.activation and f"self.{formula.activation}",
@@ -117,7 +120,11 @@ def fused_call(formula: ExpertsFormula) -> str:
 
 
 def _with_our_register(decorator: ast.expr) -> str:
-    """The dispatching decorator with our register of implementations."""
+    """The source of the dispatching decorator with our register of implementations.
+
+    Raises:
+        Missed: it has another register.
+    """
     given = {keyword.arg: ast.unparse(keyword.value) for keyword in getattr(decorator, "keywords", ())}
     if given.setdefault(REGISTER, OUR_REGISTER) != OUR_REGISTER:
         raise Missed(f"@{DISPATCHER} with transformers' own register", f"@{ast.unparse(decorator)}")

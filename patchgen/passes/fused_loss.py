@@ -32,7 +32,7 @@ UNTOLD = (
 
 
 class FusedLoss(SitePass):
-    """Whatever the model does to its logits goes along in a closure, so no table of softcaps and scales is needed."""
+    """What the model does to its logits (softcaps, scales, ...) is passed to the seam in a closure, in any form."""
 
     name = "fused_loss"
     purpose = "Head and loss become one ops.causal_lm_loss seam, so that training need not materialise the logits."
@@ -111,7 +111,7 @@ class FusedLoss(SitePass):
     )
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """The losses of heads, and what heads add to theirs, that are numbers of one rank; heads that nothing tells of a step."""
+        """Losses, and terms added to them, that depend on one rank's tokens; heads that take no document boundaries."""
         told = {
             LOCAL_TERMS: "is added to the loss and is a number of one rank's tokens: not trained on several ranks, nor over "
             "several micro-batches",
@@ -181,7 +181,9 @@ class FusedLoss(SitePass):
         )
         last = region.end
         kept = forward.body[region.end]
-        if region.further and isinstance(kept, ast.If):  # upstream's, and of logits that a step does not have
+        if region.further and isinstance(
+            kept, ast.If
+        ):  # further terms need logits, which a training step does not have
             what = f"one with a term where {region.switches}"
             guard = f"if {region.switches}:\n    ops.require_no_step({region.labels}, {what!r})"
             seam, last = format_code(f"# {self.mark}\n{guard}", 2) + seam, region.end - 1
@@ -190,7 +192,7 @@ class FusedLoss(SitePass):
         editor.put(region.first, "\n".join(lines), forward.body[last])
 
     def _head_function(self, editor: Editor, region: LossRegion) -> str:
-        """`def head(hidden_states)` with everything that upstream does from hidden states to logits."""
+        """The source of `def head(hidden_states)`: everything that upstream does from hidden states to logits."""
         body = [region.from_parameter, *(editor.code(node, whole=True) for node in region.inside)]
         code = indented("\n".join([*body, f"return {region.logits}"]))
         return f"# {self.mark}\ndef {HEAD}({region.parameter}):\n{code}\n\n"

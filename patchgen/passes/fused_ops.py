@@ -30,11 +30,11 @@ from patchgen.source import Block, Module
 
 @dataclass(frozen=True)
 class NormForm:
-    """A known body of an RMSNorm: its helper method if it has one, and what it means for ops.rms_norm."""
+    """A known body of an RMSNorm."""
 
-    forward: str
-    options: str
-    helper: str | None = None
+    forward: str  # its normal form
+    options: str  # keyword arguments for ops.rms_norm
+    helper: str | None = None  # the normal form of the method that it calls, if it calls one
 
 
 _SQUARES = """
@@ -77,7 +77,7 @@ COMPLEX = {"torch.view_as_complex", "torch.view_as_real"}
 
 
 class FusedOps(SitePass):
-    """Upstream has the same helper name over dozens of bodies (37 of `apply_rotary_pos_emb`), so bodies decide."""
+    """Upstream uses the same name for dozens of bodies (37 of `apply_rotary_pos_emb`), so bodies are compared, not names."""
 
     name = "fused_ops"
     purpose = "RMSNorm, half-rotation rotary embedding and SwiGLU become seams, with upstream's code as eager path."
@@ -171,14 +171,17 @@ class FusedOps(SitePass):
 
 
 def _product(body: Sequence[ast.stmt]) -> tuple[ast.BinOp, ast.Call] | None:
-    """The first `self.<act>(self.<gate>(x)) * self.<up>(x)` of a body, in what it runs at last, and its left side."""
+    """The first `self.<act>(self.<gate>(x)) * self.<up>(x)` of a body, and its left factor.
+
+    Not searched: bodies of `if`, `elif`, loops and functions; a final `else` is.
+    """
     for statement in body:
         if isinstance(statement, ast.If):
             other = statement.orelse
             is_elif = bool(other) and isinstance(other[0], ast.If) and other[0].col_offset == statement.col_offset
             if not is_elif and (product := _product(other)) is not None:
                 return product
-        if hasattr(statement, "body"):  # runs sometimes, often, or later
+        if hasattr(statement, "body"):  # does not run exactly once
             continue
         for node in ast.walk(statement):
             match node:
@@ -189,7 +192,7 @@ def _product(body: Sequence[ast.stmt]) -> tuple[ast.BinOp, ast.Call] | None:
 
 
 def _norm_call(anatomy: Anatomy, name: str) -> str | None:
-    """The `ops.rms_norm(...)` that computes what the class computes, or None for a formula that is not known."""
+    """The `ops.rms_norm(...)` call that computes what the class computes; None for an unknown formula."""
     info = anatomy.classes[name]
     forward = normal_form(info.methods["forward"])
     for form in NORM_FORMS:
@@ -212,7 +215,7 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
 
 
 def _is_vector(anatomy: Anatomy, name: str, attribute: str) -> bool:
-    """Whether `self.<attribute>` is a parameter of one size, which is that of the last dimension: 1 alone would fit others."""
+    """Whether `self.<attribute>` is a parameter of one dimension, and of no fixed size: a size of 1 would broadcast."""
     held = anatomy.held(name, attribute)
     sizes: list[ast.expr] = []
     match held:
@@ -225,7 +228,7 @@ def _is_vector(anatomy: Anatomy, name: str, attribute: str) -> bool:
 
 
 def _is_like_mlp(anatomy: Anatomy, info: ClassInfo) -> bool:
-    """Three projections and an activation, whatever the forward does with them."""
+    """Whether a class has three projections and an activation, whatever its forward computes."""
     held = info.attributes.values()
     projections = [value for value in held if anatomy.is_a(value, LINEAR)]
     tables = [value.value for value in held if isinstance(value, ast.Subscript)]
@@ -243,19 +246,19 @@ def _is_half_rotation(anatomy: Anatomy, function: FunctionNode) -> bool:
 
 
 def _means_torch(anatomy: Anatomy, *functions: FunctionNode) -> bool:
-    """Whether `torch` is torch in the functions, whose bodies were compared up to their own names."""
+    """Whether the name `torch` is the library in these functions: normal forms compare such names only by spelling."""
     used = [(node, f) for f in functions for node in ast.walk(f) if isinstance(node, ast.Name) and node.id == "torch"]
     return all(anatomy.names.resolve(node, local_names(f)) == "torch" for node, f in used)
 
 
 def _is_rotation(anatomy: Anatomy, function: FunctionNode) -> bool:
-    """Takes cos and sin, or turns pairs into complex numbers and back."""
+    """Whether a function takes cos and sin, or converts pairs to complex numbers and back."""
     resolved = {anatomy.names.resolve(call.func, local_names(function)) for call in calls(function)}
     return {"cos", "sin"} <= set(parameter_names(function)) or resolved >= COMPLEX
 
 
 def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
-    """One tensor in; a norm that the class builds, times a sigmoid, and nothing learned beside what it builds."""
+    """Whether a class multiplies a norm that it builds by a sigmoid: one input, no parameters of its own."""
     forward = info.methods.get("forward")
     targets = [anatomy.classes.get(build.target or "") for build in info.builds]
     builds_norm = any(target is not None and Role.NORM in target.roles for target in targets)
@@ -267,7 +270,7 @@ def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
 
 
 def _elsewhere(anatomy: Anatomy, module: Module) -> list[str]:
-    """What other files give to this one: norms, MLPs and rotary functions there, and what cannot be looked into."""
+    """Notes on imported code that no seam is put into: norms, MLPs, rotary functions, and code without source."""
     remarks: list[str] = []
     for part in imported_code(anatomy, module):
         where = f"{part.users[0]} uses {part.name} of {part.module}"

@@ -1,4 +1,4 @@
-"""Heads that transformers writes once for all models get the code of their generic class, around this file's model."""
+"""Heads that inherit a generic class of transformers get its code, with the base model of this file."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -20,7 +20,7 @@ OF_SELF = f"(self, self.{PREFIX}"
 
 
 class GenericHeads(SitePass):
-    """The generic class builds its base model by an Auto class: upstream's, in which no pass acts."""
+    """The generic class builds its base model by an Auto class, which chooses upstream's class: no pass rewrites that."""
 
     name = "generic_heads"
     purpose = "A head that inherits transformers' generic class has its code, around the base model of this file."
@@ -123,7 +123,7 @@ class GenericHeads(SitePass):
 
 
 def _require_plain(written: Block, builds: list[ast.Call], head: ast.ClassDef) -> None:
-    """Raises Missed unless all that a generic class is stands in its own body, and its model is built once."""
+    """Raises Missed unless a generic class has no bases and decorators but `auto_docstring`, and builds its model once."""
     node = written.node
     decorators = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())]
     if not isinstance(node, ast.ClassDef) or node.bases or decorators not in ([], ["auto_docstring"]):
@@ -139,7 +139,7 @@ def _defines(anatomy: Anatomy, name: str) -> bool:
 
 
 def generic_base(anatomy: Anatomy, name: str) -> str | None:
-    """The class of transformers, of no model's file, that a class inherits and that builds by an Auto class."""
+    """The full name of the base of a class that is defined in transformers outside `models/` and builds by an Auto class."""
     for base in anatomy.classes[name].node.bases:
         package, _, base_name = (anatomy.names.resolve(base) or "").rpartition(".")
         if package.startswith("transformers.") and not package.startswith("transformers.models."):
@@ -150,7 +150,7 @@ def generic_base(anatomy: Anatomy, name: str) -> str | None:
 
 
 def _auto_builds(origin: Module, generic: str) -> list[ast.Call]:
-    """The calls of a class of transformers that build by an Auto class."""
+    """The calls in a class of transformers, by its full name, that build by an Auto class; `origin` is its module."""
     package, _, name = generic.rpartition(".")
     names, code = library_names(origin, package), calls(origin.block(name).node)
     built = [(c, c.func.value) for c in code if isinstance(c.func, ast.Attribute) and c.func.attr in CONSTRUCTORS]
@@ -158,12 +158,12 @@ def _auto_builds(origin: Module, generic: str) -> list[ast.Call]:
 
 
 def _members(block: Block) -> list[ast.stmt]:
-    """The statements of a class's body but for `pass` and `...`."""
+    """The statements of a class's body without `pass` and `...`."""
     return [member for member in block.members if ast.unparse(member) not in ("pass", "...")]
 
 
 def _missing(used: frozenset[str], module: Module, anatomy: Anatomy, origin: str) -> Iterator[str]:
-    """The statements that bind what copied code names and the file does not have, with absolute imports."""
+    """Statements that bind the `used` names that the file does not: absolute imports, and definitions copied from `origin`."""
     written = library_module(anatomy, origin)
     names = library_names(written, origin)
     known = {name for block in module for name in block.binds}
@@ -180,7 +180,7 @@ def _missing(used: frozenset[str], module: Module, anatomy: Anatomy, origin: str
 
 
 def _local(written: Block, attribute: str, build: str, target: str) -> Block:
-    """The generic class's code with its base model as an attribute, built as a class of the file."""
+    """The generic class with its base model as `attribute`, built as the class `target` of the file."""
     editor = Editor(written)
     for call in calls(written.node):
         if ast.unparse(call) == build:
@@ -191,6 +191,6 @@ def _local(written: Block, attribute: str, build: str, target: str) -> Block:
     for statement in ast.walk(editor.block.node):
         match statement:
             case ast.Expr(ast.Call(_, [_, _, assigned])) if ast.unparse(statement).startswith(f"setattr{OF_SELF}, "):
-                editor.drop(statement)  # and the comment above it, which tells of the Auto class
+                editor.drop(statement)  # with the comment above it, which is about the Auto class
                 editor.below(statement, f"{attribute} = {editor.code(assigned)}", marked=False)
     return editor.result

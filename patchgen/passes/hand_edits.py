@@ -1,5 +1,5 @@
-"""Hand edits: what a model config states for the one place that no pass serves. Each has a target that must exist, and a
-reason that goes into the header of the generated file."""
+"""Hand edits: changes in a model's config for single places that no pass covers. Each has a target that must exist, and a
+reason, which is written into the header of the generated file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class EditMethod:
 
 @dataclass(frozen=True)
 class Drop:
-    """The class or function goes. What still refers to it is an error."""
+    """The class or function is removed. A remaining reference to it is an error."""
 
     target: str
     reason: str
@@ -84,7 +84,7 @@ Edit = ReplaceClass | ReplaceFunction | OverrideMethod | AddMethod | EditMethod 
 
 
 class HandEdits(Pass):
-    """A target that is not there is an error that names the nearest one: `override_method` never adds a dead method."""
+    """A missing target is an error that names the nearest one, so `override_method` never adds a method that nothing calls."""
 
     name = "hand_edits"
     purpose = "Applies the hand edits of the model's config."
@@ -107,7 +107,7 @@ class HandEdits(Pass):
             _check_code(edit)
             module = self._apply(edit, module)
             owner = anatomy.classes.get(edit.target.split(".")[0])
-            site = "; ".join(edit.target.split("\n"))  # an import may have several lines, the header's record has one
+            site = "; ".join(edit.target.split("\n"))  # imports may have several lines, the header has one per hit
             what = f"{_verb(edit)}: {' '.join(edit.reason.split())}"
             hits.append(Hit(site, owner.node.lineno if owner else 0, what))
         return Outcome(module, tuple(hits))
@@ -200,19 +200,19 @@ def _require_method(edit: OverrideMethod | AddMethod, method: str) -> None:
 
 
 def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
-    """The targets of edits that later passes took out of the module again."""
+    """The targets of edits whose class or function a later pass removed from the module."""
     stay = [edit.target for edit in edits if not isinstance(edit, Drop | AddImport)]
     return [target for target in stay if not module.has(target.split(".")[0])]
 
 
 def content_hash(*nodes: ast.AST) -> str:
-    """A hash of code that comments, docstrings and formatting do not change."""
-    body = cast("list[ast.stmt]", list(nodes))  # or expressions: the tree is hashed, and never compiled
+    """A hash of code, independent of comments, docstrings and formatting."""
+    body = cast("list[ast.stmt]", list(nodes))  # may be expressions: the tree is hashed, never compiled
     return symbol_hash(without_docstrings(copy.deepcopy(ast.Module(body, []))))
 
 
 def target_of(edit: Edit, module: Module) -> list[ast.stmt]:
-    """What an edit is written against: the class, function or method (and its setter). What it adds is against nothing."""
+    """The upstream code that an edit changes: a class, a function, or all definitions of a method. Empty if it only adds."""
     name, _, method = edit.target.partition(".")
     if isinstance(edit, AddImport | AddMethod) or not module.has(name):
         return []
@@ -223,7 +223,7 @@ def target_of(edit: Edit, module: Module) -> list[ast.stmt]:
 
 
 def targets_record(edits: tuple[Edit, ...], module: Module) -> list[EditRecord]:
-    """For each edit its verb, its target, a hash of the edit, and one of the target as upstream has it."""
+    """For each edit that has a target in upstream: its verb, target, hash, and the hash of the target in upstream."""
     return [
         {
             "verb": _verb(edit),
@@ -237,7 +237,7 @@ def targets_record(edits: tuple[Edit, ...], module: Module) -> list[EditRecord]:
 
 
 def same_structure(pattern: object, node: object) -> bool:
-    """Whether two pieces of code are equal as trees; the name `__` in the pattern stands for any expression."""
+    """Whether two nodes of `ast`, or lists of them, are equal; the name `__` in the pattern matches any expression."""
     if isinstance(pattern, ast.Name) and pattern.id == "__":
         return isinstance(node, ast.expr)
     if is_list(pattern):
@@ -250,7 +250,7 @@ def same_structure(pattern: object, node: object) -> bool:
 
 
 def _check_code(edit: Edit) -> None:
-    """Raises where the code of an edit, or the statement that it looks for, is not Python."""
+    """Raises ConfigError if an edit's `code` or `match` is empty or not Python, or an AddImport has other statements."""
     for field in ("code", "match"):
         if field in edit.__dataclass_fields__:
             try:

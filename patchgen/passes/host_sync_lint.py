@@ -22,7 +22,7 @@ SYNCING_TESTS = {"any", "all"}
 
 
 class HostSyncLint(Pass):
-    """A `.item()` in a layer costs a stall per layer and step, and reads like any other line."""
+    """A `.item()` in a layer stalls the host once per layer and step, and is easily overlooked."""
 
     name = "host_sync_lint"
     purpose = "Lists .item(), .tolist(), .nonzero() and `if tensor.any()` in the training path of generated forwards."
@@ -56,9 +56,9 @@ class HostSyncLint(Pass):
 
 
 def _syncs(anatomy: Anatomy, function: FunctionNode, excuse: str) -> Iterator[tuple[str, str]]:
-    """The syncing expressions of a function, in order, each with why it does not run in training, if the code tells.
+    """The syncing expressions of a function, in order, each with the reason why it does not run in training, if known.
 
-    Below a seam's early return stands the eager path, not counted.
+    The eager path, below a seam's early return, is left out.
     """
     for part, why in parts(function, excuse):
         for node in walk(part):
@@ -79,9 +79,9 @@ def _tests(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _waits(anatomy: Anatomy, function: FunctionNode, call: ast.Call) -> bool:
-    """Whether a call reads from the device: a tensor's method, or a function that transformers shares among towers.
+    """Whether a call waits for the device: a tensor's method, `torch.nonzero`, or a helper of transformers' towers.
 
-    Those take `kwargs`, off which they pop what was computed beforehand; without it they read grids on the host.
+    Such helpers have a parameter `kwargs` and pop precomputed values from it; called without it, they read from the device.
     """
     meaning = anatomy.names.resolve(call.func, local_names(function))
     if meaning is None and isinstance(call.func, ast.Attribute):

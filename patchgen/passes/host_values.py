@@ -1,4 +1,4 @@
-"""Sizes that the host needs come from the collator where it hands them in."""
+"""Sizes that the host needs are taken from the collator if it passes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from patchgen.source import Block, Module
 
 
 class HostValues(SitePass):
-    """The number of features of each image follows from its grid, which the collator had on the host."""
+    """The number of features of each image follows from its grid, which the collator has on the host."""
 
     name = "host_values"
     purpose = (
@@ -86,7 +86,7 @@ class HostValues(SitePass):
         for variable, statement, _ in listed_sizes(function):
             editor.around(statement.value, f"{keys[variable]} or ")
             editor.mark(statement)
-        # By the names that the called one takes.
+        # A caller of another modality renames its sizes to those of this method.
         for other, kwargs in _callers(anatomy, anatomy.classes[site.block], name).items():
             other_modality = modality_of(other)
             pairs = [
@@ -99,7 +99,7 @@ class HostValues(SitePass):
 
 
 def _document(editor: Editor, anatomy: Anatomy, function: FunctionNode, names: Iterable[str]) -> None:
-    """Describes parameters in the docstring: upstream's `auto_docstring` warns of parameters without a description."""
+    """Adds parameters to the docstring: upstream's `auto_docstring` warns of those without a description."""
     if not any(anatomy.names.is_upstream(decorator, "auto_docstring") for decorator in function.decorator_list):
         return
     lines = [f"{name} (`list[int]`, *optional*): Features of each item, if known on the host." for name in names]
@@ -110,16 +110,16 @@ def _document(editor: Editor, anatomy: Anatomy, function: FunctionNode, names: I
         return
     text, indent = editor.code(first.value), f"\n{' ' * first.col_offset}"
     literal = cst.parse_expression(f"({text})")
-    if not (isinstance(literal, cst.SimpleString) and len(literal.quote) == 3):  # which cannot have several lines
+    if not (isinstance(literal, cst.SimpleString) and len(literal.quote) == 3):  # not triple-quoted: make it so
         text = docstring.replace("\\", r"\\").replace('"', r"\"")
         text = f'"""{text}"""'
     editor.instead(first.value, "".join([text[:-3].rstrip(), *(indent + line for line in lines), indent, text[-3:]]))
 
 
 def _callers(anatomy: Anatomy, info: ClassInfo, name: str) -> dict[str, str]:
-    """The methods of other modalities that call the method with their own keyword arguments, and what they call those.
+    """Method of another modality that calls `name` with its `**kwargs` -> the name of these.
 
-    Upstream's decorator takes the prefix off the keywords of its modality; what it decorates hands on its own sizes.
+    Without methods that upstream's prefix decorator wraps.
     """
     methods = {
         other: method for other, method in info.methods.items() if other != name and not _prefix(anatomy, method)
@@ -129,14 +129,14 @@ def _callers(anatomy: Anatomy, info: ClassInfo, name: str) -> dict[str, str]:
 
 
 def _times_handed_on(method: FunctionNode, name: str) -> int:
-    """How often a method calls another one with its own keyword arguments."""
+    """How often a method calls the method `name` with its own `**kwargs`."""
     called = [call for call in calls(method) if getattr(call.func, "attr", "") == name]
     starred = [dotted(keyword.value) for call in called for keyword in call.keywords if keyword.arg is None]
     return starred.count(method.args.kwarg.arg) if method.args.kwarg else 0
 
 
 def _prefix(anatomy: Anatomy, method: FunctionNode) -> str | None:
-    """The modality whose prefix upstream's decorator takes off the keywords of a method."""
+    """The modality whose prefix upstream's decorator removes from the keywords of a method; None without the decorator."""
     for call in (d for d in method.decorator_list if isinstance(d, ast.Call)):
         if not anatomy.names.is_upstream(call, FILTER):
             continue
@@ -148,7 +148,7 @@ def _prefix(anatomy: Anatomy, method: FunctionNode) -> str | None:
 
 
 def _is_free(method: FunctionNode, variable: str, key: str) -> bool:
-    """Whether a parameter `key` would hold nothing but what the one line for `variable` reads."""
+    """Whether a parameter `key` can be added: one statement computes `variable`, and nothing else uses the name `key`."""
     other_code = copy.copy(method)
     statements = [statement for name, statement, _ in listed_sizes(method) if name == variable]
     other_code.body = [node for node in method.body if node not in statements]
@@ -157,6 +157,6 @@ def _is_free(method: FunctionNode, variable: str, key: str) -> bool:
 
 
 def _of_several(anatomy: Anatomy, name: str) -> str:
-    """A method that calls `name` more than once with its own keyword arguments: they hold the sizes of one of them."""
+    """A method that calls `name` more than once with its `**kwargs`, which have the sizes of one medium only; or ""."""
     methods = [(info.name, method) for info in anatomy.classes.values() for method in info.methods.values()]
     return next((f"{owner}.{method.name}" for owner, method in methods if _times_handed_on(method, name) > 1), "")

@@ -1,4 +1,4 @@
-"""Position ids follow the slice of the sequence that this rank holds."""
+"""Position ids are those of this rank's slice of the sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from patchgen.source import Block, Module
 
 
 class LanguageSP(SitePass):
-    """Slicing once at the entry of the model covers rotary embeddings, learned positions and whatever layers read."""
+    """Setting them once, at the start of the forward, serves rotary embeddings, learned positions and all layers."""
 
     name = "language_sp"
     purpose = "Position ids are those of this rank's slice of the sequence, set before the model first reads them."
@@ -50,7 +50,7 @@ class LanguageSP(SitePass):
         return super().why(info, anatomy) if takes or _knows_positions(anatomy, info) else ""
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Models that take tokens and build a rotary embedding, and are no decoder."""
+        """Models that take tokens and build a rotary embedding but do not have the role of a decoder."""
         media = media_models(anatomy)
         return [
             f"{name} takes tokens and builds a rotary embedding, and is no decoder"
@@ -61,18 +61,18 @@ class LanguageSP(SitePass):
         ]
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """The causal heads below which nothing takes position ids: they train on one sequence per rank only."""
+        """Causal heads below which nothing takes position ids: they cannot train sequence-parallel, or it is unknown."""
         sites = [anatomy.classes[site.block] for site in self.sites(module, anatomy)]
         served = {info.name for info in sites if not _counts_itself(anatomy, info)}
         remarks: list[str] = []
         for head in anatomy.with_role(Role.HEAD, module):
             below = anatomy.reached_from([head.name])
             if served & below or any(anatomy.is_part(build) for name in below for build in anatomy.auto_builds(name)):
-                continue  # a part's own file has the pass
+                continue  # served, here or in the part's own file
             decoders = [info.name for info in anatomy.with_role(Role.DECODER, module) if info.name in below]
             roles = {role for name in below for role in anatomy.classes[name].roles}
             if decoders and Role.MIXER in roles and Role.ATTENTION not in roles:
-                continue  # nothing reads positions: `mixer_sp` says what of these divides
+                continue  # nothing reads positions; `mixer_sp` serves or refuses the mixers
             remarks.append(
                 f"{head.name}: {', '.join(decoders)} takes no position ids: not sequence-parallel"
                 if decoders
@@ -95,32 +95,32 @@ class LanguageSP(SitePass):
         read = {*loaded(*forward.body[anchor:])}
         embeddings = next(
             (name for name in embedded_names if name in read), None
-        )  # all of one shape, which is what counts
-        if embeddings is None and {*TOKENS} <= {*takes}:  # read above them: ids or embeddings, as given
+        )  # any of them: only the shape is used
+        if embeddings is None and {*TOKENS} <= {*takes}:  # positions are read above the embeddings: use the inputs
             embeddings = "inputs_embeds if input_ids is None else input_ids"
         if POSITIONS not in takes or anchor is None or embeddings is None:
             closest = next((code for node in forward.body if POSITIONS in (code := editor.code(node))), "")
             raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
         code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
-        if not counts_default(anatomy, forward):  # that of a slice would be another than upstream's
+        if not counts_default(anatomy, forward):  # upstream's default would differ on a slice
             code = f'if {POSITIONS} is None:\n    ops.require_whole_sequence("{POSITIONS}")\n{code}'
         editor.above(forward.body[anchor], code)
         return Rewritten(editor.result, "position ids of this rank's slice")
 
 
 def _counts_itself(anatomy: Anatomy, info: ClassInfo) -> bool:
-    """Whether a decoder takes no position ids and looks up those that it counts itself."""
+    """Whether a decoder takes no position ids and has no rotary embedding: it computes learned positions itself."""
     return POSITIONS not in parameter_names(info.methods["forward"]) and not _rotary_attributes(anatomy, info)
 
 
 def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
-    """The attributes that hold rotary embeddings."""
+    """The attributes of a class that are rotary embeddings."""
     rotary = {other.name for other in anatomy.with_role(Role.ROTARY)}
     return {build.attribute for build in anatomy.builds(info.name) if build.target in rotary and build.attribute}
 
 
 def _knows_positions(anatomy: Anatomy, info: ClassInfo) -> bool:
-    """Whether the forward computes rotary embeddings, or looks up in a table what it counts."""
+    """Whether the forward calls a rotary embedding, or looks up positions that it computes in a table."""
     forward, counts = info.methods["forward"], Counts(anatomy, info.name)
     counts.run(forward)
     return counts.found or bool(

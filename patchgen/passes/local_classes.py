@@ -15,8 +15,8 @@ from patchgen.source import Block, Module, bound_names
 
 
 class LocalClasses(SitePass):
-    """Without this pass the generated file instantiates upstream's towers and language models: no pass acts in them, the
-    loss still matches. A language model of another file depends on the config: it is bound when the model is built."""
+    """Without this pass the generated file builds upstream's towers and language models: the loss matches, but no pass has
+    rewritten them. A language model of another file depends on the config and is chosen when the model is built."""
 
     name = "local_classes"
     purpose = "Auto classes become the generated classes that they would build."
@@ -57,7 +57,7 @@ class LocalClasses(SitePass):
         return known + [site_of(info, f"builds by {code}", "__init__") for info, code in others]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Auto classes that are used in any other way than to construct from a config, or to load whole checkpoints."""
+        """Uses of Auto classes other than to build from a config or to load a whole checkpoint."""
         signs = [
             f"{part.users[0]} uses {part.name} of {part.module}, which uses {auto}"
             for part in imported_code(anatomy, module)
@@ -116,18 +116,19 @@ PART = "the part that the config names"
 
 
 def _local_builds(anatomy: Anatomy, owner: str) -> list[Build]:
-    """The constructions of classes of this file and of language models of others, and those that nothing is known of."""
+    """The constructions by Auto classes that the pass must rewrite: of classes of this file, of language models of other
+    files, and those whose class is unknown (an error)."""
     return [build for build in anatomy.classes[owner].auto_builds if not _is_elsewhere(anatomy, build)]
 
 
 def _is_elsewhere(anatomy: Anatomy, build: Build) -> bool:
-    """Whether the class is known to be of another file, or left to the checkpoint's config, and is no language model."""
+    """Whether the class is of another file, or chosen by the checkpoint's config, and is no language model."""
     target = anatomy.target_of(build)
     return target is not None and target not in anatomy.classes and not anatomy.is_part(build)
 
 
 def _foreign(anatomy: Anatomy, info: ClassInfo) -> list[str]:
-    """The constructions from a config of what is neither an Auto class nor known to be a class of one model."""
+    """Constructions from a config by something that is neither an Auto class nor a known class (`_is_class`)."""
     called = [call for method in info.methods.values() for call in calls(method)]
     owners = [(c, c.func.value) for c in called if isinstance(c.func, ast.Attribute) and c.func.attr in CONSTRUCTORS]
     built = [(call, anatomy.names.resolve(owner) or "") for call, owner in owners]
@@ -135,8 +136,8 @@ def _foreign(anatomy: Anatomy, info: ClassInfo) -> list[str]:
 
 
 def _is_class(anatomy: Anatomy, meaning: str) -> bool:
-    """Whether a name stands for a model of this file or of another that can be read, built as transformers builds one; or for
-    a class that transformers exports."""
+    """Whether a full name is that of a model class, of this file or another readable one, that does not override the
+    constructors from a config; or that of something of transformers outside `models/`."""
     part = definition(anatomy, meaning)
     if part is None:
         return meaning.startswith("transformers.") and not meaning.startswith("transformers.models.")

@@ -16,7 +16,7 @@ BOUNDS = ("cu_seqlens", "cu_window_seqlens", "cu_seq_lens")
 
 
 class MaxSeqlen(SitePass):
-    """The maximum is read back from the device: inside the layers that is one stall per layer."""
+    """The maximum is read from the device, which stalls the host once per layer if layers compute it."""
 
     name = "max_seqlen"
     purpose = "The longest packed sequence is computed once per forward, or taken from the collator."
@@ -64,12 +64,12 @@ class MaxSeqlen(SitePass):
 
 
 def _helpers(code: FunctionNode | ast.Module, anatomy: Anatomy) -> list[str]:
-    """The functions of transformers that code asks for the longest sequence."""
+    """The functions of transformers in `HELPERS` that code calls."""
     return [name for name in sorted(HELPERS) if any(anatomy.names.is_upstream(call, name) for call in calls(code))]
 
 
 def _longest(info: ClassInfo, anatomy: Anatomy) -> list[str]:
-    """The expressions of a forward that take the maximum of differences of the bounds that it is handed."""
+    """The calls in a forward that take a maximum of something computed from its parameters in `BOUNDS`, as source."""
     forward = info.methods["forward"]
     bounds = set(BOUNDS) & set(parameter_names(forward))
     return [

@@ -1,4 +1,4 @@
-"""Linear attention and short convolutions exchange heads or channels around their sequence operation."""
+"""Linear attention, scans and short convolutions exchange sequence slices for heads or channels around their operation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ BYPASSES_INTERFACE = (
 
 
 class MixerSP(SitePass):
-    """An all-to-all around the operation gives each rank the whole sequence for some heads or channels."""
+    """An all-to-all before the operation gives each rank the whole sequence of some heads or channels; one after it reverts
+    that."""
 
     name = "mixer_sp"
     purpose = "Convolutions, delta rules and scans run over the whole sequence, each rank with some channels or heads."
@@ -65,7 +66,7 @@ class MixerSP(SitePass):
         ]
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """What this pass leaves: loops that step along the sequence, torch's own attention, and attention written by hand."""
+        """What this pass does not serve: loops along the sequence, direct calls of torch's attention, hand-written attention."""
         known = {site.block for site in self.sites(module, anatomy)}
         language = language_model_classes(anatomy)
         remarks: list[str] = []
@@ -76,9 +77,9 @@ class MixerSP(SitePass):
             if attention_remark:
                 remarks.append(f"{info.name}: {attention_remark}")
             if anatomy.method(info.name, "forward") is None or anatomy.is_model(info.name):
-                continue  # a cache; a model steps through its layers
+                continue  # without a forward it is a cache; the loop of a model is over its layers
             if {Role.EXPERTS, Role.EXPERT_LIST, Role.MOE_BLOCK} & set(info.roles):
-                continue  # these step through stacks
+                continue  # their loops are over experts
             for name, method in info.methods.items():
                 place = f"{info.name}.{name}"
                 code = {place: method} if name != "__init__" else {}
@@ -90,12 +91,12 @@ class MixerSP(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info, operations, called = anatomy.classes[site.block], sequence_operations(anatomy), called_names(block.node)
         for method in info.methods.values():
-            if called & set(operations) & local_names(method):  # another function of that name
+            if called & set(operations) & local_names(method):  # a local name may be another function
                 raise Missed("operations along the sequence by names that nothing else is bound to", method)
         editor = Editor(block, self.mark)
         kinds = wrap_calls(editor, block.node, operations)
         built = set(built_convolutions(anatomy, info).values())
-        if not kinds or UNKNOWN in kinds or "" in built:  # on one rank upstream's own; a slice is refused
+        if not kinds or UNKNOWN in kinds or "" in built:  # unchanged on whole sequences; slices are refused
             refusing = insert_first(block, "forward", f'ops.refuse_slices("{info.name}")', self.mark)
             return Rewritten(refusing, "cannot be divided by heads or channels: refuses sequence slices")
         besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, built)]
@@ -107,7 +108,7 @@ class MixerSP(SitePass):
             raise Missed(f"a call of {wanted}", [*besides * (CONVOLUTION in missing), info.methods["forward"]][0])
         bodies = [ast.Module(method.body, []) for method in info.methods.values()]
         named = [n for body in bodies for n in ast.walk(body) if isinstance(n, ast.Name) and n.id in operations]
-        if len(named) > len(kinds) or besides:  # one that nothing hands the whole sequence
+        if len(named) > len(kinds) or besides:  # an operation that would see only the slice
             raise Missed("every operation along the sequence in a call of its own name", [*besides, *named][-1])
         if (hidden := unwrapped_operation(info, operations, anatomy)) is not None:
             raise Missed("operations along the sequence in calls of their own names alone", hidden)
@@ -121,7 +122,7 @@ _SIGNATURES = {
 
 
 def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
-    """The functions of this file that code names, directly or through others."""
+    """The functions of this file that code uses, directly or through others."""
     names = sorted(set(loaded(node)) & set(anatomy.functions))
     for name in names:  # grows
         names += sorted(set(loaded(anatomy.functions[name])) & set(anatomy.functions) - set(names))
@@ -129,7 +130,7 @@ def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
 
 
 def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
-    """What of a class attends, and is no call of transformers' attention interface; empty if nothing does."""
+    """A note on attention in a class that bypasses transformers' attention interface; empty if there is none."""
     for method in info.methods.values():
         tables = [statement for name in loaded(method) for statement in anatomy.names.statements.get(name, ())]
         for code in (method, *map(anatomy.functions.get, _functions_below(anatomy, method)), *tables):

@@ -1,4 +1,4 @@
-"""The heads report their expert parameters, found from the anatomy."""
+"""Heads get a method that reports their expert parameters, which the anatomy finds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
 
-Experts = dict[str, tuple[tuple[str, ...], str]]  # class -> its stacks, and what else reads them
+Experts = dict[str, tuple[tuple[str, ...], str]]  # class -> its stacked parameters, and what else reads them, or ""
 
 
 class ParallelPlan(SitePass):
-    """The plan lists the parameters that the experts' forward uses."""
+    """The plan lists the stacked parameters that the experts' forward reads."""
 
     name = "parallel_plan"
     purpose = "Each head reports which parameters carry the expert dimension."
@@ -55,14 +55,14 @@ class ParallelPlan(SitePass):
 
 
 def _left_alone(anatomy: Anatomy, head: str, read: Experts) -> dict[str, str]:
-    """The experts below a head that no rank divides, each with the reason."""
+    """The experts below a head that are not sharded, each with the reason."""
     reasons = {name: f"{reader}, of which a rank would hold a part" for name, (_, reader) in read.items() if reader}
     below = anatomy.reached_from([head])
     return reasons | {name: sign for name, sign in left_alone_experts(anatomy).items() if name in below}
 
 
 def _experts(anatomy: Anatomy, head: str) -> Experts:
-    """The experts below a head: their stacks, and what reads these beside the experts' forward."""
+    """The experts below a head: their stacked parameters, and what reads these other than the experts' forward."""
     below, experts = anatomy.reached_from([head]), Experts()
     for info in (expert_class for expert_class in anatomy.with_role(Role.EXPERTS) if expert_class.name in below):
         formula = read_experts(anatomy, info.name)

@@ -1,4 +1,4 @@
-"""A picklable function that computes multimodal positions in the data workers."""
+"""Models get a method that returns a picklable function, which computes multimodal positions in the data workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "get_position_id_func"
 
 
 class PositionIdFunc(SitePass):
-    """Positions of images depend on the whole sample, so they are computed before it is packed and sliced."""
+    """Positions depend on the images in the whole sample, so they are computed before it is packed and sliced."""
 
     name = "position_id_func"
     purpose = f"`{NAME}()` gives a picklable function that computes {SOURCE}'s positions without the model."
@@ -68,7 +68,7 @@ class PositionIdFunc(SitePass):
 
 
 def _model_below(anatomy: Anatomy, name: str) -> str | None:
-    """The attribute of a class that is a model with `get_rope_index`."""
+    """The attribute that a class builds as a model with `get_rope_index`."""
     for build in anatomy.builds(name):
         if build.attribute and build.target and anatomy.method(build.target, SOURCE):
             return build.attribute
@@ -76,8 +76,8 @@ def _model_below(anatomy: Anatomy, name: str) -> str | None:
 
 
 def _call_without_them(anatomy: Anatomy, name: str) -> ast.Call | None:
-    """The first call of the forward that hands positions on where no statement above has computed any by the method: a run,
-    which computes them so, would train on other positions than upstream does."""
+    """The first call in the forward that gets position ids which no assignment above computes by `get_rope_index`; None if
+    there is none. A training run always computes them by that method, and would differ from upstream there."""
     method = anatomy.method(name, "forward")
     nodes = sorted(walk(method[1]), key=lambda node: getattr(node, "lineno", 0)) if method is not None else ()
     for node in nodes:
@@ -93,7 +93,7 @@ def _call_without_them(anatomy: Anatomy, name: str) -> ast.Call | None:
 
 
 def _computes(anatomy: Anatomy, name: str, value: ast.expr) -> bool:
-    """Whether an expression calls the method, or one of the class that does."""
+    """Whether an expression calls `get_rope_index`, directly or through other methods of the class."""
     called = [own_attribute(call.func) for call in calls(value)]
     for attribute in called:  # grows
         method = anatomy.method(name, attribute or "")
@@ -102,7 +102,7 @@ def _computes(anatomy: Anatomy, name: str, value: ast.expr) -> bool:
 
 
 def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
-    """The attributes of the model that the method reads, and the methods of the class that it calls."""
+    """The attributes that `get_rope_index` and the methods of the class that it calls read; without the methods."""
     read = [SOURCE]
     for attribute in read:  # grows
         owner_and_method = anatomy.method(name, attribute)
@@ -113,7 +113,7 @@ def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
 
 
 def _is_module(anatomy: Anatomy, name: str, attribute: str) -> bool:
-    """Whether an attribute is built from a class of this file or of torch, so that it would not go through a pickle."""
+    """Whether an attribute is built from a class of this file, an Auto class or `torch.nn`: too large to pickle."""
     value = anatomy.attribute(name, attribute)
     builds = (*anatomy.builds(name), *anatomy.auto_builds(name))
     meaning = anatomy.names.resolve(value.func) if isinstance(value, ast.Call) else None

@@ -15,12 +15,12 @@ from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
 
 BATCH = "inputs_embeds"
-# A name of their own: three samples of three rows have the shape of upstream's layout.
+# A separate argument, since the shape is ambiguous: three samples with three rows look the same in both layouts.
 STACKED = "stacked_position_ids"
 
 
 class PositionIds(SitePass):
-    """Samples are stacked along the batch dimension; upstream's multimodal models want it second."""
+    """A collator stacks samples along the first dimension; upstream's multimodal models take the batch as the second."""
 
     name = "position_ids"
     purpose = "Multimodal position ids as a collator stacks them, (batch, 3, L), have a name and become (3, batch, L)."
@@ -48,7 +48,7 @@ class PositionIds(SitePass):
         return f"fusion model with get_rope_index: {info.roles[Role.FUSION]}" if takes else ""
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Models that take pixels, in a file with a rotary embedding of three rows of positions and without a site."""
+        """If there is no site: models that take pixels, in a file with a rotary embedding of three rows of positions."""
         if self.sites(module, anatomy):
             return []
         rows = [info.name for info in anatomy.with_role(Role.ROTARY, module) if _is_multimodal(info)]
@@ -75,7 +75,7 @@ class PositionIds(SitePass):
 
 
 def _is_multimodal(info: ClassInfo) -> bool:
-    """Whether a rotary embedding reads `mrope_section`: how many frequencies turn with time, height and width."""
+    """Whether a rotary embedding reads `mrope_section`: the numbers of frequencies for time, height and width."""
     strings = (node.value for node in ast.walk(info.node) if isinstance(node, ast.Constant))
     names = (node.attr for node in ast.walk(info.node) if isinstance(node, ast.Attribute))
     return "mrope_section" in {*strings, *names}

@@ -1,4 +1,4 @@
-"""Only what the roots reach stays."""
+"""Drops the classes and functions that the roots do not reach."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -17,8 +17,8 @@ from patchgen.source import Block, Module
 
 
 class Prune(Pass):
-    """A mention in `isinstance(x, C)` does not keep C: if nothing else reaches it, no instance can exist, and the branch
-    goes with the class."""
+    """A mention in `isinstance(x, C)` does not keep C: if nothing else reaches it, there are no instances, and the branch is
+    dropped with the class."""
 
     name = "prune"
     purpose = "Classes and functions that the roots do not reach are dropped."
@@ -79,7 +79,7 @@ class Prune(Pass):
 
 
 def default_roots(module: Module, anatomy: Anatomy) -> tuple[str, ...]:
-    """The heads that upstream's auto maps name for the model; else every head; else what the file exports."""
+    """The heads that upstream's auto maps name for the model; else every head; else `__all__`; else every class."""
     heads = anatomy.upstream.heads or tuple(info.name for info in anatomy.with_role(Role.HEAD))
     if heads:
         return heads
@@ -90,7 +90,7 @@ def default_roots(module: Module, anatomy: Anatomy) -> tuple[str, ...]:
 
 
 def _reachable(module: Module, roots: Sequence[str]) -> set[str]:
-    """The names that the roots reach, over every block that binds a reached name."""
+    """The names that the roots, and statements that bind nothing, reach through the blocks that bind them."""
     by_name: dict[str, list[Block]] = {}
     for block in module:
         for name in block.binds:
@@ -110,7 +110,7 @@ def _reachable(module: Module, roots: Sequence[str]) -> set[str]:
 
 
 def _has_effect(block: Block) -> bool:
-    """Statements that bind nothing (calls, guards) are kept: they were written for what they do."""
+    """Whether a block binds nothing (calls, guards): it is kept for its side effects."""
     return not block.binds and not block.is_docstring
 
 
@@ -121,7 +121,7 @@ def _stays(block: Block, kept_names: set[str]) -> bool:
 
 
 def _strip_isinstance(block: Block) -> ast.Module:
-    """The block with `isinstance(x, C)` read as `isinstance(x)`."""
+    """The tree of a block with `isinstance(x, C)` reduced to `isinstance(x)`."""
     tree = ast.parse(block.text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
@@ -130,7 +130,7 @@ def _strip_isinstance(block: Block) -> ast.Module:
 
 
 def _unseen_references(kept_blocks: Sequence[Block], has_dropped: bool) -> list[str]:
-    """Remarks on names that are read in ways that the source does not show."""
+    """Notes on star imports and on lookups of module names by string, through which names may be used unseen."""
     notes: list[str] = []
     for block in kept_blocks:
         where = block.name or f"line {block.line}"
@@ -152,7 +152,11 @@ def _looks_up_by_string(node: ast.AST) -> bool:
 
 
 def without_mentions(block: Block, gone: set[str]) -> Block:
-    """Removes names that are gone from `__all__` and from isinstance checks."""
+    """Removes the names in `gone` from `__all__` and from isinstance checks; a branch whose check has no class left is removed.
+
+    Raises:
+        PassMismatch: one is still mentioned there, in a form that is not known.
+    """
     if not gone or not any(name in block.text for name in gone):
         return block
     editor = Editor(block)
@@ -181,7 +185,7 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
                     false.append(node)
                 elif len(kept_kinds) < len(alternatives):
                     editor.instead(kinds, " | ".join(kept_kinds))
-    for node in false:  # within a larger test, say
+    for node in false:  # for example in a larger test
         editor.instead(node, "False")
     for node in nodes:
         if isinstance(node, ast.If) and node.test in false:
@@ -192,7 +196,7 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
 
 
 def _require_no_mention(block: Block, gone: set[str]) -> None:
-    """Names that are gone must not be left in `__all__`, nor in isinstance checks."""
+    """Raises PassMismatch if a name in `gone` is left in `__all__` or in an isinstance check."""
     exports = "__all__" in block.text
     for node in (node for statement in block.statements for node in ast.walk(statement)):
         match node:
@@ -212,5 +216,5 @@ def _require_no_mention(block: Block, gone: set[str]) -> None:
 
 
 def _named(listed: ast.List | ast.Tuple, names: set[str]) -> list[ast.expr]:
-    """The elements that are one of these names, or a string of one."""
+    """The elements that are one of these names, as a name or a string."""
     return [element for element in listed.elts if getattr(element, "id", getattr(element, "value", None)) in names]

@@ -1,4 +1,4 @@
-"""The router's auxiliary loss is one number in every layout and for every padding."""
+"""The router's auxiliary loss has the same value in every layout of ranks and for every padding."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, sit
 from patchgen.rewrite import Editor, wrap_calls
 from patchgen.source import Block, Module
 
-TOKENS = ("input_ids", "inputs_embeds")  # of a head: one of them says how many rows there are
-COUNTS = {"one_hot", "histc", "bincount", "scatter_add_"}  # how upstream has counted tokens per expert
+TOKENS = ("input_ids", "inputs_embeds")  # parameters of a head: the one that is given has the shape of the batch
+COUNTS = {"one_hot", "histc", "bincount", "scatter_add_"}  # operations by which upstream counts tokens per expert
 
 
 def _example() -> Example:
-    """The first of the known forms of a loss, and a head that calls it."""
+    """An example of the first known form of the loss, and of a head that calls it."""
     margin, known = " " * 8, next(iter(known_forms().values())).splitlines()
     name = known[0].removeprefix("def ").partition("(")[0]
     means = "tokens_per_expert, router_prob_per_expert"
@@ -51,8 +51,8 @@ def _example() -> Example:
 
 
 class RouterLoss(SitePass):
-    """The loss is a product of two means over tokens: a mean of local products is another number than the global one,
-    and a token of padding is in both. What counts is said where a head calls the loss; its means are taken there."""
+    """The loss is a product of two means over tokens. The mean of the ranks' products is not the product of the global means,
+    and both means include padding. So the calls in heads also pass the tokens, and the two means go through the runtime."""
 
     name = "router_loss"
     purpose = "The load-balancing loss is the same number in every layout (SP and EP too) and for every padding."
@@ -71,11 +71,8 @@ class RouterLoss(SitePass):
         return [*(Site(name, name, node.lineno, why) for name, node in losses.items()), *callers]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Classes that weigh an auxiliary loss, and functions that look like one, where no loss function was found.
-
-        The name of the coefficient is one sign; a function that counts the choices of a softmax of router logits is
-        another, whatever it and its parameters are called.
-        """
+        """Classes that read the coefficient of an auxiliary loss and call none that was found; functions that look like one
+        (they count the choices of a softmax), whatever they and their parameters are called; other uses of the losses."""
         functions = {name for name in router_losses(anatomy) if module.has(name)}
         signs: list[str] = []
         for info in anatomy.still_in(module):

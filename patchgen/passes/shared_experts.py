@@ -1,4 +1,4 @@
-"""Shared experts compute while tokens travel to the ranks of their routed experts."""
+"""Shared experts are computed while tokens are sent to the ranks of their routed experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESHAPES = ("view", "reshape")
 
 
 class SharedExperts(SitePass):
-    """Upstream computes them one after the other, in either order; the exchange of tokens leaves the device idle."""
+    """Upstream computes routed and shared experts one after the other, so the device would idle during the exchange."""
 
     name = "shared_experts"
     purpose = "Shared experts run while tokens travel to the ranks of their routed experts."
@@ -85,7 +85,7 @@ class SharedExperts(SitePass):
         arguments = [editor.code(node) for node in (call.func, *call.args)]
         by_position = not call.keywords and not any(isinstance(given, ast.Starred) for given in call.args)
         if not by_position or (not before and not all(isinstance(given, ast.Name) for given in call.args)):
-            # What the arguments compute stays where it was, and with it the order of sums in the backward.
+            # Deferred, so that the arguments are computed where they were: this keeps the order of sums in the backward.
             arguments = [f"lambda: {editor.code(call)}"]
         handle = f"{HANDLE} = ops.beside_experts({', '.join([*arguments, *['at_once=True'] * before])})"
         if before:
@@ -98,8 +98,7 @@ class SharedExperts(SitePass):
 
 
 def _routed_and_shared(anatomy: Anatomy, name: str) -> tuple[list[str], list[str]]:
-    """The attributes that hold routed experts, and MLPs that every token goes through beside them: those with a gate, and
-    others of several layers."""
+    """The attributes that are routed experts, and those that are MLPs for all tokens: gated ones, and other dense ones."""
     found = [(build.attribute, anatomy.classes.get(build.target or "")) for build in anatomy.builds(name)]
     built = [(attribute, info) for attribute, info in found if attribute and info]
     routed = [attribute for attribute, info in built if Role.EXPERTS in info.roles]
@@ -113,7 +112,8 @@ def _is_dense(anatomy: Anatomy, info: ClassInfo) -> bool:
 
 
 def _find(editor: Editor, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt, ast.Call] | str:
-    """The statements of the two calls, routed experts first, and the shared one; in words, why they are not moved."""
+    """The statement that calls the routed experts, the one that calls the shared ones, and the latter call; or the reason,
+    in words, why they cannot overlap."""
     forward, places = editor.function("forward"), dict[str, tuple[int, ast.Call]]()
     body = forward.body
     for attribute in (routed, shared):
@@ -140,7 +140,7 @@ def _find(editor: Editor, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt,
         result = stored_names(body[at_shared], local)
         if any(uses_name(node, name) for node in body[first + 1 : last + 1] for name in result):
             return f"the result of self.{shared} is read before self.{routed} is called"
-        # The call's own arguments are bound where it stands; what reshapes its result is read later.
+        # Only the call moves: its arguments are read where it was, but the reshape of its result is evaluated later.
         read = set(loaded(body[at_shared])) - read - result
         first, last = first + 1, last + 1
     if any(stored_names(node, read) for node in body[first:last]):
@@ -149,7 +149,7 @@ def _find(editor: Editor, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt,
 
 
 def _is_reshaped(statement: ast.stmt, call: ast.Call) -> bool:
-    """`name = call`, or the call reshaped: nothing whose place in the order of operations matters."""
+    """Whether a statement assigns the call, at most reshaped: it can be moved without changing any computation."""
     value = statement.value if isinstance(statement, ast.Assign) else None
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value is not call:
         if value.func.attr not in RESHAPES:

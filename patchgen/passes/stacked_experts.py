@@ -1,4 +1,4 @@
-"""Experts are stacks `gate_up_proj [E, 2I, H]`, `down_proj [E, H, I]`."""
+"""Lists of expert modules become stacked weights `gate_up_proj [E, 2I, H]` and `down_proj [E, H, I]`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PART = """raise ValueError("This branch builds one rank's experts. Ranks divide 
 
 
 class StackedExperts(SitePass):
-    """Stacks are what one grouped kernel and one sharded dimension need; a list of modules gives neither."""
+    """A grouped kernel and sharding along the expert dimension need stacked weights, not a list of modules."""
 
     name = "stacked_experts"
     purpose = (
@@ -121,12 +121,12 @@ class StackedExperts(SitePass):
         for loop in loops:
             self._call(editor, experts.attribute, loop)
         block = editor.result
-        if uses(block.node, experts.attribute) != 1 + len(loops):  # built once, called once in each
+        if uses(block.node, experts.attribute) != 1 + len(loops):  # built once, called once per loop
             raise Missed(f"no use of self.{experts.attribute} but its loop", block.text)
         return Rewritten(block, f"{experts.expert_class} x {experts.num_experts} as {name}", before=(stacked,))
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
-        """Rewrites the blocks, then what belongs to the new parameters: initialisation and checkpoint conversion."""
+        """Rewrites the blocks, then adds the initialisation and the checkpoint conversion of the new parameters."""
         outcome = super().apply(module, anatomy)
         rewritten = [anatomy.classes[hit.site] for hit in outcome.hits]
         if not rewritten:
@@ -138,9 +138,9 @@ class StackedExperts(SitePass):
         return replace(outcome, module=with_torch(module), hits=(*outcome.hits, *hits), added=names)
 
     def _call(self, editor: Editor, experts: str, loop: ExpertLoop) -> None:
-        """One call in the place of a loop, without what only the loop needed."""
+        """Replaces a loop by one call, and removes the statements that only the loop needs."""
         body = branch_of(editor.function(loop.method).body, loop.place)
-        cast = f".to({loop.dtype})" if loop.dtype else ""  # a kernel answers in the dtype of the hidden states
+        cast = f".to({loop.dtype})" if loop.dtype else ""  # a kernel returns the dtype of the hidden states
         given = f"{loop.accumulator} =" if loop.accumulator else "return"
         code = f"{given} self.{experts}({loop.hidden_states}, {loop.top_k_index}, {loop.top_k_weights}){cast}"
         place = int(loop.place[-1])
@@ -151,7 +151,7 @@ class StackedExperts(SitePass):
     def _with_init(
         self, module: Module, anatomy: Anatomy, names: Sequence[str], lists: Sequence[ExpertList]
     ) -> tuple[Module, list[Hit]]:
-        """Every `_init_weights` gives the stacks what it gives to linear layers."""
+        """Adds to every `_init_weights` the initialisation of the stacks, which is that of linear layers."""
         hits: list[Hit] = []
         has_bias = {name: experts.bias == BIAS for name, experts in zip(names, lists, strict=True)}
         for info in initialising_classes(anatomy, module):
@@ -166,7 +166,7 @@ class StackedExperts(SitePass):
         return module, hits
 
     def _with_conversion(self, module: Module, anatomy: Anatomy, lists: Sequence[ExpertList]) -> Module:
-        """One call that tells transformers how the experts lie on disk."""
+        """Adds one call that registers the layout of the experts in checkpoints."""
         models = anatomy.models_in(module)
         if not models:
             return module  # nothing in the file loads or saves a checkpoint
@@ -184,7 +184,7 @@ class StackedExperts(SitePass):
 
 
 def _stacked_name(anatomy: Anatomy, block: str) -> str:
-    """The name of the class of stacks: that of the MoE block, longer, and nothing else's in the file."""
+    """The name of the class of stacks, derived from the MoE block's and unused in the file."""
     wanted = f"{block}StackedExperts"
     while wanted in anatomy.names.origins or wanted in anatomy.names.statements:
         wanted += "_"
@@ -192,13 +192,13 @@ def _stacked_name(anatomy: Anatomy, block: str) -> str:
 
 
 def _initialised(block: Block, info: ClassInfo, rule: LinearInit, has_bias: Mapping[str, bool], mark: str) -> Block:
-    """The model class with an `_init_weights` that gives stacks what it gives to linear layers.
+    """The model class with an `_init_weights` that initialises stacks as linear layers.
 
     Args:
         block, info: the model class.
-        rule: what it gives to linear layers.
+        rule: its initialisation of linear layers.
         has_bias: class of stacks -> whether it has biases.
-        mark: the comment at the place.
+        mark: the comment of the pass.
     """
     method = info.methods.get(METHOD)
     argument = method.args.args[1].arg if method is not None else "module"

@@ -1,4 +1,4 @@
-"""Configs that say tied but have no output embeddings are corrected."""
+"""Heads without output embeddings set `tie_word_embeddings` of their config to False."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patchgen.source import Block, Module, bound_names
 
 
 class TiedEmbeddings(SitePass):
-    """`tie_word_embeddings` defaults to true; on a class without an output projection it is a claim with nothing behind."""
+    """`tie_word_embeddings` defaults to true, also for a class that has no output projection to tie."""
 
     name = "tied_embeddings"
     purpose = "A head without output embeddings does not claim tied ones."
@@ -58,7 +58,7 @@ _SUPER = "super().__init__"
 
 
 def _output_projection(anatomy: Anatomy, name: str) -> str | None:
-    """Why the class has output embeddings, or None."""
+    """Why the class has output embeddings; None if it has none."""
     for info in anatomy.lineage(name):
         for method in ("get_output_embeddings", "set_output_embeddings"):
             if method in info.methods:

@@ -18,10 +18,10 @@ CHOICE = "ops.attends_by_lengths"
 
 
 class TowerSlices(SitePass):
-    """Rows are sliced above the loop over the layers and gathered where the result is smallest.
+    """Rows are sliced above the loop over the layers and gathered below it where the result is smallest.
 
     Code above the loop (patch embeddings, position embeddings, the order of windows) sees all rows on every rank; a tower
-    spends less than a per cent of its time there. Convolutions over chunks of sound are divided by chunks.
+    spends less than one per cent of its time there. Convolutions over chunks of audio are sliced by chunks.
     """
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -64,7 +64,7 @@ class TowerSlices(SitePass):
         return Rewritten(editor.result, f"self.{loop.layers} on a slice of the rows; {names} gathered{convolved}")
 
     def _divided(self, loop: LayerLoop, chunks: ChunkedConvolution | None) -> dict[int, list[str]]:
-        """Place in the forward -> what goes above the statement there."""
+        """Index of a statement of the forward -> the lines to insert above it."""
         new = {place: [f"{name} = rows.gather({name})" for name in names] for place, names in loop.gathers}
         group = f", group={loop.group}" if loop.group != "1" else ""
         new[loop.place] = [f"rows = {DIVIDER}(self.{loop.layers}, {loop.rows[0]}{group})"]

@@ -1,4 +1,4 @@
-"""Modules that run only where this rank's tokens ask for them run on all ranks or on none, or are refused on several."""
+"""Modules that run only if this rank has certain tokens run on all ranks or on none, or are refused on several ranks."""
 
 # pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMS = {"bool", "reshape", "view", "flatten", "unsqueeze", "expand", "expand_as
 
 
 class UnevenBranches(SitePass):
-    """A rank whose tokens take the other branch would not join the collectives of this one, forward and backward."""
+    """A rank whose tokens take the other branch would not join the collectives of this one, in forward and backward."""
 
     name = "uneven_branches"
     purpose = (
@@ -75,7 +75,7 @@ class UnevenBranches(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info, editor = anatomy.classes[site.block], Editor(block, self.mark)
-        forward = editor.function("forward")  # the block's: other functions may have the same test
+        forward = editor.function("forward")  # nodes of the block's tree, which the editor needs
         branch, *others = _branches_of_tokens(forward, info)
         agreed = _agreed_on(forward, branch) if not others else None
         if agreed is not None and (states := _states(forward, branch, agreed, anatomy)):
@@ -87,7 +87,7 @@ class UnevenBranches(SitePass):
 
 
 def _branches_of_tokens(forward: FunctionNode | None, info: ClassInfo) -> list[ast.If]:
-    """The branches by which a class decides from its tokens which of its modules run."""
+    """The branches with `any()` or `all()` in their test that run other modules of the class than their `else`."""
     branches = [node for node in ast.walk(forward) if isinstance(node, ast.If)] if forward is not None else []
     return [node for node in branches if _reads(node) and _modules(node.body, info) ^ _modules(node.orelse, info)]
 
@@ -97,9 +97,9 @@ def _reads(branch: ast.If) -> list[ast.Call]:
 
 
 def _agreed_on(forward: FunctionNode, branch: ast.If) -> str | None:
-    """The parameter that a test asks for nothing but whether any token is in it, and that is read in its branch alone.
+    """The parameter m of a test `m is not None and m.any()`, if only this branch reads m; else None.
 
-    All ranks must come by the test: it stands in no other branch, and nothing returns above it.
+    None also if a rank could skip the test: it is inside another statement, or a return is above it.
     """
     above = forward.body[: forward.body.index(branch)] if branch in forward.body else [ast.Return()]
     if any(isinstance(node, ast.Return) for statement in above for node in ast.walk(statement)):
@@ -112,8 +112,8 @@ def _agreed_on(forward: FunctionNode, branch: ast.If) -> str | None:
 
 
 def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) -> str | None:
-    """The parameter whose rows a branch divides among its modules, `x[m]` and `x[~m]`, and whose rows the other branch hands
-    whole to those of `~m`: then a branch without tokens of `m` computes what the other one does. None if either does more."""
+    """The parameter x whose rows a branch divides among its modules by the mask `name`, `x[m]` and `x[~m]`, while the `else`
+    passes all of x to the modules of `~m`: without tokens of m both compute the same. None if either does more."""
     masks, local = _masks(branch.body, name), local_names(forward)
     mask_names, filled, mask_calls, states = set[str](), set[str](), list[tuple[list[str], str | None]](), set[str]()
     for statement in branch.body:
@@ -164,7 +164,7 @@ def _elements(target: ast.expr) -> list[ast.expr]:
 
 
 def _masks(body: list[ast.stmt], name: str) -> set[str]:
-    """The names of a mask of tokens: its own, and those that are set to it in another form."""
+    """The names of a mask of tokens: `name`, and those that are only assigned the mask in another shape or dtype."""
     masks, reshaped_masks = {name}, list[str]()
     for statement in body:
         match statement:
@@ -176,7 +176,7 @@ def _masks(body: list[ast.stmt], name: str) -> set[str]:
 
 
 def _reformed(value: ast.expr) -> str:
-    """`m` of `m.bool()`, `m[..., None].expand(...)` and other forms of the same truth values."""
+    """The name m in `m.bool()`, `m[..., None].expand(...)` and other forms of the same truth values; else ""."""
     match value:
         case ast.Name(name):
             return name
@@ -189,7 +189,7 @@ def _reformed(value: ast.expr) -> str:
 
 
 def _part(node: ast.expr | None, masks: set[str]) -> tuple[str, bool] | None:
-    """`x` of `x[m]` and of `x[~m]`, and whether it is the latter."""
+    """The name x of `x[m]` or `x[~m]`, and whether the mask is inverted; None for other code."""
     match node:
         case ast.Subscript(ast.Name(name), ast.Name(mask)) if mask in masks:
             return name, False
@@ -199,10 +199,10 @@ def _part(node: ast.expr | None, masks: set[str]) -> tuple[str, bool] | None:
 
 
 def _own_calls(body: list[ast.stmt]) -> list[ast.Call]:
-    """The calls of what the class holds, its methods too: those may run modules."""
+    """The calls of attributes and methods of self, which may run modules."""
     return [call for statement in body for call in calls(statement) if base_name(call.func) == "self"]
 
 
 def _modules(body: list[ast.stmt], info: ClassInfo) -> set[str]:
-    """The attributes that `__init__` builds and statements call."""
+    """The attributes from `__init__` that statements call."""
     return {name for s in body for call in calls(s) if (name := own_attribute(call.func)) in info.attributes}

@@ -8,7 +8,7 @@ from patchgen.passes.tower_slices import TowerSlices
 
 
 class VisionSP(TowerSlices):
-    """Ulysses in the tower: rows of all images one after the other, heads exchanged inside attention."""
+    """Ulysses sequence parallelism in the tower: the rows are those of all images in order; attention exchanges heads."""
 
     name = "vision_sp"
     purpose = "The layers of a vision tower work on a slice of the patches, padded to whole groups that are merged."
