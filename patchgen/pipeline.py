@@ -120,7 +120,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
         module = outcome.module
         if current.name == "hand_edits" and outcome.hits:
             anatomy = study(module, anatomy.upstream)
-            _take_heads(config.heads, anatomy)
+            _mark_asked_heads(config.heads, anatomy)
         for name in outcome.added:
             anatomy.add(name, module)
     if refusals:
@@ -189,7 +189,7 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     anatomy = study(original, upstream)
     if not anatomy.classes:
         raise ConfigError(f"{upstream.path} defines no class: there is no model in it to generate.")
-    _take_heads(config.heads, anatomy)
+    _mark_asked_heads(config.heads, anatomy)
     steps = run_passes(original, anatomy, default_pipeline(config), config)
     anatomy = steps[-1].anatomy
     if not heads:  # with `heads`, the config may name code that only other heads reach
@@ -206,7 +206,7 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     roots = config.kept or default_roots(original, anatomy)
     kept_lines = {block.line for block in module if block.line}
     dropped = [block.name for block in original if block.name and block.line not in kept_lines]
-    before, before_lines = _what_stayed(original, kept_lines)
+    before, before_lines = _kept_text(original, kept_lines)
     body = emit.without_banner(original.header) + text[len(record) :]
     named = provenance.shown_root()
     diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines, root=named)
@@ -236,7 +236,7 @@ def generate_whole(
     return generated
 
 
-def _take_heads(heads: Sequence[str], anatomy: Anatomy) -> None:
+def _mark_asked_heads(heads: Sequence[str], anatomy: Anatomy) -> None:
     """Gives the requested heads `Role.ASKED`.
 
     Raises:
@@ -273,7 +273,7 @@ def _why_refused(name: str, anatomy: Anatomy, served: set[str]) -> str:
     )
 
 
-def _what_stayed(original: Module, kept_lines: set[int]) -> tuple[str, list[int]]:
+def _kept_text(original: Module, kept_lines: set[int]) -> tuple[str, list[int]]:
     """Upstream's text without banner and dropped blocks, and for each of its lines the number in upstream's file."""
     parts = [emit.without_banner(original.header)]
     numbers = [i + 1 for i in emit.lines_beside_banner(original.header)]

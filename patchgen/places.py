@@ -18,7 +18,7 @@ Span = tuple[int, int]  # the first byte, and the one after the last
 # Expressions that may need parentheses where they are inserted: WEAK ones anywhere but as an argument, BARE ones always.
 WEAK = cst.IfExp | cst.Lambda | cst.NamedExpr
 BARE = cst.Tuple | cst.GeneratorExp
-PLACE = "_place_of_an_expression_"
+PLACEHOLDER = "_place_of_an_expression_"
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def places(text: str) -> Places:
         libcst.ParserSyntaxError: libcst cannot parse it.
     """
     tree = cst.parse_module(text)
-    tree._codegen(told := _Spans(tree))  # pyright: ignore[reportPrivateUsage]  # as libcst's own position providers
-    found, spans = Places(tree, parents=told.parents), told.spans
+    tree._codegen(recorder := _Spans(tree))  # pyright: ignore[reportPrivateUsage]  # as libcst's own position providers
+    found, spans = Places(tree, parents=recorder.parents), recorder.spans
     for node, (start, end) in spans.items():
         match node:
             case cst.SimpleStatementLine(body=[_]) | cst.BaseCompoundStatement():
@@ -161,9 +161,9 @@ def code_of(node: cst.CSTNode) -> str:
 
 def around(before: str, after: str, old: cst.BaseExpression) -> cst.BaseExpression:
     """The expression `before + old + after`, with the node `old` itself: parsed again, its line breaks could end it early."""
-    code = cst.parse_expression(f"{before}{PLACE}{after}")
+    code = cst.parse_expression(f"{before}{PLACEHOLDER}{after}")
     nodes = [code, *below(code)]
-    place = next(node for node in nodes if isinstance(node, cst.Name) and node.value == PLACE)
+    place = next(node for node in nodes if isinstance(node, cst.Name) and node.value == PLACEHOLDER)
     is_argument = any(isinstance(node, cst.Arg) and node.value is place for node in nodes)
     if not (old.lpar or place.lpar) and (isinstance(old, BARE) or (isinstance(old, WEAK) and not is_argument)):
         old = parenthesised(old)

@@ -16,7 +16,7 @@ import libcst as cst
 from patchgen.anatomy.classes import FunctionNode, calls, walk
 from patchgen.changes import Change, Changes, Edit, visited
 from patchgen.errors import Missed
-from patchgen.places import PLACE, Part, Places, Statement, around, code_of, parenthesised
+from patchgen.places import PLACEHOLDER, Part, Places, Statement, around, code_of, parenthesised
 from patchgen.source import Block, Module
 
 LINE_LENGTH = 119
@@ -79,7 +79,7 @@ class Editor:
         """
         changed = {node: [*self._edits.get(node, ()), change.apply] for node, change in self._changes.items()}
         changes: Changes = self._edits | changed
-        self._require_apart(changes)
+        self._refuse_conflicts(changes)
         changed = {part: {n: change for n, change in changes.items() if self._read[n] is part} for part in self._parts}
         parts = [visited(part, own) if own else part.text for part, own in changed.items()]
         if (self._members is not None or self._appended) and len(parts) == 1:  # `class A(B): ...`
@@ -92,18 +92,18 @@ class Editor:
             "".join([*parts, *(f"\n{indented(code, self._indent)}" for code in self._appended)])
         )
 
-    def _require_apart(self, changed: Changes) -> None:
+    def _refuse_conflicts(self, changed: Changes) -> None:
         """Raises ValueError if one change would discard another one."""
         gone = {node for node, change in self._changes.items() if change.instead is not None}
-        twice = [node for node in gone if node in self._edits]
-        twice += [node for node in gone if not self._changes[node].instead and self._changes[node].mark is not None]
-        twice += [node for node in self._lost if len(self._edits.get(node, ())) > 1]
+        clashes = [node for node in gone if node in self._edits]
+        clashes += [node for node in gone if not self._changes[node].instead and self._changes[node].mark is not None]
+        clashes += [node for node in self._lost if len(self._edits.get(node, ())) > 1]
         lost = gone | self._lost
-        twice += [node for node in changed if not lost.isdisjoint(self._read[node].places.holders(node))]
+        clashes += [node for node in changed if not lost.isdisjoint(self._read[node].places.holders(node))]
         if self._members is not None:
-            twice += [node for node in changed if self._read[node].start > 0]
-        if twice:
-            raise ValueError(f"two changes of one place: {code_of(twice[0])}")
+            clashes += [node for node in changed if self._read[node].start > 0]
+        if clashes:
+            raise ValueError(f"two changes of one place: {code_of(clashes[0])}")
 
     def function(self, name: str) -> FunctionNode:
         """The method of that name, or the block's function itself; of several definitions the last one, as in Python."""
@@ -339,7 +339,7 @@ class Editor:
             end = _last_line(member)
         texts = [self._bytes[start:end].decode() for start, end in itertools.pairwise([*starts, None])]
         parts = zip(starts, texts, ["", *["class _:\n"] * len(members)], strict=False)
-        return [Part(start, text, before, f"{first.decode()}{PLACE}\n") for start, text, before in parts]
+        return [Part(start, text, before, f"{first.decode()}{PLACEHOLDER}\n") for start, text, before in parts]
 
     def _find(self, node: Placed, kind: Callable[[Places, int, int], Found | None], what: str) -> Found:
         start, end = self._span(node)

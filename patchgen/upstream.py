@@ -342,7 +342,7 @@ def absolute_module(node: ast.ImportFrom, base: list[str]) -> str:
     return ".".join([*base, *filter(None, [node.module])])
 
 
-def _moved(text: str, model: str, path: Path) -> str:
+def _with_absolute_imports(text: str, model: str, path: Path) -> str:
     """The text of a file that is copied: relative imports from outside its folder become absolute ones of transformers.
 
     Raises:
@@ -379,7 +379,7 @@ def _siblings(source: Path, text: str, model: str) -> dict[str, str]:
             for module in [node.module] if node.module else [alias.name for alias in node.names]:
                 file = source.with_name(module.split(".")[0] + ".py")
                 if file.is_file() and file.name not in files and file != source:
-                    files[file.name] = _moved(_read_source(file), model, file)
+                    files[file.name] = _with_absolute_imports(_read_source(file), model, file)
                     pending.append(files[file.name])
     return files
 

@@ -26,7 +26,7 @@ from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block
 
-OWN = "ops.local_features"
+LOCAL_FEATURES = "ops.local_features"
 SCATTER = ".masked_scatter"
 MASKS = "transformers.masking_utils."
 
@@ -93,7 +93,7 @@ class FillBack(SitePass):
         held = f"; whole on every rank: {', '.join(replicated)}" if replicated else ""
         for _, call in scatters:
             editor.mark(call)
-            editor.around(call.args[1], f"{OWN}(", f", {editor.code(call.args[0])})")
+            editor.around(call.args[1], f"{LOCAL_FEATURES}(", f", {editor.code(call.args[0])})")
         for method in methods.values():
             _let_slices_pass(editor, anatomy, method)
         _mark_replicated(editor, methods.get("__init__"), replicated)

@@ -56,7 +56,7 @@ class PositionIdFunc(SitePass):
             below = _model_below(anatomy, site.block)
             code = f"{header}return self.{below}.{NAME}()"
             return Rewritten(append_method(block, code, self.mark), f"that of self.{below}")
-        if call := _call_without_them(anatomy, site.block):
+        if call := _call_with_other_positions(anatomy, site.block):
             raise Missed(f"{POSITIONS} of {SOURCE}, computed above the call that they are handed to", call)
         names = sorted(_read_attributes(anatomy, site.block) - {"config"})
         heavy = [name for name in names if _is_module(anatomy, site.block, name)]
@@ -75,7 +75,7 @@ def _model_below(anatomy: Anatomy, name: str) -> str | None:
     return None
 
 
-def _call_without_them(anatomy: Anatomy, name: str) -> ast.Call | None:
+def _call_with_other_positions(anatomy: Anatomy, name: str) -> ast.Call | None:
     """The first call in the forward that gets position ids which no assignment above computes by `get_rope_index`; None if
     there is none. A training run always computes them by that method, and would differ from upstream there."""
     method = anatomy.method(name, "forward")

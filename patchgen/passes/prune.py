@@ -161,7 +161,7 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
         return block
     editor = Editor(block)
     nodes = [node for statement in block.statements for node in ast.walk(statement)]
-    false: list[ast.expr] = []
+    always_false: list[ast.expr] = []
     for node in nodes:
         match node:
             case ast.Assign() | ast.AnnAssign() | ast.AugAssign() if (
@@ -177,18 +177,18 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
                 elif kept_kinds:
                     editor.instead(kinds, editor.code(kept_kinds[0]))
                 else:
-                    false.append(node)
+                    always_false.append(node)
             case ast.Call(ast.Name("isinstance"), [_, ast.Name() | ast.BinOp() as kinds]):
                 alternatives = ast.unparse(kinds).split(" | ")
                 kept_kinds = [kind for kind in alternatives if kind not in gone]
                 if not kept_kinds:
-                    false.append(node)
+                    always_false.append(node)
                 elif len(kept_kinds) < len(alternatives):
                     editor.instead(kinds, " | ".join(kept_kinds))
-    for node in false:  # for example in a larger test
+    for node in always_false:  # for example in a larger test
         editor.instead(node, "False")
     for node in nodes:
-        if isinstance(node, ast.If) and node.test in false:
+        if isinstance(node, ast.If) and node.test in always_false:
             editor.drop_branch(node)
     result = editor.result
     _require_no_mention(result, gone)

@@ -96,7 +96,7 @@ class RouterLoss(SitePass):
         for call in calls(method):
             if isinstance(call.func, ast.Name) and call.func.id in losses:
                 require_given(call, losses[call.func.id], method, site.block, anatomy)
-        return self._say_what_counts(block, method, losses)
+        return self._pass_tokens(block, method, losses)
 
     def _take_means(self, block: Block, known: FunctionNode) -> Rewritten:
         factors = [node.id for node in ast.walk(next(calls(known.body[-2])).args[0]) if isinstance(node, ast.Name)]
@@ -106,7 +106,7 @@ class RouterLoss(SitePass):
         )
         return Rewritten(editor.result, "means over what counts")
 
-    def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:
+    def _pass_tokens(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:
         if not set(TOKENS) <= set(parameter_names(method)):
             raise Missed(f"a method that takes {' and '.join(TOKENS)}", method.args)
         given = {"tokens": f"{TOKENS[0]} if {TOKENS[0]} is not None else {TOKENS[1]}"}

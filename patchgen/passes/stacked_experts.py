@@ -19,7 +19,10 @@ from patchgen.templates import render
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
-PART = """raise ValueError("This branch builds one rank's experts. Ranks divide the whole list: set parallel.ep in the recipe.")"""
+REFUSED_BRANCH = (
+    """raise ValueError("This branch builds one rank's experts. """
+    """Ranks divide the whole list: set parallel.ep in the recipe.")"""
+)
 
 
 class StackedExperts(SitePass):
@@ -117,7 +120,7 @@ class StackedExperts(SitePass):
         code = f"self.{experts.attribute} = {name}({experts.expert}, num_experts={experts.num_experts})"
         editor.replace(statement_at(built, experts.place), code)
         for branch in (branch_of(built, place) for place in experts.parts):
-            editor.replace(branch[0], PART, branch[-1])
+            editor.replace(branch[0], REFUSED_BRANCH, branch[-1])
         for loop in loops:
             self._call(editor, experts.attribute, loop)
         block = editor.result

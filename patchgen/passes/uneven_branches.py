@@ -115,7 +115,8 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
     """The parameter x whose rows a branch divides among its modules by the mask `name`, `x[m]` and `x[~m]`, while the `else`
     passes all of x to the modules of `~m`: without tokens of m both compute the same. None if either does more."""
     masks, local = _masks(branch.body, name), local_names(forward)
-    mask_names, filled, mask_calls, states = set[str](), set[str](), list[tuple[list[str], str | None]](), set[str]()
+    allocated, filled, states = set[str](), set[str](), set[str]()
+    inverted_calls: list[tuple[list[str], str | None]] = []
     for statement in branch.body:
         match statement:
             case ast.Assign([ast.Name(to)]) if to in masks and stored_names(statement, local) == {to}:
@@ -126,7 +127,7 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
                 and stored_names(statement, local) == {to}
                 and not _own_calls([statement])
             ):
-                mask_names.add(to)
+                allocated.add(to)
             case ast.Assign([target], ast.Call(function, [given], [])) if own_attribute(function):
                 part, parts = _part(given, masks), [_part(to, masks) for to in _elements(target)]
                 if part is None or not all(to is not None and to[1] == part[1] for to in parts):
@@ -134,14 +135,14 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
                 states.add(part[0])
                 names = [to[0] for to in parts if to is not None]
                 filled |= {*names}
-                mask_calls += [(names, own_attribute(function))] * part[1]
+                inverted_calls += [(names, own_attribute(function))] * part[1]
             case _:
                 return None
-    (full_states,) = states if len(states) == 1 else ("",)
+    (states_name,) = states if len(states) == 1 else ("",)
     others: list[tuple[list[str], str | None]] = []
     for statement in branch.orelse:
         match statement:
-            case ast.Assign([target], ast.Call(function, [ast.Name(given)], [])) if given == full_states:
+            case ast.Assign([target], ast.Call(function, [ast.Name(given)], [])) if given == states_name:
                 others.append(([ast.unparse(to) for to in _elements(target)], own_attribute(function)))
             case ast.Assign([ast.Name(to)], ast.Call(ast.Attribute(ast.Name(of), "reshape" | "view")) as value) if (
                 of == to and stored_names(statement, local) == {to} and not _own_calls([ast.Expr(value)])
@@ -151,10 +152,10 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
                 return None
     elsewhere = Counter(loaded(forward)) - Counter(loaded(branch.test, *branch.body))
     above = ast.Module([*forward.body[: forward.body.index(branch)], *branch.body], [])
-    is_handed = full_states in parameter_names(forward) and full_states not in stored(above)
+    is_handed = states_name in parameter_names(forward) and states_name not in stored(above)
     return (
-        full_states
-        if is_handed and mask_calls == others and mask_names == filled and not masks & {*elsewhere}
+        states_name
+        if is_handed and inverted_calls == others and allocated == filled and not masks & {*elsewhere}
         else None
     )
 
