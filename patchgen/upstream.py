@@ -277,7 +277,7 @@ def name_of(source: Path) -> str:
     """The model name of a modeling file on disk, or of the only one in a folder: x for `modeling_x.py`.
 
     Raises:
-        UpstreamNotFound: there is no such file, or several are in the folder.
+        UpstreamNotFound: there is no such file, or the folder has none or several.
     """
     return _modeling_file(None, Path(source)).stem.removeprefix("modeling_")
 

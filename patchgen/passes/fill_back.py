@@ -192,7 +192,7 @@ def embedding_names(anatomy: Anatomy, forward: FunctionNode, language: set[str])
 
 
 def _scattered(method: FunctionNode, names: set[str]) -> set[str]:
-    """Names of embeddings, and those that they are scattered from: `rows` in `filled = rows.masked_scatter(...)`."""
+    """The names of embeddings, and those that features are scattered into to get them: `filled = rows.masked_scatter(...)`."""
     for node in reversed(list(ast.walk(method))):
         if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names and dotted(node.value).endswith(SCATTER):
             names.add(base_name(node.value))

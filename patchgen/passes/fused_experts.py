@@ -14,15 +14,12 @@ from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, format_code
 from patchgen.source import Block, Module
 
-REGISTER, OUR_REGISTER = (
-    "experts_interface",
-    "ops.experts_interface",
-)  # the decorator's argument, and the value to pass
+REGISTER, OUR_REGISTER = "experts_interface", "ops.experts_interface"  # the decorator's parameter; our argument for it
 
 
 class FusedExperts(SitePass):
     """Upstream's decorator runs the implementation that the config's `experts_implementation` names; by default that is
-    not the class's own forward, which has the seam. So it gets our register, which chooses the forward if the seam serves."""
+    not the class's own forward, which has the seam. So it gets our registry, which chooses the forward if the seam serves."""
 
     name = "fused_experts"
     purpose = "The experts' forward becomes one ops.fused_moe seam; upstream's loop stays as the eager path."
@@ -120,10 +117,10 @@ def fused_call(formula: ExpertsFormula) -> str:
 
 
 def _with_our_register(decorator: ast.expr) -> str:
-    """The source of the dispatching decorator with our register of implementations.
+    """The source of the dispatching decorator with our registry of implementations.
 
     Raises:
-        Missed: it has another register.
+        Missed: it has another registry.
     """
     given = {keyword.arg: ast.unparse(keyword.value) for keyword in getattr(decorator, "keywords", ())}
     if given.setdefault(REGISTER, OUR_REGISTER) != OUR_REGISTER:

@@ -181,9 +181,7 @@ class FusedLoss(SitePass):
         )
         last = region.end
         kept = forward.body[region.end]
-        if region.further and isinstance(
-            kept, ast.If
-        ):  # further terms need logits, which a training step does not have
+        if region.further and isinstance(kept, ast.If):  # these terms need logits, which a training step lacks
             what = f"one with a term where {region.switches}"
             guard = f"if {region.switches}:\n    ops.require_no_step({region.labels}, {what!r})"
             seam, last = format_code(f"# {self.mark}\n{guard}", 2) + seam, region.end - 1

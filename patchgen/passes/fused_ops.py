@@ -173,7 +173,7 @@ class FusedOps(SitePass):
 def _product(body: Sequence[ast.stmt]) -> tuple[ast.BinOp, ast.Call] | None:
     """The first `self.<act>(self.<gate>(x)) * self.<up>(x)` of a body, and its left factor.
 
-    Not searched: bodies of `if`, `elif`, loops and functions; a final `else` is.
+    Bodies of branches, loops and functions are not searched, but for the `else` of an `if` without `elif`.
     """
     for statement in body:
         if isinstance(statement, ast.If):

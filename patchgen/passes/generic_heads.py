@@ -123,7 +123,8 @@ class GenericHeads(SitePass):
 
 
 def _require_plain(written: Block, builds: list[ast.Call], head: ast.ClassDef) -> None:
-    """Raises Missed unless a generic class has no bases and decorators but `auto_docstring`, and builds its model once."""
+    """Raises Missed unless a generic class is complete: no bases, no decorators but `auto_docstring`, a `base_model_prefix`
+    (its own or the head's), and one construction of its model."""
     node = written.node
     decorators = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())]
     if not isinstance(node, ast.ClassDef) or node.bases or decorators not in ([], ["auto_docstring"]):
