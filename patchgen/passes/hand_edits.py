@@ -50,7 +50,7 @@ class AddMethod(_Replacement):
 class EditMethod:
     """Inserts `code` before, after or instead of the one statement of `Class.method` that is `match`.
 
-    `match` is compared as structure; a name `__` in it stands for any expression.
+    `match` is compared as a syntax tree; a name `__` in it matches any expression.
     """
 
     target: str

@@ -113,7 +113,7 @@ def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
 
 
 def _is_module(anatomy: Anatomy, name: str, attribute: str) -> bool:
-    """Whether an attribute is built from a class of this file, an Auto class or `torch.nn`: too large to pickle."""
+    """Whether an attribute is built from a class of this file, an Auto class or `torch.nn`: it is not to be pickled."""
     value = anatomy.attribute(name, attribute)
     builds = (*anatomy.builds(name), *anatomy.auto_builds(name))
     meaning = anatomy.names.resolve(value.func) if isinstance(value, ast.Call) else None

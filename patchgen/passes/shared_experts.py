@@ -140,7 +140,7 @@ def _find(editor: Editor, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt,
         result = stored_names(body[at_shared], local)
         if any(uses_name(node, name) for node in body[first + 1 : last + 1] for name in result):
             return f"the result of self.{shared} is read before self.{routed} is called"
-        # Only the call moves: its arguments are read where it was, but the reshape of its result is evaluated later.
+        # The call stays where it is, and reads its arguments there; only the reshape of its result is evaluated later.
         read = set(loaded(body[at_shared])) - read - result
         first, last = first + 1, last + 1
     if any(stored_names(node, read) for node in body[first:last]):
