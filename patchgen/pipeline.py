@@ -38,7 +38,7 @@ class Step:
 
     @property
     def rewrites(self) -> bool:
-        """Whether the pass rewrites classes or functions site by site; others edit imports, prune, register or report."""
+        """Whether the pass rewrites classes or functions site by site (a `SitePass`); hand edits do not count."""
         kind = pass_named(self.name)
         return kind is not None and issubclass(kind, SitePass)
 
