@@ -213,15 +213,11 @@ def drifted_edits(directory: Path, generated: Generated) -> list[str]:
     if not (directory / "provenance.json").is_file():
         return []
     known = {
-        (edit_record["verb"], edit_record["target"]): edit_record for edit_record in read(directory).get("edits", ())
+        (edit["verb"], edit["target"], edit["edit"]): edit["upstream"] for edit in read(directory).get("edits", ())
     }
-    drifted: list[str] = []
     record: Provenance = json.loads(generated.provenance)
-    for edit in record.get("edits", ()):
-        before = known.get((edit["verb"], edit["target"]), edit)
-        if before["edit"] == edit["edit"] and before["upstream"] != edit["upstream"]:
-            drifted.append(edit["target"])
-    return drifted
+    edits = {(edit["verb"], edit["target"], edit["edit"]): edit["upstream"] for edit in record.get("edits", ())}
+    return list(dict.fromkeys(key[1] for key, upstream in edits.items() if known.get(key, upstream) != upstream))
 
 
 def refuse_drifted_edits(directory: Path, generated: Generated, reviewed: Collection[str] = ()) -> None:

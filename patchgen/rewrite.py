@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import libcst as cst
 
-from patchgen.anatomy.classes import FunctionNode, calls, walk
+from patchgen.anatomy.classes import FunctionNode, calls, is_compound, walk
 from patchgen.changes import Change, Changes, Edit, visited
 from patchgen.errors import Missed
 from patchgen.places import PLACEHOLDER, Part, Places, Statement, around, code_of, parenthesised
@@ -436,7 +436,7 @@ def wrap_calls(editor: Editor, code: ast.AST, wanted: Mapping[str, str], more: s
         return {call: name for call, name in named.items() if name in wanted}
 
     for statement in dict.fromkeys(map(editor.statement_of, found := found_in(code))):
-        is_header = hasattr(statement, "body")  # of a branch or a loop
+        is_header = is_compound(statement)  # of a branch or a loop
         inside = editor if is_header else Editor(Block(text=editor.code(statement) + "\n"))
         for call, name in (found if is_header else found_in(inside.block.node)).items():
             if is_header and editor.statement_of(call) is not statement:

@@ -372,7 +372,7 @@ def _siblings(source: Path, text: str, model: str) -> dict[str, str]:
         try:
             tree = ast.parse(pending.pop())
         except SyntaxError:
-            return files  # if it is the modeling file's, its parser reports the error
+            continue  # if it is the modeling file's, its parser reports the error
         for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom) or node.level != 1:
                 continue

@@ -287,6 +287,11 @@ def is_in_place(function: ast.expr) -> bool:
     return isinstance(function, ast.Attribute) and function.attr.endswith("_") and not function.attr.endswith("__")
 
 
+def is_compound(node: ast.AST) -> bool:
+    """Whether a statement has statements inside: a branch, a loop, a `with`, a definition."""
+    return isinstance(node, ast.Match) or (isinstance(node, ast.stmt) and hasattr(node, "body"))
+
+
 def is_setter(method: FunctionNode) -> bool:
     """Whether a method is a setter for callers, such as `set_output_embeddings(new)`, which the file itself does not run (see
     `Names`). What callers pass in is not in upstream's source."""

@@ -43,8 +43,8 @@ class Embeddings(Flow):
         self._statements(before)
         is_bound = {*parameter_names(function)} | {name for node in before for name in _bound(node)}
         nodes = [n for s in before for n in walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-        lines = {n.id: n.lineno for n in sorted(nodes, key=lambda n: n.lineno)}
-        bound = sorted(is_bound & lines.keys(), key=lambda name: lines[name])
+        last = {n.id: (n.lineno, n.col_offset) for n in sorted(nodes, key=lambda n: (n.lineno, n.col_offset))}
+        bound = sorted(is_bound & last.keys(), key=lambda name: last[name])
         embedded, mapped = (
             [n for n in bound if mark in self.values.get(n, NONE)] for mark in (self.EMBEDDED, self.MAPPED)
         )

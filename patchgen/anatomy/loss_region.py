@@ -18,6 +18,7 @@ from patchgen.anatomy.classes import (
     arguments,
     calls,
     dotted,
+    is_compound,
     loaded,
     own_attribute,
     parameter_names,
@@ -306,7 +307,7 @@ def kwargs_of(forward: FunctionNode) -> str:
     """
     kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
     for node in (node for part in forward.body for node in walk(part)):
-        is_changed = isinstance(node, ast.stmt) and not hasattr(node, "body") and bool(stored_names(node, {kwargs}))
+        is_changed = isinstance(node, ast.stmt) and not is_compound(node) and bool(stored_names(node, {kwargs}))
         if is_changed or (isinstance(node, ast.Call) and dotted(node.func) == f"{kwargs}.pop"):
             words = [getattr(part, name, None) for part in walk(node) for name in ("value", "arg")]
             keys = {word for word in words if isinstance(word, str)}
@@ -323,7 +324,7 @@ def _bound(forward: FunctionNode) -> set[str]:
             case ast.Assign([target, *_], ast.Call(function)) if dotted(function) == f"{ast.unparse(target)}.to":
                 continue
         inside = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
-        parts = inside if hasattr(node, "body") else [node]
+        parts = inside if is_compound(node) else [node]
         bound |= {name for part in parts for name in stored_names(part, local_names(forward))}
     return bound
 

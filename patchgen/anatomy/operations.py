@@ -115,7 +115,7 @@ def operation(name: str, *given: Any) -> Term | None:
             return term
         case "to" | "type" | "type_as", term, dtype:
             return _cast(term, dtype)
-        case "promote_types", ("dtype", _), ("dtype", _):
+        case "promote_types", ("dtype", x), ("dtype", y) if x == y:
             return given[0]
         case "zeros_like", x, (), dtype, _:
             return ("zeros", ("dtype", x) if dtype == ("const", None) else dtype)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from itertools import takewhile
 
 from patchgen.anatomy.bodies import normal_form
-from patchgen.anatomy.classes import FunctionNode, arguments, calls, own_attribute, parameter_names, walk
+from patchgen.anatomy.classes import FunctionNode, arguments, calls, is_compound, own_attribute, parameter_names, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.loss_terms import SHARES, is_number
 from patchgen.anatomy.names import local_names
@@ -65,7 +65,7 @@ def require_given(call: ast.Call, loss: FunctionNode, method: FunctionNode, owne
             ast.Name("return_dict"), ast.Attribute(ast.Name(one)) as named, ast.Subscript(ast.Name(two))
         ) if one == two:
             logits = named
-    simple = [node for node in walk(method) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    simple = [node for node in walk(method) if isinstance(node, ast.stmt) and not is_compound(node)]
     model = getattr(getattr(logits, "value", None), "id", "")
     made = [getattr(node, "value", None) for node in simple if stored_names(node, {model})]
     is_made = len(made) == 1 and isinstance(made[0], ast.Call) and own_attribute(made[0].func)

@@ -85,14 +85,14 @@ class RowReader:
                     self._modules[name] = modules
                     self.run(body * 2)  # what one module returns is an input of the next
                 case ast.For(ast.Name(name), source, orelse=[]) if isinstance(pieces := self.value(source), list):
-                    self._in_pieces = isinstance(pieces, Pieces)
+                    around, self._in_pieces = self._in_pieces, isinstance(pieces, Pieces)
                     appended = [dotted(c.func) for c in calls(statement) if dotted(c.func).endswith(".append")]
                     if len(appended) > len(set(appended)):
                         raise Mixed(statement)
                     for _ in range(2):  # what one piece leaves is an input of the next
                         self._set(name, pieces[0])
                         self.run(statement.body)
-                    self._in_pieces = False
+                    self._in_pieces = around
                 case ast.Return(value):
                     self.returned = axes.either(self.returned, value and self.value(value), statement)
                 case ast.Assign() | ast.AnnAssign():

@@ -69,7 +69,7 @@ def stores_in(code: ast.AST, owner: str, names: Names) -> Iterator[Store]:
 def _stored(node: ast.AST, names: Names) -> Iterator[tuple[ast.AST, ast.AST | None]]:
     """(object, name) of each attribute that a node stores; None for any name."""
     match node:
-        case ast.Attribute(holder, name, ast.Store()):
+        case ast.Attribute(holder, name, ast.Store() | ast.Del()):
             yield holder, None if name in TABLES else ast.Constant(name)
         case ast.Subscript(table, key, ast.Store()) if holder := _holder(table, names):
             yield holder, key

@@ -95,9 +95,12 @@ def _parts(body: list[ast.stmt], handed: set[str], excuse: str) -> Iterator[tupl
             continue
         if isinstance(statement, ast.For):
             yield statement.iter, excuse
+        if isinstance(statement, ast.With):
+            yield from ((item.context_expr, excuse) for item in statement.items)
         if not isinstance(statement, ast.If | ast.While):
-            for block in ("body", "orelse", "finalbody"):
-                yield from _parts(getattr(statement, block, []), handed, excuse)
+            handlers = [handler.body for handler in getattr(statement, "handlers", [])]
+            for block in (*(getattr(statement, name, []) for name in ("body", "orelse", "finalbody")), *handlers):
+                yield from _parts(block, handed, excuse)
             continue
         yield Test(statement.test), excuse
         missing = _missing(statement.test, handed)

@@ -8,7 +8,7 @@ from patchgen.anatomy import Anatomy
 from patchgen.anatomy.bodies import form_of, normal_form
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, own_attribute, plain_assignments
 from patchgen.anatomy.media import FEATURES, takes_media
-from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import Editor
 from patchgen.source import Block
 
@@ -73,9 +73,11 @@ class AttentionKwargs(SitePass):
         editor, served = Editor(block, self.mark), list[str]()
         for statement in editor.function("forward").body:
             for call in (call for call in calls(statement) if own_attribute(call.func) in open_callees):
-                for given in (k.value for k in call.keywords if k.arg is None and isinstance(k.value, ast.Name)):
+                if any(keyword.arg in PACKING for keyword in call.keywords):
+                    raise Missed("no document boundaries of the text as arguments of a tower", editor.code(call))
+                for given in (keyword.value for keyword in call.keywords if keyword.arg is None):
                     editor.mark(statement)
-                    editor.instead(given, f"ops.tower_kwargs({given.id})")
+                    editor.instead(given, f"ops.tower_kwargs({editor.code(given)})")
                     served += [name for name in open_callees if name == own_attribute(call.func)]
         if not served:
             return Upstream(f"hands no keyword arguments to {', '.join(open_callees)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
-from patchgen.anatomy.classes import calls
+from patchgen.anatomy.classes import calls, is_compound
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
 from patchgen.source import Block
@@ -49,7 +49,7 @@ class DeepstackSP(SitePass):
             for statement in body:
                 names += filter(None, [_name_of_levels(statement)])
                 scatter = next(filter(_is_scatter, calls(statement)), None)
-                if scatter is not None and names and not hasattr(statement, "body"):
+                if scatter is not None and names and not is_compound(statement):
                     mask = editor.code(scatter.args[0])
                     editor.below(statement, "\n".join(f"{name} = ops.local_levels({name}, {mask})" for name in names))
                     served, names = served + len(names), []

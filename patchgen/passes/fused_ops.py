@@ -13,6 +13,7 @@ from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
     calls,
+    is_compound,
     own_attribute,
     parameter_names,
     stored,
@@ -181,7 +182,7 @@ def _product(body: Sequence[ast.stmt]) -> tuple[ast.BinOp, ast.Call] | None:
             is_elif = bool(other) and isinstance(other[0], ast.If) and other[0].col_offset == statement.col_offset
             if not is_elif and (product := _product(other)) is not None:
                 return product
-        if hasattr(statement, "body"):  # does not run exactly once
+        if is_compound(statement):  # does not run exactly once
             continue
         for node in ast.walk(statement):
             match node:

@@ -106,7 +106,8 @@ def _document(editor: Editor, anatomy: Anatomy, function: FunctionNode, names: I
     first = function.body[0]
     docstring = ast.get_docstring(function, clean=False)
     if docstring is None or not isinstance(first, ast.Expr):
-        editor.above(first, f'"""{"".join(lines)}"""', at_top=True, marked=False)
+        text = "\n".join(lines)
+        editor.above(first, f'"""{text}"""', at_top=True, marked=False)
         return
     text, indent = editor.code(first.value), f"\n{' ' * first.col_offset}"
     literal = cst.parse_expression(f"({text})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, calls, loaded, own_attribute, parameter_names
+from patchgen.anatomy.classes import ClassInfo, calls, is_compound, loaded, own_attribute, parameter_names, walk
 from patchgen.anatomy.names import local_names, uses_name
 from patchgen.anatomy.roles import LINEAR
 from patchgen.anatomy.tokenwise import stored_names
@@ -111,6 +111,12 @@ def _is_dense(anatomy: Anatomy, info: ClassInfo) -> bool:
     return not info.roles and len(linear) > 1 and forward is not None and len(parameter_names(forward)) == 1
 
 
+def _is_conditional(statement: ast.stmt, call: ast.Call) -> bool:
+    """Whether an expression of the statement decides if, or how often, the call runs."""
+    deciding = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    return any(call in walk(node) for node in walk(statement) if isinstance(node, deciding))
+
+
 def _find(editor: Editor, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt, ast.Call] | str:
     """The statement that calls the routed experts, the one that calls the shared ones, and the latter call; or the reason,
     in words, why they cannot overlap."""
@@ -126,7 +132,7 @@ def _find(editor: Editor, routed: str, shared: str) -> tuple[ast.stmt, ast.stmt,
             return f"self.{attribute} is called {len(found)} times"
         places[attribute] = found[0]
     (at_routed, _), (at_shared, call) = places[routed], places[shared]
-    if any(hasattr(body[at], "body") for at in (at_routed, at_shared)):
+    if any(is_compound(body[at]) or _is_conditional(body[at], one) for at, one in places.values()):
         return "one of the two is called under a condition"
     if at_routed == at_shared:
         return "both are called in one statement"

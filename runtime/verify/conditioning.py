@@ -7,6 +7,7 @@ tolerance is therefore compared with the model's own sensitivity to a rounding e
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -102,7 +103,7 @@ def is_rounding(key: str, actual: Step, expected: Step, perturbed: Sequence[Step
         return False
     # Noise moves whenever weights do; a discrete choice, which a limit above the result's own size lets pass, now and then.
     is_noise = limit > WELL_CONDITIONED * _norm(key, expected)
-    return distance <= ROUNDING_FACTOR * (min(movements) if is_noise else max(movements))
+    return distance <= ROUNDING_FACTOR * (statistics.median(movements) if is_noise else max(movements))
 
 
 def _distance(key: str, actual: Step, expected: Step) -> float:

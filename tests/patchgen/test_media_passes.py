@@ -152,6 +152,16 @@ def test_a_filter_of_another_form_is_not_believed(dropped: str, leaks: str) -> N
     assert WITHHELD in found.module.text
 
 
+def test_packing_arguments_do_not_reach_a_tower_in_another_form() -> None:
+    example = AttentionKwargs.EXAMPLES[0].before
+    call = "self.get_image_features(pixel_values, **kwargs)"
+    text = example.replace(call, "self.get_image_features(pixel_values, **{**kwargs, 'a': 1})")
+    assert "**ops.tower_kwargs({**kwargs, 'a': 1})" in applied(AttentionKwargs(), text).module.text
+    named = example.replace(call, "self.get_image_features(pixel_values, cu_seq_lens_q=kwargs['cu_seq_lens_q'])")
+    with pytest.raises(PassMismatch, match="no document boundaries of the text as arguments of a tower"):
+        applied(AttentionKwargs(), named)
+
+
 def test_the_choice_of_lengths_in_a_tower_is_known_by_its_import() -> None:
     imported = "from transformers.modeling_flash_attention_utils import is_flash_attention_requested as by_lengths\n"
     text = imported + VisionSP.EXAMPLES[0].before.replace("is_flash_attention_requested", "by_lengths")

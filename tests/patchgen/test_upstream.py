@@ -150,7 +150,7 @@ def test_a_file_on_disk_brings_its_configuration_and_the_modules_beside_it(tmp_p
     (tmp_path / "modeling_tiny.py").write_text(MODELING + "\n\nfrom .extra import helper\n\nhelper()\n")
     (tmp_path / "configuration_tiny.py").write_text(CONFIGURATION)
     (tmp_path / "extra.py").write_text("from .more import x as helper\nfrom . import whole, absent\n")
-    (tmp_path / "more.py").write_text("def x(): ...\n")
+    (tmp_path / "more.py").write_text("def x(:\n")  # of no syntax: the others are still found
     (tmp_path / "whole.py").write_text("def y(): ...\n")
     for source in (tmp_path, tmp_path / "modeling_tiny.py"):
         origin = upstream.load("tiny", source=source)

@@ -178,6 +178,7 @@ def test_ancestors_stand_in_pythons_order(name: str, order: str):
 
 STORES = {
     "a computed name": "def change(m, name):\n    setattr(m, name, nn.Softmax(1))",
+    "taken away": "def change(other):\n    del other.act",
     "a name made of parts": "def change(m, kind):\n    setattr(m, f'{kind}ct', nn.Softmax(1))",
     "a part in a name": "def change(m, kind):\n    first = 'a'\n    setattr(m, first + kind, nn.Softmax(1))",
     "object": "def change(m):\n    object.__setattr__(m, 'act', nn.Softmax(1))",

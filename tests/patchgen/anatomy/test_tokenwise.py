@@ -276,8 +276,15 @@ def test_rows_are_joined_where_they_were_cut():
     """A list of whole tensors in a row is more rows than there are."""
     joined = "\ny = torch.cat(parts, dim=0)"
     cut = "parts = []\nfor part in torch.split(x, lengths, dim=0):\n    parts.append(part)"
-    for code, mixes in ((cut, False), ("parts = []\nparts.append(x)", True)):
-        assert (mixing(ast.parse(code + joined).body, {"x": "r."}, "Head", ANATOMY) is not None) is mixes
+    loop = "\n    for part_again in torch.split(part, lengths, dim=0):\n        pass"
+    one = f"parts = []\nfor part in torch.split(x, lengths, dim=0):{loop}\n    parts.append(part)"
+    cases = (
+        (cut + joined, False),
+        ("parts = []\nparts.append(x)" + joined, True),
+        (f"{one}\ny = parts[0] + x", True),  # one piece, whatever the loop has inside
+    )
+    for code, mixes in cases:
+        assert (mixing(ast.parse(code).body, {"x": "r."}, "Head", ANATOMY) is not None) is mixes
 
 
 @pytest.mark.parametrize(

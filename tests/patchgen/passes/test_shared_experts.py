@@ -37,6 +37,21 @@ def outcome_of(forward: str, modules: str = MODULES):
             id="condition",
         ),
         pytest.param(
+            "out = self.experts(hidden_states, indices, weights)\n"
+            "return out + (self.shared_experts(hidden_states) if self.is_shared else 0)",
+            "under a condition",
+            id="conditional-expression",
+        ),
+        pytest.param(
+            "out = self.experts(hidden_states, indices, weights)\n"
+            "match self.kind:\n"
+            "    case 1:\n"
+            "        out = out + self.shared_experts(hidden_states)\n"
+            "return out",
+            "under a condition",
+            id="match",
+        ),
+        pytest.param(
             "hidden_states = self.experts(hidden_states, indices, weights)\n"
             "return hidden_states + self.shared_experts(hidden_states)",
             "written between",

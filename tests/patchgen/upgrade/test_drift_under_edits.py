@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from planted_releases import FILE, MODEL, Drift, check_reported, planted, site_of
@@ -213,6 +215,16 @@ def test_generate_refuses_to_hide_drift_until_it_was_reviewed(tmp_path: Path):
     assert {path: path.read_bytes() for path in (tmp_path / MODEL).iterdir()} == before
     assert provenance.write(drifted, tmp_path / MODEL, reviewed=[edit.target])
     assert provenance.drifted_edits(tmp_path / MODEL, drifted) == []
+
+
+def test_each_of_two_edits_of_one_target_is_compared_with_itself(tmp_path: Path):
+    edits = [
+        {"verb": "edit_method", "target": "A.run", "edit": name, "upstream": "old"} for name in ("first", "second")
+    ]
+    (tmp_path / "provenance.json").write_text(json.dumps({"edits": edits}))
+    now = [{**edits[0], "upstream": "new"}, {**edits[1], "edit": "changed", "upstream": "new"}]
+    generated = SimpleNamespace(provenance=json.dumps({"edits": now}))
+    assert provenance.drifted_edits(tmp_path, generated) == ["A.run"]
 
 
 def test_an_edit_that_was_changed_was_read_against_its_target(tmp_path: Path):
