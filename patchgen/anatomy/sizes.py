@@ -10,6 +10,7 @@ from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
     calls,
+    constructed,
     dotted,
     own_attribute,
     parameter_names,
@@ -104,13 +105,19 @@ def _class_of(anatomy: Anatomy, owner: str | None, holder: ast.expr) -> str | No
         case ast.Name("self"):
             return owner if owner in anatomy.classes else None
         case ast.Attribute(outer, attribute) if of := _class_of(anatomy, owner, outer):
-            builds = [
-                build for build in (*anatomy.builds(of), *anatomy.auto_builds(of)) if build.attribute == attribute
-            ]
-            targets = {anatomy.target_of(build) for build in builds}
-            target = targets.pop() if len(targets) == 1 else None
-            return target if target in anatomy.classes else None
+            classes = {_built_by(anatomy, of, value) for value in anatomy.held(of, attribute)}
+            return classes.pop() if len(classes) == 1 else None
     return None
+
+
+def _built_by(anatomy: Anatomy, owner: str, value: ast.AST) -> str | None:
+    """The class of this file that a value is a construction of, and nothing around it."""
+    if not isinstance(value, ast.Call):
+        return None
+    chosen = {anatomy.target_of(build) for build in anatomy.auto_builds(owner) if build.code == ast.unparse(value)}
+    targets = chosen or {(anatomy.names.resolve(constructed(value)) or "").removeprefix(".")}
+    target = targets.pop() if len(targets) == 1 else None
+    return target if target in anatomy.classes else None
 
 
 def listed_sizes(method: FunctionNode) -> list[tuple[str, ast.Assign, ast.expr]]:

@@ -60,6 +60,12 @@ def test_a_size_is_named_by_what_it_is_read_from(value: str, name: str | None):
         ("config.merge_size = 3", "Tower(config)"),
         ("self.side = self.side", "Tower(config)"),
         ("pass", "Tower(config) if other else Other(config)"),
+        ("pass", "Tower(config) if other is None else other"),
+        ("pass", "Tower(config).inner"),
+        ("pass", "Wrapper(Tower(config))"),
+        ("pass", "pick([Tower(config), other])"),
+        ("pass", "Tower(config)\n        if other: self.visual = other"),
+        ("pass", "Tower(config)\n    def swap(self, config):\n        self.visual = Other(config)"),
     ],
 )
 def test_a_size_of_which_more_is_stored_has_no_name(more: str, built: str):
