@@ -293,10 +293,10 @@ def is_compound(node: ast.AST) -> bool:
 
 
 def is_setter(method: FunctionNode) -> bool:
-    """Whether a method is a setter for callers, such as `set_output_embeddings(new)`, which the file itself does not run (see
-    `Names`). What callers pass in is not in upstream's source."""
-    is_run = vars(method).get("is_run", False)
-    return method.name.startswith("set_") and not is_run and "forward" not in called_names(method)
+    """Whether a method is transformers' `set_output_embeddings(new)` and the like, which no code of the file names (see
+    `Names`): what callers hand in is not upstream's."""
+    is_named = vars(method).get("is_named", False)
+    return method.name.startswith("set_") and not is_named and "forward" not in called_names(method)
 
 
 def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:

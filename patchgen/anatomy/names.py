@@ -13,7 +13,6 @@ from patchgen.anatomy.classes import (
     FunctionNode,
     assigned_to,
     base_name,
-    called_names,
     calls,
     mentions,
     own_attribute,
@@ -74,10 +73,10 @@ class Names:
                 self._known[name] = meaning if self._known.get(name, meaning) == meaning else None
         everything = [node for statement in nodes for node in walk(statement)]
         functions = [node for node in everything if isinstance(node, FunctionNode)]
-        running = _running(functions)
+        named = _named(functions, everything)
         for function in functions:
             self._mark_local(function)
-            vars(function)["is_run"] = function.name in running
+            vars(function)["is_named"] = function.name in named
         for node in everything:
             if isinstance(node, ast.Name) and node.id == CONFIG:
                 vars(node).setdefault("is_config", False)  # a name of the module
@@ -217,15 +216,16 @@ def uses_name(node: ast.AST, name: str) -> bool:
     return mentions(node, name) or name in local_names(node)
 
 
-def _running(functions: Sequence[FunctionNode]) -> set[str]:
-    """The names of functions that building or calling a model runs, as far as the names in calls lead from `__init__` and
-    `forward`."""
-    running: set[str] = set()
-    pending = {"__init__", "forward"}
-    while pending:
-        running |= pending
-        pending = {name for f in functions if f.name in pending for name in called_names(f)} - running
-    return running
+def _named(functions: Sequence[FunctionNode], nodes: Sequence[ast.AST]) -> set[str]:
+    """The names that code reads, also as an attribute or text, but where a function of that name hands a call on:
+    `self.model.set_input_embeddings(new)` in `set_input_embeddings`."""
+    within = {node: function.name for function in functions for node in walk(function)}
+    named: set[str] = set()
+    for node in nodes:
+        match node:
+            case ast.Attribute(attr=name) | ast.Name(name) | ast.Constant(str(name)) if within.get(node) != name:
+                named.add(name)
+    return named
 
 
 def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:

@@ -235,12 +235,17 @@ SETTER = "\n    def set_act(self, act):\n        self.act = act\n"
 @pytest.mark.parametrize(
     ("code", "values"),
     [
-        ("class Use:\n    def resize(self, part):\n        part.set_act(nn.Softmax(1))", ["nn.SiLU()"]),  # for who asks for it
+        ("class Use:\n    def set_act(self, act):\n        self.part.set_act(act)", ["nn.SiLU()"]),  # for who asks for it
+        ("class Use:\n    def resize(self, part):\n        part.set_act(nn.Softmax(1))", ["nn.SiLU()", "act"]),
+        ("class Use:\n    def _init_weights(self, m):\n        m.set_act(nn.Softmax(1))", ["nn.SiLU()", "act"]),
+        ("class Use:\n    @property\n    def ready(self):\n        self.part.set_act(nn.Softmax(1))", ["nn.SiLU()", "act"]),
+        ("class Use:\n    def forward(self, x):\n        run = self.part.set_act\n        run(x)", ["nn.SiLU()", "act"]),
+        ("class Use:\n    def forward(self, x):\n        getattr(self.part, 'set_act')(x)", ["nn.SiLU()", "act"]),
         ("class Use:\n    def __init__(self, part):\n        part.set_act(nn.Softmax(1))", ["nn.SiLU()", "act"]),
         ("def change(m):\n    m.set_act(nn.Softmax(1))\nclass Use:\n    def forward(self, x):\n        change(self.part)", ["nn.SiLU()", "act"]),
     ],
 )  # fmt: skip
-def test_a_setter_that_the_file_runs_counts(code: str, values: list[str]):
+def test_a_setter_that_the_file_names_counts(code: str, values: list[str]):
     assert told(anatomy_of(f"{HOLDER}{SETTER}{code}\n").held("Part", "act")) == values
 
 
