@@ -107,11 +107,21 @@ def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
 
 
 def _is_replaced(method: FunctionNode, parameter: str, resolve: Resolve) -> bool:
-    """Whether a method binds a parameter to anything but new instances of the class in its annotation."""
+    """Whether a method binds a parameter to more than itself and new instances of the class in its annotation."""
     annotated = [arg for arg in walk(method.args) if isinstance(arg, ast.arg) and arg.arg == parameter]
     classes = {resolve(node) for arg in annotated for node in walk(arg) if isinstance(node, ast.Name)} - {None}
+
+    def is_kept(value: ast.expr) -> bool:
+        match value:
+            case ast.IfExp(_, one, other) | ast.BoolOp(ast.Or(), [one, other]):
+                return is_kept(one) and is_kept(other)
+            case ast.Call(called):
+                return resolve(called) in classes
+            case _:
+                return isinstance(value, ast.Name) and value.id == parameter
+
     values = assigned_to(method, parameter)
-    return values is None or not all(isinstance(one, ast.Call) and resolve(one.func) in classes for one in values)
+    return values is None or not all(map(is_kept, values))
 
 
 CONSTRUCTORS = ("from_config", "_from_config")

@@ -336,7 +336,18 @@ def test_a_config_that_the_init_replaces_does_not_say_what_is_built(code: str, t
     assert [anatomy.target_of(build) for build in anatomy.auto_builds("Part")] == [target]
 
 
-@pytest.mark.parametrize(("made", "target"), [("Config()", "TextModel"), ("OtherConfig()", None)])
+@pytest.mark.parametrize(
+    ("made", "target"),
+    [
+        ("Config()", "TextModel"),
+        ("Config() if config is None else config", "TextModel"),
+        ("config or Config()", "TextModel"),
+        ("OtherConfig()", None),
+        ("OtherConfig() if config is None else config", None),
+        ("config or OtherConfig()", None),
+        ("config or config.text_config", None),
+    ],
+)
 def test_a_new_config_of_the_annotated_class_says_the_same(made: str, target: str | None):
     model = f"class Model(PreTrainedModel):\n    def __init__(self, config: Config = None):\n        if config is None:\n            config = {made}\n"
     model += "        self.text = AutoModel.from_config(config.text_config)\n        if config is None:\n            config = Config()\n"
