@@ -14,8 +14,8 @@ import torch
 {above}
 
 class Example:
-    def forward(self, x, config, layers):
-        h = torch.zeros_like(x)
+    def forward(self, x, config, layers, slots):
+        out = h = torch.zeros_like(x)
         length, count, i = x.shape[1], self.count, 0
         parts = []
         {loop}
@@ -80,6 +80,27 @@ def test_what_is_added_in_an_inner_statement_is_carried(body: str):
         ("h[0] += t", True),
         ("parts.append(self.step(t, parts[-1]))", True),
         ("parts.extend([self.step(t, p) for p in parts])", True),
+        ("h[0][0] = self.step(t, h[0][0])", True),
+        ("h[0], y = self.step(t, h[0])", True),
+        ("h.mul_(0.9).add_(t)", True),
+        ("h[:, 0].add_(t)", True),
+        ("h.view(-1)[i].add_(t)", True),
+        ("h.copy_(self.step(t, h))", True),
+        ("h.copy_(self.step(t))", False),
+        ("torch.add(h, t, out=h)", True),
+        ("torch.relu_(h); parts.append(h + t)", True),
+        ("parts.insert(0, self.step(t, parts[0]))", True),
+        ("parts.put(t); y = self.step(parts)", True),
+        ("out[:, i] = self.step(t, h[:, i - 1])", True),
+        ("out[:, i] = self.step(t, h[:, i])", False),
+        ("self.h = self.step(t, self.h)", True),
+        ("self.h = self.step(t); y = self.h", False),
+        ("self.h[0] = self.step(t, self.h[0])", True),
+        ("y = self.step(t); y.mul_(2)", False),
+        ("t.mul_(2)", False),
+        ("y = h; y.add_(t)", True),
+        ("h[:, i].mul_(0.9).add_(t)", False),
+        ("h[i][0] = self.step(t, h[i][0])", False),
         ("h[:, i] = self.step(t)", False),
         ("h[:, i] = h[:, i] * t", False),
         ("h[:, i] += t", False),
@@ -91,6 +112,31 @@ def test_what_is_added_in_an_inner_statement_is_carried(body: str):
 def test_a_value_that_is_left_in_a_part_is_carried(body: str, carries: bool):
     loop = "for i, t in enumerate(x.unbind(1)):"
     assert found(loop, body) == (loop if carries else "")
+
+
+@pytest.mark.parametrize(
+    ("loop", "body", "carries"),
+    [
+        ("for t, s in zip(x.unbind(1), slots):", "h[:, s] = h[:, s] * 0.5 + t", True),
+        ("for t, s in zip(x.unbind(1), slots):", "h[:, s] += t", True),
+        ("for s in slots:", "h[s] = self.step(x, h[s])", True),
+        ("for i, s in enumerate(slots):", "h[s] += x[i]", True),
+        ("for i in slots.range(length):", "h[i] += x[i]", True),
+        ("for i in range(length):", "h[:, i] += x[:, i]", False),
+        ("for i in range(length):", "i = 0; h[:, i] += x[:, i]", True),
+        ("for i in reversed(range(length)):", "h[:, i] += x[:, i]", False),
+        ("for i, t in zip(range(length), x.unbind(1)):", "h[:, i] += t", False),
+        ("for k, (i, t) in enumerate(zip(range(length), x)):", "h[:, i] += t", False),
+        ("for i in range(0, length, config.size):", "h[:, i:i + config.size] += x[:, i:i + config.size]", False),
+        ("for i in range(0, length, config.size):", "h[:, i:i + 2] += x[:, i:i + 2]", True),
+        ("for i in range(0, length, count):", "h[:, i:i + count] += x[:, i:i + count]", False),
+        ("for i in range(0, length, count):", "count = 9; h[:, i:i + count] += x[:, i:i + count]", True),
+        ("for i in range(length):", "h[:, i:i + 1] += x[:, i:i + 1]", False),
+        ("for i in range(length):", "h[:, i:i + 2] += x[:, i:i + 2]", True),
+    ],
+)
+def test_a_place_is_a_steps_own_if_the_loop_counts_it(loop: str, body: str, carries: bool):
+    assert bool(found(loop, body)) == carries
 
 
 def test_elements_that_are_called_are_no_data():
