@@ -26,6 +26,7 @@ SHORTEST = "builtins.zip"
 RANGE = "builtins.range"
 ADDING = ("append", "extend", "insert")  # to a list
 REPLACING = ("copy_", "zero_", "fill_")  # these leave nothing of the tensor's old values
+SUMMING = ("index_add_", "scatter_add_")  # into rows, where steps add in any order: what experts give
 VIEWS = (*SHARING, "reshape", "flatten", "transpose", "permute", "select", "narrow")  # may share memory
 
 
@@ -143,7 +144,7 @@ def _is_own(index: ast.expr | None, steps: Mapping[str, str]) -> bool:
 
 
 def _changes(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, list[ast.expr], bool]]:
-    """What code changes in part or in place, of which values, and whether it is made of what was there."""
+    """What code changes in part or in place, of which values, and whether that is made of what an earlier step left."""
     for target, value in value_pairs(node):
         if isinstance(target, ast.Subscript):
             yield target, [value], isinstance(node, ast.AugAssign)
@@ -157,7 +158,7 @@ def _changes(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, list[a
     match node:
         case ast.Call(ast.Attribute(holder, method) as called, args) if is_in_place(called):
             is_function = anatomy.names.resolve(called) and args  # `torch.relu_(h)`
-            yield args[0] if is_function else holder, values, method not in REPLACING
+            yield args[0] if is_function else holder, values, method not in (*REPLACING, *SUMMING)
         case ast.Call(ast.Attribute(holder, method)) if method in ADDING:
             yield holder, values, False
     for keyword in node.keywords:

@@ -87,6 +87,8 @@ def test_what_is_added_in_an_inner_statement_is_carried(body: str):
         ("h.view(-1)[i].add_(t)", True),
         ("h.copy_(self.step(t, h))", True),
         ("h.copy_(self.step(t))", False),
+        ("h.index_add_(0, self.rows, t)", False),
+        ("h.index_add_(0, self.rows, self.step(t, h))", True),
         ("torch.add(h, t, out=h)", True),
         ("torch.relu_(h); parts.append(h + t)", True),
         ("parts.insert(0, self.step(t, parts[0]))", True),
