@@ -15,6 +15,7 @@ from pathlib import Path
 from patchgen import custom_sources, emit, provenance, source
 from patchgen.anatomy import Anatomy, Role, study
 from patchgen.anatomy.classes import parameter_names
+from patchgen.anatomy.graph import require_own_self
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import all_passes, default_pipeline, pass_named
@@ -93,6 +94,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
         PassMismatch: a pass refuses, or has another number of hits than the config expects; for a file on disk, all such
             refusals in one error.
         ConfigError: the config expects hits of an unknown pass.
+        PatchgenError: a class that stays gives the name `self` to something else.
     """
     for name in config.expect:
         if pass_named(name) is None:
@@ -125,6 +127,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
             anatomy.add(name, module)
     if refusals:
         raise custom_sources.combined_refusal(anatomy.upstream, config, refusals)
+    require_own_self(anatomy.still_in(module))
     return steps
 
 

@@ -339,23 +339,22 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
         elif isinstance(node, FunctionNode):
             anatomy.functions[node.name] = node
     for info in anatomy.classes.values():
-        _require_own_self(info)
         info.auto_builds = auto_builds(info, anatomy.names.resolve) if "from_config" in module.text else []
     assign_roles(anatomy)
     return anatomy
 
 
-def _require_own_self(info: ClassInfo) -> None:
-    """Checks that `self` is the instance everywhere, since attributes of `self` are read as those of the instance.
+def require_own_self(infos: Iterable[ClassInfo]) -> None:
+    """Attributes of `self` are read as those of the instance.
 
     Raises:
-        PatchgenError: a method gives that name to something else, or holds code whose `self` is another.
+        PatchgenError: a method of a class gives that name to something else, or holds code whose `self` is another.
     """
-    for method in info.methods.values():
+    for owner, method in ((info.name, method) for info in infos for method in info.methods.values()):
         inside = [node for statement in method.body for node in walk(statement)]
         if "self" in stored(method) or any(isinstance(node, ast.arg) and node.arg == "self" for node in inside):
             raise PatchgenError(
-                f"{info.name}.{method.name} (upstream line {method.lineno}) gives the name `self` to something else: "
+                f"{owner}.{method.name} (upstream line {method.lineno}) gives the name `self` to something else: "
                 "which object's attributes it reads there is not known. Give that another name upstream"
             )
 

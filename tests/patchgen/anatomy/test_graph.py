@@ -7,7 +7,7 @@ import ast
 import pytest
 from generation_cases import anatomy_of
 
-from patchgen.anatomy.graph import references
+from patchgen.anatomy.graph import references, require_own_self
 from patchgen.errors import PatchgenError
 from patchgen.upstream import ConfigClass, SubConfig
 
@@ -259,8 +259,9 @@ def test_a_setter_that_the_file_names_counts(code: str, values: list[str]):
     ],
 )
 def test_self_is_the_instance(code: str):
+    anatomy = anatomy_of(f"{HOLDER}        {code}\n")
     with pytest.raises(PatchgenError, match="Part.__init__ .* gives the name `self` to something else"):
-        anatomy_of(f"{HOLDER}        {code}\n")
+        require_own_self(anatomy.classes.values())
 
 
 def test_configurations_by_annotation():
