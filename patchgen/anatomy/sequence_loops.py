@@ -125,7 +125,7 @@ def _steps(anatomy: Anatomy, target: ast.expr, iterable: ast.expr, bound: Contai
             steps, pairs = {name: "1"} if name not in bound else {}, [(element, iterable.args[0])]
         case ast.Tuple(parts) if meaning == SHORTEST:
             pairs = list(zip(parts, iterable.args, strict=False))
-        case _ if meaning not in FIRST_ALONE or meaning == "builtins.enumerate":
+        case _ if meaning not in AS_LONG_AS_FIRST or meaning == "builtins.enumerate":
             return {}
     return steps | {name: step for pair in pairs for name, step in _steps(anatomy, *pair, bound).items()}
 
