@@ -135,11 +135,12 @@ def arguments(call: ast.Call, names: Sequence[str]) -> dict[str | None, ast.expr
 
 
 def handed_to(call: ast.Call, names: Sequence[str], parameter: str) -> ast.expr | None:
-    """The argument of a call for one of these parameters, or the `*args` or `**kwargs` that may contain it; None if neither."""
+    """What a call hands to one of these parameters; `*args`, also for `**args`, where these may hold it; None: nothing."""
     spread = next((i for i, arg in enumerate(call.args) if isinstance(arg, ast.Starred)), len(call.args))
     named = {keyword.arg: keyword.value for keyword in call.keywords}
     given = dict(zip(names, call.args[:spread], strict=False)) | named
-    return given.get(parameter, next(iter(call.args[spread:]), named.get(None)))
+    more = [*call.args[spread:], *(ast.Starred(k.value, ast.Load()) for k in call.keywords if k.arg is None)]
+    return given.get(parameter, next(iter(more), None))
 
 
 def linearised(name: str, bases: Mapping[str, Sequence[str]]) -> list[str]:

@@ -161,19 +161,19 @@ class Names:
     def _keeps_config(self, function: FunctionNode) -> bool:
         """Whether everything that a function assigns to the name `config` is a configuration."""
         assigned = assigned_to(function, CONFIG)
-        return assigned is not None and all(map(self._is_config, assigned))
+        return assigned is not None and all(map(self.is_config, assigned))
 
-    def _is_config(self, value: ast.expr) -> bool:
-        """Whether an expression is a configuration, a part or copy of one, or made by a config class of transformers."""
+    def is_config(self, value: ast.expr) -> bool:
+        """Whether code gives a configuration: one, a part or copy of one, or what transformers' classes of them make."""
         match value:
             case ast.IfExp(_, body, orelse):
-                return self._is_config(body) and self._is_config(orelse)
+                return self.is_config(body) and self.is_config(orelse)
             case ast.Call(function, [copied]) if self.resolve(function) in COPIES:
-                return self._is_config(copied)
+                return self.is_config(copied)
             case ast.Call(function, [holder, ast.Constant(), *defaults]) if (
                 self.resolve(function) == "builtins.getattr"
             ):
-                return all(map(self._is_config, [holder, *defaults]))
+                return all(map(self.is_config, [holder, *defaults]))
         meaning = self.resolve(value.func if isinstance(value, ast.Call) else value) or ""
         is_made = meaning.startswith("transformers.") and any(CONFIG_CLASS.search(part) for part in meaning.split("."))
         return is_made or is_of_config(value)

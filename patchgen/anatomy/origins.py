@@ -12,11 +12,13 @@ from patchgen.anatomy.classes import (
     loaded,
     own_attribute,
     parameter_names,
+    parameters,
     stored,
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.known import NUMBERS, is_left_in_config
+from patchgen.anatomy.names import CONFIG
 
 SEQUENCES = (ast.Tuple, ast.List)
 
@@ -78,7 +80,8 @@ def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
 
 
 def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
-    """Whether a size may be a constant of the source, or several sizes, rather than one that a caller or config chooses.
+    """Whether a size may be a number that the source says, or several sizes, rather than one that a caller or config chooses.
+    What is not known may be one.
 
     Args:
         visited: the expressions being followed; `size = size * 2` is not followed into itself.
@@ -96,11 +99,22 @@ def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast
             case _:
                 parts = []
         known = visited | {origin}
-        if isinstance(origin, (ast.Constant, *SEQUENCES)):
+        if isinstance(origin, (ast.Constant, ast.Starred, *SEQUENCES)) or _is_of_other_function(anatomy, origin):
             return True
         if parts and origin not in visited and all(is_fixed(anatomy, of, part, known) for part in parts):
             return True
     return False
+
+
+def _is_of_other_function(anatomy: Anatomy, origin: ast.AST) -> bool:
+    """Whether it is a parameter of another function than an `__init__`, or an attribute of one that is no config: what that
+    is called with is not read."""
+    base = origin.value if isinstance(origin, ast.Attribute) else origin
+    place = anatomy.constructions.scopes.get(base)
+    function = place.function if place else None
+    if function is None or function.name == "__init__":
+        return False
+    return isinstance(base, ast.Name) and base.id in parameters(function) - {CONFIG}
 
 
 def is_one_size(anatomy: Anatomy, owner: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr]) -> bool:

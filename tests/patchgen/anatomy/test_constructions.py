@@ -22,7 +22,7 @@ class Model(nn.Module):
     [
         ("class B(A):\n    def __init__(self):\n        super().__init__(nn.Softmax(1))", ["nn.SiLU()", "nn.Softmax(1)"]),
         ("class B(A):\n    def __init__(self):\n        A.__init__(self, act=nn.Tanh())", ["nn.SiLU()", "nn.Tanh()"]),
-        ("class B(A):\n    def __init__(self, **more):\n        super().__init__(**more)", ["nn.SiLU()", "more"]),
+        ("class B(A):\n    def __init__(self, **more):\n        super().__init__(**more)", ["nn.SiLU()", "*more"]),
         ("class B(A): pass\nclass M:\n    def __init__(self):\n        self.b = B(nn.Tanh())", ["nn.SiLU()", "nn.Tanh()"]),
         ("class B(A):\n    def __init__(self, act):\n        self.act2 = act\n        super().__init__(nn.Tanh())", ["nn.SiLU()", "nn.Tanh()"]),
         ("class B:\n    def __init__(self, act):\n        self.a = A(act)", ["nn.SiLU()", "act"]),
@@ -44,7 +44,13 @@ BUILT = {
     "for a config": ("", "part = A._from_config(nn.Softmax(1))", "nn.Softmax(1)"),
     "by another name": ("", "kind = A\n        self.part = kind(nn.Softmax(1))", "*A"),
     "by a choice": ("", "kind = A if act else B\n        self.part = kind(nn.Softmax(1))", "*A"),
-    "by a table": ("TABLE = {'a': A}\n", "self.part = TABLE['a'](nn.Softmax(1))", "*A"),
+    "by a table": ("TABLE = {'a': A}\n", "self.part = TABLE['a'](nn.Softmax(1))", "nn.Softmax(1)"),
+    "by a table under another name": ("TABLE = {'a': A}\n", "part = TABLE['a']\n        part(nn.Softmax(1))", "*TABLE['a']"),
+    "by a method of a table": ("TABLE = {'a': A}\n", "self.part = TABLE['a'] or TABLE.get('a')(nn.Softmax(1))", "*TABLE"),
+    "by a table with another's": ("OTHER = {'a': A}\nTABLE = {**OTHER}\n", "self.part = OTHER['a'](nn.Tanh()), TABLE['a'](nn.Softmax(1))", "*OTHER"),
+    "by a table of tables": ("TABLE = {'a': {'b': A}}\n", "self.part = TABLE['a']['b'](nn.Softmax(1))", "*A"),
+    "by a table that changes": ("TABLE = {'a': A}\nTABLE.update(b=B)\n", "self.part = TABLE['a'](nn.Softmax(1))", "*A"),
+    "by a table in brackets": ("TABLE = {'a': A}\n", "self.part = TABLE['a'] or [TABLE][0]['a'](nn.Softmax(1))", "*TABLE"),
     "by a library": ("import functools\n", "self.part = functools.partial(A, nn.Softmax(1))()", "*A"),
     "by its own method": ("class B(A):\n    def again(self):\n        return type(self)(nn.Softmax(1))\n", "pass", "nn.Softmax(1)"),
     "with a local name": ("", "kind = nn.Softmax(1)\n        self.part = A(kind)", "nn.Softmax(1)"),
@@ -124,3 +130,93 @@ def test_classes_that_hand_a_value_to_each_other_end(outside: str | None):
     code += f"class M:\n    def __init__(self):\n        self.a = A({outside})\n" if outside else ""
     anatomy = anatomy_of(code)
     assert {*told(anatomy.handed("A", anatomy.attribute("A", "act")))} == ({outside} if outside else set())
+
+
+HEIR = "class B(A):\n    def __init__(self, other):\n        "
+BUILDER = "class B(nn.Module):\n    def __init__(self, other):\n        "
+BELOW = "class Mid(A): pass\nclass B(Mid):\n    def __init__(self):\n        "
+TWO_BASES = (
+    "class C(A):\n    def __init__(self):\n        super().__init__(nn.Tanh())\n"
+    "class B(A):\n    def __init__(self):\n        super().__init__(nn.Softmax(1))\nclass D(B, C): pass"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "value"),
+    [
+        (f"{HEIR}super(__class__, self).__init__(nn.Softmax(1))", "nn.Softmax(1)"),
+        (f"{HEIR}super(type(self), self).__init__(nn.Softmax(1))", "nn.Softmax(1)"),
+        (f"{BELOW}Mid.__init__(self, nn.Softmax(1))", "nn.Softmax(1)"),
+        (f"{BELOW}super(Mid, self).__init__(nn.Softmax(1))", "nn.Softmax(1)"),
+        (TWO_BASES, "nn.Softmax(1)"),
+        (f"{HEIR}super().__init__(**{{'act': nn.Softmax(1)}})", "*{'act': nn.Softmax(1)}"),
+        (f"{BUILDER}self.b = self.a.__class__(nn.Softmax(1))", "nn.Softmax(1)"),
+        (f"{BUILDER}self.b = type(other)(nn.Softmax(1))", "nn.Softmax(1)"),
+        (f"{BUILDER}kind = type(other)\n        self.b = kind(nn.Softmax(1))", "*type(other)"),
+        (f"{BUILDER}self.x.__init__(nn.Softmax(1))", "*self.x.__init__"),
+        (f"{HEIR}s = super()\n        s.__init__(nn.Softmax(1))", "*s.__init__"),
+        (f"{HEIR}init = A.__init__\n        init(self, nn.Softmax(1))", "*A.__init__"),
+        (f"{BUILDER}A.__init__(other, nn.Softmax(1))", "*A.__init__"),
+        ("class B(A):\n    def again(self):\n        super().__init__(nn.Softmax(1))", "*super().__init__"),
+    ],
+)  # fmt: skip
+def test_no_construction_is_dropped(code: str, value: str):
+    anatomy = anatomy_of(f"{HANDED}\n{code}\n")
+    assert value in told(anatomy.handed("A", anatomy.attribute("A", "act")))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{BUILDER}nn.Module.__init__(self)",
+        f"{BUILDER}print(f'{{self.__class__}}', type(other).__name__, type(other) is A)",
+        f"{BUILDER}cache = type(other.cache)\n        other.cache = cache(nn.Softmax(1))",
+        "class B(nn.Module):\n    def __init__(self):\n        super(B, self).__init__()",
+    ],
+)
+def test_code_that_asks_for_the_class_of_an_object_builds_none(code: str):
+    anatomy = anatomy_of(f"{HANDED}\n{code}\n")
+    assert told(anatomy.handed("A", anatomy.attribute("A", "act"))) == ["nn.SiLU()"]
+
+
+OF_PARAMETER = """
+class Good(nn.Module):
+    def __init__(self):
+        self.fn = nn.SiLU()
+
+class Bad(nn.Module):
+    def __init__(self):
+        self.fn = nn.Softmax(1)
+
+class A(nn.Module):
+    def __init__(self, other):
+        self.act = other.fn
+
+class Between(nn.Module):
+    def __init__(self, inner):
+        self.a = A(inner)
+
+class Model(nn.Module):
+    def __init__(self, config, outside):
+        self.a = A(Good())
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "value"),
+    [
+        ("self.b = A(Bad())", "nn.Softmax(1)"),
+        ("self.b = Between(Bad())", "nn.Softmax(1)"),
+        ("kind = A\n        kind(Bad())", "*A"),
+        ("self.b = A(outside)", "*outside"),
+        ("self.bad = Bad()\n        self.b = A(self.bad)", "*self.bad"),
+        ("self.b = A(make(Bad()))", "*make(Bad())"),
+        ("self.b = A(Bad() if config.is_bad else Good())", "*(Bad() if config.is_bad else Good())"),
+        ("self.b = A(config.text_config)", "config.text_config.fn"),
+    ],
+)
+def test_an_attribute_of_what_is_handed_is_told_or_unknown(code: str, value: str):
+    anatomy = anatomy_of(f"{OF_PARAMETER}        {code}\n")
+    values = told(anatomy.handed("A", anatomy.attribute("A", "act")))
+    assert "nn.SiLU()" in values
+    assert value in values

@@ -80,3 +80,36 @@ class ExampleGatedMLP(nn.Module):
         "ExampleGate: a gate around a norm, left as it is; only the norm is a seam",
         "ExampleGatedMLP: a gated MLP of another formula, left as it is",
     )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "ExampleRMSNorm(8)",
+        "ExampleRMSNorm(*[1])",
+        "ExampleRMSNorm(**{'hidden_size': 1})",
+        "made(1)",
+        "made_like(self.other)",
+        "type(self.norm)(1)",
+        "(kind := ExampleRMSNorm)(1)",
+    ],
+)
+def test_a_norm_that_may_have_a_size_of_its_own_is_none_of_rows(code: str):
+    built = f"""
+class ExampleHeads(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = ExampleRMSNorm(config.hidden_size)
+        self.other = {code}
+
+
+def made(size):
+    return ExampleRMSNorm(size)
+
+
+def made_like(part):
+    return ExampleRMSNorm(part.size)
+"""
+    norm = NORM.replace("eps=1e-6", "eps: float = 1e-6")
+    assert "ops.rms_norm(" in applied(FusedOps(), norm).module.text
+    assert applied(FusedOps(), norm + built).notes == ("ExampleRMSNorm: a norm of another formula, left as it is",)
