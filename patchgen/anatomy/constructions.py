@@ -27,7 +27,7 @@ from patchgen.anatomy.classes import (
     stores_of,
     walk,
 )
-from patchgen.anatomy.names import is_of_config
+from patchgen.anatomy.names import CONFIG, is_of_config
 
 if TYPE_CHECKING:
     from patchgen.anatomy.graph import Anatomy
@@ -283,9 +283,13 @@ def _is_own_class(code: ast.expr, function: FunctionNode | None) -> bool:
 
 
 def is_whole_config(place: Place, given: ast.expr) -> bool:
-    """Whether an argument at a place is the config that the class there was itself built with."""
-    is_new = place.function is None or "config" in stored(place.function)
-    return ast.unparse(given) == "self.config" or (ast.unparse(given) == "config" and not is_new)
+    """Whether a class hands on the config that it is built with: its `__init__` binds the name once, as its parameter."""
+    if not isinstance(given, ast.Name):
+        return ast.unparse(given) == f"self.{CONFIG}"
+    if given.id != CONFIG or place.function is None or place.function.name != "__init__":
+        return False
+    bound = [node for node in walk(place.function) if isinstance(node, ast.arg) and node.arg == CONFIG]
+    return len(bound) == 1 and CONFIG not in stored(place.function)
 
 
 def _is_init(called: ast.AST) -> bool:

@@ -313,6 +313,8 @@ class Model(PreTrainedModel):
         ("Part(config) for config in config.parts] or [0", None),
         ("Part(config) if config.a else Part(config.text_config)", None),
         ("nn.Linear(8, 8)", None),
+        ("(lambda config: Part(config))(config.text_config)", None),
+        ("self.make(config.text_config)])\n    def make(self, config):\n        return ([Part(config)", None),
     ],
 )
 def test_a_part_without_annotation_has_the_config_of_the_model_that_builds_it(built: str, target: str | None):
