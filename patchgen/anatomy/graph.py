@@ -101,14 +101,15 @@ class Anatomy:
         known = self.classes[name].roles if name in self.classes else {}  # a pass may have rewritten it
         self.classes[name] = describe(node, {*self.classes, name}, self.names.resolve)
         self.orders.clear()
-        vars(self).pop("constructions", None)
         self.classes[name].roles |= known
-        assign_class_roles(self, self.classes[name])
         for info in self.classes.values():
             now = module.block(info.name).node if module.has(info.name) else None
             if isinstance(now, ast.ClassDef) and mentions(now, name):
                 changed = describe(now, set(self.classes), self.names.resolve)
                 info.attributes, info.builds = changed.attributes, changed.builds
+        for computed in ("constructions", "_stores"):
+            vars(self).pop(computed, None)
+        assign_class_roles(self, self.classes[name])
 
     def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:
         """The class of this file that defines the method which an instance of the class `name` runs, and the method; else None."""

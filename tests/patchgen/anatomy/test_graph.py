@@ -7,7 +7,8 @@ import ast
 import pytest
 from generation_cases import anatomy_of
 
-from patchgen.anatomy.graph import references, require_own_self
+from patchgen import source
+from patchgen.anatomy.graph import references
 from patchgen.errors import PatchgenError
 from patchgen.upstream import ConfigClass, SubConfig
 
@@ -371,3 +372,17 @@ def test_names_in_strings_count_where_they_are_types_or_keys():
         "def f(a: 'A | b.B', c: C = 'd') -> 'E':\n    return g['H'], k['not a name'], 'l', m[1]\nn: 'no name('"
     )
     assert references(code) == {"A", "b", "C", "E", "g", "H", "k", "m", "n"}
+
+
+def test_what_a_pass_adds_counts_in_all_that_is_read_of_the_file():
+    """Also where it was read before: what the class of a changed attribute is handed, and what other code stores."""
+    part = "class {0}(nn.Module):\n    def __init__(self, act):\n        self.act = act\n"
+    model = "class Model(nn.Module):\n    def __init__(self):\n        self.part = {0}\n"
+    anatomy = anatomy_of(f"{part.format('A')}{model.format('A(nn.SiLU())')}")
+    (act,) = anatomy.held("A", "act")
+    assert told(anatomy.handed("A", act)) == ["nn.SiLU()"]
+    new = f"{part.format('A')}{part.format('New')}        self.part.other = act\n{model.format('New(nn.Tanh())')}"
+    anatomy.add("New", source.parse(f"from torch import nn\n{new}", "x.py"))
+    (act,) = anatomy.held("New", "act")
+    assert told(anatomy.handed("New", act)) == ["nn.Tanh()"]
+    assert anatomy.is_stored_outside("other")
