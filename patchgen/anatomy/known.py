@@ -47,8 +47,13 @@ def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, visited: frozenset[
         parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
         return all(isinstance(part, ast.Compare) or _is_number(part, anatomy, owner, visited) for part in parts)
     if isinstance(value, ast.Call):
-        is_plain = anatomy.names.resolve(value.func) in NUMBERS
-        return is_plain and all(_is_number(part, anatomy, owner, visited) for part in value.args)
+        parts, meaning = value.args, anatomy.names.resolve(value.func)
+        match parts:
+            case [holder, ast.Constant(str(name)), *defaults] if meaning == "builtins.getattr":
+                parts = [ast.Attribute(holder, name, ast.Load()), *defaults]
+            case _:
+                pass
+        return meaning in NUMBERS and all(_is_number(part, anatomy, owner, visited) for part in parts)
     if isinstance(value, ast.Subscript):
         return _is_number(value.value, anatomy, owner, visited)
     if isinstance(value, ast.Name) and value.id != CONFIG:
@@ -64,11 +69,13 @@ def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: fr
         return False
     annotations = {arg.arg: arg.annotation for arg in walk(function.args) if isinstance(arg, ast.arg)}
     annotation = annotations.get(name.id)
-    if name.id in annotations and not (annotation and ast.unparse(annotation) in ("float", "int", "bool")):
-        default = defaults_of(function).get(name.id)
+    is_annotated = annotation is not None and ast.unparse(annotation) in ("float", "int", "bool")
+    if name.id in annotations and not is_annotated:
+        # What other methods are called with is not read.
+        default = defaults_of(function).get(name.id) if function.name == "__init__" else None
         handed = anatomy.handed(owner, name) or ([] if default is None else [default])
         known = [*known, *handed] if handed else []
-    return bool(known or annotation) and all(_is_number(value, anatomy, owner, visited) for value in known)
+    return bool(known or is_annotated) and all(_is_number(value, anatomy, owner, visited) for value in known)
 
 
 def is_matrix(anatomy: Anatomy, owner: str, factor: ast.AST) -> bool:
@@ -100,8 +107,9 @@ def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
 
 
 def is_left_in_config(anatomy: Anatomy, value: ast.AST) -> bool:
-    """Whether a value is read from a config, and no code of the file stores another value there."""
-    return is_of_config(value) and not (isinstance(value, ast.Attribute) and anatomy.is_stored_outside(value.attr))
+    """Whether it is of a config, and no code of the file stores another value there."""
+    name = value.attr if isinstance(value, ast.Attribute) else ""
+    return is_of_config(value) and not anatomy.is_stored_outside(name, [CONFIG])
 
 
 def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:

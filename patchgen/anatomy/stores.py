@@ -22,14 +22,15 @@ from patchgen.anatomy.classes import (
     targets,
     walk,
 )
-from patchgen.anatomy.names import Names
+from patchgen.anatomy.names import CONFIG, Names, is_of_config
 from patchgen.source import bound_names
 
-# (class, attribute): the class where the store is to its `self`, "" for any other object; the attribute or its pattern.
+# The class whose own instance is changed, `config` for items of a config, "" for any other object; the attribute or its pattern.
 Store = tuple[str, str]
 ANY = "*"
 TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # where Python and torch keep attributes
-# Methods whose first parameter is the name of an attribute -> that parameter's name.
+UPDATES = ("update", "setdefault", "__setitem__")
+# What takes the name of an attribute first, and the parameter's name.
 SETTERS = {
     "__setattr__": "name",
     "add_module": "name",
@@ -64,6 +65,7 @@ def stores_in(code: ast.AST, owner: str, names: Names) -> Iterator[Store]:
         for holder, name in _stored(node, names):
             is_own = isinstance(holder, ast.Name) and holder.id == "self"
             yield owner if is_own else "", _pattern(name, texts).rpartition(".")[2]
+        yield from ((CONFIG, name) for name in _stored_in_config(node))
 
 
 def _stored(node: ast.AST, names: Names) -> Iterator[tuple[ast.AST, ast.AST | None]]:
@@ -74,15 +76,30 @@ def _stored(node: ast.AST, names: Names) -> Iterator[tuple[ast.AST, ast.AST | No
         case ast.Subscript(table, key, ast.Store()) if holder := _holder(table, names):
             yield holder, key
         case ast.Assign(value=table) if holder := _holder(table, names):
-            yield holder, None  # an alias of the table
-        case ast.Call(ast.Attribute(table, "update" | "setdefault" | "__setitem__")) if holder := _holder(
-            table, names
-        ):
+            yield holder, None  # another name for all of them
+        case ast.Call(ast.Attribute(table, method)) if method in UPDATES and (holder := _holder(table, names)):
             yield holder, None
         case ast.Call(ast.Attribute(holder, setter)) if setter in SETTERS:
             yield _set_by(node, holder, SETTERS[setter], names)
         case ast.Call(function, [holder, name, *_]) if names.resolve(function) == "builtins.setattr":
             yield holder, name
+
+
+def _stored_in_config(node: ast.AST) -> Iterable[str]:
+    """What a piece of code stores as items: of a part of a config, that part; of the config, what a dict of names holds."""
+    match node:
+        case ast.Subscript(holder, _, ast.Store()) if is_of_config(holder):
+            given = None
+        case ast.Call(ast.Attribute(holder, method), given) if method in UPDATES and is_of_config(holder):
+            given = None if node.keywords else given
+        case _:
+            return ()
+    match holder, given:
+        case ast.Attribute(_, name), _ if own_attribute(holder) != CONFIG:
+            return [name]
+        case _, [ast.Dict(keys)]:
+            return [_pattern(key, {}) for key in keys]
+    return [ANY]
 
 
 def _set_by(call: ast.Call, holder: ast.expr, parameter: str, names: Names) -> tuple[ast.AST, ast.AST | None]:

@@ -333,3 +333,37 @@ def test_a_size_of_the_module_is_told_by_its_only_statement(code: str):
     call = ast.parse("y = self.rows(x)").body
     assert mixing(call, {"x": "*."}, "Head", ANATOMY) is None
     assert mixing(call, {"x": "*."}, "Head", anatomy_of(f"{FILE}\n{code}\n")) is not None
+
+
+@pytest.mark.parametrize(
+    ("parameter", "is_number"), [("scale: float = 1.0", True), ("scale=1.0", False), ("scale: torch.Tensor", False)]
+)
+def test_a_default_tells_nothing_of_what_a_method_is_called_with(parameter: str, is_number: bool):
+    text = (
+        "class Part(nn.Module):\n    def __init__(self):\n        self.change(nn.Parameter(torch.ones(8)))\n"
+        f"    def change(self, {parameter}):\n        self.scale = scale\n"
+    )
+    assert known.is_number(anatomy_of(text), "Part", "scale") is is_number
+
+
+@pytest.mark.parametrize(
+    ("store", "read", "is_number"),
+    [
+        ("pass", "getattr(config, 'factor', 1.0)", True),
+        ("config.factor = torch.ones(8)", "getattr(config, 'factor', 1.0)", False),
+        ("pass", "getattr(config, 'factor', torch.ones(8))", False),
+        ("pass", "config['factor']", True),
+        ("config['factor'] = torch.ones(8)", "config['factor']", False),
+        ("config['factor'] = torch.ones(8)", "config.factor", False),
+        ("config.update({'factor': torch.ones(8)})", "config.factor", False),
+        ("config.update({'width': torch.ones(8)})", "config.factor", True),
+        ("config.update(others)", "config.factor", False),
+        ("self.config.update(factor=torch.ones(8))", "config.factor", False),
+        ("config.rope['factor'] = torch.ones(8)", "config.rope['factor']", False),
+        ("config.rope['factor'] = torch.ones(8)", "config.factor", True),
+    ],
+)
+def test_a_number_of_a_config_is_read_unless_the_file_stores_it_there(store: str, read: str, is_number: bool):
+    text = NUMBER.replace("def change(self, {parameter}):\n        self.scale = {parameter}", "")
+    text = text.replace("self.part = Part(config.factor)", f"{store}\n        self.part = Part({read})")
+    assert known.is_number(anatomy_of(text), "Part", "scale") is is_number
