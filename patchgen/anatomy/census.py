@@ -15,6 +15,7 @@ from patchgen.anatomy.classes import (
     LISTS,
     ClassInfo,
     FunctionNode,
+    assigned_to,
     is_list,
     is_setter,
     own_attribute,
@@ -167,22 +168,18 @@ class _Walk:
             self.called(owner, attribute)
         if attribute or isinstance(value, ast.Constant | ast.Lambda):
             return True
-        if isinstance(value, ast.Name) and value.id in _local(where):
+        if isinstance(value, ast.Name) and isinstance(where, FunctionNode) and value.id in _local(where):
             if value.id in open_names:
                 return True
-            inside = open_names | {value.id}
-            bound = [n.value for n in walk(where) if isinstance(n, ast.Assign) and value.id in stored(n)]
-            # Values that are passed in are in the code of another class, hence `ast.Pass()` below.
+            bound = assigned_to(where, value.id)
+            if bound is None or not all(self._is_known(part, owner, where, open_names | {value.id}) for part in bound):
+                return False
+            if bound and value.id not in parameter_names(where):
+                return True
+            # What is handed stands in another class.
             handed = [part for part in self.anatomy.handed(owner, value) if part not in bound]
-            is_told = all(self._is_known(part, owner, where, inside) for part in bound)
-            if bound and not (isinstance(where, FunctionNode) and value.id in parameter_names(where)):
-                return is_told
-            return (
-                is_told
-                and bool(handed)
-                and all(
-                    not isinstance(part, ast.Starred) and self._is_known(part, owner, ast.Pass()) for part in handed
-                )
+            return bool(handed) and not any(
+                isinstance(part, ast.Starred) or not self._is_known(part, owner, ast.Pass()) for part in handed
             )
         if isinstance(value, ast.Name | ast.Attribute):
             return self.names.resolve(value, _local(where)) is not None

@@ -172,3 +172,18 @@ def test_an_attribute_under_another_name_is_named_where_it_is_set():
     named = CALLED.replace("self.act = act", "self.made = config.make_act\n        self.act = self.made")
     found = census(anatomy_of(named.format("nn.Tanh()")), ["Head"], {})
     assert found["Gate.made"] == "not read: config.make_act"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for act in acts: pass",
+        "with config.make_act() as act: pass",
+        "act: object = config.make_act",
+        "(act := config.make_act)",
+    ],
+)
+def test_a_local_name_is_all_that_code_binds_it_to(code: str):
+    text = CALLED.replace("self.act = act", f"act = nn.SiLU()\n        {code}\n        self.act = act")
+    found = census(anatomy_of(text.replace("self, act)", "self, config)").format("config")), ["Head"], {})
+    assert found["Gate.act"] == "not read: act"
