@@ -135,7 +135,7 @@ def arguments(call: ast.Call, names: Sequence[str]) -> dict[str | None, ast.expr
 
 
 def handed_to(call: ast.Call, names: Sequence[str], parameter: str) -> ast.expr | None:
-    """What a call hands to one of these parameters; `*args`, also for `**args`, where these may hold it; None: nothing."""
+    """The argument of a call for one of these parameters; `*args`, also for `**args`, if they may contain it; None if neither."""
     spread = next((i for i, arg in enumerate(call.args) if isinstance(arg, ast.Starred)), len(call.args))
     named = {keyword.arg: keyword.value for keyword in call.keywords}
     given = dict(zip(names, call.args[:spread], strict=False)) | named

@@ -1,8 +1,8 @@
 """Where a file builds its classes, and the arguments that it passes to their `__init__`.
 
-A class that is not only called (an entry of a table, another name for it) may be built with anything there: what is
-handed is then unknown, and stands as `*Name`, which no reader takes for a value. The same holds for every class where code
-asks an object for its class, or runs an `__init__`, in a form that is not read.
+A class that is used other than by a call (as an entry of a table, under another name) may be built with any arguments there.
+They are unknown, and recorded as `*Name`, which no reader takes for a value. The same holds for every class where code asks an
+object for its class, or runs an `__init__`, in a form that is not read.
 """
 
 # pyright: reportMatchNotExhaustive=false
@@ -82,7 +82,7 @@ class Constructions:
                 yield Place("", node if isinstance(node, FunctionNode) else None), node
 
     def _mentioned(self, place: Place, code: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-        """Each class that code may build: with its call, or as `*Name` where more may happen to it."""
+        """Each class that code may build: with its call, or as `*Name` where it is used in another way."""
         if isinstance(code, ast.Assign | ast.AnnAssign) and RECORDED in stored(code):
             return
         built = {constructed(call): call for call in calls(code) if not _is_init(call.func)}
@@ -169,8 +169,8 @@ class Constructions:
     def given(
         self, init: FunctionNode, parameter: str, owners: Iterable[str]
     ) -> Iterator[tuple[Place, ast.expr | None]]:
-        """What is handed to a parameter of an `__init__` that instances of these classes run, each with the place: a call
-        of such a class, or a subclass that calls the `__init__` of its bases. None: nothing; `*<name>`: unknown."""
+        """The arguments for a parameter of an `__init__` that instances of these classes run, each with its place: in calls of
+        the classes, and in subclasses that call the `__init__` of a base. None: no argument; `*<name>`: unknown."""
         anatomy, names, visited = self._anatomy, parameter_names(init), set[ast.AST]()
         for owner in owners:
             chain = [info for info in anatomy.lineage(owner) if "__init__" in info.methods]
@@ -214,7 +214,7 @@ class Constructions:
         return tuple(dict.fromkeys(self._handed(owner, value, set()) or ()))
 
     def _handed(self, owner: str, value: ast.AST, visited: set[ast.AST]) -> list[ast.expr | ast.stmt] | None:
-        """The same, through names that are handed on, each once; None if it is none of these, or nothing is handed."""
+        """The same, following parameters that are passed on, each once; None instead of empty."""
         base = value.value if isinstance(value, ast.Attribute) else value
         visited |= {value, base}
         scope = self.scopes.get(base)
@@ -247,8 +247,8 @@ class Constructions:
     def _held_by(
         self, owner: str, part: ast.expr, value: ast.Attribute, visited: set[ast.AST]
     ) -> Iterable[ast.expr | ast.stmt]:
-        """What the attribute that `value` reads is, of an object that is handed over for its parameter. A config's stays what a
-        caller chooses there."""
+        """The values of the attribute that `value` reads, if `part` is passed for its parameter; a config's attribute stays as it
+        is: a caller chooses it."""
         if isinstance(part, ast.Call):
             name = (self._anatomy.names.resolve(part.func) or "").removeprefix(".")
             if name in self._anatomy.classes and (held := self._anatomy.held(name, value.attr)):
@@ -272,7 +272,7 @@ class Constructions:
 
 
 def _is_own_class(code: ast.expr, function: FunctionNode | None) -> bool:
-    """Whether code of a method is the class of its instance: `type(self)`, `self.__class__`, `cls`."""
+    """Whether an expression in a method is the class of its instance: `type(self)`, `self.__class__`, `cls`."""
     match code:
         case ast.Call(ast.Name("type"), [ast.Name("self")]) | ast.Name("__class__"):
             return True
@@ -283,7 +283,8 @@ def _is_own_class(code: ast.expr, function: FunctionNode | None) -> bool:
 
 
 def is_whole_config(place: Place, given: ast.expr) -> bool:
-    """Whether a class hands on the config that it is built with: its `__init__` binds the name once, as its parameter."""
+    """Whether an argument at a place is the config that the class there was itself built with: its `__init__` binds the name
+    once, as its parameter."""
     if not isinstance(given, ast.Name):
         return ast.unparse(given) == f"self.{CONFIG}"
     if given.id != CONFIG or place.function is None or place.function.name != "__init__":

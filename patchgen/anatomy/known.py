@@ -107,7 +107,7 @@ def _is_made_of_two_sizes(anatomy: Anatomy, value: ast.AST) -> bool:
 
 
 def is_left_in_config(anatomy: Anatomy, value: ast.AST) -> bool:
-    """Whether it is of a config, and no code of the file stores another value there."""
+    """Whether a value is read from a config, and no code of the file stores another value there."""
     name = value.attr if isinstance(value, ast.Attribute) else ""
     return is_of_config(value) and not anatomy.is_stored_outside(name, [CONFIG])
 

@@ -164,7 +164,7 @@ class Names:
         return assigned is not None and all(map(self.is_config, assigned))
 
     def is_config(self, value: ast.expr) -> bool:
-        """Whether code gives a configuration: one, a part or copy of one, or what transformers' classes of them make."""
+        """Whether an expression is a configuration, a part or copy of one, or made by a config class of transformers."""
         match value:
             case ast.IfExp(_, body, orelse):
                 return self.is_config(body) and self.is_config(orelse)

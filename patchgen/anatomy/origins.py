@@ -80,8 +80,8 @@ def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
 
 
 def is_fixed(anatomy: Anatomy, owner: str, size: ast.AST, visited: frozenset[ast.AST] = frozenset()) -> bool:
-    """Whether a size may be a number that the source says, or several sizes, rather than one that a caller or config chooses.
-    What is not known may be one.
+    """Whether a size may be a constant of the source, or several sizes, rather than one that a caller or config chooses; a size
+    of which nothing is known may be.
 
     Args:
         visited: the expressions being followed; `size = size * 2` is not followed into itself.

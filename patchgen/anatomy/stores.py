@@ -25,12 +25,13 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.names import CONFIG, Names, is_of_config
 from patchgen.source import bound_names
 
-# The class whose own instance is changed, `config` for items of a config, "" for any other object; the attribute or its pattern.
+# (class, attribute): the class where the store is to its `self`, `config` for an item of a config, "" for any other object; the
+# attribute or its pattern.
 Store = tuple[str, str]
 ANY = "*"
 TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # where Python and torch keep attributes
 UPDATES = ("update", "setdefault", "__setitem__")
-# What takes the name of an attribute first, and the parameter's name.
+# Methods whose first parameter is the name of an attribute -> that parameter's name.
 SETTERS = {
     "__setattr__": "name",
     "add_module": "name",
@@ -76,7 +77,7 @@ def _stored(node: ast.AST, names: Names) -> Iterator[tuple[ast.AST, ast.AST | No
         case ast.Subscript(table, key, ast.Store()) if holder := _holder(table, names):
             yield holder, key
         case ast.Assign(value=table) if holder := _holder(table, names):
-            yield holder, None  # another name for all of them
+            yield holder, None  # an alias of the table
         case ast.Call(ast.Attribute(table, method)) if method in UPDATES and (holder := _holder(table, names)):
             yield holder, None
         case ast.Call(ast.Attribute(holder, setter)) if setter in SETTERS:

@@ -8,7 +8,7 @@ import pytest
 from generation_cases import anatomy_of
 
 from patchgen import source
-from patchgen.anatomy.graph import references
+from patchgen.anatomy.graph import references, require_own_self
 from patchgen.errors import PatchgenError
 from patchgen.upstream import ConfigClass, SubConfig
 
