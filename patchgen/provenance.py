@@ -253,16 +253,23 @@ def write(generated: Generated, directory: Path, *, force: bool = False, reviewe
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if not (force and is_unreadable(directory)):
-            refuse_drifted_edits(directory, generated, reviewed)
-        if not force:
-            _refuse_to_lose_edits(directory, generated)
+        require_writable(generated, directory, force=force, reviewed=reviewed)
         wanted = {directory / name: text for name, text in generated.files.items()}
         changed = {path: text for path, text in wanted.items() if not _holds(path, text)}
         write_whole(changed)
         return list(changed)
     finally:
         os.close(descriptor)
+
+
+def require_writable(
+    generated: Generated, directory: Path, *, force: bool = False, reviewed: Collection[str] = ()
+) -> None:
+    """Raises what `write` would raise."""
+    if not (force and is_unreadable(directory)):
+        refuse_drifted_edits(directory, generated, reviewed)
+    if not force:
+        _refuse_to_lose_edits(directory, generated)
 
 
 def write_whole(files: Mapping[Path, str]) -> None:

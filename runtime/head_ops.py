@@ -36,7 +36,8 @@ def causal_lm_loss(
     Args:
         head: maps `hidden_states` `[B, S, H]` to logits `[B, S, V]`: the output projection, or a function with everything
             else that the model does to the logits (softcap, scaling, ...).
-        labels: `[B, S]`, not yet shifted; `-100` is ignored. None: no loss is computed.
+        labels: `[B, S]`, or of the full sequence in a slice; not yet shifted, unless the loss never shifts them; `-100` is
+            ignored. None: no loss is computed.
         loss_function: upstream's, called as `loss_function(logits, labels, vocab_size, **kwargs)`; `aligned_cross_entropy`
             or `shifted_cross_entropy` if the head computes the loss inline.
         vocab_size: V; None for the last dimension of the logits.
@@ -86,7 +87,8 @@ def causal_lm_loss(
 
 
 def _inline_loss_labels(loss_function: Callable[..., Tensor], labels: Tensor, kwargs: dict) -> Tensor:
-    """The labels of a head's inline loss: without those that its mask drops, or unshifted (as `shift_labels` in `kwargs`)."""
+    """The labels of a head's inline loss, without those that its mask drops. Labels that are never shifted are also put into
+    `kwargs` as `shift_labels`. Takes the mask out of `kwargs`; the labels of any other loss are returned as they are."""
     mask = kwargs.pop("attention_mask", None) if loss_function is shifted_cross_entropy else None
     if kwargs.get("shift_labels") is None:
         if loss_function is shifted_cross_entropy:
@@ -114,7 +116,8 @@ def _labels_of_step(
 
 
 def require_no_step(labels: object, what: str) -> None:
-    """Raises ValueError if there are labels and a parallel state, but the head's loss is upstream's own mean: `what`, as source."""
+    """Raises ValueError if there are labels and a parallel state, in a step or not, but the head's loss is upstream's own mean:
+    `what`, as source."""
     if labels is not None and parallel.current() is not None:
         from patchgen.runtime.parallel.loss import upstream_mean_message
 

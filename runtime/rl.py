@@ -159,7 +159,8 @@ def _loss(
     temperature: float,
     **step: Any,
 ) -> Tensor:
-    """This rank's share of the loss `function(log_probs)`, with log-probabilities `(B, S)`."""
+    """The loss `function(log_probs)` of this rank's sequences, with log-probabilities `(B, S)`: the same on all ranks of a
+    sequence, where each has the gradient of its slice; plus this rank's share of a router loss."""
     inputs = to_device(inputs, _device(model))
     targets = inputs["shift_labels"]
 

@@ -235,7 +235,7 @@ def _gate_backward_tile(
         acc = multiply(added_rows.load([first_padded, r]), thin, acc)
 
     valid = row < end
-    # A weight of zero makes the padding rows zero in everything that is stored.
+    # A weight of zero makes the padding rows zero in what is stored; in the sums, that they are loaded as 0 and act(0) = 0.
     routing = tl.where(valid, tl.load(top_k_weights + slot).to(tl.float32), 0.0)[:, None]
     padded_row = first_padded + tl.arange(0, ROWS)
     target_row = padded_row.to(tl.int64)[:, None]

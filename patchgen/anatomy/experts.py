@@ -94,7 +94,10 @@ def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Ite
         for node in walk(function):
             for value, read in _readings(anatomy, node):
                 is_own = isinstance(value, ast.Name) and value.id == "self"
-                built = [b.target for b in anatomy.builds(name) if b.attribute == own_attribute(value)] if name else []
+                read_from = own_attribute(value)
+                built = (
+                    [b.target for b in anatomy.builds(name) if read_from and b.attribute == read_from] if name else []
+                )
                 is_other = name not in lineage_names if is_own else bool(built) and not lineage_names & set(built)
                 reads_contents = read in MODULE_CONTENTS and runs and id(node) not in shared_properties
                 if (read in stacks and not is_other) or (

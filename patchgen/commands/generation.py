@@ -45,7 +45,8 @@ def generate(
     reviewed: Sequence[str] = (),
     heads: Sequence[str] = (),
 ) -> None:
-    """Generates models and writes all files of each, or none if it is refused; a refusal does not stop the other models.
+    """Generates models and writes all files of each and of its parts, or none if one is refused; a refusal does not stop the
+    other models.
 
     Args:
         models: may be empty with a source, whose file gives the name.
@@ -82,12 +83,12 @@ def generate(
             continue
         seconds = time.perf_counter() - start
         if several:
-            lines, state = emit.changed_lines(generated.diff), f"{len(changed)} files changed"
+            state = "dry run" if dry_run else f"{len(changed)} files changed"
             console.print(
-                f"{name}: {lines} lines against upstream, {'dry run' if dry_run else state}, {seconds:.1f} s"
+                f"{name}: {emit.changed_lines(generated.diff)} lines against upstream, {state}, {seconds:.1f} s"
             )
         else:
-            _show(generated, changed, seconds, dry_run=dry_run, root=root)
+            _show(generated, changed, seconds, dry_run=dry_run)
     if refused:
         messages = "\n".join(f"{name}: {error}" for name, error in refused.items())
         raise PatchgenError(
@@ -104,25 +105,30 @@ def _generate(
     force: bool,
     reviewed: Sequence[str],
 ) -> tuple[Generated, list[Path]]:
-    """Writes one model, and those that it builds and that are missing, below `root`; returns it and the files that changed."""
+    """Writes one model, and those that it builds and that are missing or of another release, below `root`; returns it and the
+    files that changed."""
     exists = functools.partial(_is_generated, root, loaded.version)
-    generated, *parts = pipeline.generate_whole(loaded, exists, heads=heads)
-    if force and provenance.is_unreadable(root / generated.model):
-        place = shown(root / generated.model / "provenance.json")
-        console.print(
-            f"note: {place} cannot be read. Whether upstream changed under hand edits was not checked.",
-            markup=False,
-            soft_wrap=True,
-        )
-    else:
-        provenance.refuse_drifted_edits(root / generated.model, generated, reviewed)
+    models = pipeline.generate_whole(loaded, exists, heads=heads)
+    folders = [root / model.model for model in models]
+    for model, folder in zip(models, folders, strict=True):
+        if force and provenance.is_unreadable(folder):
+            console.print(
+                f"note: {shown(folder / 'provenance.json')} cannot be read. Whether upstream changed under hand edits was not "
+                "checked.",
+                markup=False,
+                soft_wrap=True,
+            )
+        else:
+            provenance.refuse_drifted_edits(folder, model, reviewed)
     if dry_run:
-        return generated, []
+        return models[0], []
+    changed: list[Path] = []
     with writing(root):
-        changed = provenance.write(generated, root / generated.model, force=force, reviewed=reviewed)
-        for part in parts:
-            changed += provenance.write(part, root / part.model)
-    return generated, changed
+        for model, folder in zip(models, folders, strict=True):
+            provenance.require_writable(model, folder, force=force, reviewed=reviewed)
+        for model, folder in zip(models, folders, strict=True):
+            changed += provenance.write(model, folder, force=force, reviewed=reviewed)
+    return models[0], changed
 
 
 def _is_generated(root: Path, version: str | None, name: str) -> bool:
@@ -132,7 +138,7 @@ def _is_generated(root: Path, version: str | None, name: str) -> bool:
     return any(provenance.read(folder)["upstream"]["version"] == version for folder in existing)
 
 
-def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run: bool, root: Path) -> None:
+def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run: bool) -> None:
     table = Table(title=f"{generated.model} from {generated.upstream.origin}", title_justify="left")
     table.add_column("pass")
     for column in ("hits", "upstream", "lines", "ms"):
@@ -155,17 +161,24 @@ def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run:
     elif changed:
         for path in changed:
             console.print(f"  wrote {shown(path)}")
-        console.print(f"  review: {_how_to_review(root / generated.model, changed)}", soft_wrap=True)
+        console.print(f"  review: {_how_to_review(changed)}", soft_wrap=True)
     else:
         console.print("  nothing changed")
 
 
-def _how_to_review(folder: Path, changed: list[Path]) -> str:
-    """A command that shows what was written: `git diff` shows no untracked folder."""
-    if _git(folder, "ls-files", "--error-unmatch", changed[0].name):
-        return f"git diff {shown(folder)}"
-    if _git(folder, "rev-parse", "--is-inside-work-tree"):
-        return f"git add -N {shown(folder)} && git diff {shown(folder)}"
+def _how_to_review(changed: list[Path]) -> str:
+    """A command that shows what was written, of parts too: `git diff` shows no untracked folder."""
+    first = {path.parent: path for path in reversed(changed)}
+    folders = " ".join(str(shown(folder)) for folder in first)
+    new = [
+        str(shown(folder))
+        for folder, path in first.items()
+        if not _git(folder, "ls-files", "--error-unmatch", path.name)
+    ]
+    if not new:
+        return f"git diff {folders}"
+    if _git(changed[0].parent, "rev-parse", "--is-inside-work-tree"):
+        return f"git add -N {' '.join(new)} && git diff {folders}"
     return f"git diff --no-index /dev/null {shown(changed[0])}"
 
 

@@ -60,20 +60,26 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
     """
     release = upstream.open_release(version)
     known = heads_of(release)
-    if unknown := [kind for kind in only if kind not in known]:
+    if unknown := [model_type for model_type in only if model_type not in known]:
         raise ConfigError(
             f"--only {unknown[0]}: {release.origin} has no head of that type of these kinds: {', '.join(MAPS)}."
         )
-    wanted = {kind: known[kind] for kind in only or known}
+    wanted = {model_type: known[model_type] for model_type in only or known}
     path = (output or records_folder()) / FILE
-    rows = {} if fresh else read(path)
-    stale = set(stale_types(path, release, wanted)) if rows else {*wanted}
-    for (kind, _), row in rows.items():
-        if kind in wanted and kind not in stale:  # today's generator gives the same text
-            row["sources"] = source_keys.model_sources(kind, release)
+    stale = {*wanted} if fresh else set(stale_types(path, release, wanted))
+    rows = {  # without those of heads that upstream no longer has
+        (model_type, kind): row for (model_type, kind), row in read(path).items() if kind in known.get(model_type, ())
+    }
+    for (model_type, _), row in rows.items():
+        if model_type in wanted and model_type not in stale:  # today's generator gives the same text
+            row["sources"] = source_keys.model_sources(model_type, release)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=examination.set_worker_environment) as pool:
-        futures = {pool.submit(examine, kind, wanted[kind], release.version): kind for kind in wanted if kind in stale}
+        futures = {
+            pool.submit(examine, model_type, heads, release.version): model_type
+            for model_type, heads in wanted.items()
+            if model_type in stale
+        }
         done = track(as_completed(futures), "sweeping", len(futures), console=console, disable=not console.is_terminal)
         for future in done:
             try:
@@ -93,7 +99,7 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
                 for row in found:
                     console.print(f"{row['head']}: {row['status']} {row['reason']}", soft_wrap=True, markup=False)
     write(path, rows)
-    swept = [rows[kind, name] for kind, heads in wanted.items() for name in heads]
+    swept = [rows[model_type, kind] for model_type, heads in wanted.items() for kind in heads]
     proven = [row for row in swept if row["status"] == PROVEN]
     console.print(f"{counts(swept)}; written: {path} and {page_of(path)}", soft_wrap=True)
     return 0 if (len(proven) == len(swept) if only else proven) else 1
@@ -169,16 +175,17 @@ def stale_types(
     path: Path, release: upstream.Release, wanted: Mapping[str, Mapping[str, str]] | None = None, jobs: int = 2
 ) -> list[str]:
     """The types with a head whose row is missing or stale; generates only heads whose sources have changed."""
-    rows, key, wanted = read(path), records.wanted_key(), wanted or heads_of(release)
+    key = records.wanted_key() | {"transformers": release.version}
+    rows, wanted = read(path), wanted or heads_of(release)
     valid = {
         place: row
         for place, row in rows.items()
         if wanted.get(place[0], {}).get(place[1]) == row["head"] and records.holds(row, key, records.generated_of(row))
     }
-    sources = {kind: source_keys.model_sources(kind, release) for kind in wanted}
+    sources = {model_type: source_keys.model_sources(model_type, release) for model_type in wanted}
     changed = [place for place, row in valid.items() if row["sources"] != sources[place[0]]]
-    kinds, heads = [kind for kind, _ in changed], [[valid[place]["head"]] for place in changed]
-    for place, digest in zip(changed, records.digests(kinds, heads, release.version, jobs), strict=True):
+    types, heads = [model_type for model_type, _ in changed], [[valid[place]["head"]] for place in changed]
+    for place, digest in zip(changed, records.digests(types, heads, release.version, jobs), strict=True):
         if records.generated_of(valid[place]) != digest:
             del valid[place]
     return [

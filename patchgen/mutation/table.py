@@ -60,7 +60,7 @@ def write(summary: Mapping[str, object], path: Path) -> None:
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The text of `mutations.md`, from the record alone."""
+    """The text of `mutations.md`, from the record; which operators keep the meaning is today's list."""
     keeping = {name for name, keeps_meaning in NAMES.items() if keeps_meaning}
     kinds = (REFUSED, EQUAL, WRONG, NOT_RUN)
 

@@ -48,7 +48,7 @@ def highlighted(text: str) -> list[str]:
 
 
 def struck(line: str) -> str:
-    """The HTML of a removed line, struck through except for its indentation."""
+    """The HTML of a removed line, struck through except for its indentation (inside a string that is part of it)."""
     code = line.lstrip(" ")
     return f"{line[: len(line) - len(code)]}<s>{code}</s>" if code else line
 

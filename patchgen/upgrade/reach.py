@@ -141,7 +141,7 @@ class Library:
         owner, _, member = name.partition(".")
         is_class = not member and any(isinstance(node, ast.ClassDef) for node in symbol.nodes)
         if is_class:
-            yield from ((path, member_place) for member_place in self._members(file, owner))
+            yield from ((path, member_name) for member_name in self._members(file, owner))
         for node in symbol.nodes:
             for table in _tables_by_class(node):
                 self._by_class |= set(self._names_in(file, table, with_annotations=False))
@@ -222,7 +222,8 @@ class Library:
         roots: dict[SymbolPlace, None] = {}
         for name, symbol in file.symbols.items():
             owner = name.partition(".")[0]
-            if owner not in kept and any(isinstance(node, ast.ClassDef | FunctionNode) for node in symbol.nodes):
+            is_code = any(isinstance(node, ast.ClassDef | FunctionNode) for node in symbol.nodes)
+            if owner not in kept and ("." in name or is_code):
                 continue
             for node in symbol.nodes:
                 for place in self._names_in(file, node, with_annotations=False):
@@ -240,8 +241,10 @@ class Library:
         pending, visited = [owner], set[str]()
         while pending:
             name = pending.pop(0)
-            if name in visited or f"{name}.{attribute}" in file.symbols:
+            if f"{name}.{attribute}" in file.symbols:
                 return
+            if name in visited:
+                continue
             visited.add(name)
             for head in file.symbols[name].nodes if name in file.symbols else ():
                 for base in getattr(head, "bases", ()):

@@ -30,7 +30,8 @@ class ProcessorAdapter:
     """A processor of transformers with one set of argument names.
 
     Args:
-        processor: a `ProcessorMixin`, or a callable with the same arguments.
+        processor: a `ProcessorMixin`, or a callable with the same arguments, a `tokenizer` and the image, video or audio
+            processors of its modalities as attributes.
 
     Attributes:
         modalities: which of images, videos, audios the processor takes.

@@ -125,7 +125,7 @@ def mesh_text(world: int, *, dp_replicate: int = 1, sp: int = 1, ep: int = 1) ->
 
 
 def draw(config: ParallelConfig) -> str:
-    """Both meshes as a table with a column per rank, then the groups of each collective."""
+    """Both meshes as a table with a column per rank, then the groups of several ranks of sp, ep, ep_shard and dp_replicate."""
     lines = [
         f"{config.world} ranks",
         f"  dense parameters  dp_replicate {config.dp_replicate} x dp_shard {config.dp_shard} x sp {config.sp}"

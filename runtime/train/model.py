@@ -230,26 +230,26 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
     objective, kind = choose.objective_of(recipe.objective), head_kinds.kind_of(head.__name__)
-    is_encoder_decoder = (
+    trains_encoder_decoder = (
         kind == head_kinds.CONDITIONAL and objective.is_models_own and encoder_decoder.has_loss_seam(head)
     )
-    if is_encoder_decoder:
+    if trains_encoder_decoder:
         head = encoder_decoder.on_rows(head)
     chosen = attention_choice.choose(recipe.model.attention, head, config, dtype=compute_dtype(recipe))
     if objective.head is not None:
         head = _task_head(objective, head, config, recipe.objective.name)
-    elif kind is not None and not is_encoder_decoder:
+    elif kind is not None and not trains_encoder_decoder:
         raise RecipeError(
             f"objective.name = {recipe.objective.name} trains language models, but {sys.modules[head.__module__].__file__} was "
             f"generated for {head.__name__} ({kind}). Generate the causal head; sequence classification and reward models train "
             "from it with objective.name = classification or reward, token classification, question answering and base models "
-            "with token_classification, question_answering and embedding. An encoder-decoder trains if its loss is the seam "
-            "causal_lm_loss; train others in another trainer (docs/tasks)."
+            "with token_classification, question_answering and embedding. An encoder-decoder trains with "
+            "objective.name = next_token if its loss is the seam causal_lm_loss; train others in another trainer (docs/tasks)."
         )
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=chosen, dtype=dtype)
-    if separate := recipe.model.separate_documents or is_encoder_decoder:
+    if separate := recipe.model.separate_documents or trains_encoder_decoder:
         model_calls.separate_documents(model, separate)
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:

@@ -17,8 +17,8 @@ from patchgen.runtime.train.recipe import Recipe, section_type
 HEAD = """\
 # Recipes
 
-Every key of a recipe, generated from the types in `runtime/train/sections.py` and `runtime/data/config.py` by
-`python -m patchgen.runtime.train.reference > docs/recipes.md`. A recipe is YAML with these sections;
+Every key of a recipe, generated from its types (`Recipe` in `runtime/train/recipe.py` and what its fields hold) by
+`python -m patchgen.runtime.train.reference > docs/recipes.md`. A recipe is YAML with a `name` and these sections;
 `--set section.key=value` changes one value, `--set data.sources.0.path=my.jsonl` one in a list; `--print-config` shows
 the whole with all defaults. Unknown keys are refused with the nearest that exists.
 """
@@ -92,7 +92,7 @@ def type_text(kind: Any) -> str:
 
 
 def default_text(field: dataclasses.Field) -> str:
-    """The default of a field as YAML."""
+    """The default of a field as YAML; of a list of sections, the path of each."""
     value = field.default
     if isinstance(value, FieldInfo):
         value = value.get_default(call_default_factory=True)

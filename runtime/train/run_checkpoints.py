@@ -21,7 +21,7 @@ PENDING_SAVE_TIMEOUT = 10.0
 
 
 class RunCheckpoints:
-    """Loads and saves the checkpoints of a run; `resume`, `save` and `wait_for_pending` are collective.
+    """Loads and saves the checkpoints of a run; making one, `resume`, `save` and `wait_for_pending` are collective.
 
     Attributes:
         saved_step: the step of the newest save; 0: there is none.
@@ -33,10 +33,11 @@ class RunCheckpoints:
         self.saved_step = 0
 
     def resume(self) -> dict[str, Any]:
-        """Resumes from the newest intact checkpoint of the run, if there is one; returns the loader's position.
+        """Resumes from the newest intact checkpoint of the run, if there is a complete one; returns the loader's position.
 
         Raises:
             RecipeError: on all ranks, if this recipe cannot continue the checkpoint.
+            CheckpointError: every complete checkpoint is damaged.
         """
         decision = False, "", ""
         if dist.get_rank() == 0:  # decides for all ranks
@@ -95,7 +96,8 @@ class RunCheckpoints:
         """
         if self.recipe.checkpoint.on_failed == "stop":
             raise error
-        self.saved_step = max(self.checkpointer.complete_steps()[-1:], default=0)
+        steps = self.checkpointer.complete_steps() if dist.get_rank() == 0 else []
+        self.saved_step = broadcast_object(steps[-1] if steps else 0)  # ranks may see shared storage differently
         if dist.get_rank() == 0:
             print(f"{error}\nThe run continues without this checkpoint (checkpoint.on_failed: continue).", flush=True)
 
