@@ -111,7 +111,9 @@ def _labels_of_step(
             "The labels of this model are not shifted (masked tokens, or the targets of its decoder), but this step counted "
             "labels of the next token, so its loss cannot be a share of the step. Compute it outside of `parallel.loss.step`."
         )
-    require_causal_lm_loss(loss_function, "parallel")
+    require_causal_lm_loss(
+        loss_function, "a loss of several ranks or micro-batches", "compute it without a parallel state"
+    )
     return global_labels(labels, hidden_states, kwargs, state)
 
 

@@ -64,7 +64,7 @@ def chunked_causal_lm_loss(
     Raises:
         ValueError: another loss function, a wrong number of labels, or a head whose logits are not `[1, C, V]`.
     """
-    require_causal_lm_loss(loss_function, "chunked")
+    require_causal_lm_loss(loss_function, "causal_lm_loss='chunked'")
     target_T = shifted_targets(hidden_states, labels, shift_labels, ignore_index)
     hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
     if vocab_size is None:
@@ -92,15 +92,16 @@ def chunked_causal_lm_loss(
     return None, total / loss_divisor(target_T, num_items_in_batch, ignore_index)
 
 
-def require_causal_lm_loss(loss_function: Callable[..., Tensor], implementation: str) -> None:
-    """Raises ValueError unless `loss_function` computes transformers' ForCausalLMLoss."""
+def require_causal_lm_loss(
+    loss_function: Callable[..., Tensor], what: str, to_fix: str = "use causal_lm_loss='eager'"
+) -> None:
+    """Raises ValueError unless `loss_function` computes transformers' ForCausalLMLoss, as `what` does."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if loss_function is not ForCausalLMLoss and not getattr(loss_function, IS_CROSS_ENTROPY, False):
         name = getattr(loss_function, "__qualname__", repr(loss_function))
         raise ValueError(
-            f"causal_lm_loss='{implementation}' computes transformers' ForCausalLMLoss; this model's loss_function is "
-            f"{name}. To fix: use causal_lm_loss='eager'."
+            f"{what} computes transformers' ForCausalLMLoss; this model's loss_function is {name}. To fix: {to_fix}."
         )
 
 

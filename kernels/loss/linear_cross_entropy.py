@@ -72,7 +72,7 @@ def linear_causal_lm_loss(
         UnsupportedOptionError: another head, or an unsupported dtype; the message says which.
         ValueError: another loss function, or inconsistent sizes.
     """
-    require_causal_lm_loss(loss_function, "linear")
+    require_causal_lm_loss(loss_function, "causal_lm_loss='linear'")
     reason = unsupported(head, hidden_states)
     if reason is not None:
         raise UnsupportedOptionError(f"causal_lm_loss='linear': {reason} To fix: use causal_lm_loss='chunked'.")

@@ -87,7 +87,8 @@ class LocalClasses(SitePass):
         for build in _local_builds(anatomy, site.block):
             target = anatomy.target_of(build)
             if target is None:
-                raise Missed(f"one class of this file that is written for the config {build.config}", build.code)
+                config = f"the config {build.config}" if build.config else "a config that is known"
+                raise Missed(f"one class of this file that is written for {config}", build.code)
             wanted[build.code] = target if target in anatomy.classes else PART
         editor = Editor(block, self.mark)
         call_codes = [(call, code) for call in calls(block.node) if (code := ast.unparse(call)) in wanted]

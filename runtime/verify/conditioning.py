@@ -7,7 +7,6 @@ tolerance is therefore compared with the model's own sensitivity to a rounding e
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -19,6 +18,8 @@ from patchgen.runtime.verify.comparison import GRADIENT_FLOOR, Difference, Step,
 ROUNDING_FACTOR = 8.0
 """How many times further than a perturbed step a compared step may be."""
 NUM_PERTURBATIONS = 3
+NOISE_SPREAD = 64.0
+"""How many times further than another perturbed step one may move a result that is nothing but rounding."""
 WELL_CONDITIONED = 1e-3
 """Where upstream moves by more than this share, a discrete choice (routing) came out differently: it excuses nothing."""
 
@@ -98,12 +99,12 @@ def is_rounding(key: str, actual: Step, expected: Step, perturbed: Sequence[Step
         # All terms of its sum cancel upstream; another order of operations leaves a rounding error.
         return distance <= _rounding_error(key, expected)
     movements = [_distance(key, step, expected) for step in perturbed if _picker(key)(step) is not None]
-    limit = _largest_movement(key, expected)
-    if not movements or not max(movements, key=nan_is_largest) <= limit:
-        return False
-    # Noise moves whenever weights do; a discrete choice, which a limit above the result's own size lets pass, now and then.
-    is_noise = limit > WELL_CONDITIONED * _norm(key, expected)
-    return distance <= ROUNDING_FACTOR * (statistics.median(movements) if is_noise else max(movements))
+    movement, limit = max(movements, default=0.0, key=nan_is_largest), _largest_movement(key, expected)
+    allowed = ROUNDING_FACTOR * movement
+    if limit > WELL_CONDITIONED * _norm(key, expected) and movement > NOISE_SPREAD * min(movements, default=0.0):
+        # Noise moves whenever weights do, but for the last bit of a sum; more is a discrete choice, as small as noise.
+        allowed = min(allowed, _rounding_error(key, expected))
+    return movement <= limit and distance <= allowed
 
 
 def _distance(key: str, actual: Step, expected: Step) -> float:
