@@ -76,7 +76,7 @@ class Constructions:
             for value in info.attributes.values():  # rewritten by a pass since
                 if value not in seen:
                     yield Place(info.name, None), value
-        others = {s for statements in self._anatomy.names.statements.values() for s in statements}
+        others = dict.fromkeys(s for statements in self._anatomy.names.statements.values() for s in statements)
         for node in others:
             if not isinstance(node, ast.ClassDef):
                 yield Place("", node if isinstance(node, FunctionNode) else None), node
