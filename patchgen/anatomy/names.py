@@ -22,7 +22,7 @@ from patchgen.anatomy.classes import (
 from patchgen.source import bound_names
 
 CONFIG = "config"  # transformers' name for the parameter, and the attribute of models, that is a configuration
-CONFIG_CLASS = re.compile("Config$")  # `LlamaConfig`, `AutoConfig`
+CONFIG_CLASS = re.compile("Config$")  # as in `AutoConfig`
 COPIES = ("copy.copy", "copy.deepcopy")
 
 
