@@ -64,7 +64,7 @@ verify: $(VENV)/.setup-test  ## prove generated_models/$(MODEL) equal to upstrea
 verify-all: $(VENV)/.setup-test  ## prove the committed models whose recorded proof does not hold (minutes)
 	@$(PATCHGEN) verify --all --outdated
 
-verify-ranks: $(VENV)/.setup-test  ## the same on ranks, in six layouts (a quarter of an hour)
+verify-ranks: $(VENV)/.setup-test  ## the same on ranks, in six layouts (some two minutes each)
 	@failed=0; for layout in "2 --sp 2" "2 --sp 2 --fsdp" "4 --sp 4" "4 --sp 4 --fsdp" "4 --sp 2 --fsdp" "4 --fsdp"; do \
 		$(PATCHGEN) verify --all --outdated --ranks $$layout || failed=1; done; exit $$failed
 

@@ -150,9 +150,8 @@ def fused_moe(
     """The experts of one MoE layer, `[T, H]`: `sum_k weight[t, k] * down[e](gate(gate_up[e](x[t])))`, `e = index[t, k]`.
 
     Args:
-        top_k_index: `[T, K]`, integers in `[0, num_experts)`; the value `num_experts` marks a slot to skip. None, with the
-            weights: the tokens are `E` equal parts, one for each expert.
-        top_k_weights: `[T, K]`, the routing weights.
+        top_k_index, top_k_weights: `[T, K]`, the experts, where `num_experts` marks a slot to skip, and their weights. None:
+            the tokens are `E` equal parts, one for each expert.
         gate_up_proj: `[E, 2I, H]`; `[E, I, H]` without a gate; the last two dimensions swapped if `is_transposed`.
         down_proj: `[E, H, I]`; swapped if `is_transposed`.
         activation: the elementwise function of `activation(gate) * up` (an `nn.Module` or a function).

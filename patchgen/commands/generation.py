@@ -45,8 +45,7 @@ def generate(
     reviewed: Sequence[str] = (),
     heads: Sequence[str] = (),
 ) -> None:
-    """Generates models and writes all files of each and of its parts, or none if one is refused; a refusal does not stop the
-    other models.
+    """Generates models; writes each with its parts, or nothing of it if one is refused, which does not stop the others.
 
     Args:
         models: may be empty with a source, whose file gives the name.
@@ -84,9 +83,8 @@ def generate(
         seconds = time.perf_counter() - start
         if several:
             state = "dry run" if dry_run else f"{len(changed)} files changed"
-            console.print(
-                f"{name}: {emit.changed_lines(generated.diff)} lines against upstream, {state}, {seconds:.1f} s"
-            )
+            lines = emit.changed_lines(generated.diff)
+            console.print(f"{name}: {lines} lines against upstream, {state}, {seconds:.1f} s")
         else:
             _show(generated, changed, seconds, dry_run=dry_run)
     if refused:
@@ -110,24 +108,19 @@ def _generate(
     exists = functools.partial(_is_generated, root, loaded.version)
     models = pipeline.generate_whole(loaded, exists, heads=heads)
     folders = [root / model.model for model in models]
-    for model, folder in zip(models, folders, strict=True):
+    for model, folder in zip(models, folders, strict=True):  # of all, before any is written
         if force and provenance.is_unreadable(folder):
-            console.print(
-                f"note: {shown(folder / 'provenance.json')} cannot be read. Whether upstream changed under hand edits was not "
-                "checked.",
-                markup=False,
-                soft_wrap=True,
-            )
-        else:
-            provenance.refuse_drifted_edits(folder, model, reviewed)
+            what = "cannot be read. Whether upstream changed under hand edits was not checked."
+            console.print(f"note: {shown(folder / 'provenance.json')} {what}", markup=False, soft_wrap=True)
+        provenance.require_writable(model, folder, force=force, reviewed=reviewed)
     if dry_run:
         return models[0], []
-    changed: list[Path] = []
     with writing(root):
-        for model, folder in zip(models, folders, strict=True):
-            provenance.require_writable(model, folder, force=force, reviewed=reviewed)
-        for model, folder in zip(models, folders, strict=True):
-            changed += provenance.write(model, folder, force=force, reviewed=reviewed)
+        changed = [
+            path
+            for model, folder in zip(models, folders, strict=True)
+            for path in provenance.write(model, folder, force=force, reviewed=reviewed)
+        ]
     return models[0], changed
 
 

@@ -24,9 +24,8 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     before slicing, too: explicit `cu_seq_lens_q`, else text position ids that restart: `(B, S)`, or the first of four rows
     `(4, B, S)`. Three rows (time, height, width) do not show where documents end; pass `cu_seq_lens_q` with them.
 
-    `batch_fields.py` has the table of what is padded and sliced. Images, videos and audio are not sliced, nor are their grids
-    and lengths: `runtime/parallel/media.py` divides them. Token types are not sliced either: masks for the gathered sequence
-    are built from them.
+    `batch_fields.py` has the table of what is padded and sliced. Images, videos and audio, with their grids and lengths, are
+    not: `media.py` divides them. Nor are token types: masks for the gathered sequence are built from them.
 
     Args:
         batch: `input_ids` `(B, S)` or `inputs_embeds` `(B, S, H)`, and optionally unshifted `labels` `(B, S)`,

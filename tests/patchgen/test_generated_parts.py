@@ -10,6 +10,7 @@ from patchgen import pipeline, source, upstream
 from patchgen.anatomy import study
 from patchgen.anatomy.census import ELSEWHERE, PART
 from patchgen.commands import generation
+from patchgen.errors import StaleFile
 from patchgen.runtime.verify import source_keys
 
 
@@ -80,6 +81,19 @@ def test_generate_writes_a_part_once(tmp_path):
     assert written("cohere2_vision") == {"aya_vision", "cohere2", "cohere2_vision"}
     assert (tmp_path / "cohere2" / "provenance.json").stat().st_mtime_ns == before
     assert written("llava") == {"aya_vision", "cohere2", "cohere2_vision", "llava"}  # llama is in the installation
+
+
+def test_a_part_that_is_refused_leaves_the_model_as_it_is(tmp_path):
+    """And `--force` is for parts, too."""
+    part = tmp_path / "cohere2" / "modeling_cohere2.py"
+    part.parent.mkdir()
+    part.write_text("by hand\n")
+    for dry_run in (True, False):
+        with pytest.raises(StaleFile, match="modeling_cohere2.py in cohere2/ stands there without a record"):
+            generation.generate(["aya_vision"], False, None, None, tmp_path, dry_run=dry_run, force=False)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [part]
+    generation.generate(["aya_vision"], False, None, None, tmp_path, dry_run=False, force=True)
+    assert part.read_text() != "by hand\n" and (tmp_path / "aya_vision" / "modeling_aya_vision.py").is_file()
 
 
 def test_configs_of_parts_are_sources_of_a_record(monkeypatch):

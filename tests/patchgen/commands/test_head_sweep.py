@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
@@ -43,6 +43,18 @@ def test_rows_that_hold_name_the_generator_that_gives_the_same_bytes(rows, tmp_p
     assert head_sweep.sweep(1, release.version, ["t5"], tmp_path, fresh=False) in (0, 1)
     found = head_sweep.read(path)
     assert found == {("t5", row["kind"]): row for row in rows}
+
+
+def test_a_fresh_sweep_of_one_type_keeps_the_rows_of_others(rows, tmp_path, monkeypatch):
+    path, release = tmp_path / head_sweep.FILE, upstream.open_release()
+    other, gone = ({**rows[0], "model_type": name, "head": f"{name}Head"} for name in ("other", "gone"))
+    head_sweep.write(path, {(row["model_type"], row["kind"]): row for row in (*rows, other, gone)})
+    heads = {"t5": HEADS, "other": {other["kind"]: other["head"]}}
+    monkeypatch.setattr(head_sweep, "heads_of", lambda _release: heads)
+    monkeypatch.setattr(head_sweep, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    monkeypatch.setattr(head_sweep, "examine", lambda *_: rows)
+    head_sweep.sweep(1, release.version, ["t5"], tmp_path, fresh=True)
+    assert head_sweep.read(path).keys() == {("other", other["kind"]), *(("t5", row["kind"]) for row in rows)}
 
 
 def test_the_page_counts_what_is_proven_and_names_the_rest(rows):
