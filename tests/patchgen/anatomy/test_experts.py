@@ -313,3 +313,10 @@ def test_a_name_that_is_computed_may_be_that_of_the_experts_where_a_module_is_as
     by_name = "getattr(self.model, self.config.part)"
     assert reader_of(f"return {by_name}(x)") == f"Head reads {by_name}"
     assert reader_of("return self.model(x.to(getattr(torch, self.kind)))") == ""
+
+
+def test_a_class_that_is_built_into_a_local_name_says_nothing_of_what_is_read():
+    built = "self.other = nn.Linear(8, 8)\n        self.other.extra = Extra()\n        extra = Extra()"
+    text = HELD.replace("self.other = nn.Linear(8, 8)", built).format("return x @ self.model.experts.w1[0]")
+    anatomy = anatomy_of(f"class Extra(nn.Module):\n    pass\n{text}")
+    assert other_reader(anatomy, "Experts", ["w1"], ["Experts", "Head", "Model"]) == "Head reads self.model.experts.w1"
