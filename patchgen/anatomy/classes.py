@@ -225,6 +225,11 @@ def parameters(function: FunctionNode) -> set[str]:
     return {arg.arg for arg in walk(function.args) if isinstance(arg, ast.arg)} - {"self"}
 
 
+def is_shadowed(function: FunctionNode, parameter: str) -> bool:
+    """Whether a lambda or a function inside has a parameter of the same name, so that a read of it may mean either."""
+    return [node.arg for node in walk(function) if isinstance(node, ast.arg)].count(parameter) > 1
+
+
 def defaults_of(function: FunctionNode) -> dict[str, ast.expr]:
     """The default values of a function's parameters."""
     args = function.args

@@ -21,6 +21,7 @@ from patchgen.anatomy.classes import (
     constructed,
     defaults_of,
     handed_to,
+    is_shadowed,
     own_attribute,
     parameter_names,
     stored,
@@ -224,6 +225,8 @@ class Constructions:
             return None
         if scope is not None and scope.function is not init[1]:
             return None  # a parameter of another function
+        if is_shadowed(init[1], base.id):
+            return [ast.Starred(base, ast.Load())]
         is_bound = base.id in stored(init[1])
         if is_bound and isinstance(value, ast.Attribute):
             return None
@@ -270,6 +273,20 @@ class Constructions:
                 handed = self._handed(owner, value, visited)
                 yield from [value] if handed is None else handed
 
+    def is_whole_config(self, place: Place, given: ast.AST | None) -> bool:
+        """Whether an argument at a place is the config that the class there was itself built with: its `__init__` binds the name
+        once, as its parameter; or it is `self.config`, which no code sets to anything else."""
+        if isinstance(given, ast.Name):
+            init = place.function if place.function and place.function.name == "__init__" else None
+            if init is None or given.id != CONFIG or CONFIG not in parameter_names(init):
+                return False
+            return not is_shadowed(init, CONFIG) and CONFIG not in stored(init)
+        if given is None or own_attribute(given) != CONFIG or self._anatomy.is_stored_outside(CONFIG, [place.owner]):
+            return False
+        family = {info.name: info for name in self._anatomy.below(place.owner) for info in self._anatomy.lineage(name)}
+        kept = [value for info in family.values() for value in stores_of(info, CONFIG)]
+        return all(isinstance(value, ast.Name) and self.is_whole_config(self.scopes[value], value) for value in kept)
+
 
 def _is_own_class(code: ast.expr, function: FunctionNode | None) -> bool:
     """Whether an expression in a method is the class of its instance: `type(self)`, `self.__class__`, `cls`."""
@@ -280,17 +297,6 @@ def _is_own_class(code: ast.expr, function: FunctionNode | None) -> bool:
             is_of_class = any(ast.unparse(node) == "classmethod" for node in function.decorator_list)
             return is_of_class and name == function.args.args[0].arg
     return own_attribute(code) == "__class__"
-
-
-def is_whole_config(place: Place, given: ast.expr) -> bool:
-    """Whether an argument at a place is the config that the class there was itself built with: its `__init__` binds the name
-    once, as its parameter."""
-    if not isinstance(given, ast.Name):
-        return ast.unparse(given) == f"self.{CONFIG}"
-    if given.id != CONFIG or place.function is None or place.function.name != "__init__":
-        return False
-    bound = [node for node in walk(place.function) if isinstance(node, ast.arg) and node.arg == CONFIG]
-    return len(bound) == 1 and CONFIG not in stored(place.function)
 
 
 def _is_init(called: ast.AST) -> bool:

@@ -27,7 +27,7 @@ from patchgen.anatomy.classes import (
     stores_of,
     walk,
 )
-from patchgen.anatomy.constructions import Constructions, is_whole_config
+from patchgen.anatomy.constructions import Constructions
 from patchgen.anatomy.names import Names
 from patchgen.anatomy.stores import Store, may_be_stored, stores_in, stores_of_class
 from patchgen.errors import PatchgenError
@@ -289,7 +289,7 @@ class Anatomy:
         init = self.method(owner, "__init__")
         pairs = self.constructions.given(init[1], "config", [owner]) if init else ()
         config_classes = {
-            self.config_of(place.owner) if given is not None and is_whole_config(place, given) else None
+            self.config_of(place.owner) if self.constructions.is_whole_config(place, given) else None
             for place, given in pairs
         }
         return config_classes.pop() if len(config_classes) == 1 else None

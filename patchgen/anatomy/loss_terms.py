@@ -247,7 +247,7 @@ def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
     if not more:
         return known.is_number(anatomy, owner, first)
     held = [value for value in anatomy.held(owner, first) if isinstance(value, ast.expr)]
-    is_changed = any(map(anatomy.is_stored_outside, more))
+    is_changed = anatomy.is_stored_outside(first, [owner]) or any(map(anatomy.is_stored_outside, more))
     return first == "config" and not is_changed and all(map(is_of_config, held))
 
 

@@ -82,6 +82,7 @@ class Names:
                 vars(node).setdefault("is_config", False)  # a name of the module
             for name in node.names if isinstance(node, ast.Global) else ():
                 self._known[name] = None
+                defined.pop(name, None)
         attributes = [node for node in everything if isinstance(node, ast.Attribute)]
         changed = [self.resolve(node) for node in attributes if not isinstance(node.ctx, ast.Load)]
         self._patched = {meaning for meaning in changed if meaning}

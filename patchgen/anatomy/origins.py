@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from patchgen.anatomy.classes import (
     assigned_to,
     defaults_of,
+    is_shadowed,
     loaded,
     own_attribute,
     parameter_names,
@@ -65,7 +66,7 @@ def _named(anatomy: Anatomy, name: ast.Name) -> list[tuple[str, ast.AST]]:
             return []
         values = [(place.owner, value) for value in assigned]
     if function and is_parameter:
-        if function.name != "__init__":
+        if function.name != "__init__" or is_shadowed(function, name.id):
             return []
         builds = [*anatomy.constructions.given(function, name.id, anatomy.classes)]
         values += [(where.owner, given) for where, given in builds if given is not None]

@@ -6,6 +6,8 @@ import pytest
 from generation_cases import anatomy_of
 from test_graph import told
 
+from patchgen.anatomy.origins import origins
+
 HANDED = """
 class A(nn.Module):
     def __init__(self, act):
@@ -34,6 +36,13 @@ class Model(nn.Module):
 def test_what_subclasses_hand_on_counts(code: str, values: list[str]):
     anatomy = anatomy_of(f"{HANDED}\n{code}\n")
     assert told(anatomy.handed("A", anatomy.attribute("A", "act"))) == values
+
+
+@pytest.mark.parametrize("inner", ["make = lambda act: act", "def make(act): ...", "def make(*, act=nn.GELU()): ..."])
+def test_a_parameter_that_an_inner_function_has_too_may_be_anything(inner: str):
+    anatomy = anatomy_of(HANDED.replace("        self.act = act", f"        {inner}\n        self.act = act"))
+    assert told(anatomy.handed("A", anatomy.attribute("A", "act"))) == ["*act"]
+    assert told(part for _, part in origins(anatomy, "A", anatomy.attribute("A", "act"))) == ["act"]  # its own origin
 
 
 BUILT = {

@@ -324,6 +324,25 @@ def test_a_part_without_annotation_has_the_config_of_the_model_that_builds_it(bu
 
 
 @pytest.mark.parametrize(
+    ("kept", "heir", "target"),
+    [
+        ("self.config = config", "", "TextModel"),
+        ("self.config = config.other_config", "", None),
+        ("config.text_config, self.config = config, 1", "", None),
+        ("setattr(self, 'config', config.other_config)", "", None),
+        ("pass", "self.config = config.other_config", None),
+        ("pass", "self.config = config", "TextModel"),
+    ],
+)
+def test_the_config_that_a_model_keeps_is_its_own_unless_it_keeps_another(kept: str, heir: str, target: str | None):
+    model = f"class Model(PreTrainedModel):\n    config: Config\n    def __init__(self, config):\n        {kept}\n"
+    model += "        self.part = Part(self.config)\n"
+    model += f"class Heir(Model):\n    def __init__(self, config):\n        {heir}\n" if heir else ""
+    anatomy = anatomy_of(f"{PART[: PART.index('class Model')]}{model}", configs=CONFIGS)
+    assert [anatomy.target_of(build) for build in anatomy.auto_builds("Part")] == [target]
+
+
+@pytest.mark.parametrize(
     ("code", "target"),
     [
         ("pass", "TextModel"),

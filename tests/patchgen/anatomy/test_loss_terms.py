@@ -119,6 +119,7 @@ def test_sums_and_multiples_of_shares_are_shares(code):
                 "labels",
             )
         ),
+        ("setattr(self, 'config', outputs)\nloss = loss * self.config.scale", ["loss = loss * self.config.scale"]),
         ("self.config = outputs\nloss = loss * self.config.scale", ["loss = loss * self.config.scale"]),
         (BALANCED + "loss += self.moving * aux", ["self.moving * aux"]),
         *(

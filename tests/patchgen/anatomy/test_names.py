@@ -55,6 +55,11 @@ def test_an_expression_stands_for(expression, meaning):
     assert names.resolve(ast.parse(expression, mode="eval").body) == meaning
 
 
+def test_a_function_that_another_rebinds_is_not_known_by_its_code():
+    code = "def kept(x): ...\ndef rebound(x): ...\ndef later(x):\n  global rebound\n  rebound = x"
+    assert set(Names(ast.parse(code).body).functions) == {"kept", "later"}
+
+
 def test_a_local_name_hides_an_import():
     function = ast.parse("def f(F, *a, **k):\n  import nn\n  def torch(): ...\n  [x for x in a]\n  return F").body[0]
     assert local_names(function) == {"F", "a", "k", "nn", "torch", "x"}
