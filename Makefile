@@ -16,7 +16,7 @@ FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test regen regen-all check report verify verify-all verify-ranks sweep sweep-media sweep-heads sweep-ranks records \
-	test test-models test-slow accounts test-poisoned test-refusals test-parallel mutate mutate-generator \
+	test test-models test-slow accounts test-gpu test-poisoned test-refusals test-parallel mutate mutate-generator \
 	test-checkpoints test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
 
 help:  ## list the targets
@@ -109,6 +109,10 @@ test-slow: $(VENV)/.setup-test  ## the slow tests as well: every upstream file i
 accounts: $(VENV)/.setup-test  ## record what generation gives, for the tests, and show what changed
 	@PATCHGEN_RECORD=1 $(BIN)/python -m pytest tests/patchgen/test_accounts.py tests/patchgen/test_mutations.py -n 0 $(ARGS)
 	@git diff --stat tests/patchgen/data
+
+# One after another: some take most of a device's memory.
+test-gpu: $(VENV)/.setup-test  ## the tests that need a GPU; some need two, and are skipped on one (15 minutes)
+	@$(BIN)/python -m pytest -m gpu -n 0 $(ARGS) tests/kernels tests/runtime tests/distributed
 
 test-poisoned: $(VENV)/.setup-test  ## the tests with NaN in all memory that nobody has written
 	@PYTHONPATH=$(CURDIR)/tests/poisoned $(BIN)/python -m pytest -m "not slow and not gpu" -n 2 $(ARGS)
