@@ -29,6 +29,16 @@ from patchgen.anatomy.names import is_of_config, local_names
 from patchgen.anatomy.state_changes import ASKED, CASTS, StateChanges, derived_from, flags, values_in
 
 SHARES = "ops.router_loss"
+GRADIENT_HOOKS = (  # torch's: what they call may change gradients
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "register_multi_grad_hook",
+    "register_backward_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_module_full_backward_hook",
+    "register_module_full_backward_pre_hook",
+)
 STATE = "changes self for the next call, on each rank alone"
 LOSS, SHARE, RESULT, NONE, OTHER = "loss", "share", "result", "none", "other"  # what a name holds
 RESULTS = re.compile(r"transformers\.(modeling_outputs\.\w+|(utils|utils\.generic|file_utils)\.ModelOutput)")
@@ -214,7 +224,7 @@ class LossTerms:
 
 
 def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
-    """Code of the classes below a head that changes gradients by one rank's tokens, apart from any loss: hooks on tensors,
+    """Code of the classes below a head that changes gradients by one rank's tokens, apart from any loss: hooks on gradients,
     gradients that a backward makes from none of its arguments, and values that a forward changes for the next call."""
     infos = [anatomy.classes[name] for name in sorted(anatomy.reached_from([head]))]
     for info, method in [(one, method) for one in infos for method in one.methods.values()]:
@@ -223,7 +233,9 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
             yield from (f"{info.name}.forward {STATE}: {source}" for source in dict.fromkeys(changes))
         for node in walk(method):
             match node:
-                case ast.Call(ast.Attribute(_, "register_hook")):
+                case ast.Call(ast.Attribute(_, name)) if name in GRADIENT_HOOKS:
+                    yield ast.unparse(node)
+                case ast.Call(ast.Name() as hook) if (anatomy.names.resolve(hook) or "").endswith(GRADIENT_HOOKS):
                     yield ast.unparse(node)
                 case ast.Return(ast.expr() as value) if method.name == "backward":
                     derived = derived_from(anatomy.names, method, set(parameter_names(method)[1:]))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import TypeGuard
 
 from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
@@ -37,8 +38,9 @@ class StateChanges:
     """Finds the statements that store values computed from this call's data in attributes of `self` for the next call.
 
     These are changes in place (`self.load += ...`, `self.load[i] = ...`, `self.load.add_(...)`, `out=self.load`), a new
-    value of a buffer that checkpoints keep (others may hold positions, for example), and a value computed from the old one
-    (`self.load = self.load + ...`), also by `setattr`; in the forward and in what it calls in the file. Not found: an old
+    value of a buffer that checkpoints keep (others may hold positions, for example), a value computed from the old one
+    (`self.load = self.load + ...`), and one that is kept from the first call (`if self.scale is None: self.scale = ...`), also by
+    `setattr`; in the forward and in what it calls in the file. Not found: an old
     value that is read through a local name, lists and other containers, globals.
     """
 
@@ -70,7 +72,8 @@ class StateChanges:
             parts = [part for part in ast.iter_child_nodes(node) if not isinstance(part, BODIES)]
             for target, value in value_pairs(node):
                 is_changed = self._is_changed(node, target, aliases) or self._uses_old_value(target, value, renewed)
-                if is_changed and reads(conditions, _uncast(value), *_indices(target)):
+                is_kept = self._is_first(target, conditions) and reads((), _uncast(value))
+                if is_kept or (is_changed and reads(conditions, _uncast(value), *_indices(target))):
                     yield ast.unparse(statement)
                 renewed |= {own_attribute(target)} if not conditions and isinstance(node, ast.Assign) else set()
                 if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name):
@@ -132,9 +135,31 @@ class StateChanges:
         elsewhere = [node for call in calls(value) if self._anatomy.called(self._owner, call) for node in walk(call)]
         return any(own_attribute(node) == attribute and node not in elsewhere for node in walk(value))
 
+    def _is_first(self, target: ast.expr, conditions: Iterable[ast.AST]) -> bool:
+        """Whether an attribute is assigned only where there is none yet, as by `if self.scale is None`."""
+        attribute = own_attribute(target)
+        parts = [part for test in conditions for part in (test.values if _is_conjunction(test) else [test])]
+        for part in parts:
+            match part:
+                case ast.Compare(asked, [ast.Is() | ast.Eq()], [ast.Constant(None)]) | ast.UnaryOp(ast.Not(), asked):
+                    if attribute and self._asked_for(asked) == attribute:
+                        return True
+        return False
+
+    def _asked_for(self, node: ast.expr) -> str | None:
+        """`scale` for `self.scale`, `hasattr(self, "scale")` and `getattr(self, "scale", None)`."""
+        match node:
+            case ast.Call(function, [ast.Name("self"), ast.Constant(str(name)), *_]):
+                return name if self._names.resolve(function) in ("builtins.hasattr", "builtins.getattr") else None
+        return own_attribute(node)
+
     def _is_tensor(self, attribute: str | None) -> bool:
         """Whether an attribute may be a tensor: a change in place under another name changes it too."""
         return bool(attribute) and not known.is_number(self._anatomy, self._owner, attribute)
+
+
+def _is_conjunction(test: ast.AST) -> TypeGuard[ast.BoolOp]:
+    return isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)
 
 
 def _outputs(call: ast.Call, is_library: bool) -> Iterator[ast.expr]:

@@ -48,12 +48,31 @@ def mixing(
         known: what else may be called, by full name: ".Attention", "torch.squeeze", "torch.Tensor.squeeze".
         groups: whether neighbouring rows may be merged into groups, which count as rows from there on.
     """
-    local = {"self"} | local_names(ast.Module(list(body), [])) | set(tensors)
     try:
-        RowReader(anatomy, owner, local, tensors, known=known, groups=groups).run(body)
+        rows_after(body, tensors, owner, anatomy, known, groups=groups)
     except Mixed as mixed:
         return mixed.node
     return None
+
+
+def rows_after(
+    body: Sequence[ast.stmt],
+    tensors: Mapping[str, Value],
+    owner: str,
+    anatomy: Anatomy,
+    known: Collection[str] = (),
+    *,
+    groups: bool = False,
+) -> dict[str, Value]:
+    """The axes of each name where `body` ends; the arguments are those of `mixing`.
+
+    Raises:
+        Mixed: a piece of it is not known to treat the tokens one by one.
+    """
+    local = {"self"} | local_names(ast.Module(list(body), [])) | set(tensors)
+    reader = RowReader(anatomy, owner, local, tensors, known=known, groups=groups)
+    reader.run(body)
+    return reader.values
 
 
 def mixing_member(anatomy: Anatomy, owner: str, attribute: str, *, fixed: bool) -> ast.AST | str | None:

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.axes import Layer, Size, Value
+from patchgen.anatomy.axes import Layer, Mixed, Size, Value, is_tensor
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
@@ -30,7 +30,7 @@ from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import Role
 from patchgen.anatomy.row_reader import LENGTHS_TEST
 from patchgen.anatomy.sizes import SINGLE_SIDES, in_config
-from patchgen.anatomy.tokenwise import mixing
+from patchgen.anatomy.tokenwise import mixing, rows_after
 from patchgen.errors import LeftAlone
 
 SOUND_CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d")
@@ -115,8 +115,8 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None =
     group = _group(anatomy, info)
     rows_of = "*." if group == "1" else "r."  # to merge groups the rows must be `[N, C]`
     values = dict.fromkeys([carried, *(name for name in dict.fromkeys(loaded(loop)) if name in lists)], rows_of)
-    mixes = functools.partial(mixing, tensors=values, owner=info.name, anatomy=anatomy, groups=group != "1")
-    gathers = _gathers(forward.body, place, list(values), above, mixes)
+    axes_after = functools.partial(rows_after, tensors=values, owner=info.name, anatomy=anatomy, groups=group != "1")
+    gathers = _gathers(forward.body, place, list(values), above, axes_after)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, tuple(attentions))
 
 
@@ -318,9 +318,14 @@ def _group(anatomy: Anatomy, info: ClassInfo) -> str:
 
 
 def _gathers(
-    body: list[ast.stmt], place: int, local: list[str], above: set[str], mixes: Callable[[list[ast.stmt]], object]
+    body: list[ast.stmt],
+    place: int,
+    local: list[str],
+    above: set[str],
+    axes_after: Callable[[list[ast.stmt]], Mapping[str, Value]],
 ) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Where results of the loop must be gathered to all rows: as late as possible, because they are smallest there."""
+    """Where results of the loop must be gathered to all rows: as late as possible, because they are smallest there; above a
+    statement that mixes rows, counts them or puts another axis first."""
     gathered = above - set(local) - {"self"}
     gather_points, sliced_statements = list[tuple[int, tuple[str, ...]]](), list[ast.stmt]()
     for number, statement in enumerate(body[place + 1 :], start=place + 1):
@@ -331,7 +336,7 @@ def _gathers(
         elif not used:
             gathered |= set(stored(statement))
             continue
-        elif not (read & gathered or mixes([*sliced_statements, statement])):
+        elif not read & gathered and _leaves_rows_first(statement, local, sliced_statements, axes_after):
             sliced_statements.append(statement)
             local += [name for name in stored(statement) if name not in local]
             continue
@@ -342,6 +347,26 @@ def _gathers(
     if not gather_points:
         raise LeftAlone("what its layers leave is never returned")
     return tuple(gather_points)
+
+
+def _leaves_rows_first(
+    statement: ast.stmt,
+    local: list[str],
+    above: list[ast.stmt],
+    axes_after: Callable[[list[ast.stmt]], Mapping[str, Value]],
+) -> bool:
+    """Whether a statement treats the rows of `local` one by one, and leaves nothing but rows, on the first axis."""
+    try:
+        values = axes_after([*above, statement])
+    except Mixed:
+        return False
+    return all(_begins_with_rows(values.get(name)) for name in (*local, *stored(statement)))
+
+
+def _begins_with_rows(value: Value) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_begins_with_rows, value))
+    return is_tensor(value) and value[:1] in ("r", "*")
 
 
 def _results(statement: ast.Return) -> set[str]:

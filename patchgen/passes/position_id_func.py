@@ -60,8 +60,11 @@ class PositionIdFunc(SitePass):
             raise Missed(f"{POSITIONS} of {SOURCE}, computed above the call that they are handed to", call)
         names = sorted(_read_attributes(anatomy, site.block) - {"config"})
         heavy = [name for name in names if _is_module(anatomy, site.block, name)]
-        if heavy:
-            raise Missed(f"{SOURCE} that reads numbers and the config off the model", f"self.{heavy[0]}")
+        moving = [name for name in names if not _is_left_by_init(anatomy, site.block, name)]
+        if heavy or moving:
+            raise Missed(
+                f"{SOURCE} that reads what `__init__` leaves: numbers and the config", f"self.{(heavy + moving)[0]}"
+            )
         attributes = ", ".join(f"{name}=self.{name}" for name in names)
         code = f"{header}return ops.PositionIds(type(self), self.config, dict({attributes}))"
         return Rewritten(append_method(block, code, self.mark), f"takes along {', '.join(['config', *names])}")
@@ -110,6 +113,19 @@ def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
         loads = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load))
         read += sorted({attr for node in loads if (attr := own_attribute(node))} - set(read))
     return {attribute for attribute in read if not anatomy.method(name, attribute)}
+
+
+def _is_left_by_init(anatomy: Anatomy, name: str, attribute: str) -> bool:
+    """Whether an attribute keeps what the class body or an `__init__` gives it: the loader's workers get its value once."""
+    infos = list(anatomy.lineage(name))
+    stores = [(method, node) for info in infos for method, code in info.methods.items() for node in walk(code)]
+    changed = any(
+        method != "__init__"
+        and own_attribute(node) == attribute
+        and not isinstance(getattr(node, "ctx", None), ast.Load)
+        for method, node in stores
+    )
+    return attribute != "training" and not changed and not anatomy.is_stored_outside(attribute, [name])
 
 
 def _is_module(anatomy: Anatomy, name: str, attribute: str) -> bool:

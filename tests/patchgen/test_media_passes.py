@@ -243,6 +243,32 @@ class ExampleModel(ExamplePreTrainedModel):
         applied(PositionIdFunc(), text)
 
 
+@pytest.mark.parametrize(
+    ("read", "more"),
+    [
+        ("self.training", ""),
+        ("self.offset", "\n    def forward(self, x):\n        self.offset = x.shape[0]\n        return x\n"),
+        (
+            "self.offset",
+            "\n    def forward(self, x):\n        setattr(self, 'offset', x.shape[0])\n        return x\n",
+        ),
+    ],
+)
+def test_a_position_function_that_reads_what_changes_is_a_miss(read: str, more: str) -> None:
+    text = f"""
+class ExampleModel(ExamplePreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.offset = config.offset
+
+    def get_rope_index(self, input_ids):
+        return input_ids + {read}
+"""
+    with pytest.raises(PassMismatch, match=read):
+        applied(PositionIdFunc(), text + more)
+    assert "offset=self.offset" in applied(PositionIdFunc(), text.replace(read, "self.offset")).module.text
+
+
 # ------------------------------------------------------------------------------------------- host_sync_lint
 
 TOWER = """

@@ -78,3 +78,20 @@ def test_a_value_made_here_of_the_old_one_is_a_change():
     assert changes("self.seen = self.seen + x.sum()")
     assert not changes("self.seen = self.grown(self.seen, x)")  # it may be a table of the sizes alone
     assert not changes("self.seen = x.sum()")
+
+
+@pytest.mark.parametrize(
+    ("code", "is_change"),
+    [
+        ("if self.seen is None: self.seen = x.mean()", True),
+        ("if not hasattr(self, 'seen'): self.seen = x.mean()", True),
+        ("if getattr(self, 'seen', None) is None and self.training: self.seen = x.mean()", True),
+        ("if not self.seen: self.seen = x.mean()", True),
+        ("if self.seen is None: self.seen = x.shape[1]", False),  # of the sizes alone
+        ("if self.other is None: self.seen = x.mean()", False),
+        ("if self.seen is None or x is not None: self.seen = x.mean()", False),  # of this call, where it has data
+        ("if self.seen is not None: self.seen = x.mean()", False),
+    ],
+)
+def test_a_value_kept_from_the_first_call_is_a_change(code: str, is_change: bool):
+    assert changes(code) is is_change

@@ -161,6 +161,10 @@ def test_what_is_not_understood_is_unread(edit: tuple[str, str]):
         ([("self.norm(x).view(-1, 32)", "self.norm(x).roll(1, 0).view(-1, 32)")], (9, ("hidden_states",))),
         ([("self.norm(x).view(-1, 32)", "self.norm(x).view(32, -1).mT")], (9, ("hidden_states",))),
         ([("nn.ModuleList([nn.Linear(8, 8)", "nn.ModuleList([nn.BatchNorm1d(8)")], (9, ("hidden_states",))),
+        ([(RETURN, "        merged = merged.unsqueeze(0)\n        merged = merged.squeeze(0)\n" + RETURN)], (10, ("merged",))),
+        ([("self.act(hidden_states)\n", "self.act(hidden_states[None])[0]\n")], (8, ("hidden_states",))),
+        ([(NORM, "        hidden_states = hidden_states[None]\n" + NORM)], (7, ("hidden_states",))),
+        ([(NORM, "        count = hidden_states.shape[0]\n" + NORM)], (7, ("hidden_states",))),
         ([("nn.Linear(32, 32)", "Linear(32, 32)"), ("from torch import nn", "from torch import nn\nfrom .parts import Linear")], (9, ("hidden_states",))),
     ],
 )  # fmt: skip
