@@ -1,6 +1,7 @@
 """Rows with the smallest image, video or sound that a model accepts, for the comparison of slices; see `selfcheck.py`.
 
-tokens      t t t t t I I I I t t t t t      the placeholders lie across the middle, where slices meet
+across      t t t t I I I | I t t t t t t    the placeholders lie where slices meet, more of them on one side
+ahead       t I I I I t t | t t t t t t t    the last slice has none: what is counted or asked of placeholders differs
 positions   0 1 2 3 4 5 ...                  counted as text: slices and the full sequence get the same ones
 """
 
@@ -33,21 +34,21 @@ class _Reached(Exception):
 def rows(
     model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """A modality that the model takes, and a row with one item of it; warns if none is known. Every rank must iterate."""
+    """A modality that the model takes, and a row with one item of it, two rows of each; warns if none is known. Every rank must
+    iterate."""
     for kind in (IMAGE, VIDEO, AUDIO):
         features = _features(model, kind)
         if features is None:
             continue
-        batch, reason = None, ""
+        batches, reason = list[dict[str, Tensor]](), ""
         try:
-            batch = _row(model, features, kind, state, vocab_size=vocab_size, tokens_per_rank=tokens_per_rank)
+            batches = _rows(model, features, kind, state, vocab_size=vocab_size, tokens_per_rank=tokens_per_rank)
         except minimal_media.REFUSALS as refusal:
             raise_failure(refusal)
             reason = " ".join(f"{type(refusal).__name__}: {refusal}".split())[:300]
-        lacking = torch.tensor(batch is None, dtype=torch.float32, device=state.data_mesh.device_type)
+        lacking = torch.tensor(not batches, dtype=torch.float32, device=state.data_mesh.device_type)
         if not all_reduce(lacking, op=dist.ReduceOp.MAX, operation=f"compare whether ranks have a row with {kind}"):
-            assert batch is not None
-            yield kind, batch
+            yield from ((kind, batch) for batch in batches)
         elif dist.get_rank() == 0:
             warnings.warn(
                 f"Slices of a sequence with {kind} are not compared with the full sequence: no small row is known that "
@@ -68,9 +69,9 @@ def _features(model: Any, kind: str) -> Callable[..., Any] | None:
     return None
 
 
-def _row(
+def _rows(
     model: Any, features: Any, kind: str, state: ParallelState, *, vocab_size: int, tokens_per_rank: int
-) -> dict[str, Tensor]:
+) -> list[dict[str, Tensor]]:
     owner, weight = features.__self__, next(model.parameters())
     like = torch.empty(0, dtype=weight.dtype, device=state.data_mesh.device_type)
     minimal = minimal_media.minimal_inputs(features, sp=state.sp, like=like)
@@ -87,22 +88,23 @@ def _row(
     copy = _trial_copy(owner, like)
     with torch.no_grad(), parallel.using(None):
         count = _count(getattr(copy, features.__name__)(**media), owner.config.get_text_config().hidden_size)
-        length = max(tokens_per_rank, -(-count // state.sp) + 2) * state.sp
-        ids = _text(owner.config, vocab_size, length, generator)
-        types = torch.zeros_like(ids)
-        start = (length - count) // 2
-        placed = slice(start, start + count)
-        types[:, placed] = TOKEN_TYPES[kind]
-        batch = {"input_ids": ids, "position_ids": torch.arange(length)[None], **media}
-        batch |= {name: types for name in TYPES if name in parameters}
+        # Room to lie in the first half, and for all slices but the last to hold them, each with a token of text around them.
+        share = max(-(-2 * (count + 1) // state.sp), -(-(count + 1) // max(state.sp - 1, 1)) + 1)
+        length = max(tokens_per_rank, share) * state.sp
+        text = _text(owner.config, vocab_size, length, generator)
         refusal: Exception = ValueError(f"the config of {type(owner).__name__} names no placeholder token of it")
         for placeholder in _placeholders(owner.config, kind):
-            ids[:, placed] = placeholder
+            batches: list[dict[str, Tensor]] = []
+            for start in (length // 2 - max(count * 3 // 4, 1), 1):
+                ids, types = text.clone(), torch.zeros_like(text)
+                ids[:, start : start + count], types[:, start : start + count] = placeholder, TOKEN_TYPES[kind]
+                batch = {"input_ids": ids, "position_ids": torch.arange(length)[None], **media}
+                batches.append(batch | {name: types for name in TYPES if name in parameters})
             try:
-                copy(**{name: value.to(like.device) for name, value in batch.items()}, use_cache=False)
+                copy(**{name: value.to(like.device) for name, value in batches[0].items()}, use_cache=False)
                 refusal = ValueError(f"{type(owner).__name__} does not call its language model")
             except _Reached:
-                return batch
+                return batches
             except minimal_media.REFUSALS as error:
                 raise_failure(error)
                 refusal = error

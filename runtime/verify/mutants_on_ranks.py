@@ -5,7 +5,8 @@
 
 Layouts, each with rows of one document and with a packed row:
 
-    sp 2            the tokens of a row divided, after the check of slices that a run makes at its start
+    sp 2            the tokens of a row divided, after the check of slices that a run makes at its start; also rows whose
+                    image, video or sound lies across the slices
     ep 2, fsdp      experts divided, everything else sharded; models with experts
     fsdp            parameters sharded, rows divided
 
@@ -34,7 +35,8 @@ from torch.distributed.fsdp import fully_shard
 
 from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.failures import raise_failure
-from patchgen.runtime.parallel import selfcheck, sharding
+from patchgen.runtime.parallel import joint_media, selfcheck, sharding
+from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import changed_module
 from patchgen.runtime.verify.comparison import Step, compare_gradients, difference, furthest
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = mutants.TOLERANCE
 SECONDS = 120.0
-PLAIN = "plain"
+PLAIN, BOUNDARY = "plain", "boundary"
 RUNTIME = Path(parallel.__file__).parents[1].as_posix()
 
 
@@ -122,7 +124,7 @@ def compare(subject: Subject) -> mutants.Verdict:
         for layout in LAYOUTS:
             if layout.ep > 1 and not sharding.expert_paths(reference.generated()):
                 continue
-            for case in (PLAIN, PACKED):
+            for case in (PLAIN, PACKED, *([BOUNDARY] if layout.sp > 1 and BOUNDARY in reference.batches() else [])):
                 layout_verdict = _compare_layout(reference, layout, case)
                 if layout_verdict.kind in (mutants.WRONG, mutants.REFUSED):
                     return layout_verdict
@@ -158,9 +160,10 @@ def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mut
     try:
         if layout.fsdp:
             sharding.shard_model(model, state)
-        if layout.sp > 1:
-            with parallel.using(state), all_eager(), seams.using(**reference.seams):
-                selfcheck.require_sliceable(model, state, vocab_size=model.config.get_text_config().vocab_size)
+        vocab_size = model.config.get_text_config().vocab_size
+        with parallel.using(state), all_eager(), seams.using(**reference.seams):
+            selfcheck.require_sliceable(model, state, vocab_size=vocab_size)
+            joint_media.require_independent_items(model, state, vocab_size=vocab_size)
         kernels = reference.seams
         loss, gradients = step_on_ranks(
             model, local_batch, state, pad=reference.pad, fsdp=layout.fsdp, kernels=kernels
@@ -179,6 +182,8 @@ def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mut
         # Upstream may refuse the attention of a run (an audio tower without SDPA): then its own attention counts.
         with contextlib.suppress(ValueError), _training_conditions(reference):
             verdict = _judge(reference, full_batches, case, place, actual)
+    if verdict.kind == mutants.WRONG and case == PACKED and _joins_documents(reference, full_batches):
+        return mutants.Verdict(mutants.NOT_RUN, f"{place}: one process, too, computes the documents of a row together")
     return verdict
 
 
@@ -272,6 +277,26 @@ def _step(reference: ReferenceModel, loss: float, gradients: Mapping[str, Tensor
         for name, parameter in reference.model.named_parameters()
     }
     return Step({"loss": torch.tensor(loss)}, all_gradients)
+
+
+@torch.no_grad()
+def _joins_documents(reference: ReferenceModel, full_batches: list) -> bool:
+    """Whether the generated class in one process computes other logits for the documents of a packed row than upstream's class
+    for each alone: a run refuses it at its start."""
+    _, row = case_inputs(reference, PACKED, state_of(dist.get_world_size()))
+    local = slice_batch(row, sp=1, sp_rank=0, pad_token_id=reference.pad)
+    model = reference.generated()
+    with parallel.using(None), all_eager(), seams.using(**reference.seams):
+        joined = model.eval()(**local, use_cache=False).logits[0]
+    reference.model.eval()
+    apart = []
+    for inputs in full_batches:
+        with all_eager():
+            logits = reference.model(**inputs, use_cache=False).logits
+        mask = inputs.get("attention_mask")
+        apart.append(logits.flatten(0, 1) if mask is None else logits[mask.bool()])
+    alone = torch.cat(apart)
+    return difference(joined[: len(alone)], alone).relative > TOLERANCE
 
 
 @torch.no_grad()

@@ -65,6 +65,35 @@ def test_what_fsdp_refuses_of_upstream_too_is_no_fault_of_ours(two_ranks, judge)
     assert verdict.kind == mutants.WRONG and "FSDP" in verdict.detail and "inplace" in verdict.detail, verdict
 
 
+MERGED = "merged_hidden_states = self.merger(hidden_states)"
+FILLED = "inputs_embeds = inputs_embeds.masked_scatter(image_mask, image_embeds)"
+
+
+def test_code_that_counts_placeholders_or_mixes_items_is_refused_at_the_start(two_ranks):
+    """A slice has other placeholders than the sequence, and ranks encode images and videos in one pass."""
+    judge = mutants.Judge(upstream.load("qwen2_vl"))
+    line = "\n            inputs_embeds = "
+    halved = f"{FILLED}{line}torch.where(image_mask.any(1, True), inputs_embeds * 0.5, inputs_embeds)"
+    centred = f"{MERGED}\n        merged_hidden_states = merged_hidden_states - merged_hidden_states.mean(0)"
+    for old, new, file in (
+        (FILLED, f"{FILLED} * (1 + image_mask.float().mean())", "selfcheck"),
+        (FILLED, halved, "selfcheck"),
+        (MERGED, centred, "joint_media"),
+    ):
+        verdict = mutants_on_ranks.verdict(two_ranks, subject(judge, new, old=old))
+        assert verdict.kind == mutants.REFUSED and verdict.by == f"runtime/parallel/{file}.py", (new, verdict)
+    moved = f"{MERGED}[None]\n        merged_hidden_states = merged_hidden_states[0]"
+    assert mutants_on_ranks.verdict(two_ranks, subject(judge, moved, old=MERGED)).kind == mutants.EQUAL
+
+
+def test_documents_that_one_process_computes_together_are_no_fault_of_ranks(two_ranks):
+    """All tokens of a row are scaled if it has an image: a document of text alone is not."""
+    judge, filled = mutants.Judge(upstream.load("gemma3")), FILLED.replace("image_mask", "special_image_mask")
+    filled = filled.replace("image_embeds", "image_features")
+    verdict = mutants_on_ranks.verdict(two_ranks, subject(judge, f"{filled} * 1.25", old=filled))
+    assert verdict.kind == mutants.EQUAL and "computes the documents of a row together" in verdict.detail, verdict
+
+
 @pytest.mark.slow  # the other rank waits for gloo's limit
 def test_an_error_on_one_rank_alone_is_wrong(judge):
     """The other rank waits in the step that failed, so upstream is asked without it."""
