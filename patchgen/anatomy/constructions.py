@@ -284,7 +284,9 @@ class Constructions:
         if given is None or own_attribute(given) != CONFIG or self._anatomy.is_stored_outside(CONFIG, [place.owner]):
             return False
         family = {info.name: info for name in self._anatomy.below(place.owner) for info in self._anatomy.lineage(name)}
+        inits = [info.methods["__init__"] for info in family.values() if "__init__" in info.methods]
         kept = [value for info in family.values() for value in stores_of(info, CONFIG)]
+        kept += [call.args[0] for init in inits for call in calls(init) if _is_init(call.func) and call.args]
         return all(isinstance(value, ast.Name) and self.is_whole_config(self.scopes[value], value) for value in kept)
 
 

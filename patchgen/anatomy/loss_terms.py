@@ -17,6 +17,7 @@ from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
+    calls,
     loaded,
     parameter_names,
     parameters,
@@ -29,16 +30,18 @@ from patchgen.anatomy.names import is_of_config, local_names
 from patchgen.anatomy.state_changes import ASKED, CASTS, StateChanges, derived_from, flags, values_in
 
 SHARES = "ops.router_loss"
-GRADIENT_HOOKS = (  # torch's: what they call may change gradients
+GRADIENT_HOOKS = {  # torch's, of tensors, nodes, modules and all of these: what they call may change gradients
     "register_hook",
+    "register_prehook",
     "register_post_accumulate_grad_hook",
     "register_multi_grad_hook",
     "register_backward_hook",
     "register_full_backward_hook",
     "register_full_backward_pre_hook",
+    "register_module_backward_hook",
     "register_module_full_backward_hook",
     "register_module_full_backward_pre_hook",
-)
+}
 STATE = "changes self for the next call, on each rank alone"
 LOSS, SHARE, RESULT, NONE, OTHER = "loss", "share", "result", "none", "other"  # what a name holds
 RESULTS = re.compile(r"transformers\.(modeling_outputs\.\w+|(utils|utils\.generic|file_utils)\.ModelOutput)")
@@ -227,16 +230,16 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
     """Code of the classes below a head that changes gradients by one rank's tokens, apart from any loss: hooks on gradients,
     gradients that a backward makes from none of its arguments, and values that a forward changes for the next call."""
     infos = [anatomy.classes[name] for name in sorted(anatomy.reached_from([head]))]
+    shared = [node for statements in anatomy.names.statements.values() for node in statements]
+    for code in (node for node in dict.fromkeys(shared) if not isinstance(node, ast.ClassDef)):
+        yield from _gradient_hooks(code, anatomy)
     for info, method in [(one, method) for one in infos for method in one.methods.values()]:
         if method.name == "forward":
             changes = StateChanges(anatomy, info.name).of(method, parameters(method), {})
             yield from (f"{info.name}.forward {STATE}: {source}" for source in dict.fromkeys(changes))
+        yield from _gradient_hooks(method, anatomy)
         for node in walk(method):
             match node:
-                case ast.Call(ast.Attribute(_, name)) if name in GRADIENT_HOOKS:
-                    yield ast.unparse(node)
-                case ast.Call(ast.Name() as hook) if (anatomy.names.resolve(hook) or "").endswith(GRADIENT_HOOKS):
-                    yield ast.unparse(node)
                 case ast.Return(ast.expr() as value) if method.name == "backward":
                     derived = derived_from(anatomy.names, method, set(parameter_names(method)[1:]))
                     parts = value.elts if isinstance(value, ast.Tuple) else [value]
@@ -246,6 +249,21 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
                         if not isinstance(p, ast.Constant) and not derived & values_in(anatomy.names, p)
                     )
                     yield from (f"{info.name}.backward: {ast.unparse(part)}" for part in own)
+
+
+def _gradient_hooks(code: ast.AST, anatomy: Anatomy) -> Iterator[str]:
+    """What reads a method or function of torch's that adds a hook on gradients; its call, if it is called."""
+    called = {call.func: call for call in calls(code)}
+    for node in walk(code):
+        match node:
+            case ast.Attribute(_, name) if name in GRADIENT_HOOKS:
+                yield ast.unparse(called.get(node, node))
+            case ast.Name() if (
+                "torch." in (name := anatomy.names.resolve(node) or "") and name.split(".")[-1] in GRADIENT_HOOKS
+            ):
+                yield ast.unparse(called.get(node, node))
+            case ast.Constant(str(name)) if name in GRADIENT_HOOKS:  # by `getattr`
+                yield ast.unparse(code) if isinstance(code, ast.expr) else name
 
 
 def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:

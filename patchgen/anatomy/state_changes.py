@@ -41,7 +41,8 @@ class StateChanges:
     value of a buffer that checkpoints keep (others may hold positions, for example), a value computed from the old one
     (`self.load = self.load + ...`), and one that is kept from the first call (`if self.scale is None: self.scale = ...`), also by
     `setattr`; in the forward and in what it calls in the file. Not found: an old
-    value that is read through a local name, lists and other containers, globals.
+    value that is read through a local name, lists and other containers, globals; a first call that another attribute or an early
+    return tells.
     """
 
     def __init__(self, anatomy: Anatomy, owner: str) -> None:
@@ -72,7 +73,8 @@ class StateChanges:
             parts = [part for part in ast.iter_child_nodes(node) if not isinstance(part, BODIES)]
             for target, value in value_pairs(node):
                 is_changed = self._is_changed(node, target, aliases) or self._uses_old_value(target, value, renewed)
-                is_kept = self._is_first(target, conditions) and reads((), _uncast(value))
+                is_kept = self._is_first(target, conditions) and own_attribute(target) not in renewed
+                is_kept = is_kept and reads((), _uncast(value))
                 if is_kept or (is_changed and reads(conditions, _uncast(value), *_indices(target))):
                     yield ast.unparse(statement)
                 renewed |= {own_attribute(target)} if not conditions and isinstance(node, ast.Assign) else set()
@@ -141,7 +143,12 @@ class StateChanges:
         parts = [part for test in conditions for part in (test.values if _is_conjunction(test) else [test])]
         for part in parts:
             match part:
-                case ast.Compare(asked, [ast.Is() | ast.Eq()], [ast.Constant(None)]) | ast.UnaryOp(ast.Not(), asked):
+                case (
+                    ast.Compare(asked, [ast.Is() | ast.Eq()], [ast.Constant(None)])
+                    | ast.Compare(ast.Constant(None), [ast.Is() | ast.Eq()], [asked])
+                    | ast.UnaryOp(ast.Not(), ast.Compare(asked, [ast.IsNot() | ast.NotEq()], [ast.Constant(None)]))
+                    | ast.UnaryOp(ast.Not(), asked)
+                ):
                     if attribute and self._asked_for(asked) == attribute:
                         return True
         return False
@@ -198,8 +205,10 @@ def _in_order(
     for node in body:
         yield node, conditions
         asked = [getattr(node, name) for name in ("test", "iter", "subject") if hasattr(node, name)]
-        inside = [part for part in ast.iter_child_nodes(node) if isinstance(part, BODIES)]
+        otherwise = node.orelse if isinstance(node, ast.If) else []
+        inside = [part for part in ast.iter_child_nodes(node) if isinstance(part, BODIES) and part not in otherwise]
         yield from _in_order(inside, (*conditions, *asked))
+        yield from _in_order(otherwise, (*conditions, *(ast.UnaryOp(ast.Not(), test) for test in asked)))
 
 
 def value_pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import calls, own_attribute, stored, walk
@@ -117,15 +117,20 @@ def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
 
 def _is_left_by_init(anatomy: Anatomy, name: str, attribute: str) -> bool:
     """Whether an attribute keeps what the class body or an `__init__` gives it: the loader's workers get its value once."""
-    infos = list(anatomy.lineage(name))
-    stores = [(method, node) for info in infos for method, code in info.methods.items() for node in walk(code)]
-    changed = any(
-        method != "__init__"
-        and own_attribute(node) == attribute
-        and not isinstance(getattr(node, "ctx", None), ast.Load)
-        for method, node in stores
-    )
-    return attribute != "training" and not changed and not anatomy.is_stored_outside(attribute, [name])
+    infos = {info.name: info for heir in anatomy.below(name) for info in anatomy.lineage(heir)}.values()
+    methods = [code for info in infos for method, code in info.methods.items() if method != "__init__"]
+    changed = {own_attribute(place) for code in methods for node in walk(code) for place in _changed(node)}
+    is_set = bool(anatomy.held(name, attribute)) or anatomy.attribute(name, attribute) is not None
+    return is_set and attribute not in changed and not anatomy.is_stored_outside(attribute, [name])
+
+
+def _changed(node: ast.AST) -> Iterator[ast.expr]:
+    """What a node assigns to, in whole or in part, or calls a method of for what it changes."""
+    match node:
+        case ast.Attribute(ctx=ast.Store() | ast.Del()):
+            yield node
+        case ast.Subscript(value, ctx=ast.Store() | ast.Del()) | ast.Expr(ast.Call(ast.Attribute(value))):
+            yield value
 
 
 def _is_module(anatomy: Anatomy, name: str, attribute: str) -> bool:

@@ -85,16 +85,6 @@ def require_sliceable(
     return worst
 
 
-def without_slices(state: ParallelState) -> ParallelState:
-    """The same mesh for full sequences: all ranks of a group compute them; experts stay sharded."""
-    return replace(state, config=replace(state.config, dp_shard=state.config.num_shards, sp=1))
-
-
-def tolerance_of(dtype: torch.dtype) -> float:
-    """The relative difference that rounding explains."""
-    return TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE)
-
-
 @contextlib.contextmanager
 def _state_restored(model: nn.Module) -> Iterator[None]:
     """Restores buffers and random states after the block: a forward in training mode may count, or drop at random."""
@@ -131,11 +121,13 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
         with parallel.using(using):
             return model(**inputs, use_cache=False).logits
 
+    # All ranks of a group compute the full sequence; experts stay sharded.
+    config = replace(state.config, dp_shard=state.config.num_shards, sp=1)
     layers, draws, length = Layers(model, state), _draws(), batch["input_ids"].shape[1]
     name = type(model).__name__.removeprefix("FSDP")
     try:
         with layers.recorded(length):
-            full = logits(1, 0, without_slices(state))
+            full = logits(1, 0, replace(state, config=config))
     except minimal_media.REFUSALS as error:
         raise_failure(error)
         raise ValueError(
@@ -155,7 +147,7 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
     differences = torch.stack([difference, difference.new_tensor(layers.worst)])
     differences = all_reduce(differences, op=dist.ReduceOp.MAX, operation="compare slices with the full sequence")
     worst, worst_state = differences.tolist()
-    tolerance = tolerance_of(sliced.dtype)
+    tolerance = TOLERANCE.get(sliced.dtype, HALF_PRECISION_TOLERANCE)
     if worst <= tolerance and worst_state <= 1:
         return worst
     differing, by = "logits", f"{worst:.1e} of the largest, more than {tolerance:.0e}"

@@ -95,7 +95,8 @@ def _rows(
         refusal: Exception = ValueError(f"the config of {type(owner).__name__} names no placeholder token of it")
         for placeholder in _placeholders(owner.config, kind):
             batches: list[dict[str, Tensor]] = []
-            for start in (length // 2 - max(count * 3 // 4, 1), 1):
+            middle = state.sp // 2 * (length // state.sp)  # where slices meet; a row for one rank has no such place
+            for start in (max(middle - max(count * 3 // 4, 1), 1), 1):
                 ids, types = text.clone(), torch.zeros_like(text)
                 ids[:, start : start + count], types[:, start : start + count] = placeholder, TOKEN_TYPES[kind]
                 batch = {"input_ids": ids, "position_ids": torch.arange(length)[None], **media}

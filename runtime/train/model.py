@@ -428,14 +428,11 @@ def initial_names(model: nn.Module) -> list[str]:
 
 
 def check_model(recipe: Recipe, model: PreTrainedModel, state: ParallelState, kernels: Mapping[str, str]) -> str:
-    """Refuses a model that computes something else on sequence slices, or for items together; returns a report of what runs
-    where."""
-    from patchgen.runtime.parallel import joint_media, selfcheck
+    """Refuses a model that computes something else on sequence slices; returns a report of what runs where."""
+    from patchgen.runtime.parallel import selfcheck
 
-    vocab_size = model.config.get_text_config().vocab_size
     with parallel.using(state):
-        selfcheck.require_sliceable(model, state, vocab_size=vocab_size)
-        joint_media.require_independent_items(model, state, vocab_size=vocab_size)
+        selfcheck.require_sliceable(model, state, vocab_size=model.config.get_text_config().vocab_size)
     return report.describe(model, state, kernels, _attention_by_layer(recipe) if _is_first_rank() else "")
 
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime import parallel, registry, seams
 from patchgen.runtime.document_rows import Separated
-from patchgen.runtime.parallel import joint_media, selfcheck, sharding
+from patchgen.runtime.parallel import selfcheck, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import media_ranks
 from patchgen.runtime.verify.inputs import text_cases
@@ -115,16 +115,14 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
 
 
 def start_refusal(reference: ReferenceModel, state: ParallelState, separates: Separated) -> str:
-    """Why a run with these ranks would be refused at its start, by its checks of slices and items; "" if it would not."""
+    """Why a run with these ranks would be refused at its start, by its check of slices; "" if it would not."""
     if state.sp == 1:
         return ""
     generated = reference.generated(separates)
     sharding.shard_model(generated, state)
     try:
         with parallel.using(state), seams.using(**reference.seams):
-            vocab_size = generated.config.get_text_config().vocab_size
-            selfcheck.require_sliceable(generated, state, vocab_size=vocab_size)
-            joint_media.require_independent_items(generated, state, vocab_size=vocab_size)
+            selfcheck.require_sliceable(generated, state, vocab_size=generated.config.get_text_config().vocab_size)
     except ValueError as error:
         return f"refused at the start of a run: {error}"
     return ""

@@ -69,19 +69,14 @@ MERGED = "merged_hidden_states = self.merger(hidden_states)"
 FILLED = "inputs_embeds = inputs_embeds.masked_scatter(image_mask, image_embeds)"
 
 
-def test_code_that_counts_placeholders_or_mixes_items_is_refused_at_the_start(two_ranks):
-    """A slice has other placeholders than the sequence, and ranks encode images and videos in one pass."""
+def test_code_that_counts_placeholders_is_refused_at_the_start(two_ranks):
+    """A slice has another share of them than the sequence, or none."""
     judge = mutants.Judge(upstream.load("qwen2_vl"))
     line = "\n            inputs_embeds = "
     halved = f"{FILLED}{line}torch.where(image_mask.any(1, True), inputs_embeds * 0.5, inputs_embeds)"
-    centred = f"{MERGED}\n        merged_hidden_states = merged_hidden_states - merged_hidden_states.mean(0)"
-    for old, new, file in (
-        (FILLED, f"{FILLED} * (1 + image_mask.float().mean())", "selfcheck"),
-        (FILLED, halved, "selfcheck"),
-        (MERGED, centred, "joint_media"),
-    ):
-        verdict = mutants_on_ranks.verdict(two_ranks, subject(judge, new, old=old))
-        assert verdict.kind == mutants.REFUSED and verdict.by == f"runtime/parallel/{file}.py", (new, verdict)
+    for new in (f"{FILLED} * (1 + image_mask.float().mean())", halved):
+        verdict = mutants_on_ranks.verdict(two_ranks, subject(judge, new, old=FILLED))
+        assert verdict.kind == mutants.REFUSED and verdict.by == "runtime/parallel/selfcheck.py", (new, verdict)
     moved = f"{MERGED}[None]\n        merged_hidden_states = merged_hidden_states[0]"
     assert mutants_on_ranks.verdict(two_ranks, subject(judge, moved, old=MERGED)).kind == mutants.EQUAL
 

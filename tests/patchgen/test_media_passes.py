@@ -246,6 +246,10 @@ class ExampleModel(ExamplePreTrainedModel):
 @pytest.mark.parametrize(
     ("read", "more"),
     [
+        ("self.device", ""),
+        ("self.sizes", "\n    def forward(self, x):\n        self.sizes[0] = x.shape[0]\n        return x\n"),
+        ("self.sizes", "\n    def forward(self, x):\n        self.sizes.append(x.shape[0])\n        return x\n"),
+        ("self.sizes", "\nclass Heir(ExampleModel):\n    def forward(self, x):\n        self.sizes = x.shape\n"),
         ("self.training", ""),
         ("self.offset", "\n    def forward(self, x):\n        self.offset = x.shape[0]\n        return x\n"),
         (
@@ -259,7 +263,7 @@ def test_a_position_function_that_reads_what_changes_is_a_miss(read: str, more: 
 class ExampleModel(ExamplePreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
-        self.offset = config.offset
+        self.offset, self.sizes = config.offset, [1]
 
     def get_rope_index(self, input_ids):
         return input_ids + {read}

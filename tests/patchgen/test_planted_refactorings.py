@@ -62,6 +62,8 @@ LEFT = (
     ("llama", "a rotation wrapped below", ((APPLY, DOUBLED + "rotate_half = doubled(rotate_half)\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
     ("llama", "a hook that scales gradients", ((HEAD, "        hidden_states.register_hook(lambda g: g / g.norm())\n" + HEAD),), "hidden_states.register_hook(lambda g: g / g.norm()) is added to the loss"),
     ("llama", "a hook of a module that changes gradients", ((HEAD, "        self.norm.register_full_backward_hook(print)\n" + HEAD),), "self.norm.register_full_backward_hook(print) is added to the loss"),
+    ("llama", "a hook that a function adds", (("def repeat_kv(", "def scaled(x):\n    x.register_hook(print)\n    return x\n\n\ndef repeat_kv("), (HEAD, "        hidden_states = scaled(hidden_states)\n" + HEAD)), "x.register_hook(print) is added to the loss"),
+    ("llama", "a hook under another name", ((HEAD, "        add = hidden_states.register_hook\n        add(print)\n" + HEAD),), "hidden_states.register_hook is added to the loss"),
     ("llama", "a hook of all modules", ((HEAD, "        nn.modules.module.register_module_full_backward_hook(print)\n" + HEAD),), "register_module_full_backward_hook(print) is added to the loss"),
     ("llama", "a loss that a backward adds", (("class LlamaMLP(", AUXILIARY + "class LlamaMLP("), (HEAD, "        hidden_states = AddLoss.apply(hidden_states, hidden_states.mean())\n" + HEAD)), "AddLoss.backward: torch.ones((), dtype=grad.dtype) is added to the loss"),
     ("llama", "a running mean", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), CHANGES + "self.seen.copy_(hidden_states.mean())"),

@@ -332,6 +332,9 @@ def test_a_part_without_annotation_has_the_config_of_the_model_that_builds_it(bu
         ("setattr(self, 'config', config.other_config)", "", None),
         ("pass", "self.config = config.other_config", None),
         ("pass", "self.config = config", "TextModel"),
+        ("super().__init__(config)", "", "TextModel"),
+        ("super().__init__(config.text_config)", "", None),
+        ("pass", "super().__init__(config.other_config)", None),
     ],
 )
 def test_the_config_that_a_model_keeps_is_its_own_unless_it_keeps_another(kept: str, heir: str, target: str | None):

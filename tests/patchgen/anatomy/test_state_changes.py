@@ -89,6 +89,10 @@ def test_a_value_made_here_of_the_old_one_is_a_change():
         ("if not self.seen: self.seen = x.mean()", True),
         ("if self.seen is None: self.seen = x.shape[1]", False),  # of the sizes alone
         ("if self.other is None: self.seen = x.mean()", False),
+        ("if self.seen is not None: pass\n        else: self.seen = x.mean()", True),
+        ("if None is self.seen: self.seen = x.mean()", True),
+        ("if self.seen is None: pass\n        else: self.seen = x.mean()", False),
+        ("self.seen = None\n        if self.seen is None: self.seen = x.mean()", False),
         ("if self.seen is None or x is not None: self.seen = x.mean()", False),  # of this call, where it has data
         ("if self.seen is not None: self.seen = x.mean()", False),
     ],
