@@ -1,5 +1,6 @@
 """Models get a method that returns a picklable function, which computes multimodal positions in the data workers."""
 
+# pyright: reportMatchNotExhaustive=false
 from __future__ import annotations
 
 import ast
