@@ -111,7 +111,7 @@ accounts: $(VENV)/.setup-test  ## record what generation gives, for the tests, a
 	@git diff --stat tests/patchgen/data
 
 # One after another: some take most of a device's memory.
-test-gpu: $(VENV)/.setup-test  ## the tests that need a GPU; some need two, and are skipped on one (15 minutes)
+test-gpu: $(VENV)/.setup-test  ## the tests that need a GPU; some need two, and are skipped on one
 	@$(BIN)/python -m pytest -m gpu -n 0 $(ARGS) tests/kernels tests/runtime tests/distributed
 
 test-poisoned: $(VENV)/.setup-test  ## the tests with NaN in all memory that nobody has written

@@ -1,6 +1,6 @@
 """Rows with the smallest image, video or sound that a model accepts, for the comparison of slices; see `selfcheck.py`.
 
-across      t t t t I I I | I t t t t t t    the placeholders lie where slices meet, more of them on one side
+across      t t t t I I I | I t t t t t t    the placeholders lie where slices meet, more of them on one side (of three or more)
 ahead       t I I I I t t | t t t t t t t    the last slice has none: what is counted or asked of placeholders differs
 positions   0 1 2 3 4 5 ...                  counted as text: slices and the full sequence get the same ones
 """

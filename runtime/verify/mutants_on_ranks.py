@@ -281,7 +281,7 @@ def _step(reference: ReferenceModel, loss: float, gradients: Mapping[str, Tensor
 @torch.no_grad()
 def _joins_documents(reference: ReferenceModel, full_batches: list) -> bool:
     """Whether the generated class in one process computes other logits for the documents of a packed row than upstream's class
-    for each alone: a run refuses it at its start."""
+    for each alone: then ranks are not to blame for a difference from upstream's documents one by one."""
     _, row = case_inputs(reference, PACKED, state_of(dist.get_world_size()))
     local = slice_batch(row, sp=1, sp_rank=0, pad_token_id=reference.pad)
     model = reference.generated()
