@@ -275,7 +275,7 @@ class Constructions:
 
     def is_whole_config(self, place: Place, given: ast.AST | None) -> bool:
         """Whether an argument at a place is the config that the class there was itself built with: its `__init__` binds the name
-        once, as its parameter; or it is `self.config`, which no code sets to anything else."""
+        once, as its parameter; or it is `self.config`, and neither code of the class nor a base's `__init__` gets another."""
         if isinstance(given, ast.Name):
             init = place.function if place.function and place.function.name == "__init__" else None
             if init is None or given.id != CONFIG or CONFIG not in parameter_names(init):
@@ -286,7 +286,8 @@ class Constructions:
         family = {info.name: info for name in self._anatomy.below(place.owner) for info in self._anatomy.lineage(name)}
         inits = [info.methods["__init__"] for info in family.values() if "__init__" in info.methods]
         kept = [value for info in family.values() for value in stores_of(info, CONFIG)]
-        kept += [call.args[0] for init in inits for call in calls(init) if _is_init(call.func) and call.args]
+        handed = (handed_to(call, [CONFIG], CONFIG) for init in inits for call in calls(init) if _is_init(call.func))
+        kept += [value for value in handed if value is not None]
         return all(isinstance(value, ast.Name) and self.is_whole_config(self.scopes[value], value) for value in kept)
 
 

@@ -258,12 +258,12 @@ def _gradient_hooks(code: ast.AST, anatomy: Anatomy) -> Iterator[str]:
         match node:
             case ast.Attribute(_, name) if name in GRADIENT_HOOKS:
                 yield ast.unparse(called.get(node, node))
-            case ast.Name() if (
-                "torch." in (name := anatomy.names.resolve(node) or "") and name.split(".")[-1] in GRADIENT_HOOKS
-            ):
+            case ast.Name() if (name := anatomy.names.resolve(node) or "").startswith("torch.") and name.split(".")[
+                -1
+            ] in GRADIENT_HOOKS:
                 yield ast.unparse(called.get(node, node))
             case ast.Constant(str(name)) if name in GRADIENT_HOOKS:  # by `getattr`
-                yield ast.unparse(code) if isinstance(code, ast.expr) else name
+                yield name
 
 
 def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:

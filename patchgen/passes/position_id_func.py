@@ -117,12 +117,11 @@ def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
 
 
 def _is_left_by_init(anatomy: Anatomy, name: str, attribute: str) -> bool:
-    """Whether an attribute keeps what the class body or an `__init__` gives it: the loader's workers get its value once."""
+    """Whether an attribute keeps what an `__init__` gives it: the loader's workers get its value once."""
     infos = {info.name: info for heir in anatomy.below(name) for info in anatomy.lineage(heir)}.values()
     methods = [code for info in infos for method, code in info.methods.items() if method != "__init__"]
     changed = {own_attribute(place) for code in methods for node in walk(code) for place in _changed(node)}
-    is_set = bool(anatomy.held(name, attribute)) or anatomy.attribute(name, attribute) is not None
-    return is_set and attribute not in changed and not anatomy.is_stored_outside(attribute, [name])
+    return bool(anatomy.held(name, attribute)) and attribute not in changed
 
 
 def _changed(node: ast.AST) -> Iterator[ast.expr]:

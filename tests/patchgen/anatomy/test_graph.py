@@ -334,6 +334,8 @@ def test_a_part_without_annotation_has_the_config_of_the_model_that_builds_it(bu
         ("pass", "self.config = config", "TextModel"),
         ("super().__init__(config)", "", "TextModel"),
         ("super().__init__(config.text_config)", "", None),
+        ("super().__init__(config=config.text_config)", "", None),
+        ("super().__init__(**config)", "", None),
         ("pass", "super().__init__(config.other_config)", None),
     ],
 )
