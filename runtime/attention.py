@@ -223,22 +223,13 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
     """
 
     def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | MaskStructure | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        sinks: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        max_length_q: int | Tensor | None = None,
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | MaskStructure | None,
+        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+        sliding_window: int | None = None, softcap: float | None = None,
+        s_aux: Tensor | None = None, sinks: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None, max_length_q: int | Tensor | None = None,
         **kwargs: object,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, None]:  # fmt: skip
         where = type(module).__name__
         state = parallel.sequence_parallel_state() if not is_replicated(module) else None
         size = state.sp if state is not None else 1

@@ -20,17 +20,11 @@ if TYPE_CHECKING:
 
 
 def causal_lm_loss(
-    head: Callable[[Tensor], Tensor],
-    hidden_states: Tensor,
-    labels: Tensor | None,
-    *,
-    loss_function: Callable[..., Tensor],
-    vocab_size: int | None,
-    training: bool = True,
-    local_terms: tuple[str, ...] = (),
-    upcast: bool = False,
+    head: Callable[[Tensor], Tensor], hidden_states: Tensor, labels: Tensor | None, *,
+    loss_function: Callable[..., Tensor], vocab_size: int | None,
+    training: bool = True, local_terms: tuple[str, ...] = (), upcast: bool = False,
     **kwargs: Any,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The language-model head and its loss.
 
     Args:

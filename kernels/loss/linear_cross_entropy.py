@@ -57,14 +57,11 @@ def linear_causal_lm_loss(
     """`(None, loss)`, the loss of transformers' `ForCausalLMLoss` (loss/loss_utils.py) in fp32 (fp64 for fp64 inputs).
 
     Args:
-        head: an `nn.Linear` from H to V; see `unsupported`.
+        head, vocab_size: an `nn.Linear` from H to V, see `unsupported`; V, or None for that of the head.
         hidden_states: `[B, S, H]` in the dtype of the head: bf16, fp32 or fp64.
-        labels: `[B, S]`, not yet shifted. Not read if `shift_labels` is given.
+        labels, shift_labels: `[B, S]`, not yet and already shifted; the first are not read if the second are given.
         loss_function: upstream's loss for the class; only `ForCausalLMLoss` has this form.
-        vocab_size: V; None for that of the head.
-        num_items_in_batch: the divisor of the sum; by default the number of labels that are not ignored.
-        ignore_index: the label of ignored tokens.
-        shift_labels: `[B, S]`, already shifted.
+        num_items_in_batch: the divisor of the sum; by default the number of labels that are not `ignore_index`.
         read_losses: called with the undivided loss of each token `[T]`, 0 for ignored labels.
         ignored_by_upstream: other keywords of the model's forward, which upstream's loss ignores too.
 
