@@ -105,6 +105,31 @@ def agrees(
 ON_GPU = {"tokens": 300, "hidden": 256, "inner": 128, "num_experts": 16, "top_k": 4}
 
 
+def tensors_on_gpu() -> dict[str, Tensor]:
+    num_experts, hidden, inner = ON_GPU["num_experts"], ON_GPU["hidden"], ON_GPU["inner"]
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "gate_up_proj": torch.randn(num_experts, 2 * inner, hidden, generator=generator) * 0.05,
+        "down_proj": torch.randn(num_experts, hidden, inner, generator=generator) * 0.05,
+    }
+
+
+def routing_on_gpu(kind: str, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, the gradient of the output, expert indices and weights of one rank."""
+    num_experts, top_k = ON_GPU["num_experts"], ON_GPU["top_k"]
+    generator = torch.Generator().manual_seed(10 + rank)
+    tokens = {"no tokens on rank 1": 0 if rank == 1 else 300, "uneven": 300 + 500 * rank}.get(kind, ON_GPU["tokens"])
+    hidden, direction = (torch.randn(2, tokens, ON_GPU["hidden"], generator=generator)).unbind()
+    weights = torch.rand(tokens, top_k, generator=generator)
+    index = torch.rand(tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k].clone()
+    if kind == "all on one expert":
+        index.fill_(num_experts - 1)
+    elif kind == "slots left out":
+        index[:, 1] = num_experts
+        index[::2] = num_experts
+    return hidden, direction, index, weights
+
+
 def agrees_on_gpu(kind: str) -> tuple[float, float]:
     """Peer memory between processes, in bf16 with the Triton experts, no wait for the device once buffers are there.
 
@@ -118,22 +143,8 @@ def agrees_on_gpu(kind: str) -> tuple[float, float]:
     torch.cuda.set_device(device)
     config = ParallelConfig.for_world(world, ep=world)
     state = ParallelState.create(config, "cuda", expert_exchange="peer_memory")
-    num_experts, top_k = ON_GPU["num_experts"], ON_GPU["top_k"]
-    generator = torch.Generator().manual_seed(0)
-    whole = {
-        "gate_up_proj": torch.randn(num_experts, 2 * ON_GPU["inner"], ON_GPU["hidden"], generator=generator) * 0.05,
-        "down_proj": torch.randn(num_experts, ON_GPU["hidden"], ON_GPU["inner"], generator=generator) * 0.05,
-    }
-    generator.manual_seed(10 + rank)
-    tokens = {"no tokens on rank 1": 0 if rank == 1 else 300, "uneven": 300 + 500 * rank}.get(kind, ON_GPU["tokens"])
-    hidden, direction = (torch.randn(2, tokens, ON_GPU["hidden"], generator=generator)).unbind()
-    weights = torch.rand(tokens, top_k, generator=generator)
-    index = torch.rand(tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k].clone()
-    if kind == "all on one expert":
-        index.fill_(num_experts - 1)
-    elif kind == "slots left out":
-        index[:, 1] = num_experts
-        index[::2] = num_experts
+    num_experts, whole = ON_GPU["num_experts"], tensors_on_gpu()
+    hidden, direction, index, weights = routing_on_gpu(kind, rank)
 
     def run(dtype: torch.dtype, with_state: ParallelState | None, backend: str = "triton") -> dict[str, Tensor]:
         part = {name: t.chunk(world)[rank] if with_state else t for name, t in whole.items()}
@@ -164,17 +175,21 @@ def agrees_on_gpu(kind: str) -> tuple[float, float]:
             total = result[name].float().cpu()
             dist.all_reduce(total)
             result[name] = total.chunk(world)[rank].to(device)
-    worst = change = 0.0
+    change = max(float((found[name] - again[name]).abs().max()) for name in expected if found[name].numel())
+    return largest_error(found, lone, expected), change
+
+
+def largest_error(found: dict[str, Tensor], bar: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of all tensors, as a multiple of the error of `bar`; what should be zero has to be zero."""
+    worst = 0.0
     for name, value in expected.items():
         if value.numel() and float(value.norm()):
             scale = float(value.norm())
-            error, bar = (float((one[name].float() - value).norm()) / scale for one in (found, lone))
-            worst = max(worst, error / max(bar, 1e-3))
+            error, allowed = (float((one[name].float() - value).norm()) / scale for one in (found, bar))
+            worst = max(worst, error / max(allowed, 1e-3))
         else:
             assert not found[name].numel() or not float(found[name].float().norm()), name
-        if found[name].numel():
-            change = max(change, float((found[name] - again[name]).abs().max()))
-    return worst, change
+    return worst
 
 
 @contextlib.contextmanager

@@ -64,26 +64,16 @@ def test_every_row_gets_its_product_and_gate(
     num_experts, num_rows = len(counts), sum(counts)
     num_slots = num_rows + top_k - num_rows % top_k
     slots = np.split(generator.permutation(num_slots)[:num_rows], np.cumsum(counts)[:-1])
-    tiles_of = -(-np.array(counts) // BLOCK_M)
-    tile_start = np.concatenate([[0], np.cumsum(tiles_of)])
-    num_tiles = max(int(tile_start[-1]) + int(generator.integers(2)), 1)  # with an unused tile or none
+    slot_of_padded, tile_start, tiles = tables_of(slots, has_unused_tile=bool(generator.integers(2)))
 
     tokens = np.full((num_slots // top_k, hidden_size), np.nan)
     tokens[np.concatenate(slots) // top_k] = generator.standard_normal((num_rows, hidden_size))
     weight = generator.standard_normal((num_experts, width, hidden_size))
     bias = generator.standard_normal((num_experts, width)) if has_bias else np.zeros((num_experts, width))
-    slot_of_padded = np.zeros(num_tiles * BLOCK_M, dtype=int)
-    tiles = np.full((3, num_tiles), 10**9)
     projected = np.full((num_slots, width), np.nan)
-    end = 0
-    for expert, mine in enumerate(slots):
-        start, end = end, end + len(mine)
-        projected[start:end] = tokens[mine // top_k] @ weight[expert].T + bias[expert]
-        for tile in range(tile_start[expert], tile_start[expert + 1]):
-            first = (tile - tile_start[expert]) * BLOCK_M
-            tiles[:, tile] = expert, start + first, end
-            rows = np.minimum(first + np.arange(BLOCK_M), len(mine) - 1)
-            slot_of_padded[tile * BLOCK_M : (tile + 1) * BLOCK_M] = mine[rows]
+    projected[:num_rows] = np.concatenate(
+        [tokens[mine // top_k] @ weight[expert].T + bias[expert] for expert, mine in enumerate(slots)]
+    )
     kept = np.full(projected.shape if keep else (0, width), np.nan)
     gated = np.full((num_slots, columns), np.nan)
     if is_transposed:
@@ -106,7 +96,7 @@ def test_every_row_gets_its_product_and_gate(
         Pointer(tile_start),
         Pointer(tiles.reshape(-1)),
         num_experts,
-        num_tiles,
+        tiles.shape[1],
         module.KernelConfig(
             hidden_size, width, top_k, halves, gate.is_gated, is_transposed, keep, group,
             ROWS, BLOCK_M, BLOCK_N, BLOCK_K, stages,
@@ -115,14 +105,35 @@ def test_every_row_gets_its_product_and_gate(
     )  # fmt: skip
     if keep:
         np.testing.assert_allclose(kept, projected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(gated, gated_by(gate, layout, projected), rtol=1e-11, atol=1e-11)
+
+
+def tables_of(slots: list[np.ndarray], has_unused_tile: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The plan for the slots of each expert: `slot_of_padded`, `tile_start` and `tiles`, at least one."""
+    tiles_of = [-(-len(mine) // BLOCK_M) for mine in slots]
+    tile_start = np.concatenate([[0], np.cumsum(tiles_of)])
+    num_tiles = max(int(tile_start[-1]) + has_unused_tile, 1)
+    slot_of_padded = np.zeros(num_tiles * BLOCK_M, dtype=int)
+    tiles = np.full((3, num_tiles), 10**9)
+    end = 0
+    for expert, mine in enumerate(slots):
+        start, end = end, end + len(mine)
+        for tile in range(tile_start[expert], tile_start[expert + 1]):
+            first = (tile - tile_start[expert]) * BLOCK_M
+            tiles[:, tile] = expert, start + first, end
+            rows = np.minimum(first + np.arange(BLOCK_M), len(mine) - 1)
+            slot_of_padded[tile * BLOCK_M : (tile + 1) * BLOCK_M] = mine[rows]
+    return slot_of_padded, tile_start, tiles
+
+
+def gated_by(gate: Activation, layout: str, projected: np.ndarray) -> np.ndarray:
+    """What the gate makes of the projection in its layout."""
     values = torch.from_numpy(projected)
     if not gate.is_gated:
-        expected = gate.activate(values)
-    elif layout == INTERLEAVED:
-        expected = gate.gate(values[:, ::2], values[:, 1::2])
-    else:
-        expected = gate.gate(*values.chunk(2, dim=1))
-    np.testing.assert_allclose(gated, expected.numpy(), rtol=1e-11, atol=1e-11)
+        return gate.activate(values).numpy()
+    if layout == INTERLEAVED:
+        return gate.gate(values[:, ::2], values[:, 1::2]).numpy()
+    return gate.gate(*values.chunk(2, dim=1)).numpy()
 
 
 @needs_gluon
