@@ -13,6 +13,8 @@ the same bits in less time.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -54,7 +56,6 @@ def gate_up(
         bias: `[E, W]` or None.
         added: a low-rank product that is added to `h`, its weight `[E, W, r]`; or None.
     """
-    hidden_size = hidden_states.shape[1]
     width = gate_up_proj.shape[2 if is_transposed else 1]
     inner = width // 2 if activation.is_gated else width
     new = {"dtype": hidden_states.dtype, "device": hidden_states.device}
@@ -65,7 +66,7 @@ def gate_up(
     if (
         added is None
         and is_specialized_here(hidden_states)
-        and _is_specialized_for(hidden_size, is_transposed, halves)
+        and _is_specialized_for(hidden_states.shape[1], is_transposed, halves)
     ):
         from patchgen.kernels.moe.gate_up_specialized import specialized_gate_up  # needs Gluon
 
@@ -73,38 +74,8 @@ def gate_up(
             hidden_states, gate_up_proj, bias, kept, gated, plan, top_k, activation, is_transposed, halves, keep
         )
         return kept, gated
-    blocks = GATE_UP
-    _gate_up[(num_programs(hidden_states, blocks.per_sm),)](
-        hidden_states,
-        _weight_descriptor(gate_up_proj, halves, is_transposed, blocks.n, blocks.k),
-        bias,
-        kept,
-        gated,
-        None if added is None else added.rows_of_tile(BLOCK_M),
-        None if added is None else added.rows_of_tile(BLOCK_M // 2),
-        None if added is None else _weight_descriptor(added.weight, halves, False, blocks.n, added.step),
-        plan.slot_of_padded,
-        plan.tile_start,
-        plan.tiles,
-        plan.num_experts,
-        plan.tiles.shape[1],
-        H=hidden_size,
-        WIDTH=width,
-        TOP_K=top_k,
-        HALVES=halves,
-        IS_GATED=activation.is_gated,
-        IS_TRANSPOSED=is_transposed,
-        KEEP=keep,
-        RANK=0 if added is None else added.rank,
-        STEP=1 if added is None else added.step,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=blocks.n,
-        BLOCK_K=blocks.k,
-        GROUP=row_tiles_per_group(blocks, triton.cdiv(width, blocks.n)),
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-        maxnreg=blocks.max_registers,
-        **gate_constants(activation),
+    _launch(
+        hidden_states, gate_up_proj, bias, kept, gated, plan, top_k, activation, is_transposed, halves, keep, added
     )
     return kept, gated
 
@@ -113,6 +84,72 @@ def _is_specialized_for(hidden_size: int, is_transposed: bool, halves: int) -> b
     """Whether one copy brings a tile's columns in a layout that products read, which two ranges of a transposed weight
     are not, and tiles are more than one step deep: the compiler fails on a loop of one step."""
     return not (is_transposed and halves == 2) and hidden_size > GATE_UP_SPECIALIZED.k
+
+
+class KernelConfig(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        halves: 2 where a tile's columns are two ranges of the weight, gate and up; else 1.
+        rank, step: of the low-rank product that is added, 0 and 1 without; see `plan.LowRankTerm`.
+    """
+
+    h: int
+    width: int
+    top_k: int
+    halves: int
+    is_gated: bool
+    is_transposed: bool
+    keep: bool
+    rank: int
+    step: int
+    group: int
+    block_m: int = BLOCK_M
+    block_n: int = GATE_UP.n
+    block_k: int = GATE_UP.k
+
+
+def _launch(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    bias: Tensor | None,
+    kept: Tensor,
+    gated: Tensor,
+    plan: Plan,
+    top_k: int,
+    activation: Activation,
+    is_transposed: bool,
+    halves: int,
+    keep: bool,
+    added: LowRankTerm | None,
+) -> None:
+    """Writes `kept`, if `keep`, and `gated`; `halves` as in `KernelConfig`, the others as in `gate_up`."""
+    hidden_size, width = hidden_states.shape[1], kept.shape[1]
+    rank, step = (0, 1) if added is None else (added.rank, added.step)
+    group = row_tiles_per_group(GATE_UP, triton.cdiv(width, GATE_UP.n))
+    config = KernelConfig(
+        hidden_size, width, top_k, halves, activation.is_gated, is_transposed, keep, rank, step, group
+    )
+    _gate_up[(num_programs(hidden_states, GATE_UP.per_sm),)](
+        hidden_states,
+        _weight_descriptor(gate_up_proj, halves, is_transposed, config.block_n, config.block_k),
+        bias,
+        kept,
+        gated,
+        None if added is None else added.rows_of_tile(BLOCK_M),
+        None if added is None else added.rows_of_tile(BLOCK_M // 2),
+        None if added is None else _weight_descriptor(added.weight, halves, False, config.block_n, step),
+        plan.slot_of_padded,
+        plan.tile_start,
+        plan.tiles,
+        plan.num_experts,
+        plan.tiles.shape[1],
+        CONFIG=config,
+        num_warps=GATE_UP.warps,
+        num_stages=GATE_UP.stages,
+        maxnreg=GATE_UP.max_registers,
+        **gate_constants(activation),
+    )
 
 
 def _weight_descriptor(
@@ -143,50 +180,39 @@ def _gate_up(
     tiles,
     num_experts,
     num_tiles,
-    H: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    HALVES: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_TRANSPOSED: tl.constexpr,
-    KEEP: tl.constexpr,
-    RANK: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    CONFIG: tl.constexpr,
     GATE_KIND: tl.constexpr,
     GATE_ALPHA: tl.constexpr,
     GATE_LIMIT: tl.constexpr,
     GATE_SHIFT: tl.constexpr,
     GATE_LIMIT_AFTER: tl.constexpr,
 ):
-    num_m = tl.load(tile_start + num_experts)
-    num_n: tl.constexpr = (WIDTH // HALVES + BLOCK_N // HALVES - 1) // (BLOCK_N // HALVES)
+    BLOCK_M: tl.constexpr = CONFIG.block_m
     HALF: tl.constexpr = BLOCK_M // 2
+    SPAN: tl.constexpr = CONFIG.block_n // CONFIG.halves
+    gate: tl.constexpr = (GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER)
+    num_m = tl.load(tile_start + num_experts)
+    num_n: tl.constexpr = (CONFIG.width // CONFIG.halves + SPAN - 1) // SPAN
     start = tl.program_id(0)
-    m, n, expert, first, end = describe_tile(start, num_m, num_n, tiles, num_tiles, GROUP)
+    m, n, expert, first, end = describe_tile(start, num_m, num_n, tiles, num_tiles, CONFIG.group)
     slot = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, BLOCK_M))
     slot_of_half = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, HALF))
     for index in tl.range(start, num_m * num_n, tl.num_programs(0)):
         # The next tile's rows and expert are prefetched while this tile is computed.
         next_m, next_n, next_expert, next_first, next_end = describe_tile(
-            index + tl.num_programs(0), num_m, num_n, tiles, num_tiles, GROUP
+            index + tl.num_programs(0), num_m, num_n, tiles, num_tiles, CONFIG.group
         )
         next_slot = tl.load(slot_of_padded + next_m * BLOCK_M + tl.arange(0, BLOCK_M))
         next_slot_of_half = tl.load(slot_of_padded + next_m * BLOCK_M + tl.arange(0, HALF))
         if end - first > HALF:
             _gate_up_tile(
                 x, weight, bias, kept, gated, added_rows, added_weight, slot, m * BLOCK_M, n, expert, first, end,
-                H, WIDTH, TOP_K, HALVES, IS_GATED, IS_TRANSPOSED, KEEP, RANK, STEP, BLOCK_M, BLOCK_N, BLOCK_K,
-                GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
+                BLOCK_M, CONFIG, gate,
             )  # fmt: skip
         else:
             _gate_up_tile(
                 x, weight, bias, kept, gated, added_half, added_weight, slot_of_half, m * BLOCK_M, n, expert, first, end,
-                H, WIDTH, TOP_K, HALVES, IS_GATED, IS_TRANSPOSED, KEEP, RANK, STEP, HALF, BLOCK_N, BLOCK_K,
-                GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
+                HALF, CONFIG, gate,
             )  # fmt: skip
         m, n, expert, first, end = next_m, next_n, next_expert, next_first, next_end
         slot, slot_of_half = next_slot, next_slot_of_half
@@ -207,36 +233,42 @@ def _gate_up_tile(
     expert,
     first,
     end,
-    H: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    HALVES: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_TRANSPOSED: tl.constexpr,
-    KEEP: tl.constexpr,
-    RANK: tl.constexpr,
-    STEP: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GATE_KIND: tl.constexpr,
-    GATE_ALPHA: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    GATE_SHIFT: tl.constexpr,
-    GATE_LIMIT_AFTER: tl.constexpr,
+    CONFIG: tl.constexpr,
+    GATE: tl.constexpr,
 ):
     """One tile of `ROWS` rows; an expert's last one may have half as many."""
-    SPAN: tl.constexpr = BLOCK_N // HALVES  # columns of the weight that follow each other in a tile
     row = first + tl.arange(0, ROWS)
+    acc = _multiply_tile(x, weight, added_rows, added_weight, slot, first_padded, n, expert, ROWS, CONFIG)
+    valid = (row < end)[:, None]
+    wide_row = row.to(tl.int64)[:, None]
+    if CONFIG.halves == 2:
+        _finish_halves(acc, bias, kept, gated, wide_row, valid, n, expert, ROWS, CONFIG, GATE)
+    else:
+        _finish_columns(acc, bias, kept, gated, wide_row, valid, n, expert, ROWS, CONFIG, GATE)
+
+
+@triton.jit
+def _multiply_tile(
+    x, weight, added_rows, added_weight, slot, first_padded, n, expert, ROWS: tl.constexpr, CONFIG: tl.constexpr
+):
+    """The sums of a tile, before the bias, with the low-rank product if there is one."""
+    H: tl.constexpr = CONFIG.h
+    HALVES: tl.constexpr = CONFIG.halves
+    RANK: tl.constexpr = CONFIG.rank
+    STEP: tl.constexpr = CONFIG.step
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    SPAN: tl.constexpr = BLOCK_N // HALVES  # columns of the weight that follow each other in a tile
     # Rows past the end repeat the last one: they are computed and not stored.
-    pointers = x + (slot // TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
+    pointers = x + (slot // CONFIG.top_k).to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
     acc = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
     for k in range(0, H, BLOCK_K):
         if H % BLOCK_K == 0:
             rows = tl.load(pointers + k)
         else:
             rows = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < H)[None, :], other=0.0)
-        if IS_TRANSPOSED:
+        if CONFIG.is_transposed:
             columns = weight.load([expert, k, 0, n * SPAN]).reshape(BLOCK_K, BLOCK_N)
             acc = multiply(rows, columns, acc)
         else:
@@ -245,54 +277,56 @@ def _gate_up_tile(
     for r in tl.static_range(0, RANK, STEP):
         thin = added_weight.load([expert * HALVES, n * SPAN, r]).reshape(BLOCK_N, STEP)
         acc = multiply(added_rows.load([first_padded, r]), thin.T, acc)
+    return acc
 
-    valid = (row < end)[:, None]
-    wide_row = row.to(tl.int64)[:, None]
-    if HALVES == 2:
-        gate, up = acc.reshape(ROWS, 2, SPAN).permute(0, 2, 1).split()
-        column = n * SPAN + tl.arange(0, SPAN)
-        in_bounds = column < WIDTH // 2
-        if bias is not None:
-            gate += tl.load(bias + expert * WIDTH + column, mask=in_bounds, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(bias + expert * WIDTH + WIDTH // 2 + column, mask=in_bounds, other=0.0).to(tl.float32)[
-                None, :
-            ]
-        mask = valid & in_bounds[None, :]
-        gate = gate.to(x.dtype.element_ty)
-        up = up.to(x.dtype.element_ty)
-        if KEEP:
-            tl.store(kept + wide_row * WIDTH + column[None, :], gate, mask=mask)
-            tl.store(kept + wide_row * WIDTH + WIDTH // 2 + column[None, :], up, mask=mask)
-        out = gate_forward(
-            gate.to(tl.float32), up.to(tl.float32), GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER
-        )
-        tl.store(gated + wide_row * (WIDTH // 2) + column[None, :], out.to(x.dtype.element_ty), mask=mask)
+
+@triton.jit
+def _finish_halves(
+    acc, bias, kept, gated, row, valid, n, expert, ROWS: tl.constexpr, CONFIG: tl.constexpr, GATE: tl.constexpr
+):
+    """Bias, gate and stores of a tile with the gate in its left and the up columns in its right half."""
+    SPAN: tl.constexpr = CONFIG.block_n // 2
+    WIDTH: tl.constexpr = CONFIG.width
+    INNER: tl.constexpr = WIDTH // 2
+    dtype: tl.constexpr = gated.dtype.element_ty
+    gate, up = acc.reshape(ROWS, 2, SPAN).permute(0, 2, 1).split()
+    column = n * SPAN + tl.arange(0, SPAN)
+    in_bounds = column < INNER
+    if bias is not None:
+        gate_bias = bias + expert * WIDTH + column
+        gate += tl.load(gate_bias, mask=in_bounds, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(gate_bias + INNER, mask=in_bounds, other=0.0).to(tl.float32)[None, :]
+    mask = valid & in_bounds[None, :]
+    gate = gate.to(dtype)
+    up = up.to(dtype)
+    if CONFIG.keep:
+        tl.store(kept + row * WIDTH + column[None, :], gate, mask=mask)
+        tl.store(kept + row * WIDTH + INNER + column[None, :], up, mask=mask)
+    out = gate_forward(gate.to(tl.float32), up.to(tl.float32), GATE[0], GATE[1], GATE[2], GATE[3], GATE[4])
+    tl.store(gated + row * INNER + column[None, :], out.to(dtype), mask=mask)
+
+
+@triton.jit
+def _finish_columns(
+    acc, bias, kept, gated, row, valid, n, expert, ROWS: tl.constexpr, CONFIG: tl.constexpr, GATE: tl.constexpr
+):
+    """Bias, gate and stores of a tile whose gate and up columns alternate, or that has no gate."""
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    WIDTH: tl.constexpr = CONFIG.width
+    dtype: tl.constexpr = gated.dtype.element_ty
+    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_bounds = column < WIDTH
+    if bias is not None:
+        acc += tl.load(bias + expert * WIDTH + column, mask=in_bounds, other=0.0).to(tl.float32)[None, :]
+    projected = acc.to(dtype)
+    if CONFIG.keep:
+        tl.store(kept + row * WIDTH + column[None, :], projected, mask=valid & in_bounds[None, :])
+    if CONFIG.is_gated:
+        gate, up = projected.reshape(ROWS, BLOCK_N // 2, 2).split()
+        half = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        out = gate_forward(gate.to(tl.float32), up.to(tl.float32), GATE[0], GATE[1], GATE[2], GATE[3], GATE[4])
+        mask = valid & (half < WIDTH // 2)[None, :]
+        tl.store(gated + row * (WIDTH // 2) + half[None, :], out.to(dtype), mask=mask)
     else:
-        column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        in_bounds = column < WIDTH
-        if bias is not None:
-            acc += tl.load(bias + expert * WIDTH + column, mask=in_bounds, other=0.0).to(tl.float32)[None, :]
-        projected = acc.to(x.dtype.element_ty)
-        if KEEP:
-            tl.store(kept + wide_row * WIDTH + column[None, :], projected, mask=valid & in_bounds[None, :])
-        if IS_GATED:
-            gate, up = projected.reshape(ROWS, BLOCK_N // 2, 2).split()
-            half = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-            out = gate_forward(
-                gate.to(tl.float32),
-                up.to(tl.float32),
-                GATE_KIND,
-                GATE_ALPHA,
-                GATE_LIMIT,
-                GATE_SHIFT,
-                GATE_LIMIT_AFTER,
-            )
-            mask = valid & (half < WIDTH // 2)[None, :]
-            tl.store(gated + wide_row * (WIDTH // 2) + half[None, :], out.to(x.dtype.element_ty), mask=mask)
-        else:
-            out = activate(projected.to(tl.float32), GATE_KIND, GATE_ALPHA)
-            tl.store(
-                gated + wide_row * WIDTH + column[None, :],
-                out.to(x.dtype.element_ty),
-                mask=valid & in_bounds[None, :],
-            )
+        out = activate(projected.to(tl.float32), GATE[0], GATE[1])
+        tl.store(gated + row * WIDTH + column[None, :], out.to(dtype), mask=valid & in_bounds[None, :])
