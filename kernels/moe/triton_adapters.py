@@ -132,6 +132,30 @@ def moe_adapted_backward(
     """The gradients of x, routing weights and the four factors, in this order; empty if not `needed`, or without an adapter."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
     plan = Plan(padded_of_slot, slot_of_padded, row_start, tile_start, tiles)
+    tensors = (grad_out, hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, down_bias)
+    factors = (a1, b1, a2, b2)
+    return _gradients(*tensors, factors, kept, u1, plan, activation, is_transposed, is_interleaved, needed)
+
+
+def _gradients(
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    down_bias: Tensor | None,
+    factors: Factors,
+    kept: Tensor,
+    u1: Tensor,
+    plan: Plan,
+    activation: Activation,
+    is_transposed: bool,
+    is_interleaved: bool,
+    needed: list[bool],
+) -> list[Tensor]:
+    """What `moe_adapted_backward` returns; an operator takes no groups such as the plan."""
+    a1, b1, a2, b2 = factors
     top_k = top_k_weights.shape[1]
     need_x, need_weights = needed
     # An operator's outputs may not share memory, so what is not needed is an empty tensor each.

@@ -212,6 +212,27 @@ def _moe_backward(
     """The gradients of x, routing weights, gate_up, down and the biases, in this order; empty if not `needed`, or deferred."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
     plan = Plan(padded_of_slot, slot_of_padded, row_start, tile_start, tiles)
+    tensors = (grad_out, hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
+    return _gradients(*tensors, kept, plan, activation, is_transposed, is_interleaved, needed)
+
+
+def _gradients(
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    kept: Tensor,
+    plan: Plan,
+    activation: Activation,
+    is_transposed: bool,
+    is_interleaved: bool,
+    needed: list[bool],
+) -> list[Tensor]:
+    """What `_moe_backward` returns; an operator takes no groups such as the plan."""
     top_k = top_k_weights.shape[1]
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needed
     # An operator's outputs may not share memory, so what is not needed is an empty tensor each.
