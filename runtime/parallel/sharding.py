@@ -29,6 +29,7 @@ from patchgen.runtime.parallel import (
     exchange_reduce,
     peer_memory,
     peer_units,
+    row_lengths,
     undivided,
     unused,
 )
@@ -109,6 +110,7 @@ def shard_model(
     _set_communication(model, state, experts, fp32_units, options)
     set_prefetch(layers, [*experts, *fp32_units], options.prefetch)
     setattr(model, HOST_MEMORY, options.cpu_offload)
+    row_lengths.install(model)
     return model
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import torch
 import torch.distributed as dist
 from rounding import require_rounding
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from patchgen.runtime import attention, parallel
 from patchgen.runtime.attention_backends import BACKENDS
-from patchgen.runtime.parallel import ParallelConfig, sequence
+from patchgen.runtime.parallel import ParallelConfig, selfcheck, sequence, sharding
 from patchgen.runtime.parallel.state import ParallelState
 
 
@@ -36,6 +38,33 @@ def slices_are_told_from_wholes() -> None:
         assert "spans neither this rank's slice of 4 tokens" in str(error), error
     else:
         raise AssertionError("positions of another length were accepted")
+
+
+def frequencies_are_those_of_the_rows_length(rope_parameters: dict) -> None:
+    """Rotary angles of slices are those of the row, past upstream's threshold of 12 positions and below it, where it goes back."""
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=12, rope_parameters=rope_parameters, attn_implementation="patchgen_eager",
+    )  # fmt: skip
+    attention.register()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    whole, state = copy.deepcopy(model), state_of(sp=dist.get_world_size())
+    sharding.shard_model(model, state)
+    chosen = []
+    for length in (8, 32, 8):
+        positions = torch.arange(length)[None]
+        mine = positions.chunk(state.sp, dim=1)[state.sp_rank]
+        x = torch.zeros(1, 1, dtype=torch.float64)
+        expected = whole.model.rotary_emb(x, positions)
+        with parallel.using(state):
+            actual = model.model.rotary_emb(x, position_ids=mine)
+        for full, slice_of_it in zip(expected, actual, strict=True):
+            torch.testing.assert_close(slice_of_it, full.chunk(state.sp, dim=1)[state.sp_rank], rtol=0, atol=0)
+        chosen.append(expected[0][0, 7])
+    assert torch.equal(chosen[0], chosen[2])
+    assert not torch.equal(chosen[0], chosen[1])
+    assert selfcheck.require_sliceable(model, state, vocab_size=61) < 1e-5
 
 
 def exchange_round_trip() -> None:

@@ -19,6 +19,24 @@ ATTENTION = [
 ]
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [3.0] * 8,
+            "factor": 4.0,
+            "original_max_position_embeddings": 12,
+        },
+        {"rope_type": "dynamic", "factor": 4.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_angles_of_slices_are_chosen_by_the_length_of_the_row(rope, two_ranks):
+    two_ranks.run(cases.frequencies_are_those_of_the_rows_length, {**rope, "rope_theta": 10000.0})
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_exchange_round_trip(world, two_ranks, four_ranks):
     (two_ranks if world == 2 else four_ranks).run(cases.exchange_round_trip)
