@@ -9,7 +9,7 @@ compared one by one, each with what it adds to its input, and each gets the inpu
     full sequence    layer 1 -> x1 -> layer 2 -> x2 -> ... -> logits
     slices           layer 1 -> y1    x1 -> layer 2 -> y2    x2 -> ... -> logits        y1 with x1, y2 with x2, ...
 
-So a difference belongs to one layer, and rounding does not accumulate.
+So a difference belongs to one layer, and rounding does not accumulate. Gradients are compared in the same way.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel import slice_media
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
-from patchgen.runtime.parallel.slice_layers import Layers
+from patchgen.runtime.parallel.fixed_draws import fixed_draws
+from patchgen.runtime.parallel.slice_layers import Layers, random_slice
 from patchgen.runtime.parallel.state import ParallelState
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -39,7 +41,8 @@ HALF_PRECISION_TOLERANCE = 5e-2
 def require_sliceable(
     model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int = 11, packed: bool = True
 ) -> float:
-    """Compares logits `(1, S, V)` and hidden states of random tokens, computed in slices, with those of the full sequence.
+    """Compares logits `(1, S, V)`, hidden states and their gradients for random tokens, computed in slices, with those of the
+    full sequence.
 
     Args:
         model: a causal language model, after `shard_model` and with its weights. Every rank must call this.
@@ -49,7 +52,9 @@ def require_sliceable(
             a slice, so logits are right only if every attention gets the document lengths.
 
     Rows with a small image, video and sound are compared as well if the model takes them (`slice_media.py`), with a warning
-    if no such row is known. A model in training mode is compared in that mode as well, unless it draws random numbers there.
+    if no such row is known. A model in training mode is compared in that mode as well: without dropout, and with constants in
+    place of random numbers; not if others than torch's own functions draw them. Gradients are compared of rows of text, in eval
+    mode; parameters keep those that they had.
 
     Returns:
         The largest relative difference over all ranks; 0 without sequence parallelism.
@@ -63,26 +68,36 @@ def require_sliceable(
     ids = torch.randint(1, vocab_size, (1, tokens_per_rank * state.sp), generator=generator)
     was_training = model.training
     model.eval()
-    worst = _require_equal_logits(model, state, {"input_ids": ids}, "Some layer mixes tokens without attention")
-    if packed:
-        positions = torch.arange(ids.shape[1])[None] % tokens_per_rank
-        batch = {"input_ids": ids, "position_ids": positions}
-        suspicion = "(a packed batch) Some layer does not pass cu_seq_lens_q to its attention"
-        worst = max(worst, _require_equal_logits(model, state, batch, suspicion))
+    compare = partial(_require_equal_logits, model, state)
+    differences = [compare(row, suspicion) for row, suspicion in _text_rows(ids, tokens_per_rank, packed=packed)]
     for kind, row in slice_media.rows(model, state, vocab_size=vocab_size, tokens_per_rank=tokens_per_rank):
         suspicion = (
             f"(a row with {kind}) Some layer, or what the features pass through, mixes tokens without attention"
         )
-        worst = max(worst, _require_equal_logits(model, state, row, suspicion))
+        differences.append(compare(row, suspicion))
     if was_training:
         model.train()
         suspicion = "(in training mode) Some layer mixes tokens without attention"
         with _state_restored(model):
-            worst = max(worst, _require_equal_logits(model, state, {"input_ids": ids}, suspicion))
+            differences.append(compare({"input_ids": ids}, suspicion, with_gradients=False))
+            if differences[-1] is None:
+                with fixed_draws():
+                    differences.append(compare({"input_ids": ids}, suspicion, with_gradients=False))
     if isinstance(model, FSDPModule):
         # The root stays gathered after a forward without backward; an optimizer created next must see the shards.
         model.reshard()
-    return worst
+    return max(difference for difference in differences if difference is not None)
+
+
+def _text_rows(ids: Tensor, tokens_per_rank: int, *, packed: bool) -> Iterator[tuple[dict[str, Tensor], str]]:
+    """Rows of text, each with what is suspected where slices of it differ."""
+    yield {"input_ids": ids}, "Some layer mixes tokens without attention"
+    if packed:
+        positions = torch.arange(ids.shape[1])[None] % tokens_per_rank
+        yield (
+            {"input_ids": ids, "position_ids": positions},
+            "(a packed batch) Some layer does not pass cu_seq_lens_q to its attention",
+        )
 
 
 @contextlib.contextmanager
@@ -110,37 +125,79 @@ def _draws() -> Tensor:
     return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
 
 
-def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[str, Tensor], suspicion: str) -> float:
-    device = state.data_mesh.device_type
-
-    def logits(sp: int, sp_rank: int, using: ParallelState) -> Tensor:
-        # On the full sequence this is what upstream computes: without position ids the model uses its own, not ours.
-        is_upstreams = sp == 1 and "position_ids" not in batch
-        part = batch if is_upstreams else slice_batch(batch, sp=sp, sp_rank=sp_rank)
-        inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in part.items()}
-        with parallel.using(using):
-            return model(**inputs, use_cache=False).logits
-
-    # All ranks of a group compute the full sequence; experts stay sharded.
-    config = replace(state.config, dp_shard=state.config.num_shards, sp=1)
-    layers, draws, length = Layers(model, state), _draws(), batch["input_ids"].shape[1]
-    name = type(model).__name__.removeprefix("FSDP")
+@contextlib.contextmanager
+def _gradients_restored(model: nn.Module) -> Iterator[None]:
+    """Puts the gradients of the parameters back after the block, which leaves none of its own."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
     try:
-        with layers.recorded(length):
-            full = logits(1, 0, replace(state, config=config))
-    except minimal_media.REFUSALS as error:
-        raise_failure(error)
-        raise ValueError(
-            f"Whether {name} computes the same on slices of a sequence (sp={state.sp}) cannot be compared: it does not take a row "
-            f"of {length} tokens with {', '.join(batch)}: {type(error).__name__}: {str(error).rstrip('.')}. "
-            "To fix: train it with sp=1."
-        ) from error
-    if model.training:
-        is_random = torch.tensor(float(not torch.equal(draws, _draws())), device=device)
-        if all_reduce(is_random, op=dist.ReduceOp.MAX, operation="compare random states around a forward"):
-            return 0.0
-    with layers.compared():
-        sliced = logits(state.sp, state.sp_rank, state)
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _require_equal_logits(
+    model: nn.Module, state: ParallelState, batch: dict[str, Tensor], suspicion: str, *, with_gradients: bool = True
+) -> float | None:
+    """The largest relative difference; None if the model draws random numbers, so that nothing can be compared."""
+    # All ranks of a group compute the full sequence; experts stay sharded.
+    alone = replace(state, config=replace(state.config, dp_shard=state.config.num_shards, sp=1))
+    layers, draws = Layers(model, state), _draws()
+    run = partial(_logits, model, batch, with_gradients=with_gradients)
+    name = type(model).__name__.removeprefix("FSDP")
+    with _gradients_restored(model) if with_gradients else contextlib.nullcontext():
+        try:
+            with layers.recorded(batch["input_ids"].shape[1]):
+                full = run(alone)
+        except minimal_media.REFUSALS as error:
+            raise_failure(error)
+            raise ValueError(
+                f"Whether {name} computes the same on slices of a sequence (sp={state.sp}) cannot be compared: it does not take a "
+                f"row of {batch['input_ids'].shape[1]} tokens with {', '.join(batch)}: {_described(error)} "
+                "To fix: train it with sp=1."
+            ) from error
+        if model.training:
+            is_random = torch.tensor(float(not torch.equal(draws, _draws())), device=state.data_mesh.device_type)
+            if all_reduce(is_random, op=dist.ReduceOp.MAX, operation="compare random states around a forward"):
+                return None
+        try:
+            with layers.compared():
+                sliced = run(state)
+        except minimal_media.REFUSALS as error:
+            raise_failure(error)
+            if isinstance(error, ValueError):  # a refusal with its own advice
+                raise
+            raise ValueError(
+                f"{name} does not take a slice of a sequence (sp={state.sp}, {', '.join(batch)}): {_described(error)} {suspicion}. "
+                "To fix: train it with sp=1, or generate it with the pass for what mixes its tokens."
+            ) from error
+    return _require_close(full, sliced, layers, state, name, suspicion)
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('.')}."
+
+
+def _logits(model: nn.Module, batch: dict[str, Tensor], state: ParallelState, *, with_gradients: bool) -> Tensor:
+    """The logits of this rank's slice, `(1, S / sp, V)`; a backward of random gradients as well, if it is asked for."""
+    # On the full sequence this is what upstream computes: without position ids the model uses its own, not ours.
+    is_upstreams = state.sp == 1 and "position_ids" not in batch
+    place = {"sp": state.sp, "sp_rank": state.sp_rank if state.sp > 1 else 0}
+    part = batch if is_upstreams else slice_batch(batch, **place)
+    device = state.data_mesh.device_type
+    inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in part.items()}
+    with parallel.using(state), torch.set_grad_enabled(with_gradients):
+        logits = model(**inputs, use_cache=False).logits
+        if logits.requires_grad:
+            logits.backward(random_slice(logits, **place, seed=0))
+    return logits.detach()
+
+
+def _require_close(
+    full: Tensor, sliced: Tensor, layers: Layers, state: ParallelState, name: str, suspicion: str
+) -> float:
+    """The largest relative difference of logits; raises ValueError if that, or one inside the layers, is not rounding."""
     expected = full.chunk(state.sp, dim=1)[state.sp_rank]
     difference = (sliced - expected).float().abs().max() / full.float().abs().max().clamp(min=1e-12)
     difference = difference.nan_to_num(nan=float("inf"))  # a MAX reduction may lose a NaN of one rank
@@ -152,8 +209,8 @@ def _require_equal_logits(model: nn.Module, state: ParallelState, batch: dict[st
         return worst
     differing, by = "logits", f"{worst:.1e} of the largest, more than {tolerance:.0e}"
     if worst <= tolerance:
-        differing, by = "hidden states", f"{worst_state:.1e} times the largest difference that rounding explains"
-    place = f" (hidden states first in {layers.first})" if layers.first else ""
+        differing, by = layers.kind, f"{worst_state:.1e} times the largest difference that rounding explains"
+    place = f" ({layers.kind} first in {layers.first})" if layers.first else ""
     raise ValueError(
         f"{name} computes other {differing} on slices of a sequence (sp={state.sp}) than on the full sequence: they differ by "
         f"{by}{place}. {suspicion}, or attends without transformers' attention interface. To fix: train it "

@@ -1,5 +1,11 @@
 """The decoder's layers on slices of a sequence, compared one by one with those on the full sequence; see `selfcheck.py`.
 
+Gradients too, if there is a backward: each layer gets the same random gradient of its output on slices as on the full
+sequence, so the gradients of its input differ by what the layer computes, and by nothing that the layers after it do.
+
+    forward     x1 -> layer 1 -> y1    x2 -> layer 2 -> y2      x: of the full sequence
+    backward    dx1 <- layer 1 <- g2   dx2 <- layer 2 <- g3     g: random, the same for slices and the full sequence
+
 S tokens of the full sequence   s = S / n of this rank   H hidden size
 """
 
@@ -7,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +31,11 @@ HALF_PRECISION_CHANGE_TOLERANCE = 5e-2
 ROUNDING = 8
 """Rounding errors (eps) of the largest hidden state that are allowed in addition: a layer's sum with its input is rounded."""
 
+STATES, LOGITS, GRADIENTS = "hidden states", "router logits", "gradients"
 
-_Seen = Callable[[str, Tensor | None], None]
+
+class _Seen(Protocol):
+    def __call__(self, path: str, hidden: Tensor | None, kind: str = STATES) -> None: ...
 
 
 @dataclass
@@ -37,77 +48,129 @@ class _Value:
 
 
 class Layers:
-    """The hidden states of the decoder's layers, and of the modules directly inside them.
+    """The hidden states of the decoder's layers, of the modules directly inside them, and what the model records of its routers;
+    the gradients of the layers' inputs, where they have any.
 
     Attributes:
         worst: the largest difference on this rank, in units of what is allowed; above 1 it is not rounding.
         first: the first module on this rank whose difference is not rounding.
+        kind: what differs there: hidden states, router logits or gradients.
     """
 
     def __init__(self, model: nn.Module, state: ParallelState) -> None:
-        self.worst, self.first = 0.0, ""
+        self.worst, self.first, self.kind = 0.0, "", STATES
         self._state = state
         self._layers, self._parts = _layers_and_parts(model)
+        self._routers = _recorded_routers(model)
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()
+        self._embeddings = [(path, module) for path, module in model.named_modules() if module is embedding]
         self._dtypes: set[torch.dtype] = set()
         self._inputs: dict[str, list[_Value | None]] = defaultdict(list)
-        self._outputs: dict[str, list[_Value | None]] = defaultdict(list)
+        self._outputs: dict[tuple[str, str], list[_Value | None]] = defaultdict(list)
+        self._gradients: dict[tuple[str, int], _Value] = {}
 
     @contextlib.contextmanager
     def recorded(self, length: int) -> Iterator[None]:
         """Records the calls in the block, which computes the full sequence."""
         running: list[Tensor | None] = []
         last_input: list[Tensor] = []
+        embeddings = itertools.count()
 
-        def before(path: str, hidden: Tensor | None) -> None:
+        def before(path: str, hidden: Tensor | None) -> Tensor | None:
             full = _row(hidden, length)
-            running.append(full.clone() if full is not None else None)
+            place = (f"the input of {path}", len(self._inputs[path]))
+            running.append(full.detach().clone() if full is not None else None)
             change = full - last_input[-1] if full is not None and last_input else full
             self._inputs[path].append(self._value(full, change))
-            if full is not None:
-                last_input[:] = [full.clone()]
+            if full is None or hidden is None:
+                return None
+            last_input[:] = [full.detach().clone()]
+            if not hidden.requires_grad:
+                return None
+
+            def record(gradient: Tensor) -> Tensor:
+                self._record_gradient(place, gradient)
+                return random_slice(gradient, 1, 0, seed=place[1])
+
+            # A view, so that it is the gradient of this use alone.
+            return _with_hook(hidden.view_as(hidden), record)
+
+        def embedded(path: str, hidden: Tensor | None) -> None:
+            place = (path, next(embeddings))
+            if hidden is not None and hidden.requires_grad and _row(hidden, length) is not None:
+                hidden.register_hook(partial(self._record_gradient, place))
 
         def after(path: str, hidden: Tensor | None) -> None:
             full, hidden_before = _row(hidden, length), running.pop()
             change = None
             if full is not None and hidden_before is not None and full.shape == hidden_before.shape:
                 change = full - hidden_before
-            self._outputs[path].append(self._value(full, change))
+            self._outputs[path, STATES].append(self._value(full, change))
 
-        def part(path: str, hidden: Tensor | None) -> None:
+        def part(path: str, hidden: Tensor | None, kind: str = STATES) -> None:
             full = _row(hidden, length)
-            self._outputs[path].append(self._value(full, full))
+            self._outputs[path, kind].append(self._value(full, full))
 
-        with self._hooked(before, after, part):
+        with self._hooked(before, after, part, embedded):
             yield
 
     @contextlib.contextmanager
     def compared(self) -> Iterator[None]:
         """Compares the calls in the block, which computes this rank's slice; layers get the inputs of the recorded calls."""
-        inputs = {path: iter(values) for path, values in self._inputs.items()}
-        outputs = {path: iter(values) for path, values in self._outputs.items()}
+        inputs = {path: iter(enumerate(values)) for path, values in self._inputs.items()}
+        outputs = {place: iter(values) for place, values in self._outputs.items()}
+        embeddings = itertools.count()
 
         def before(path: str, hidden: Tensor | None) -> Tensor | None:
-            expected = next(inputs.get(path, iter(())), None)
-            is_compared = self._compare(f"the input of {path}", hidden, expected)
-            return expected.local if is_compared and expected is not None else None
+            call, expected = next(inputs.get(path, iter(())), (0, None))
+            place = (f"the input of {path}", call)
+            if not self._compare(place[0], hidden, expected) or expected is None or hidden is None:
+                self._gradients.pop(place, None)
+                return None
+            if not hidden.requires_grad:
+                return expected.local
 
-        def after(path: str, hidden: Tensor | None) -> None:
-            self._compare(path, hidden, next(outputs.get(path, iter(())), None))
+            def compare(gradient: Tensor) -> Tensor:
+                self._compare_gradient(place, gradient)
+                return random_slice(gradient, self._state.sp, self._state.sp_rank, seed=call)
 
-        with self._hooked(before, after, after):
+            # The value of the one, in the graph of the other.
+            return _with_hook(expected.local + (hidden - hidden.detach()), compare)
+
+        def after(path: str, hidden: Tensor | None, kind: str = STATES) -> None:
+            self._compare(path, hidden, next(outputs.get((path, kind), iter(())), None), kind)
+
+        def embedded(path: str, hidden: Tensor | None) -> None:
+            place = (path, next(embeddings))
+            if hidden is not None and hidden.requires_grad:
+                hidden.register_hook(partial(self._compare_gradient, place))
+
+        with self._hooked(before, after, after, embedded):
             yield
+        for path, _ in self._gradients:
+            self._note(path, float("inf"), GRADIENTS)  # slices have none there
+
+    def _record_gradient(self, place: tuple[str, int], gradient: Tensor) -> None:
+        value = self._value(gradient, gradient)
+        assert value is not None
+        self._gradients[place] = value
+
+    def _compare_gradient(self, place: tuple[str, int], gradient: Tensor) -> None:
+        self._compare(place[0], gradient, self._gradients.pop(place, None), GRADIENTS)
 
     def _value(self, hidden: Tensor | None, change: Tensor | None) -> _Value | None:
         """None if there is nothing to compare: calls are counted, so that later ones find theirs."""
         if hidden is None or change is None:
             return None
+        hidden, change = hidden.detach(), change.detach()
         is_rounded = hidden.is_cuda and torch.get_float32_matmul_precision() != "highest"  # products in TF32 or bf16
         self._dtypes |= {hidden.dtype, torch.bfloat16} if is_rounded else {hidden.dtype}
         local = hidden.chunk(self._state.sp, dim=1)[self._state.sp_rank].clone()
         return _Value(local, hidden.abs().max().float(), change.abs().max().float())
 
-    def _compare(self, path: str, hidden: Tensor | None, expected: _Value | None) -> bool:
+    def _compare(self, path: str, hidden: Tensor | None, expected: _Value | None, kind: str = STATES) -> bool:
         """Whether the two could be compared."""
+        hidden = None if hidden is None or expected is None else _row(hidden.detach(), expected.local.shape[1])
         if hidden is None or expected is None or hidden.shape != expected.local.shape:
             return False
         # A part in fp32 computes on what others have rounded.
@@ -118,16 +181,24 @@ class Layers:
         deviation = by_token.max() if dtype in CHANGE_TOLERANCE else by_token.median()
         allowed = tolerance * expected.change + ROUNDING * torch.finfo(dtype).eps * expected.size
         ratio = float((deviation / allowed.clamp(min=1e-30)).nan_to_num(nan=float("inf")))
+        self._note(path, ratio, kind)
+        return True
+
+    def _note(self, path: str, ratio: float, kind: str) -> None:
         self.worst = max(self.worst, ratio)
         if ratio > 1 and not self.first:
-            self.first = path
-        return True
+            self.first, self.kind = path, kind
 
     @contextlib.contextmanager
     def _hooked(
-        self, before: Callable[[str, Tensor | None], Tensor | None], after: _Seen, part: _Seen
+        self,
+        before: Callable[[str, Tensor | None], Tensor | None],
+        after: Callable[[str, Tensor | None], None],
+        part: _Seen,
+        embedded: Callable[[str, Tensor | None], None],
     ) -> Iterator[None]:
-        """Calls `before` with a layer's input, which its result replaces, and the others with outputs of layers and parts."""
+        """Calls `before` with a layer's input, which its result replaces, and the others with outputs of layers, of their parts,
+        and of the embedding of tokens."""
         with contextlib.ExitStack() as hooks:
             for path, layer in self._layers:
                 name = next(iter(inspect.signature(layer.forward).parameters), "")
@@ -152,6 +223,19 @@ class Layers:
                     part(path, _tensor(output))
 
                 hooks.callback(module.register_forward_hook(output_of).remove)
+            for path, module, index in self._routers:
+
+                def logits_of(_, __, output, path=path, index=index):
+                    logits = output[index] if isinstance(output, tuple | list) else output
+                    part(path, logits[None] if logits.ndim == 2 else logits, LOGITS)  # [T, E] of one row
+
+                hooks.callback(module.register_forward_hook(logits_of).remove)
+            for path, module in self._embeddings:
+
+                def embeddings_of(_, __, output, path=path):
+                    embedded(path, _tensor(output))
+
+                hooks.callback(module.register_forward_hook(embeddings_of).remove)
             yield
 
 
@@ -159,6 +243,8 @@ def _layers_and_parts(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], li
     """The elements of the decoder's outermost module lists, and their children, by path."""
     decoder: Any = getattr(model, "get_decoder", lambda: model)()
     modules = set(decoder.modules())
+    if not any(isinstance(module, nn.ModuleList) for module in modules):  # some heads call their last layer so
+        modules = set(model.modules())
     layers: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         is_inner = any(path.startswith(f"{outer}.") for outer in layers)
@@ -166,6 +252,31 @@ def _layers_and_parts(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], li
             layers |= {f"{path}.{index}": layer for index, layer in enumerate(module)}
     parts = [(f"{path}.{name}", part) for path, layer in layers.items() for name, part in layer.named_children()]
     return list(layers.items()), parts
+
+
+def _recorded_routers(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
+    """Modules of which transformers records router logits, for a loss of the routers, by path: and which of their outputs."""
+    routers: dict[str, tuple[str, nn.Module, int]] = {}
+    for prefix, owner in model.named_modules():
+        recorder = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")
+        target, index = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 0)
+        if isinstance(target, type):
+            found = [(path, part) for path, part in owner.named_modules(prefix=prefix) if isinstance(part, target)]
+            routers |= {path: (path, part, index) for path, part in found}
+    return list(routers.values())
+
+
+def _with_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tensor; its gradient is handed to `hook`, and what that returns is passed on in its place."""
+    tensor.register_hook(hook)
+    return tensor
+
+
+def random_slice(like: Tensor, sp: int, sp_rank: int, *, seed: int) -> Tensor:
+    """A rank's slice, `(1, s, ...)` as `like`, of random numbers for all tokens, which are the same on every rank."""
+    size = (1, like.shape[1] * sp, *like.shape[2:])
+    full = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    return full.chunk(sp, dim=1)[sp_rank].to(like)
 
 
 def _row(hidden: Tensor | None, length: int) -> Tensor | None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rounding import require_rounding
+from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
 from patchgen.runtime import attention, ops, parallel, seams
@@ -186,14 +187,17 @@ def a_sliceable_model_passes() -> float:
 
 
 def what_slices_would_hide_is_refused() -> None:
-    """Tokens that are mixed in training alone, factors that repeat every few tokens, and mixing too weak for the logits to
-    show; random logits are not compared, and buffers keep their values."""
+    """Tokens that are mixed in training alone, with dropout too, or in gradients alone, factors that repeat every few tokens, an
+    error of slices alone, and mixing too weak for the logits to show; buffers and gradients keep their values."""
     model, state = _model("llama", sp=2)
     norm, check = (
         model.model.norm,
         functools.partial(require_sliceable, model, state, vocab_size=cases_models.VOCABULARY),
     )
     norm.seen = torch.nn.Buffer(torch.zeros(()))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in model.parameters()]
 
     def counts(module, _, out):
         module.seen += 1
@@ -202,7 +206,20 @@ def what_slices_would_hide_is_refused() -> None:
         return out + out.roll(1, 1) if module.training else out
 
     def drops(module, _, out):
-        return out * torch.rand(()) if module.training else out
+        return F.dropout(out * torch.rand(()), 0.5) if module.training else out
+
+    def drops_and_rolls(module, inputs, out):
+        return rolls(module, inputs, drops(module, inputs, out))
+
+    def turns_gradients(module, _, out):
+        mean = out.mean(1, keepdim=True)
+        return out + mean - mean.detach()
+
+    def stops_gradients(_, __, out):
+        return out if out.shape[1] > 11 else out * 0 + out.detach()
+
+    def takes_whole_rows(module, _, out):
+        return out[:, torch.arange(22)] if not module.training else out
 
     def repeats(module, _, out):
         return out * (1 + torch.arange(out.shape[1]) % 4)[:, None]
@@ -214,6 +231,16 @@ def what_slices_would_hide_is_refused() -> None:
         (norm, counts, ""),
         (norm, drops, ""),
         (norm, rolls, "in training mode"),
+        (norm, drops_and_rolls, "in training mode"),
+        (
+            norm,
+            takes_whole_rows,
+            r"LlamaForCausalLM does not take a slice of a sequence \(sp=2, input_ids\): IndexError",
+        ),
+        (model.model.layers[1].mlp, turns_gradients, r"other gradients .* first in the input of model\.layers\.1\)"),
+        (model.model.layers[1], turns_gradients, r"other gradients .* first in the input of model\.layers\.1\)"),
+        (norm, turns_gradients, r"other gradients .* first in the input of model\.layers\.1\)"),
+        (model.model.layers[0].mlp, stops_gradients, r"other gradients .* first in the input of model\.layers\.0\)"),
         (norm, repeats, r"LlamaForCausalLM computes other logits on slices of a sequence \(sp=2\)"),
         (model.model.layers[1].mlp, divides, r"other hidden states on slices .* first in model\.layers\.1\.mlp"),
     ):
@@ -221,7 +248,27 @@ def what_slices_would_hide_is_refused() -> None:
         with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
             check(packed=False)
         handle.remove()
+    handle = model.model.layers[0].register_forward_pre_hook(lambda module, args: turns_gradients(module, args, args[0]))
+    with pytest.raises(ValueError, match=r"other gradients .* first in model\.embed_tokens\)"):
+        check(packed=False)
+    handle.remove()
     assert norm.seen == 2  # of the forwards in eval mode
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), gradients, strict=True))
+
+
+def router_logits_that_depend_on_other_tokens_are_refused() -> None:
+    """Only the loss of the routers would show it: what chooses the experts is not changed."""
+    model, state = _model("qwen3_moe", sp=2)
+    check = functools.partial(require_sliceable, model, state, vocab_size=cases_models.VOCABULARY, packed=False)
+    check()
+
+    def centres(_, __, output):
+        logits, *others = output
+        return (logits - logits.mean(0), *others)
+
+    model.model.layers[1].mlp.gate.register_forward_hook(centres)
+    with pytest.raises(ValueError, match=r"other router logits on slices .* first in model\.layers\.1\.mlp\.gate\)"):
+        check()
 
 
 def what_mixes_features_of_images_is_refused() -> None:
