@@ -14,7 +14,6 @@ So a difference belongs to one layer, and rounding does not accumulate. Gradient
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,12 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from patchgen.runtime import minimal_media, parallel, random_state
+from patchgen.runtime import minimal_media, parallel
 from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel import slice_media
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.fixed_draws import fixed_draws
+from patchgen.runtime.parallel.restored import restored
 from patchgen.runtime.parallel.slice_layers import Layers, random_slice
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -67,6 +67,7 @@ def require_sliceable(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, vocab_size, (1, tokens_per_rank * state.sp), generator=generator)
     was_training = model.training
+    _reshard(model)
     model.eval()
     compare = partial(_require_equal_logits, model, state)
     differences = [compare(row, suspicion) for row, suspicion in _text_rows(ids, tokens_per_rank, packed=packed)]
@@ -78,15 +79,18 @@ def require_sliceable(
     if was_training:
         model.train()
         suspicion = "(in training mode) Some layer mixes tokens without attention"
-        with _state_restored(model):
-            differences.append(compare({"input_ids": ids}, suspicion, with_gradients=False))
-            if differences[-1] is None:
-                with fixed_draws():
-                    differences.append(compare({"input_ids": ids}, suspicion, with_gradients=False))
-    if isinstance(model, FSDPModule):
-        # The root stays gathered after a forward without backward; an optimizer created next must see the shards.
-        model.reshard()
+        differences.append(compare({"input_ids": ids}, suspicion, with_gradients=False))
+        if differences[-1] is None:
+            with fixed_draws():
+                differences.append(compare({"input_ids": ids}, suspicion, with_gradients=False))
+    _reshard(model)
     return max(difference for difference in differences if difference is not None)
+
+
+def _reshard(model: nn.Module) -> None:
+    """The root stays gathered after a forward without backward: an optimizer created next, or gradients, must see the shards."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def _text_rows(ids: Tensor, tokens_per_rank: int, *, packed: bool) -> Iterator[tuple[dict[str, Tensor], str]]:
@@ -100,41 +104,10 @@ def _text_rows(ids: Tensor, tokens_per_rank: int, *, packed: bool) -> Iterator[t
         )
 
 
-@contextlib.contextmanager
-def _state_restored(model: nn.Module) -> Iterator[None]:
-    """Restores buffers and random states after the block: a forward in training mode may count, or drop at random."""
-    random_states = random_state.capture()
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        random_state.restore(random_states)
-        for module, name, buffer, before in buffers:
-            module._buffers[name] = buffer
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
-
-
 def _draws() -> Tensor:
     """The states of torch's random number generators: what is drawn moves them."""
     state = torch.get_rng_state()
     return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
-
-
-@contextlib.contextmanager
-def _gradients_restored(model: nn.Module) -> Iterator[None]:
-    """Puts the gradients of the parameters back after the block, which leaves none of its own."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def _require_equal_logits(
@@ -143,35 +116,36 @@ def _require_equal_logits(
     """The largest relative difference; None if the model draws random numbers, so that nothing can be compared."""
     # All ranks of a group compute the full sequence; experts stay sharded.
     alone = replace(state, config=replace(state.config, dp_shard=state.config.num_shards, sp=1))
-    layers, draws = Layers(model, state), _draws()
+    layers = Layers(model, state)
     run = partial(_logits, model, batch, with_gradients=with_gradients)
     name = type(model).__name__.removeprefix("FSDP")
-    with _gradients_restored(model) if with_gradients else contextlib.nullcontext():
-        try:
-            with layers.recorded(batch["input_ids"].shape[1]):
-                full = run(alone)
-        except minimal_media.REFUSALS as error:
-            raise_failure(error)
-            raise ValueError(
-                f"Whether {name} computes the same on slices of a sequence (sp={state.sp}) cannot be compared: it does not take a "
-                f"row of {batch['input_ids'].shape[1]} tokens with {', '.join(batch)}: {_described(error)} "
-                "To fix: train it with sp=1."
-            ) from error
-        if model.training:
-            is_random = torch.tensor(float(not torch.equal(draws, _draws())), device=state.data_mesh.device_type)
-            if all_reduce(is_random, op=dist.ReduceOp.MAX, operation="compare random states around a forward"):
-                return None
-        try:
-            with layers.compared():
-                sliced = run(state)
-        except minimal_media.REFUSALS as error:
-            raise_failure(error)
-            if isinstance(error, ValueError):  # a refusal with its own advice
-                raise
-            raise ValueError(
-                f"{name} does not take a slice of a sequence (sp={state.sp}, {', '.join(batch)}): {_described(error)} {suspicion}. "
-                "To fix: train it with sp=1, or generate it with the pass for what mixes its tokens."
-            ) from error
+    # Each starts from the same state: what the first forward of a run keeps, or counts, is that of a slice then.
+    try:
+        with layers.recorded(batch["input_ids"].shape[1]), restored(model):
+            draws = _draws()
+            full = run(alone)
+            is_random = not torch.equal(draws, _draws())
+    except minimal_media.REFUSALS as error:
+        raise_failure(error)
+        raise ValueError(
+            f"Whether {name} computes the same on slices of a sequence (sp={state.sp}) cannot be compared: it does not take a row "
+            f"of {batch['input_ids'].shape[1]} tokens with {', '.join(batch)}: {_described(error)} To fix: train it with sp=1."
+        ) from error
+    if model.training:
+        any_random = torch.tensor(float(is_random), device=state.data_mesh.device_type)
+        if all_reduce(any_random, op=dist.ReduceOp.MAX, operation="compare random states around a forward"):
+            return None
+    try:
+        with layers.compared(), restored(model):
+            sliced = run(state)
+    except minimal_media.REFUSALS as error:
+        raise_failure(error)
+        if isinstance(error, ValueError):  # a refusal with its own advice
+            raise
+        raise ValueError(
+            f"{name} does not take a slice of a sequence (sp={state.sp}, {', '.join(batch)}): {_described(error)} {suspicion}. "
+            "To fix: train it with sp=1, or generate it with the pass for what mixes its tokens."
+        ) from error
     return _require_close(full, sliced, layers, state, name, suspicion)
 
 

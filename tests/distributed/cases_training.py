@@ -215,6 +215,11 @@ def what_slices_would_hide_is_refused() -> None:
         mean = out.mean(1, keepdim=True)
         return out + mean - mean.detach()
 
+    def keeps_the_first(module, _, out):
+        if not hasattr(module, "first"):
+            module.first = out.detach().mean()
+        return out * module.first
+
     def stops_gradients(_, __, out):
         return out if out.shape[1] > 11 else out * 0 + out.detach()
 
@@ -241,6 +246,7 @@ def what_slices_would_hide_is_refused() -> None:
         (model.model.layers[1], turns_gradients, r"other gradients .* first in the input of model\.layers\.1\)"),
         (norm, turns_gradients, r"other gradients .* first in the input of model\.layers\.1\)"),
         (model.model.layers[0].mlp, stops_gradients, r"other gradients .* first in the input of model\.layers\.0\)"),
+        (norm, keeps_the_first, "other logits on slices"),
         (norm, repeats, r"LlamaForCausalLM computes other logits on slices of a sequence \(sp=2\)"),
         (model.model.layers[1].mlp, divides, r"other hidden states on slices .* first in model\.layers\.1\.mlp"),
     ):
@@ -248,12 +254,16 @@ def what_slices_would_hide_is_refused() -> None:
         with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
             check(packed=False)
         handle.remove()
-    handle = model.model.layers[0].register_forward_pre_hook(lambda module, args: turns_gradients(module, args, args[0]))
+    handle = model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: turns_gradients(module, args, args[0])
+    )
     with pytest.raises(ValueError, match=r"other gradients .* first in model\.embed_tokens\)"):
         check(packed=False)
     handle.remove()
-    assert norm.seen == 2  # of the forwards in eval mode
+    assert norm.seen == 0
+    assert not hasattr(norm, "first")
     assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), gradients, strict=True))
+    assert not any(gradient.to_local().any() for gradient in gradients)
 
 
 def router_logits_that_depend_on_other_tokens_are_refused() -> None:
