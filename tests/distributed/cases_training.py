@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 
@@ -12,17 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from rounding import require_rounding
-from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
 from patchgen.runtime import attention, ops, parallel, seams
 from patchgen.runtime.parallel import checkpointing, gradients, loss, report, sharding, watch
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.selfcheck import require_sliceable
-from patchgen.runtime.verify.reference_model import reference_model
 
 
-def _model(name: str = "qwen3_moe", **layout):
+def sharded_model(name: str = "qwen3_moe", **layout):
     attention.register()
     state = cases_sequence.state_of(**layout)
     model = cases_models.build(name, generated=True, attention_name="patchgen_eager")
@@ -31,7 +28,7 @@ def _model(name: str = "qwen3_moe", **layout):
 
 def norm_is_one_number(**layout) -> None:
     """Of gradients that are known: parameter i has gradient i + 1 in every element, experts scaled by their number."""
-    model, _ = _model(**layout)
+    model, _ = sharded_model(**layout)
     square = 0.0
     for place, (_, parameter) in enumerate(model.named_parameters()):
         parameter.grad = torch.full_like(parameter, float(place + 1))
@@ -46,7 +43,7 @@ def norm_is_one_number(**layout) -> None:
 
 def nonfinite_gradient_is_named(rank_with_nan: int, policy: str) -> None:
     """One rank's shard of one parameter is not a number: all ranks name it and decide alike."""
-    model, _ = _model(ep=2)
+    model, _ = sharded_model(ep=2)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     name = "model.layers.1.mlp.experts.down_proj"
@@ -84,7 +81,7 @@ def labels_without_shift_are_shifted_over_ranks() -> None:
 
 
 def report_reads_live_modules() -> str:
-    model, state = _model(sp=2, ep=2)
+    model, state = sharded_model(sp=2, ep=2)
     with seams.using(fused_moe="torch"):
         text = report.describe(model, state, {"fused_moe": "torch"})
         try:
@@ -97,7 +94,7 @@ def report_reads_live_modules() -> str:
 
 
 def report_refuses_a_seam_that_nothing_uses() -> None:
-    model, state = _model("qwen3")
+    model, state = sharded_model("qwen3")
     with seams.using(fused_moe="torch"):
         try:
             report.describe(model, state, {"fused_moe": "torch"})
@@ -179,126 +176,6 @@ def stalled_exchange_is_reported() -> str:
                 time.sleep(0.3)
             dist.barrier()
     return messages[0] if messages else ""
-
-
-def a_sliceable_model_passes() -> float:
-    model, state = _model("qwen3_next", sp=2, ep=2)
-    return require_sliceable(model, state, vocab_size=cases_models.VOCABULARY)
-
-
-def what_slices_would_hide_is_refused() -> None:
-    """Tokens that are mixed in training alone, with dropout too, or in gradients alone, factors that repeat every few tokens, an
-    error of slices alone, and mixing too weak for the logits to show; buffers and gradients keep their values."""
-    model, state = _model("llama", sp=2)
-    norm, check = (
-        model.model.norm,
-        functools.partial(require_sliceable, model, state, vocab_size=cases_models.VOCABULARY),
-    )
-    norm.seen = torch.nn.Buffer(torch.zeros(()))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    gradients = [parameter.grad for parameter in model.parameters()]
-
-    def counts(module, _, out):
-        module.seen += 1
-
-    def rolls(module, _, out):
-        return out + out.roll(1, 1) if module.training else out
-
-    def drops(module, _, out):
-        return F.dropout(out * torch.rand(()), 0.5) if module.training else out
-
-    def drops_and_rolls(module, inputs, out):
-        return rolls(module, inputs, drops(module, inputs, out))
-
-    def turns_gradients(module, _, out):
-        mean = out.mean(1, keepdim=True)
-        return out + mean - mean.detach()
-
-    def keeps_the_first(module, _, out):
-        if not hasattr(module, "first"):
-            module.first = out.detach().mean()
-        return out * module.first
-
-    def stops_gradients(_, __, out):
-        return out if out.shape[1] > 11 else out * 0 + out.detach()
-
-    def takes_whole_rows(module, _, out):
-        return out[:, torch.arange(22)] if not module.training else out
-
-    def repeats(module, _, out):
-        return out * (1 + torch.arange(out.shape[1]) % 4)[:, None]
-
-    def divides(module, _, out):
-        return out / (1 + 1e-3 * out.std())
-
-    for module, hook, message in (
-        (norm, counts, ""),
-        (norm, drops, ""),
-        (norm, rolls, "in training mode"),
-        (norm, drops_and_rolls, "in training mode"),
-        (
-            norm,
-            takes_whole_rows,
-            r"LlamaForCausalLM does not take a slice of a sequence \(sp=2, input_ids\): IndexError",
-        ),
-        (model.model.layers[1].mlp, turns_gradients, r"other gradients .* first in the input of model\.layers\.1\)"),
-        (model.model.layers[1], turns_gradients, r"other gradients .* first in the input of model\.layers\.1\)"),
-        (norm, turns_gradients, r"other gradients .* first in the input of model\.layers\.1\)"),
-        (model.model.layers[0].mlp, stops_gradients, r"other gradients .* first in the input of model\.layers\.0\)"),
-        (norm, keeps_the_first, "other logits on slices"),
-        (norm, repeats, r"LlamaForCausalLM computes other logits on slices of a sequence \(sp=2\)"),
-        (model.model.layers[1].mlp, divides, r"other hidden states on slices .* first in model\.layers\.1\.mlp"),
-    ):
-        handle = module.register_forward_hook(hook)
-        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-            check(packed=False)
-        handle.remove()
-    handle = model.model.layers[0].register_forward_pre_hook(
-        lambda module, args: turns_gradients(module, args, args[0])
-    )
-    with pytest.raises(ValueError, match=r"other gradients .* first in model\.embed_tokens\)"):
-        check(packed=False)
-    handle.remove()
-    assert norm.seen == 0
-    assert not hasattr(norm, "first")
-    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), gradients, strict=True))
-    assert not any(gradient.to_local().any() for gradient in gradients)
-
-
-def router_logits_that_depend_on_other_tokens_are_refused() -> None:
-    """Only the loss of the routers would show it: what chooses the experts is not changed."""
-    model, state = _model("qwen3_moe", sp=2)
-    check = functools.partial(require_sliceable, model, state, vocab_size=cases_models.VOCABULARY, packed=False)
-    check()
-
-    def centres(_, __, output):
-        logits, *others = output
-        return (logits - logits.mean(0), *others)
-
-    model.model.layers[1].mlp.gate.register_forward_hook(centres)
-    with pytest.raises(ValueError, match=r"other router logits on slices .* first in model\.layers\.1\.mlp\.gate\)"):
-        check()
-
-
-def what_mixes_features_of_images_is_refused() -> None:
-    """Features from which a rank subtracts the mean of its own, added between two layers: text alone does not show it."""
-    reference, state = reference_model("qwen3_vl", "Qwen3VLForConditionalGeneration"), cases_sequence.state_of(sp=2)
-    model = sharding.shard_model(reference.generated(), state)
-    decoder = model.model.language_model
-    adds = decoder._deepstack_process
-
-    def centres(hidden, mask, features):
-        return adds(hidden, mask, features - features.mean(0))
-
-    check = functools.partial(require_sliceable, model, state, vocab_size=decoder.config.vocab_size, packed=False)
-    with seams.using(**reference.seams):
-        check()
-        decoder._deepstack_process = centres
-        with pytest.raises(
-            ValueError, match=r"first in the input of model\.language_model\.layers\.1\).*\(a row with image\)"
-        ):
-            check()
 
 
 def a_parameter_without_a_dimension_is_named() -> None:

@@ -51,13 +51,6 @@ def test_the_report_refuses_a_seam_that_nothing_uses(two_ranks):
     two_ranks.run(cases.report_refuses_a_seam_that_nothing_uses)
 
 
-def test_a_model_that_cannot_run_on_slices_is_refused(two_ranks):
-    assert max(two_ranks.run(cases.a_sliceable_model_passes)) < 1e-5
-    two_ranks.run(cases.what_slices_would_hide_is_refused)
-    two_ranks.run(cases.router_logits_that_depend_on_other_tokens_are_refused)
-    two_ranks.run(cases.what_mixes_features_of_images_is_refused, timeout=60)
-
-
 def test_a_parameter_that_cannot_be_sharded_is_named(one_rank):
     one_rank.run(cases.a_parameter_without_a_dimension_is_named)
 

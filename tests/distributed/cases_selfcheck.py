@@ -1,0 +1,158 @@
+"""What each rank does in the tests of the check of slices at the start of a run; see test_selfcheck_on_ranks.py."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+
+import cases_models
+import cases_sequence
+import cases_training
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from patchgen.runtime import seams
+from patchgen.runtime.parallel import sharding
+from patchgen.runtime.parallel.selfcheck import require_sliceable
+from patchgen.runtime.verify.reference_model import reference_model
+
+
+def a_sliceable_model_passes() -> float:
+    model, state = cases_training.sharded_model("qwen3_next", sp=2, ep=2)
+    return require_sliceable(model, state, vocab_size=cases_models.VOCABULARY)
+
+
+def what_slices_would_hide_is_refused() -> None:
+    """Tokens that are mixed in training alone, with dropout too, factors that repeat every few tokens, values of a first call,
+    and mixing too weak for the logits to show; the model keeps its buffers and attributes."""
+    model, state = cases_training.sharded_model("llama", sp=2)
+    norm = model.model.norm
+    norm.seen = torch.nn.Buffer(torch.zeros(()))
+
+    def counts(module, _, out):
+        module.seen += 1
+
+    def rolls(module, _, out):
+        return out + out.roll(1, 1) if module.training else out
+
+    def drops(module, _, out):
+        return F.dropout(out * torch.rand(()), 0.5) if module.training else out
+
+    def drops_and_rolls(module, inputs, out):
+        return rolls(module, inputs, drops(module, inputs, out))
+
+    def keeps_the_first(module, _, out):
+        if not hasattr(module, "first"):
+            module.first = out.detach().mean()
+        return out * module.first
+
+    def repeats(module, _, out):
+        return out * (1 + torch.arange(out.shape[1]) % 4)[:, None]
+
+    def divides(module, _, out):
+        return out / (1 + 1e-3 * out.std())
+
+    for module, hook, message in (
+        (norm, counts, ""),
+        (norm, drops, ""),
+        (norm, rolls, "in training mode"),
+        (norm, drops_and_rolls, "in training mode"),
+        (norm, keeps_the_first, "other logits on slices"),
+        (norm, repeats, r"LlamaForCausalLM computes other logits on slices of a sequence \(sp=2\)"),
+        (model.model.layers[1].mlp, divides, r"other hidden states on slices .* first in model\.layers\.1\.mlp"),
+    ):
+        _check_with_hook(model, state, module.register_forward_hook, hook, message)
+    assert norm.seen == 0
+    assert not hasattr(norm, "first")
+
+
+def what_gradients_alone_show_is_refused() -> None:
+    """Tokens that are mixed in the backward, in a layer, before, between and after layers, and gradients that slices alone
+    lack; the parameters keep their gradients."""
+    model, state = cases_training.sharded_model("llama", sp=2)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    first, last = model.model.layers
+
+    def turns(hidden):
+        mean = hidden.mean(1, keepdim=True)
+        return hidden + mean - mean.detach()
+
+    def turns_output(_, __, out):
+        return turns(out)
+
+    def turns_input(_, args):
+        return (turns(args[0]), *args[1:])
+
+    def stops(_, __, out):
+        return out if out.shape[1] > 11 else out * 0 + out.detach()
+
+    for register, hook, place in (
+        (last.mlp.register_forward_hook, turns_output, "the input of model.layers.1"),
+        (last.register_forward_hook, turns_output, "the input of model.layers.1"),
+        (model.model.norm.register_forward_hook, turns_output, "the input of model.layers.1"),
+        (first.register_forward_hook, turns_output, "the input of model.layers.0"),
+        (first.register_forward_pre_hook, turns_input, "model.embed_tokens"),
+        (first.mlp.register_forward_hook, stops, "the input of model.layers.0"),
+        (first.register_forward_hook, stops, "the input of model.layers.0"),
+    ):
+        _check_with_hook(model, state, register, hook, rf"other gradients .* first in {re.escape(place)}\)")
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), gradients, strict=True))
+    assert not any(gradient.to_local().any() for gradient in gradients)
+
+
+def _check_with_hook(model: nn.Module, state, register: Callable, hook: Callable, message: str) -> None:
+    """The check of the model with a hook passes, or raises an error with this message."""
+    handle = register(hook)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        require_sliceable(model, state, vocab_size=cases_models.VOCABULARY, packed=False)
+    handle.remove()
+
+
+def an_error_of_slices_alone_is_a_refusal() -> None:
+    model, state = cases_training.sharded_model("llama", sp=2)
+    model.model.norm.register_forward_hook(lambda _, __, out: out[:, torch.arange(22)])
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM does not take a slice of a sequence \(sp=2, input_ids\): IndexError"
+    ):
+        require_sliceable(model, state, vocab_size=cases_models.VOCABULARY)
+
+
+def router_logits_that_depend_on_other_tokens_are_refused() -> None:
+    """Only the loss of the routers would show it: what chooses the experts is not changed."""
+    model, state = cases_training.sharded_model("qwen3_moe", sp=2)
+    check = functools.partial(require_sliceable, model, state, vocab_size=cases_models.VOCABULARY, packed=False)
+    check()
+
+    def centres(_, __, output):
+        logits, *others = output
+        return (logits - logits.mean(0), *others)
+
+    model.model.layers[1].mlp.gate.register_forward_hook(centres)
+    with pytest.raises(ValueError, match=r"other router logits on slices .* first in model\.layers\.1\.mlp\.gate\)"):
+        check()
+
+
+def what_mixes_features_of_images_is_refused() -> None:
+    """Features from which a rank subtracts the mean of its own, added between two layers: text alone does not show it."""
+    reference, state = reference_model("qwen3_vl", "Qwen3VLForConditionalGeneration"), cases_sequence.state_of(sp=2)
+    model = sharding.shard_model(reference.generated(), state)
+    decoder = model.model.language_model
+    adds = decoder._deepstack_process
+
+    def centres(hidden, mask, features):
+        return adds(hidden, mask, features - features.mean(0))
+
+    check = functools.partial(require_sliceable, model, state, vocab_size=decoder.config.vocab_size, packed=False)
+    with seams.using(**reference.seams):
+        check()
+        decoder._deepstack_process = centres
+        with pytest.raises(
+            ValueError, match=r"first in the input of model\.language_model\.layers\.1\).*\(a row with image\)"
+        ):
+            check()

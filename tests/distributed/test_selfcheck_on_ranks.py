@@ -1,0 +1,20 @@
+"""What the check at the start of a run refuses on two ranks that share a sequence, and what it lets pass."""
+
+from __future__ import annotations
+
+import cases_selfcheck as cases
+
+
+def test_a_sliceable_model_passes(two_ranks):
+    assert max(two_ranks.run(cases.a_sliceable_model_passes)) < 1e-5
+
+
+def test_a_model_that_cannot_run_on_slices_is_refused(two_ranks):
+    two_ranks.run(cases.what_slices_would_hide_is_refused)
+    two_ranks.run(cases.an_error_of_slices_alone_is_a_refusal)
+    two_ranks.run(cases.what_mixes_features_of_images_is_refused, timeout=60)
+
+
+def test_what_differs_in_gradients_or_in_the_routers_loss_alone_is_refused(two_ranks):
+    two_ranks.run(cases.what_gradients_alone_show_is_refused)
+    two_ranks.run(cases.router_logits_that_depend_on_other_tokens_are_refused)
