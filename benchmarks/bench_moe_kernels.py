@@ -77,40 +77,40 @@ def measure(function: Callable[[], object], seconds: float, samples: Samples) ->
     return events[0].elapsed_time(events[1]) / count, *samples.mean(started + (ended - started) / 3, ended)
 
 
-def kernels(name: str, tokens: int) -> dict[str, tuple[Callable[[], object], float]]:
-    """What is measured, each with its operations; 0 where it multiplies nothing."""
-    problem = make_problem(SHAPES[name], tokens, "random")
+def kernels(shape_name: str, tokens: int) -> dict[str, tuple[Callable[[], object], float]]:
+    """What is measured, each with its FLOPs; 0 where it multiplies nothing. `_R`: R rows, top-k for each token."""
+    problem = make_problem(SHAPES[shape_name], tokens, "random")
     shape, rows = problem.shape, problem.rows
     x, weights, w1, w2 = (leaf.detach() for leaf in problem.leaves)
     grad, k = problem.grad, shape.top_k
     plan = make_plan(problem.index, shape.experts)
-    kept, gated = gate_up(x, w1, None, plan, k, SILU, False, False, problem.index.numel(), True)
-    copy_out = pad_rows(grad, k, plan) if copy_pays_off(plan.num_rows, shape.experts, shape.inner) else None
-    copy_in = pad_rows(x, k, plan) if copy_pays_off(plan.num_rows, shape.experts, 2 * shape.inner) else None
-    dh, s, _ = gate_backward_gemm(grad, copy_out, w2, kept, weights, plan, SILU, False, False)
+    gate_up_out, gated = gate_up(x, w1, None, plan, k, SILU, False, False, problem.index.numel(), True)
+    padded_grad = pad_rows(grad, k, plan) if copy_pays_off(plan.num_rows, shape.experts, shape.inner) else None
+    padded_x = pad_rows(x, k, plan) if copy_pays_off(plan.num_rows, shape.experts, 2 * shape.inner) else None
+    dh, weighted, _ = gate_backward_gemm(grad, padded_grad, w2, gate_up_out, weights, plan, SILU, False, False)
     y = grouped_gemm(gated, w2, None, plan, k_is_last=True, is_padded=False)
     x_R, h_R, a_R = (
         torch.randn(rows, size, device="cuda", dtype=torch.bfloat16)
         for size in (shape.hidden, 2 * shape.inner, shape.inner)
     )
-    once = 2 * rows * shape.hidden * shape.inner
+    flops_down = 2 * rows * shape.hidden * shape.inner
     return {
-        "cublas gate_up": (lambda: torch.mm(x_R, w1[0].T), 2 * once),
-        "gate_up": (lambda: gate_up(x, w1, None, plan, k, SILU, False, False, problem.index.numel(), True), 2 * once),
-        "cublas down": (lambda: torch.mm(a_R, w2[0].T), once),
-        "down": (lambda: grouped_gemm(gated, w2, None, plan, k_is_last=True, is_padded=False), once),
+        "cublas gate_up": (lambda: torch.mm(x_R, w1[0].T), 2 * flops_down),
+        "gate_up": (lambda: gate_up(x, w1, None, plan, k, SILU, False, False, problem.index.numel(), True), 2 * flops_down),
+        "cublas down": (lambda: torch.mm(a_R, w2[0].T), flops_down),
+        "down": (lambda: grouped_gemm(gated, w2, None, plan, k_is_last=True, is_padded=False), flops_down),
         "combine": (lambda: combine(y, weights, plan, k), 0),
         "pad_rows": (lambda: pad_rows(x, k, plan), 0),
-        "cublas gate_backward": (lambda: torch.mm(x_R, w2[0]), once),
+        "cublas gate_backward": (lambda: torch.mm(x_R, w2[0]), flops_down),
         "gate_backward": (
-            lambda: gate_backward_gemm(grad, copy_out, w2, kept, weights, plan, SILU, False, False), once,
+            lambda: gate_backward_gemm(grad, padded_grad, w2, gate_up_out, weights, plan, SILU, False, False), flops_down,
         ),
-        "cublas dx": (lambda: torch.mm(h_R, w1[0]), 2 * once),
-        "dx": (lambda: grouped_gemm(dh, w1, None, plan, k_is_last=False, is_padded=True), 2 * once),
-        "cublas d_down": (lambda: torch.mm(x_R.T, a_R), once),
-        "d_down": (lambda: grouped_gemm_weights(grad, copy_out, s, plan, k, tokens_first=True), once),
-        "cublas d_gate_up": (lambda: torch.mm(h_R.T, x_R), 2 * once),
-        "d_gate_up": (lambda: grouped_gemm_weights(x, copy_in, dh, plan, k, tokens_first=False), 2 * once),
+        "cublas dx": (lambda: torch.mm(h_R, w1[0]), 2 * flops_down),
+        "dx": (lambda: grouped_gemm(dh, w1, None, plan, k_is_last=False, is_padded=True), 2 * flops_down),
+        "cublas d_down": (lambda: torch.mm(x_R.T, a_R), flops_down),
+        "d_down": (lambda: grouped_gemm_weights(grad, padded_grad, weighted, plan, k, tokens_first=True), flops_down),
+        "cublas d_gate_up": (lambda: torch.mm(h_R.T, x_R), 2 * flops_down),
+        "d_gate_up": (lambda: grouped_gemm_weights(x, padded_x, dh, plan, k, tokens_first=False), 2 * flops_down),
     }  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def main() -> None:
         table = csv.DictWriter(file, COLUMNS)
         if is_new:
             table.writeheader()
-        for name, (function, operations) in kernels(options.shape, options.tokens).items():
+        for name, (function, flops) in kernels(options.shape, options.tokens).items():
             ms, clock, power = measure(function, options.seconds, samples)
             row = {
                 "date": datetime.date.today().isoformat(),
@@ -137,7 +137,7 @@ def main() -> None:
                 "tokens": options.tokens,
                 "kernel": name,
                 "ms": round(ms, 3),
-                "tflops": round(operations / ms / 1e9),
+                "tflops": round(flops / ms / 1e9),
                 "mhz": round(clock),
                 "watts": round(power),
                 "joules": round(ms * power / 1e3, 3),

@@ -4,8 +4,8 @@
     python benchmarks/outside_files.py wheels --output rows.csv
 
 The files were written for transformers 4. They are extracted from their wheels and adapted by `ADAPTATIONS`: names that 5.23 no
-longer has are replaced by their last meaning. The generated file is compared with this adapted copy, at small sizes: in eager form,
-as a run computes, and on two ranks.
+longer has are replaced by code that does what they did in their last release. The generated file is compared with this adapted
+copy, at small sizes: in eager form, as a run computes, and on two ranks.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ ADAPTATIONS: Edits = (
     ),
     (r"from xtuner\.utils import load_state_dict_into_model\n", "load_state_dict_into_model = None\n"),
 )
-NO_SDPA = (r"_supports_sdpa = True", "_supports_sdpa = False")  # their tables of attentions have no such entry
-OF_A_CHECKPOINT: Edits = (
+NO_SDPA = (r"_supports_sdpa = True", "_supports_sdpa = False")  # their dicts of attention classes have no "sdpa"
+# Of DeepSeek-V2-Lite's checkpoint; the defaults build no experts.
+RELEASED_CONFIG_VALUES: Edits = (
     (r"n_shared_experts=None", "n_shared_experts=2"),
     (r"n_routed_experts=None", "n_routed_experts=64"),
     (r"num_experts_per_tok=None", "num_experts_per_tok=6"),
@@ -97,7 +98,8 @@ def _default_rope(config, device=None, seq_len=None, **kwargs):
 
 ROPE_INIT_FUNCTIONS.setdefault("default", _default_rope)
 """
-ONE_LAYOUT = '''"""The package's second layout of the same experts is edited out."""
+# The config of a model whose decoder layer chooses one of two implementations of the same experts.
+SINGLE_IMPLEMENTATION_CONFIG = '''"""The package's second, sharded implementation of the experts is edited out."""
 
 from patchgen.model_configs import ModelConfig
 from patchgen.passes.hand_edits import EditMethod
@@ -113,36 +115,55 @@ CODE = """if moe_implementation != 'origin':
 block = {block}"""
 CONFIG = ModelConfig(
     model="{model}",
-    edits=(EditMethod(target="{layer}.__init__", match=MATCH, code=CODE, where="instead", reason="another layout"),),
+    edits=(
+        EditMethod(
+            target="{layer}.__init__",
+            match=MATCH,
+            code=CODE,
+            where="instead",
+            reason="removes the second, sharded implementation",
+        ),
+    ),
 )
 '''
 
 
 @dataclass(frozen=True)
 class OutsideFile:
-    """A modeling file in a wheel: `edits` are further adaptations, each of which must be found; `config` is written beside it."""
+    """A modeling file in a wheel: `edits` are further adaptations, each of which must be found.
+
+    `patchgen_config` is the text of its config, which is written beside it.
+    """
 
     name: str
     wheel: str
     folder: str
     edits: Edits = ()
-    config: str = ""
+    patchgen_config: str = ""
 
 
-def one_layout(model: str, layer: str, block: str, shard: str) -> str:
-    return ONE_LAYOUT.format(model=model, layer=layer, block=block, shard=shard)
+def single_implementation_config(model: str, layer: str, block: str, shard: str) -> str:
+    return SINGLE_IMPLEMENTATION_CONFIG.format(model=model, layer=layer, block=block, shard=shard)
 
 
 DEEPSEEK = "xtuner/model/transformers_models/deepseek_v2"
-DEEPSEEK_LAYOUT = one_layout("deepseek", "DeepseekV2DecoderLayer", "DeepseekV2MoE", "DeepseekV2MoEShard")
-NO_ADDED_LOSS = (r" +y = AddAuxiliaryLoss\.apply\(y, aux_loss\)\n", "")
-MIXTRAL = one_layout("mixtral", "MixtralDecoderLayer", "MixtralSparseMoeBlock", "MixtralSparseShardMoeBlock")
+DEEPSEEK_CONFIG = single_implementation_config(
+    "deepseek", "DeepseekV2DecoderLayer", "DeepseekV2MoE", "DeepseekV2MoEShard"
+)
+NO_AUXILIARY_LOSS = (r" +y = AddAuxiliaryLoss\.apply\(y, aux_loss\)\n", "")
+MIXTRAL_CONFIG = single_implementation_config(
+    "mixtral", "MixtralDecoderLayer", "MixtralSparseMoeBlock", "MixtralSparseShardMoeBlock"
+)
 FILES = (
-    OutsideFile("DeepSeek-V2", XTUNER, DEEPSEEK, (*OF_A_CHECKPOINT, NO_SDPA), DEEPSEEK_LAYOUT),
+    OutsideFile("DeepSeek-V2", XTUNER, DEEPSEEK, (*RELEASED_CONFIG_VALUES, NO_SDPA), DEEPSEEK_CONFIG),
     OutsideFile(
-        "DeepSeek-V2, no added loss", XTUNER, DEEPSEEK, (*OF_A_CHECKPOINT, NO_SDPA, NO_ADDED_LOSS), DEEPSEEK_LAYOUT
+        "DeepSeek-V2, without auxiliary loss",
+        XTUNER,
+        DEEPSEEK,
+        (*RELEASED_CONFIG_VALUES, NO_SDPA, NO_AUXILIARY_LOSS),
+        DEEPSEEK_CONFIG,
     ),
-    OutsideFile("Mixtral", XTUNER, "xtuner/model/transformers_models/mixtral", config=MIXTRAL),
+    OutsideFile("Mixtral", XTUNER, "xtuner/model/transformers_models/mixtral", patchgen_config=MIXTRAL_CONFIG),
     OutsideFile("InternLM2", XTUNER, "xtuner/_lite/modelings/internlm2"),
     OutsideFile(
         "InternLM3",
@@ -156,7 +177,7 @@ FILES = (
     ),
     OutsideFile("MiniCPM3", HABANA, "optimum/habana/transformers/models/minicpm", (*GAUDI, NO_SDPA)),
 )
-FIELDS = ("file", "from", "loss", "experts", "as a run computes", "on two ranks", "over a sequence", "seconds")
+FIELDS = ("file", "from", "loss", "experts", "as a run computes", "on two ranks", "sequence parallel", "seconds")
 SEAM = "causal_lm_loss seam"
 
 
@@ -169,7 +190,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.alone:
         (chosen,) = (candidate for candidate in FILES if candidate.name == options.alone)
-        print(json.dumps(measured(chosen, options.wheels)))
+        print(json.dumps(measure(chosen, options.wheels)))
         return
     rows = []
     with options.output.open("w", encoding="utf-8", newline="") as file:
@@ -179,13 +200,8 @@ def main() -> None:
             if options.only and outside_file.name not in options.only:
                 continue
             started = time.perf_counter()
-            command = [
-                sys.executable,
-                __file__,
-                str(options.wheels),
-                "--alone",
-                outside_file.name,
-            ]  # files may be called alike
+            # One process per file: their modules share names.
+            command = [sys.executable, __file__, str(options.wheels), "--alone", outside_file.name]
             completed = subprocess.run(command, capture_output=True, text=True)
             if completed.returncode:
                 sys.exit(f"{outside_file.name}:\n{completed.stderr[-3000:]}")
@@ -200,8 +216,8 @@ def main() -> None:
     print(f"\n{date.today()}, patchgen {patchgen.__version__}, {versions}")
 
 
-def written(outside_file: OutsideFile, wheels: Path, root: Path) -> Path:
-    """The folder of the adapted copy."""
+def write_adapted_copy(outside_file: OutsideFile, wheels: Path, root: Path) -> Path:
+    """Writes the adapted copy; returns its folder."""
     (wheel,) = wheels.glob(f"{outside_file.wheel}-*.whl")
     (folder := root / "code").mkdir()
     edits = dict.fromkeys(outside_file.edits, 0)
@@ -218,33 +234,34 @@ def written(outside_file: OutsideFile, wheels: Path, root: Path) -> Path:
     unused = [pattern for (pattern, _), count in edits.items() if not count]
     if unused:
         raise SystemExit(f"{outside_file.name} of {wheel.name} has none of {unused}: another release?")
-    if outside_file.config:
-        (folder / f"patchgen_{name_of(folder)}.py").write_text(outside_file.config, encoding="utf-8")
+    if outside_file.patchgen_config:
+        (folder / f"patchgen_{name_of(folder)}.py").write_text(outside_file.patchgen_config, encoding="utf-8")
     return folder
 
 
-def measured(outside_file: OutsideFile, wheels: Path) -> dict[str, str]:
+def measure(outside_file: OutsideFile, wheels: Path) -> dict[str, str]:
     """The row of one file."""
     row = dict.fromkeys(FIELDS, "") | {"file": outside_file.name, "from": outside_file.wheel.replace("_", "-")}
     with tempfile.TemporaryDirectory() as root:
-        folder = written(outside_file, wheels, Path(root))
+        folder = write_adapted_copy(outside_file, wheels, Path(root))
         try:
             generated = pipeline.generate(load(name_of(folder), source=folder))
         except PatchgenError as refusal:
             return row | {"loss": f"not generated: {first_line(refusal)}"}
         hits = {step.name: [hit.what for hit in step.outcome.hits] for step in generated.steps}
         row["loss"] = "seam" if SEAM in hits["fused_loss"] else "its own"
+        # The pass writes "<expert class> x <number> as <class of stacks>" for a list of experts.
         has_experts = any(" as " in what for what in hits["stacked_experts"])
         row["experts"] = "stacked, fused, EP plan" if has_experts and hits["fused_experts"] else "none"
         (place := Path(root) / generated.model).mkdir()
         for name, text in generated.files.items():
             (place / name).write_text(text, encoding="utf-8")
         architecture = register(str(folder), root)
-        assert architecture is not None, "a folder was named"
-        return row | proven(architecture.generated, has_experts=has_experts)
+        assert architecture is not None, "`register` returns None only without a code folder"
+        return row | prove(architecture.generated, has_experts=has_experts)
 
 
-def proven(model: registry.GeneratedModel, *, has_experts: bool) -> dict[str, str]:
+def prove(model: registry.GeneratedModel, *, has_experts: bool) -> dict[str, str]:
     """The proof in one process, and on two ranks."""
     try:
         proof = verify_model(model, variants=("base",), implementations=("torch", "chunked"))
@@ -257,13 +274,13 @@ def proven(model: registry.GeneratedModel, *, has_experts: bool) -> dict[str, st
     pool = RankPool(2)
     try:
         results = media_ranks.verify_on_ranks(model, pool, sp=1, ep=2 if has_experts else 1, fsdp=True)
-        over = media_ranks.verify_on_ranks(model, pool, sp=2, fsdp=True, cases=("text", "packed"))
+        sp_results = media_ranks.verify_on_ranks(model, pool, sp=2, fsdp=True, cases=("text", "packed"))
     finally:
         pool.close()
     return {
         "as a run computes": outcome,
         "on two ranks": on_ranks(results, "ep 2, FSDP" if has_experts else "FSDP"),
-        "over a sequence": on_ranks(over, "sp 2, FSDP"),
+        "sequence parallel": on_ranks(sp_results, "sp 2, FSDP"),
     }
 
 

@@ -26,19 +26,23 @@ NOT_MEASURED = "not measured"
 
 def support_matrix() -> str:
     """The text between the markers, from the records alone."""
-    of_text = {row["model_type"]: row.get("ranks", {}) for row in _text_rows()}
-    of_media = {name: rank_results(Committed(name)) for name in committed()}
-    text = {
+    ranks_by_type = {row["model_type"]: row.get("ranks", {}) for row in _text_rows()}
+    results_by_model = {name: rank_results(Committed(name)) for name in committed()}
+    text_cells = {
         name: {label: _cell(ranks.get(layout)) for layout, label in LAYOUTS.items()}
         for name in committed()
-        if (ranks := of_text.get(name) or of_text.get(f"{name}_text") or {}) or not of_media[name]
+        if (ranks := ranks_by_type.get(name) or ranks_by_type.get(f"{name}_text") or {}) or not results_by_model[name]
     }
-    media = {name: found for name, found in of_media.items() if found}
-    counts: list[str] = []
-    for layout, name in LAYOUTS.items():
-        compared = [cell for ranks in of_text.values() if (cell := ranks.get(layout)) and cell.get("applies", True)]
-        counts.append(f"{sum(not result['reason'] for result in compared)} of {len(compared)} with {name}")
-    return render("support_matrix.jinja", text=text, media=media, counts=counts, not_measured=NOT_MEASURED)
+    media_cells = {name: results for name, results in results_by_model.items() if results}
+    layout_counts: list[str] = []
+    for layout, label in LAYOUTS.items():
+        compared = [
+            cell for ranks in ranks_by_type.values() if (cell := ranks.get(layout)) and cell.get("applies", True)
+        ]
+        layout_counts.append(f"{sum(not result['reason'] for result in compared)} of {len(compared)} with {label}")
+    return render(
+        "support_matrix.jinja", text=text_cells, media=media_cells, counts=layout_counts, not_measured=NOT_MEASURED
+    )
 
 
 def _text_rows() -> list[CoverageRow]:
@@ -77,31 +81,31 @@ def _committed_models() -> str:
 
 def page(text: str) -> str:
     """docs/parallel.md with the matrix between its markers."""
-    return _between(text, "support matrix", support_matrix(), "docs/parallel.md")
+    return _replace_section(text, "support matrix", support_matrix(), "docs/parallel.md")
 
 
 def readme(text: str) -> str:
     """The README with the counts between its markers."""
-    return _between(text, "counts", counts(), "README.md")
+    return _replace_section(text, "counts", counts(), "README.md")
 
 
-def _between(text: str, what: str, inside: str, name: str) -> str:
-    begin, end = f"<!-- {what}: written, not edited -->\n", f"<!-- end of the {what} -->\n"
+def _replace_section(text: str, what: str, inside: str, file_name: str) -> str:
+    begin, end = f"<!-- {what}: generated, do not edit -->\n", f"<!-- end of the {what} -->\n"
     before, first, rest = text.partition(begin)
     _, last, after = rest.partition(end)
     if not (first and last):
         raise PatchgenError(
-            f"{name} should contain the markers {begin.strip()} ... {end.strip()}, and does not. To fix: restore them."
+            f"{file_name} should contain the markers {begin.strip()} ... {end.strip()}, and does not. To fix: restore them."
         )
     return f"{before}{begin}{inside}{end}{after}"
 
 
 def write() -> list[Path]:
-    """Writes the matrix into docs/parallel.md and the counts into README.md; an installation without these files has neither."""
+    """Writes the matrix into docs/parallel.md and the counts into README.md; files that do not exist are skipped."""
     written: list[Path] = []
-    for path, made in ((docs() / "parallel.md", page), (docs().parent / "README.md", readme)):
+    for path, render_page in ((docs() / "parallel.md", page), (docs().parent / "README.md", readme)):
         if path.is_file():
-            path.write_text(made(path.read_text(encoding="utf-8")), encoding="utf-8")
+            path.write_text(render_page(path.read_text(encoding="utf-8")), encoding="utf-8")
             written.append(path)
     return written
 

@@ -30,8 +30,8 @@ class ExpertCall:
     is_transposed: bool
 
     @torch.no_grad()
-    def exchanged(self) -> Tensor:
-        """The weights with gate and up exchanged."""
+    def swapped(self) -> Tensor:
+        """The weights with gate and up swapped."""
         dim = 2 if self.is_transposed else 1
         if not self.is_interleaved:
             return torch.cat(self.gate_up.chunk(2, dim=dim)[::-1], dim=dim)

@@ -1,6 +1,6 @@
 """The first loss, and whether changing a part of the model or of its config lowers it.
 
-A trained model has its lowest loss unchanged. If another rotary base, exchanging gate and up, transposing a matrix or
+A trained model has its lowest loss unchanged. If another rotary base, swapping gate and up, transposing a matrix or
 rescaling the head makes the loss much lower, that is the fault.
 """
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
 MIN_GAIN = 0.05
-"""Nats, or share of the loss if it is above 1, by which changed weights must be better."""
-MIN_NUMBER_GAIN = 0.3
-"""The same for a scale or a rotary base, of which another may suit a text a little better by chance."""
+"""By how much a change must lower the loss: this many nats, or this share of a loss above 1."""
+MIN_SCALAR_GAIN = 0.3
+"""The same for a scale or a rotary base: another value may fit a text slightly better by chance."""
 SAME = 1e-3
 """Two alternatives whose losses differ by fewer nats are equal: the one that was tried first is reported."""
 SCALES = (100.0, 10.0, 0.1, 0.01)
@@ -40,7 +40,7 @@ BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 NUM_TRANSPOSED = 6
 """Square matrices that are tried transposed: those whose gradient promises most."""
 TOO_LOW = 0.3
-"""Share of ln V below which random weights must see the tokens that they should predict."""
+"""A loss of random weights below this share of ln V shows that the model sees the tokens that it should predict."""
 
 
 class FirstLoss(Check):
@@ -50,26 +50,26 @@ class FirstLoss(Check):
 
     def run(self, patient: Patient) -> Finding:
         loss, size = patient.loss, patient.config.get_text_config().vocab_size
-        untrained = math.log(size)
-        summary = f"{loss:.3f} nats per label; ln V = {untrained:.2f}"
+        uniform_loss = math.log(size)
+        summary = f"{loss:.3f} nats per label; ln V = {uniform_loss:.2f}"
         limit = patient.recipe.train.first_loss_limit
-        too_high = first_loss.Expected(size, limit).refusal(loss)
-        known = first_loss.TRAINED_FACTOR * untrained
+        refusal = first_loss.Expected(size, limit).refusal(loss)
+        trained_limit = first_loss.TRAINED_FACTOR * uniform_loss
         if not math.isfinite(loss):
             return failed(
                 f"The loss is {loss}.",
-                "Look at the weights of the first layer whose output is not finite (torch.autograd.detect_anomaly).",
+                "Look at the weights of the first layer whose output is not finite (forward hooks show it).",
             )
-        if too_high:
-            return failed(f"{summary}: implausibly high.", too_high)
+        if refusal:
+            return failed(f"{summary}: implausibly high.", refusal)
         if not patient.is_trained:
-            if loss < TOO_LOW * untrained:
+            if loss < TOO_LOW * uniform_loss:
                 return failed(
                     f"{summary}: implausibly low for random weights.",
                     "The model sees the tokens that it predicts: look at its mask.",
                 )
             return passed(f"{summary}, with random weights{'' if patient.checkpoint is None else ' in some parts'}.")
-        if loss > (known if limit is None else limit):
+        if loss > (trained_limit if limit is None else limit):
             return failed(
                 f"{summary}: these weights are hardly better than untrained ones on these tokens.",
                 "Look at the failures of tokenizer, labels, weights and alternatives in this table; if these weights were never "
@@ -84,12 +84,12 @@ class FirstLoss(Check):
 
 @dataclass(frozen=True)
 class Alternative:
-    """A changed model: what was changed, how to fix the fault if it is better by `gain`, and the new values of tensors."""
+    """A changed model: what was changed, how to fix the fault if it is better by `min_gain`, and the new values of tensors."""
 
     what: str
     advice: str
     changes: Sequence[Change]
-    gain: float = MIN_GAIN
+    min_gain: float = MIN_GAIN
 
 
 class Alternatives(Check):
@@ -101,13 +101,13 @@ class Alternatives(Check):
         if not patient.is_trained:
             return not_checked("weights are random, so no change can make them better.")
         loss, tried = patient.loss, []
-        known = first_loss.TRAINED_FACTOR * math.log(patient.config.get_text_config().vocab_size)
+        trained_limit = first_loss.TRAINED_FACTOR * math.log(patient.config.get_text_config().vocab_size)
         best: tuple[float, Alternative] | None = None
         for alternative in alternatives(patient):
             with patient.changed(alternative.changes):
                 changed_loss = calls.loss(patient.model, patient.row, patient.kernels)
             tried.append(f"{changed_loss:.3f} with {alternative.what}")
-            if changed_loss < min(loss - alternative.gain * max(1.0, loss), known) and (
+            if changed_loss < min(loss - alternative.min_gain * max(1.0, loss), trained_limit) and (
                 best is None or changed_loss < best[0] - SAME
             ):
                 best = changed_loss, alternative
@@ -123,7 +123,7 @@ def alternatives(patient: Patient) -> Iterator[Alternative]:
     yield from _scaled_heads(model)
     yield from _tied(model)
     yield from _rotary(model)
-    yield from _exchanged(patient)
+    yield from _swapped(patient)
     with contextlib.suppress(MissingPart):
         yield from _transposed(patient)
 
@@ -142,7 +142,7 @@ def _scaled_heads(model: PreTrainedModel) -> Iterator[Alternative]:
             f"The weights of the head are about {scale:g} times the trained ones: repeat the merge or conversion that wrote "
             "them.",
             [(head.weight, lambda scale=scale: head.weight / scale)],
-            MIN_NUMBER_GAIN,
+            MIN_SCALAR_GAIN,
         )
 
 
@@ -174,7 +174,7 @@ def _rotary(model: PreTrainedModel) -> Iterator[Alternative]:
             "The weights were trained with another rotary base: take the config.json that came with them, and check "
             "model.overrides.",
             [(module.get_buffer("inv_freq"), functools.partial(_frequencies, module, base)) for module, _ in known],
-            MIN_NUMBER_GAIN,
+            MIN_SCALAR_GAIN,
         )
 
 
@@ -192,18 +192,18 @@ def _frequencies(module: nn.Module, base: float) -> Tensor:
 # -------------------------------------------------------------------------------------------------- matrices
 
 
-def _exchanged(patient: Patient) -> Iterator[Alternative]:
-    """Gate and up exchanged: in stacked experts, or two linear layers of one shape in a module."""
+def _swapped(patient: Patient) -> Iterator[Alternative]:
+    """Gate and up swapped: in stacked experts, or two linear layers of one shape in a module."""
     advice = (
-        "Gate and up were exchanged when these weights were written, and `silu(gate(x)) * up(x)` is not symmetric. Write them "
+        "Gate and up were swapped when these weights were written, and `silu(gate(x)) * up(x)` is not symmetric. Write them "
         "again, gate first."
     )
     stacks = expert_calls(patient.model, patient.row, patient.kernels)
     if any(call.is_gated for call in stacks):
         yield Alternative(
-            "gate and up of all experts exchanged",
+            "gate and up of all experts swapped",
             advice,
-            [(call.gate_up, call.exchanged) for call in stacks if call.is_gated],
+            [(call.gate_up, call.swapped) for call in stacks if call.is_gated],
         )
     pairs: dict[tuple, list[tuple[nn.Linear, nn.Linear]]] = {}
     for module in patient.model.get_decoder().modules():
@@ -220,13 +220,13 @@ def _exchanged(patient: Patient) -> Iterator[Alternative]:
                     pairs.setdefault((type(module).__name__, name, other_name), []).append((first_linear, other))
     for (owner, name, other_name), linears in pairs.items():
         yield Alternative(
-            f"{name} and {other_name} of {owner} exchanged",
+            f"{name} and {other_name} of {owner} swapped",
             advice,
-            [change for linear, other in linears for change in _exchange(linear.weight, other.weight)],
+            [change for linear, other in linears for change in _swap(linear.weight, other.weight)],
         )
 
 
-def _exchange(first: Tensor, second: Tensor) -> list[Change]:
+def _swap(first: Tensor, second: Tensor) -> list[Change]:
     return [(first, lambda: second.detach().clone()), (second, lambda: first.detach().clone())]
 
 

@@ -1,7 +1,7 @@
 """Parameter groups, optimizers, and the learning rate of a step.
 
 The schedule is a function of the step alone, so there is no scheduler state to lose: each group has its peak as `peak_lr`,
-and `set_learning_rate` writes `peak_lr * factor(step)` before a step.
+and `set_learning_rate` writes `peak_lr * lr_factor(step)` before a step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def factor(step: int, config: OptimConfig, total: int) -> float:
+def lr_factor(step: int, config: OptimConfig, total: int) -> float:
     """The learning rate of a step (0 is the first) as a share of the peak."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -41,10 +41,10 @@ def factor(step: int, config: OptimConfig, total: int) -> float:
     return 1.0
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
-    """Sets every group to `share` of its peak; returns the rate of the first."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Sets every group to its peak times `factor`; returns the rate of the first."""
     for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * share
+        group["lr"] = group["peak_lr"] * factor
     return optimizer.param_groups[0]["lr"]
 
 
@@ -85,15 +85,15 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
 
 
 def build(model: PreTrainedModel, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizers of the trained parameters: AdamW, or Muon and AdamW.
+    """The optimizers of the trainable parameters: AdamW, or Muon and AdamW.
 
     Args:
         model: sharded, and with its weights.
     """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     require_effective_groups(model, config)
-    matrices = _matrices(model, trained) if config.name == "muon" else {}
-    others = {name: parameter for name, parameter in trained.items() if name not in matrices}
+    matrices = _matrices(model, trainable) if config.name == "muon" else {}
+    others = {name: parameter for name, parameter in trainable.items() if name not in matrices}
     parts: list[torch.optim.Optimizer] = []
     if matrices:
         groups = parameter_groups(matrices, config, peak=config.muon_lr or config.lr)
@@ -118,13 +118,13 @@ def adamw_for(parameter: nn.Parameter) -> Callable[..., torch.optim.Optimizer]:
     return AdamW if has_kernel else partial(torch.optim.AdamW, fused=True)
 
 
-def parameter_groups(trained: dict[str, nn.Parameter], config: OptimConfig, *, peak: float) -> list[dict]:
+def parameter_groups(trainable: dict[str, nn.Parameter], config: OptimConfig, *, peak: float) -> list[dict]:
     """Groups of equal learning rate, weight decay and mesh.
 
     torch's foreach and fused optimizers update a group in one call, and DTensors of one call must share their mesh.
     """
     members_by_key: dict[tuple, list[nn.Parameter]] = {}
-    for name, parameter in trained.items():
+    for name, parameter in trainable.items():
         group = next((group for group in config.groups if fnmatch.fnmatch(name, group.pattern)), None)
         lr = group.lr if group is not None and group.lr is not None else peak
         decay = group.weight_decay if group is not None and group.weight_decay is not None else config.weight_decay
@@ -138,7 +138,7 @@ def parameter_groups(trained: dict[str, nn.Parameter], config: OptimConfig, *, p
     ]
 
 
-def _matrices(model: PreTrainedModel, trained: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def _matrices(model: PreTrainedModel, trainable: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The parameters for Muon: the matrices of layers, without embeddings and head, whose rows are tokens; torch's Muon
     refuses the three dimensions of stacked experts."""
     token_matrices = {
@@ -147,18 +147,20 @@ def _matrices(model: PreTrainedModel, trained: dict[str, nn.Parameter]) -> dict[
         if isinstance(module, nn.Embedding) or module is head_of(model)
         for parameter in module.parameters(recurse=False)
     }
-    return {name: p for name, p in trained.items() if p.ndim == 2 and id(p) not in token_matrices}
+    return {name: p for name, p in trainable.items() if p.ndim == 2 and id(p) not in token_matrices}
 
 
 def require_effective_groups(model: nn.Module, config: OptimConfig) -> None:
-    """Raises RecipeError for a group that changes no trained parameter."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Raises RecipeError for a group that changes no trainable parameter."""
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     in_earlier_groups: set[str] = set()
     for group in config.groups:
-        matches = fnmatch.filter(trained, group.pattern)
+        matches = fnmatch.filter(trainable, group.pattern)
         if not matches:
-            raise RecipeError(f"optim.groups: '{group.pattern}' matches no trained parameter. {_examples(trained)}")
-        members = [trained[name] for name in matches if name not in in_earlier_groups]
+            raise RecipeError(
+                f"optim.groups: '{group.pattern}' matches no trainable parameter. {_examples(trainable)}"
+            )
+        members = [trainable[name] for name in matches if name not in in_earlier_groups]
         if not members:
             raise RecipeError(
                 f"optim.groups: earlier groups have all {len(matches)} parameters that '{group.pattern}' matches, and the "

@@ -125,7 +125,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
     train, tokens = recipe.train, recipe.data.tokens_per_batch
     peak = recipe.log.peak_tflops or flops.peak_tflops(device)
     step = cost.flops([tokens] * train.batches_per_step)
-    rates = [optimizers.factor(step, recipe.optim, train.steps) * recipe.optim.lr for step in (0, train.steps - 1)]
+    rates = [optimizers.lr_factor(step, recipe.optim, train.steps) * recipe.optim.lr for step in (0, train.steps - 1)]
     weights = models.find_weights(recipe.model)
     lines = [
         f"model        {type(model).__name__}, {cost.parameters / 1e6:,.1f} M parameters, {cost.active / 1e6:,.1f} M "

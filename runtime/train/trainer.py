@@ -252,8 +252,8 @@ class Trainer:
             NonFiniteGradient: with `optim.on_nonfinite: stop`.
         """
         config = self.recipe.optim
-        share = optimizers.factor(self.step, config, self.recipe.train.steps)
-        rate = optimizers.set_learning_rate(self.optimizer, share)
+        factor = optimizers.lr_factor(self.step, config, self.recipe.train.steps)
+        rate = optimizers.set_learning_rate(self.optimizer, factor)
         norm = gradients.clip(self.model, max_norm=config.max_grad_norm, optimizer=self.optimizer)
         if gradients.accept(self.model, norm, on_nonfinite=config.on_nonfinite):
             self.skipped = 0

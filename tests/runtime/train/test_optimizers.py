@@ -48,7 +48,7 @@ def test_the_first_group_that_matches_counts_and_vectors_do_not_decay(model):
 
 
 def test_patterns_that_match_or_change_nothing_are_refused(model):
-    with pytest.raises(RecipeError, match="'model.visual.\\*' matches no trained parameter. There are"):
+    with pytest.raises(RecipeError, match="'model.visual.\\*' matches no trainable parameter. There are"):
         optimizers.build(model, OptimConfig(groups=(GroupConfig(pattern="model.visual.*"),)))
     everything = GroupConfig(pattern="*", lr=1e-4)
     with pytest.raises(RecipeError, match="earlier groups have all 2 parameters that '\\*experts\\*' matches"):
@@ -101,7 +101,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(model):
 def test_schedules_stay_between_their_ends(schedule, total, shares, low):
     warmup, decay = int(total * shares[0]), int(total * shares[1]) if schedule == "wsd" else 0
     config = OptimConfig(schedule=schedule, warmup_steps=warmup, decay_steps=decay, min_lr_ratio=low)
-    found = [optimizers.factor(step, config, total) for step in range(total)]
+    found = [optimizers.lr_factor(step, config, total) for step in range(total)]
     assert all(0 < share <= 1 + 1e-12 or low == 0 for share in found)
     rising, falling = found[:warmup], found[warmup:]
     assert rising == sorted(rising)
@@ -116,6 +116,6 @@ def test_cosine_agrees_with_torchs_own():
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50, eta_min=0.1)
     config = OptimConfig(schedule="cosine", min_lr_ratio=0.1)
     for step in range(50):
-        assert optimizers.factor(step, config, 50) == pytest.approx(optimizer.param_groups[0]["lr"])
+        assert optimizers.lr_factor(step, config, 50) == pytest.approx(optimizer.param_groups[0]["lr"])
         optimizer.step()
         theirs.step()

@@ -106,7 +106,7 @@ def test_a_dry_run_says_what_would_run():
         ),
         ({"model": {"source": "qwen3_mo"}}, 1, "nor a model type"),
         ({"model": {"freeze": ["model.vision.*"]}}, 1, "'model.vision.*' matches no parameter"),
-        ({"optim": {"groups": [{"pattern": "model.nope.*"}]}}, 1, "'model.nope.*' matches no trained parameter"),
+        ({"optim": {"groups": [{"pattern": "model.nope.*"}]}}, 1, "'model.nope.*' matches no trainable parameter"),
         ({"lora": {"target_modules": ["nope"]}}, 1, "lora.target_modules: nope match nothing"),
     ],
 )
