@@ -1,4 +1,4 @@
-"""Modeling files that are not part of transformers: the refusals of all passes, or all missing imports, are one error."""
+"""Modeling files that are not part of transformers: the refusals of all passes are one error, and so are all missing imports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def combined_refusal(upstream: Upstream, config: ModelConfig, refusals: Sequence
     messages = "\n\n".join(map(str, refusals))
     return PassMismatch(
         f"{len(names)} passes refuse {upstream.origin}: {', '.join(names)}.\n\n{messages}\n\n"
-        f"Sites that no fix above covers can stay as upstream wrote them, pass by pass, in {config_path(upstream)}:\n\n"
+        f"To leave sites that no fix above covers as upstream wrote them, declare it for each pass in {config_path(upstream)}:\n\n"
         "    from patchgen.model_configs import Expect, ModelConfig\n\n"
         f'    CONFIG = ModelConfig(model="{config.model}", expect={{\n{expected}    }})',
         tuple(site for error in refusals for site in error.sites),
@@ -53,14 +53,14 @@ def check_imports(module: Module, upstream: Upstream) -> None:
     """
     if upstream.version is not None or upstream.module.startswith("transformers."):
         return
-    beside = f"{upstream.package}."
+    package_prefix = f"{upstream.package}."
     missing: list[str] = []
     for statement in (node for block in module for node in block.statements if isinstance(node, ast.ImportFrom)):
         name = statement.module or ""
         modules = (
             [alias.name for alias in statement.names] if name == upstream.package else []
         )  # `from . import parts`
-        modules += [name.removeprefix(beside).split(".")[0]] if name.startswith(beside) else []
+        modules += [name.removeprefix(package_prefix).split(".")[0]] if name.startswith(package_prefix) else []
         absent = [f"{module_name}.py" for module_name in modules if f"{module_name}.py" not in upstream.siblings]
         missing += [f"{file}, which it imports: put the file beside {upstream.origin}" for file in absent]
         if name.split(".")[0] == "transformers" and not statement.level:

@@ -24,7 +24,7 @@ from patchgen.anatomy.classes import (
     uses,
     walk,
 )
-from patchgen.anatomy.experts import counts_of, require_rowwise, single_call, term_text
+from patchgen.anatomy.experts import num_experts_expressions, require_rowwise, single_call, term_text
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.interpreter import Interpreter, Term
 from patchgen.anatomy.names import is_of_config, local_names
@@ -267,9 +267,11 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
         where = f"{info.name}.{method.name}"
         raise Missed(f"one loop over self.{attribute} in {where}, outside of any condition but if and else", method)
     place, body = places[0], branch_of(method.body, places[0])
-    counts = frozenset(counts_of(anatomy, info.name, experts.num_experts, attribute))
+    count_expressions = frozenset(num_experts_expressions(anatomy, info.name, experts.num_experts, attribute))
     values = {name: ("value", name, -1) for name in parameter_names(method)}
-    interpreter = Interpreter(anatomy, info.name, method, values, counts, attribute, constants=experts.constants)
+    interpreter = Interpreter(
+        anatomy, info.name, method, values, count_expressions, attribute, constants=experts.constants
+    )
     terms_above = _run_above(interpreter, method.body, place, local_names(method))
     above = dict(interpreter.values)
     loop = body[place[-1]]
@@ -283,7 +285,9 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
             position, name, result = _combined(interpreter, body, place[-1])
             terms_above = {i: {n: term for n, term in terms.items() if n != name} for i, terms in terms_above.items()}
             gone = _superseded(body, {*range(place[-1], position + 1)}, terms_above, _below(method.body, place))
-            again = Interpreter(anatomy, info.name, method, values, counts, attribute, constants=experts.constants)
+            again = Interpreter(
+                anatomy, info.name, method, values, count_expressions, attribute, constants=experts.constants
+            )
             _run_above(again, method.body, place, local_names(method), without=gone)
             _, *terms = result[1] if result[0] == "cast" else result
             hidden, index, weights = (_name_of(term, again.values, body[position]) for term in terms)

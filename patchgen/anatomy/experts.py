@@ -35,7 +35,7 @@ class ExpertsFormula:
     hidden_states: str  # the three parameters of forward
     top_k_index: str  # empty: rows come sorted by expert, the same number for each
     top_k_weights: str
-    num_experts: str  # source
+    num_experts: str  # as source text
     gate_up_weight: str  # gate and up stacked; up alone where the experts have no gate
     down_weight: str
     gate_up_bias: str | None = None
@@ -57,10 +57,12 @@ def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
     loop = next((node for node in forward.body if isinstance(node, ast.For)), None)
     values = {name: ("value", name) for name in parameter_names(forward)}
     stacks = _stacks(anatomy, owner)
-    counts = frozenset(c for shape in stacks.values() for c in counts_of(anatomy, owner, shape[0]))
-    interpreter = Interpreter(anatomy, owner, forward, values, counts)
+    count_expressions = frozenset(
+        c for shape in stacks.values() for c in num_experts_expressions(anatomy, owner, shape[0])
+    )
+    interpreter = Interpreter(anatomy, owner, forward, values, count_expressions)
     if loop is None and len(values) == 1:
-        return _read_batched(anatomy, owner, interpreter.run(forward.body), sorted(counts))
+        return _read_batched(anatomy, owner, interpreter.run(forward.body), sorted(count_expressions))
     if loop is None:
         raise Missed("a loop over the experts that were hit", ast.unparse(forward)[:400])
     position = forward.body.index(loop)
@@ -71,7 +73,7 @@ def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
     result = interpreter.run(forward.body[position + 1 :])
     if result not in (("sum",), ("cast", ("sum",))):
         raise Missed("the sum over the experts returned as it is, below the loop", forward.body[-1])
-    return _weighted(anatomy, owner, added, sorted(counts))
+    return _weighted(anatomy, owner, added, sorted(count_expressions))
 
 
 def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Iterable[str]) -> str:
@@ -81,25 +83,27 @@ def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Ite
     """
     lineage_names = {info.name for info in anatomy.lineage(owner)}
     forward = anatomy.classes[owner].methods["forward"]
-    serving = {METHOD, "__init__", "forward", *(own_attribute(call.func) for call in calls(forward))}
+    own_methods = {METHOD, "__init__", "forward", *(own_attribute(call.func) for call in calls(forward))}
     code = [("", function) for function in anatomy.functions.values()]
     for name in sorted(among):
         methods = anatomy.classes[name].methods.values()
-        code += [(name, m) for m in methods if m.name != METHOD and not (name in lineage_names and m.name in serving)]
+        code += [
+            (name, m) for m in methods if m.name != METHOD and not (name in lineage_names and m.name in own_methods)
+        ]
     nodes = [node for info in anatomy.classes.values() for node in walk(info.node)]
-    named = {"forward", *(node.attr for node in nodes if isinstance(node, ast.Attribute))}
+    referenced_names = {"forward", *(node.attr for node in nodes if isinstance(node, ast.Attribute))}
     for name, function in code:
-        runs = function.name != "__init__" and (not name or function.name in named)
-        shared_properties = {id(_first_parameter(node)) for node in walk(function)}
+        may_run = function.name != "__init__" and (not name or function.name in referenced_names)
+        metadata_reads = {id(_parameters_read_for_metadata(node)) for node in walk(function)}
         for node in walk(function):
-            for value, read in _readings(anatomy, node):
+            for value, read in _attribute_reads(anatomy, node):
                 is_own = isinstance(value, ast.Name) and value.id == "self"
                 read_from = own_attribute(value)
                 built = (
                     [b.target for b in anatomy.builds(name) if read_from and b.attribute == read_from] if name else []
                 )
                 is_other = name not in lineage_names if is_own else bool(built) and not lineage_names & set(built)
-                reads_contents = read in MODULE_CONTENTS and runs and id(node) not in shared_properties
+                reads_contents = read in MODULE_CONTENTS and may_run and id(node) not in metadata_reads
                 if (read in stacks and not is_other) or (
                     reads_contents and _may_hold(anatomy, name, value, lineage_names)
                 ):
@@ -107,9 +111,9 @@ def other_reader(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Ite
     return ""
 
 
-def _readings(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+def _attribute_reads(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
     """The attributes that an expression reads, each with what it is read from; `__dict__` if the source does not say which."""
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and not _is_no_module(anatomy, node.value):
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and not _is_not_module(anatomy, node.value):
         yield node.value, node.attr
     if not isinstance(node, ast.Call):
         return
@@ -117,18 +121,18 @@ def _readings(anatomy: Anatomy, node: ast.AST) -> Iterator[tuple[ast.expr, str]]
     if called == "operator.attrgetter":  # of whatever the getter is called with
         paths = [str(path.value) if isinstance(path, ast.Constant) else "__dict__" for path in node.args]
         yield from ((node, read) for path in paths for read in path.split("."))
-    elif called in ("builtins.getattr", "builtins.vars") and node.args and not _is_no_module(anatomy, node.args[0]):
+    elif called in ("builtins.getattr", "builtins.vars") and node.args and not _is_not_module(anatomy, node.args[0]):
         name = node.args[1] if len(node.args) > 1 else None
         yield node.args[0], str(name.value) if isinstance(name, ast.Constant) else "__dict__"
 
 
-def _is_no_module(anatomy: Anatomy, value: ast.expr) -> bool:
+def _is_not_module(anatomy: Anatomy, value: ast.expr) -> bool:
     """Whether a value is a config or something from another file, such as `torch` in `getattr(torch, name)`."""
     meaning = anatomy.names.resolve(value)
     return is_of_config(value) or (meaning is not None and not meaning.startswith("."))
 
 
-def _first_parameter(node: ast.AST) -> ast.expr | None:
+def _parameters_read_for_metadata(node: ast.AST) -> ast.expr | None:
     """`<module>.parameters` in `next(<module>.parameters()).dtype` or `.device`, which all parameters have in common."""
     match node:
         case ast.Attribute(ast.Call(ast.Name("next"), [ast.Call(read)]), "dtype" | "device"):
@@ -140,6 +144,7 @@ def _first_parameter(node: ast.AST) -> ast.expr | None:
 def _may_hold(anatomy: Anatomy, name: str, module: ast.expr, lineage_names: set[str]) -> bool:
     """Whether a module that a method of the class `name` reads from may be the experts or contain them."""
     classes = _classes_of(anatomy, name, module)
+    # Every model class names such a base, whose `_init_weights` may name the experts without containing them.
     bases = {
         class_name
         for class_name in anatomy.classes
@@ -173,7 +178,9 @@ def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | Non
             return None
 
 
-def _read_batched(anatomy: Anatomy, owner: str, result: Term | None, counts: Sequence[str]) -> ExpertsFormula:
+def _read_batched(
+    anatomy: Anatomy, owner: str, result: Term | None, count_expressions: Sequence[str]
+) -> ExpertsFormula:
     """Reads a product of all experts at once: `x.view(E, -1, H)`, `bmm`, the gate, `bmm`, `.view(-1, H)`."""
     sizes = [("experts",), *(("size", ("self", name), 0) for name in _stacks(anatomy, owner))]
     match result:
@@ -181,12 +188,14 @@ def _read_batched(anatomy: Anatomy, owner: str, result: Term | None, counts: Seq
             pass
         case _:
             raise Missed(
-                "the rows of all experts below each other: bmm(...).view(-1, H)", term_text(result or ("none",))
+                "the rows of all experts concatenated along dim 0: bmm(...).view(-1, H)",
+                term_text(result or ("none",)),
             )
-    formula = _formula(anatomy, owner, output, "", "", counts)
+    formula = _formula(anatomy, owner, output, "", "", count_expressions)
     shares = [term for term in _parts(output) if term[:1] == ("shares",)]
     if not shares or any(term[2] not in sizes or term[3] != width for term in shares):
-        raise Missed("rows in as many parts as experts, x.view(E, -1, H), and put together as wide", term_text(result))
+        expected = "rows split into one part per expert, x.view(E, -1, H), and reshaped back to the same width"
+        raise Missed(expected, term_text(result))
     if not formula.is_gated or formula.activation is None:
         raise Missed("activation(gate) * up", term_text(output))
     return formula
@@ -199,16 +208,16 @@ def _parts(term: Term) -> Iterator[Term]:
         yield from _parts(part) if is_term(part) else ()
 
 
-def _weighted(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -> ExpertsFormula:
+def _weighted(anatomy: Anatomy, owner: str, added: Term, count_expressions: Sequence[str]) -> ExpertsFormula:
     match added:
         case ("mul", output, ("routing", ("value", weights), ("value", index))):
-            return _formula(anatomy, owner, output, index, weights, counts)
+            return _formula(anatomy, owner, output, index, weights, count_expressions)
         case _:
             raise Missed("the expert output times its routing weight", term_text(added))
 
 
 def _formula(
-    anatomy: Anatomy, owner: str, output: Term, index: str, weights: str, counts: Sequence[str]
+    anatomy: Anatomy, owner: str, output: Term, index: str, weights: str, count_expressions: Sequence[str]
 ) -> ExpertsFormula:
     norm = None
     if output[0] == "call":
@@ -221,23 +230,23 @@ def _formula(
             raise Missed("a projection of the gated values", term_text(output))
     match inner:
         case ("mul", ("call", function, ("half", first, 0)), ("half", other, 1)) if first == other:
-            is_gated, is_own = True, False
+            is_gated, has_custom_gate = True, False
         case ("call", function, first):
-            is_gated = is_own = _is_halved(anatomy, owner, first, down, transposed)
+            is_gated = has_custom_gate = _is_halved(anatomy, owner, first, down, transposed)
         case _:
             raise Missed("activation(gate) * up, or a gate of the whole projection", term_text(inner))
     match first:
-        case ("linear", ("rows" | "shares" as rows, ("value", hidden), *_), up, up_bias, layout) if (
-            layout == transposed and (rows == "rows") == bool(index)
+        case ("linear", ("rows" | "shares" as rows, ("value", hidden), *_), up, up_bias, up_transposed) if (
+            up_transposed == transposed and (rows == "rows") == bool(index)
         ):
             pass
         case _:
             raise Missed("a projection of the tokens, in the same layout as the second one", term_text(first))
-    fixed_rows = "an activation or a gate of each row by itself, without learned values"
-    require_rowwise(anatomy, owner, function, fixed_rows, fixed=True)
+    expected = "an activation or a gate of each row by itself, without learned values"
+    require_rowwise(anatomy, owner, function, expected, fixed=True)
     for name in filter(None, (up, down, up_bias, down_bias)):
         single_call(anatomy, owner, name, "nn.Parameter")
-    attribute_counts = [count for count in counts if not count.startswith("self.config.")]
+    attribute_counts = [count for count in count_expressions if not count.startswith("self.config.")]
     if not attribute_counts:
         raise Missed("the number of experts set in __init__, for example self.num_experts", owner)
     return ExpertsFormula(
@@ -251,8 +260,8 @@ def _formula(
         down_bias=down_bias,
         is_transposed=transposed,
         is_gated=is_gated,
-        activation=None if is_own else function,
-        apply_gate=function if is_own else None,
+        activation=None if has_custom_gate else function,
+        apply_gate=function if has_custom_gate else None,
         post_norm=norm,
     )
 
@@ -281,11 +290,11 @@ def _is_halved(anatomy: Anatomy, owner: str, first: Term, down: str, transposed:
         return False
     if wide in (f"2 * {narrow}", f"{narrow} * 2"):
         return True
-    raise Missed("a gate that makes one value of two", f"{up}: {wide}, {down}: {narrow}")
+    raise Missed("a gate that maps [rows, 2I] to [rows, I]", f"{up}: {wide}, {down}: {narrow}")
 
 
 def require_rowwise(anatomy: Anatomy, owner: str, attribute: str, expected: str, *, fixed: bool) -> None:
-    """Raises `Missed` unless `self.<attribute>(rows)` treats each row by itself, with `fixed` without learned values."""
+    """Raises `Missed` unless `self.<attribute>(rows)` treats each row by itself, with `fixed` without parameters."""
     mixed = mixing_member(anatomy, owner, attribute, fixed=fixed)
     if mixed is not None:
         raise Missed(expected, f"self.{attribute}: {mixed if isinstance(mixed, str) else ast.unparse(mixed)}")
@@ -296,7 +305,7 @@ def _stacks(anatomy: Anatomy, owner: str) -> dict[str, list[str]]:
     return {name: shape for info in anatomy.lineage(owner) for name, shape in stack_shapes(anatomy, info).items()}
 
 
-def counts_of(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> set[str]:
+def num_experts_expressions(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> set[str]:
     """The expressions of `self` for the number of experts: those equal to `source`, and the length of the list `experts`."""
     known = {source} if _has_one_meaning(anatomy, owner, source) else set[str]()
     attributes = [name for info in anatomy.lineage(owner) for name in info.attributes]
