@@ -65,7 +65,7 @@ class Documents:
                 reason_of_long(
                     int(longest[number]),
                     limit,
-                    cut=on_long == "truncate",
+                    truncates=on_long == "truncate",
                     outcome=outcome,
                     keeps_targets=self.keeps_targets,
                 )

@@ -261,7 +261,7 @@ class PrepareMultimodal:
                 for name, value in sample.items()
             }
             outcome: Outcome = "truncated" if bool((cut["labels"][1:] != IGNORED).any()) else "skipped"
-            problem = (outcome, where, long_reason(length, limit, cut=True, outcome=outcome))
+            problem = (outcome, where, long_reason(length, limit, truncates=True, outcome=outcome))
             return Prepared([cut] if outcome == "truncated" else [], problem)
         reason = too_long_reason(length, limit)
         return Prepared(

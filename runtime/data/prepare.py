@@ -64,10 +64,14 @@ class PrepareText:
             return Prepared([_piece(encoded, start, start + self.limit) for start in range(0, length, self.limit)])
         if self.on_long == "error":
             raise too_long_error(record.where, length, self.limit)
-        cut = self.on_long == "truncate"
-        is_usable = cut and _has_loss(encoded, self.limit) and not (self.keeps_targets and _loses(encoded, self.limit))
+        truncates = self.on_long == "truncate"
+        is_usable = (
+            truncates and _has_loss(encoded, self.limit) and not (self.keeps_targets and _loses(encoded, self.limit))
+        )
         outcome: Outcome = "truncated" if is_usable else "skipped"
-        reason = reason_of_long(length, self.limit, cut=cut, outcome=outcome, keeps_targets=self.keeps_targets)
+        reason = reason_of_long(
+            length, self.limit, truncates=truncates, outcome=outcome, keeps_targets=self.keeps_targets
+        )
         problem = (outcome, record.where, reason)
         return Prepared([_sample(encoded, self.limit)] if outcome == "truncated" else [], problem)
 
@@ -97,11 +101,11 @@ def _loses(tokens: Tokens, limit: int) -> bool:
     return any(half.targets is None or bool(half.targets[limit:].any()) for half in _halves(tokens))
 
 
-def reason_of_long(length: int, limit: int, *, cut: bool, outcome: Outcome, keeps_targets: bool) -> str:
+def reason_of_long(length: int, limit: int, *, truncates: bool, outcome: Outcome, keeps_targets: bool) -> str:
     """As `long_reason`; with `keeps_targets`, samples are also skipped because a target would be cut off."""
-    if keeps_targets and cut and outcome == "skipped":
+    if keeps_targets and truncates and outcome == "skipped":
         return f"{too_long_reason(length, limit)}, and not all with a loss are among the first"
-    return long_reason(length, limit, cut=cut, outcome=outcome)
+    return long_reason(length, limit, truncates=truncates, outcome=outcome)
 
 
 def _sample(tokens: Tokens, limit: int) -> dict[str, Any]:

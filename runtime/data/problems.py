@@ -90,10 +90,15 @@ def too_long_reason(length: int, limit: int) -> str:
     return f"{length} tokens, more than the limit of {limit} (data.max_length, data.tokens_per_batch)"
 
 
-def long_reason(length: int, limit: int, *, cut: bool, outcome: Outcome) -> str:
-    """Why a long sample is truncated, or skipped: as configured, or because no token with a loss would remain."""
+def long_reason(length: int, limit: int, *, truncates: bool, outcome: Outcome) -> str:
+    """Why a long sample is truncated or skipped.
+
+    Args:
+        truncates: whether long samples are truncated (`data.on_long`); one is then skipped only if no token with a loss would
+            remain.
+    """
     return too_long_reason(length, limit) + (
-        ", and none with a loss among the first" if cut and outcome == "skipped" else ""
+        f", and none of the first {limit} has a loss" if truncates and outcome == "skipped" else ""
     )
 
 

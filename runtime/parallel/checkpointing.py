@@ -1,7 +1,7 @@
 """Activation checkpointing: what a layer saves for the backward, and what it recomputes.
 
     apply(model, "full")        save a layer's input, recompute the layer
-    apply(model, "selective")   save matrix products, attention and exchanges; recompute the cheap rest
+    apply(model, "selective")   save matrix products, attention and collectives; recompute the cheap rest
     apply(model, "offload")     recompute nothing, keep activations in host memory until the backward
     apply(model, "none")
 
@@ -27,7 +27,7 @@ from patchgen.runtime import parallel, seams
 
 T = TypeVar("T")
 MODES = ("full", "selective", "offload", "none")
-CHECKPOINT_ATTRIBUTE = "_gradient_checkpointing_func"  # set by transformers on layers with activation checkpointing
+CHECKPOINT_ATTRIBUTE = "_gradient_checkpointing_func"  # of a layer; set by transformers or by `apply`
 
 # The (values, is_replay) stores of the running checkpointed regions, outermost first; values None: nothing is remembered.
 _STORES: list[tuple[list | None, bool]] = []
@@ -52,12 +52,12 @@ def is_active() -> bool:
 
 
 def is_replay() -> bool:
-    """Whether a checkpointed region is being recomputed: what it counts has been counted."""
+    """Whether a checkpointed region is being recomputed: counters must not count it again."""
     return bool(_STORES) and _STORES[-1][1]
 
 
 def foreign_replay() -> contextlib.AbstractContextManager:
-    """Around a region that a checkpoint of others recomputes: what it counts has been counted, and nothing is remembered."""
+    """Around a region that a checkpoint not set by `apply` recomputes: counters must not count it again; nothing is remembered."""
     return _store(None, replay=True)
 
 
@@ -78,8 +78,8 @@ def _selective_policy(_context, operation, *_args, **_kwargs) -> torch_checkpoin
     )
 
 
-# Exchanges, attention kernels, our experts and loss. A Python autograd function is not an operation: what it computes
-# (FlashAttention 4) is recomputed.
+# Collectives, attention kernels, our experts and loss. The policy sees dispatcher ops only: what a torch.autograd.Function
+# computes (FlashAttention 4) is recomputed.
 _SAVED_NAMESPACES = {"_c10d_functional", "torch_attn", "flash_attn", "flash_attn_3", "patchgen"}
 _aten = torch.ops.aten
 _SAVED_OPERATIONS = {
@@ -147,11 +147,11 @@ class _Nested(contextlib.AbstractContextManager):
         self.outer.__exit__(*error)
 
 
-def _offload_activations(layer: partial, *args):
+def _offload_activations(run_layer: partial, *args):
     """Runs a layer whose activations are kept in host memory until the backward; parameters stay where FSDP2 keeps them."""
     pinned = torch.cuda.is_available()
     # transformers passes a bound function: `partial(forward, self, ...)`, in older releases `partial(self.__call__)`.
-    owners = (getattr(layer.func, "__self__", None), *layer.args)
+    owners = (getattr(run_layer.func, "__self__", None), *run_layer.args)
     module = next(owner for owner in owners if isinstance(owner, nn.Module))
 
     def store(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
@@ -168,7 +168,7 @@ def _offload_activations(layer: partial, *args):
         return tensor if device is None else tensor.to(device, non_blocking=True)
 
     with torch.autograd.graph.saved_tensors_hooks(store, fetch):
-        return layer(*args)
+        return run_layer(*args)
 
 
 def _storage_address(tensor: Tensor) -> int:
@@ -213,7 +213,7 @@ def apply(model: nn.Module, mode: str) -> int:
         The number of layers.
 
     Raises:
-        ValueError: an unknown mode, or a model without such layers in another mode than "none".
+        ValueError: an unknown mode, or a mode other than "none" for a model without such layers.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -231,5 +231,5 @@ def apply(model: nn.Module, mode: str) -> int:
     for layer in layers:
         layer.gradient_checkpointing = mode != "none"
         if mode != "none":
-            layer._gradient_checkpointing_func = compute
+            setattr(layer, CHECKPOINT_ATTRIBUTE, compute)
     return len(layers)

@@ -111,29 +111,29 @@ class TowerRows:
         missing = self.per_rank - shard.shape[0]
         return F.pad(shard, (0, 0) * (shard.ndim - 1) + (0, missing)) if missing else shard
 
-    def lengths(self, bounds: Tensor) -> Tensor:
+    def lengths(self, cu_seqlens: Tensor) -> Tensor:
         """`cu_seqlens` of all rows, with an entry for the padding rows if there are any."""
         padded = self.per_rank * self.state.sp if self.state is not None else self.total
-        return F.pad(bounds, (0, 1), value=padded) if padded > self.total else bounds
+        return F.pad(cu_seqlens, (0, 1), value=padded) if padded > self.total else cu_seqlens
 
-    def longest(self, length: int | Tensor | None) -> int | Tensor | None:
+    def longest(self, max_seqlen: int | Tensor | None) -> int | Tensor | None:
         """The maximum sequence length including the padding, from the one without it."""
-        if self.state is None or length is None:
-            return length
+        if self.state is None or max_seqlen is None:
+            return max_seqlen
         padding = self.per_rank * self.state.sp - self.total
-        return length.clamp(min=padding) if isinstance(length, Tensor) else max(length, padding)
+        return max_seqlen.clamp(min=padding) if isinstance(max_seqlen, Tensor) else max(max_seqlen, padding)
 
     def gather(self, rows: Any) -> Any:
-        """The rows of all ranks without the padding, possibly merged; of each tensor in a tuple or list."""
+        """The rows of all ranks without the padding, of features if rows were merged; of each tensor in a tuple or list."""
         if self.state is None or rows is None:
             return rows
         if isinstance(rows, tuple | list):
             return type(rows)(self.gather(item) for item in rows)
-        merged = self.per_rank // rows.shape[0]
+        merge_factor = self.per_rank // rows.shape[0]
         gathered = collectives.gather_rows(
             rows, self.state.sp_group, operation="gather the features of a tower over SP"
         )
-        return gathered[: self.total // merged]
+        return gathered[: self.total // merge_factor]
 
 
 def tower_rows(layers: nn.Module, hidden_states: Tensor, group: int, state: ParallelState | None) -> TowerRows:
@@ -152,32 +152,32 @@ def chunk_rows(chunks: Tensor, state: ParallelState | None) -> TowerRows:
     return TowerRows(state if state is not None and state.sp > 1 else None, chunks.shape[0], 1)
 
 
-# layers -> {number of ranks: whether it divides their heads}
-_DIVIDES: TensorCache[dict[int, bool]] = TensorCache(lambda _layers: {})
+# layers -> {number of ranks: whether the heads of all their attention are divisible by it}
+_DIVISIBLE_BY: TensorCache[dict[int, bool]] = TensorCache(lambda _layers: {})
 
 
 def _heads_divide(layers: nn.Module, size: int) -> bool:
     """Whether `size` divides the heads of every attention inside; False if no number of heads is known."""
-    divides = _DIVIDES(layers)
-    if size not in divides:
+    divisible_by = _DIVISIBLE_BY(layers)
+    if size not in divisible_by:
         counts = [
             getattr(module, name)
             for module in layers.modules()
             for name in _HEADS
             if isinstance(getattr(module, name, None), int)
         ]
-        divides[size] = bool(counts) and all(count % size == 0 for count in counts)
-    return divides[size]
+        divisible_by[size] = bool(counts) and all(count % size == 0 for count in counts)
+    return divisible_by[size]
 
 
 def describe(model: nn.Module, size: int) -> dict[str, str]:
-    """How each tower of a model that has run is computed on `size` ranks that share a sequence, by path."""
+    """Path of a tower -> how it is computed on `size` ranks that share a sequence; the model must have run."""
     layouts: dict[str, str] = {}
     for path, module in model.named_modules():
         if any(path.startswith(f"{outer}.") for outer in layouts):
             continue
-        if (divides := _DIVIDES(module).get(size)) is not None:
-            layouts[path] = "each rank a slice of the rows" if divides else "whole: heads do not divide"
+        if (divides := _DIVISIBLE_BY(module).get(size)) is not None:
+            layouts[path] = "each rank a slice of the rows" if divides else "whole on every rank: heads not divisible"
         elif path and is_replicated(module):
             layouts[path] = "whole on every rank"
     return layouts

@@ -56,7 +56,7 @@ def steps_without_images(model: str) -> list[tuple[set[str], set[str]]]:
 
 
 def agrees_with(model: str, name: str, *, sp: int, undivided: bool = False, recomputed: bool = False) -> None:
-    """As `agrees`, with towers computed whole as where heads do not divide, or layers run again in the backward."""
+    """As `agrees`, with towers computed whole as where heads are not divisible, or layers run again in the backward."""
     reference = reference_model(model, find(model).heads[0])
     state = state_of(sp)
     full_batches, local_batch = media_ranks.case_inputs(reference, name, state)
@@ -64,12 +64,12 @@ def agrees_with(model: str, name: str, *, sp: int, undivided: bool = False, reco
     towers = [module for module in generated.modules() if type(module).__name__ == "ModuleList"]
     if undivided:
         for layers in towers:
-            media._DIVIDES(layers)[sp] = False
+            media._DIVISIBLE_BY(layers)[sp] = False
     if recomputed:
         getattr(generated, "activation_checkpointing_enable", generated.gradient_checkpointing_enable)()
     actual = media_ranks.step_on_ranks(generated, local_batch, state, pad=reference.pad, fsdp=False)
     hows = set(media.describe(generated, sp).values())
-    assert hows == {"whole: heads do not divide" if undivided else "each rank a slice of the rows"}
+    assert hows == {"whole on every rank: heads not divisible" if undivided else "each rank a slice of the rows"}
     row = media_ranks.compare_steps(reference.model, lambda _: reference.loss_and_gradients(full_batches), actual)
     assert not row.get("reason"), row
 

@@ -127,7 +127,7 @@ def test_a_sample_of_which_nothing_that_is_learned_is_left_is_skipped_and_counte
     reasons = {outcome: (where[-2:], reason) for outcome, where, reason in loader.counters.places}
     assert reasons["truncated"][0] == ":1"
     assert reasons["skipped"][0] == ":2"
-    assert reasons["skipped"][1].endswith("and none with a loss among the first")
+    assert reasons["skipped"][1].endswith("and none of the first 60 has a loss")
 
 
 def test_a_pair_learns_what_follows_the_messages_that_both_have(tmp_path):
