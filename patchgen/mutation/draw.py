@@ -8,12 +8,19 @@ from collections.abc import Callable, Container, Iterator
 from patchgen.mutation import configuration as configurations
 from patchgen.mutation.edits import Mutant, Place, Source
 from patchgen.mutation.expressions import EXPRESSION_OPERATORS, ExpressionOperator
+from patchgen.mutation.hidden_values import HIDDEN_VALUE_OPERATORS
 from patchgen.mutation.losses import LOSS_OPERATORS
 from patchgen.mutation.statements import STATEMENT_OPERATORS, StatementOperator
 from patchgen.mutation.whole_file import FILE_OPERATORS, FileOperator
 
 Operator = ExpressionOperator | StatementOperator | FileOperator
-OPERATORS: tuple[Operator, ...] = (*EXPRESSION_OPERATORS, *STATEMENT_OPERATORS, *FILE_OPERATORS, *LOSS_OPERATORS)
+OPERATORS: tuple[Operator, ...] = (
+    *EXPRESSION_OPERATORS,
+    *STATEMENT_OPERATORS,
+    *FILE_OPERATORS,
+    *LOSS_OPERATORS,
+    *HIDDEN_VALUE_OPERATORS,
+)
 NAMES = {operator.name: operator.keeps_meaning for operator in OPERATORS} | {configurations.NAME: False}
 """Every operator -> whether it keeps the meaning."""
 

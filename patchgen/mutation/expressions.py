@@ -193,9 +193,9 @@ def filled(template: str, node: ast.expr) -> ast.expr:
     return Fill().visit(ast.parse(template, mode="eval").body)
 
 
-def _wrapped(template: str) -> Forms:
-    """The expression wrapped in `template`."""
-    return lambda node, place: iter((filled(template, node),))
+def _wrapped(*templates: str) -> Forms:
+    """The expression wrapped in each template."""
+    return lambda node, place: (filled(template, node) for template in templates)
 
 
 def commuted(node: ast.expr, place: Place) -> Iterator[ast.expr]:
@@ -230,5 +230,11 @@ EXPRESSION_OPERATORS = (
     ExpressionOperator("no dropout", _wrapped("nn.functional.dropout(X, 0.0)"), keeps_meaning=True, of_values=True),
     ExpressionOperator("reshaped to itself", _wrapped("X.view(X.shape)"), keeps_meaning=True, of_values=True),
     ExpressionOperator("contiguous", _wrapped("X.contiguous()"), keeps_meaning=True, of_values=True),
+    ExpressionOperator(
+        "of another rank and back",
+        _wrapped("X.unsqueeze(0).squeeze(0)", "X[None][0]", "X.transpose(0, 1).transpose(0, 1)", "X.flatten(0, 0)"),
+        keeps_meaning=True,
+        of_values=True,
+    ),
     ExpressionOperator("in parentheses with nothing added", _wrapped("+X"), keeps_meaning=True, of_values=True),
 )

@@ -13,6 +13,7 @@ from patchgen import upstream
 from patchgen.mutation.configuration import NAME, Configuration
 from patchgen.mutation.draw import OPERATORS, draw
 from patchgen.mutation.edits import Source
+from patchgen.mutation.hidden_values import HIDDEN_VALUE_OPERATORS, hidden_names
 from patchgen.mutation.losses import LOSS_OPERATORS
 from patchgen.mutation.whole_file import OTHER_MODULE
 
@@ -144,3 +145,75 @@ def test_losses_are_changed_in_their_function_in_what_a_head_makes_of_them_and_i
     for mutant in drawn:
         ast.parse(mutant.text)
     assert {m.where.split(" line")[0] for m in drawn} == {"load_balancing_loss_func", "Qwen3MoeForCausalLM.forward"}
+
+
+TOKENS = """
+import torch
+from torch import nn
+
+
+class Router(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.proj = nn.Linear(size, size)
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None):
+        router_logits = self.proj(hidden_states)
+        num_tokens = hidden_states.shape[0]
+        scores = router_logits.softmax(-1)
+        return router_logits, scores
+
+
+class Whole(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.router = Router(size)
+
+    def forward(self, input_ids: torch.Tensor, embeds: torch.Tensor):
+        image_mask = input_ids == 3
+        hidden = embeds * 2
+        logits, scores = self.router(hidden)
+        return scores * 1.5
+"""
+
+
+def test_hidden_values_are_parameters_results_of_submodules_and_what_is_computed_from_them():
+    functions = {node.name: node.body[-1] for node in ast.parse(TOKENS).body if isinstance(node, ast.ClassDef)}
+    assert hidden_names(functions["Router"]) == {"hidden_states", "router_logits", "scores"}
+    assert hidden_names(functions["Whole"]) == {
+        "embeds",
+        "hidden",
+    }  # neither ids, nor a mask, nor one of several results
+
+
+def test_each_operator_on_hidden_values_changes_the_result_or_its_gradient():
+    names = {operator.name for operator in HIDDEN_VALUE_OPERATORS}
+    drawn = list(draw(TOKENS, seed=0, operators=names))
+    assert {mutant.operator for mutant in drawn} == names
+    expected, expected_gradient = step_of(TOKENS)
+    unlike = set()
+    for mutant in drawn:
+        try:
+            value, gradient = step_of(mutant.text)
+        except (AttributeError, IndexError, RuntimeError):
+            continue  # no such dimension, or no gradient of that result
+        same_value = value.shape == expected.shape and torch.allclose(value, expected)
+        same_gradient = torch.allclose(gradient, expected_gradient)
+        assert (same_value and same_gradient) or not mutant.keeps_meaning, mutant.change
+        if mutant.operator in ("gradient alone", "hook on a gradient"):
+            assert same_value, mutant.change
+        unlike |= {mutant.operator} if not (same_value and same_gradient) else set()
+    # Nothing here reads the recorded logits.
+    assert unlike == names - {"axes moved and back", "recorded logits"}
+
+
+def step_of(text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The second result of a model on 20 tokens, and the gradient of its weight."""
+    module = types.ModuleType("whole")
+    exec(compile(text, "whole", "exec"), vars(module))
+    torch.manual_seed(0)
+    model = module.Whole(4)
+    ids, embeds = torch.arange(40).view(2, 20), torch.randn(2, 20, 4)
+    model(ids, embeds)
+    result = model(ids, embeds)
+    return result.detach(), torch.autograd.grad(result.pow(2).sum(), model.router.proj.weight)[0]
