@@ -8,6 +8,7 @@ computed from these. Where it is something else, upstream's own step fails.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -106,7 +107,9 @@ def _masks(place: Place) -> list[str]:
     names = [name for name in parameter_names(place.function) if "mask" in name]
     for node in ast.walk(place.function):
         if isinstance(node, ast.Assign) and node.lineno < place.statement.lineno:
-            targets = [t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
+            targets = [
+                t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])
+            ]
             is_comparison = isinstance(node.value, ast.Compare) and isinstance(node.value.ops[0], ast.Eq | ast.NotEq)
             names += [t.id for t in targets if isinstance(t, ast.Name) and (is_comparison or "mask" in t.id)]
     return list(dict.fromkeys(names))
@@ -208,24 +211,19 @@ LOGITS = (
 
 def recorded_logits(place: Place) -> Iterator[statements.Change]:
     """Logits that a router returns beside its choice, or that are collected of the layers, are others than it chooses by."""
-    tuples = [
-        node
-        for node in (getattr(place.statement, "value", None),)
-        if isinstance(place.statement, ast.Return | ast.AugAssign) and isinstance(node, ast.Tuple)
-    ]
-    for node in tuples:
-        for element in node.elts:
-            if "logits" in ast.unparse(element) and isinstance(element, ast.Name | ast.Attribute | ast.Subscript):
-                for template in LOGITS:
-                    yield [_with(place.statement, element, filled(template, element))], 1
-
-
-def _with(statement: ast.stmt, old: ast.expr, new: ast.expr) -> ast.stmt:
-    value = statement.value  # pyright: ignore[reportAttributeAccessIssue]  # of a return or an augmented assignment
-    changed = ast.Tuple([new if element is old else element for element in value.elts], ast.Load())
-    if isinstance(statement, ast.AugAssign):
-        return ast.AugAssign(statement.target, statement.op, changed)
-    return ast.Return(changed)
+    match place.statement:
+        case ast.Return(ast.Tuple(elements)) | ast.AugAssign(_, _, ast.Tuple(elements)):
+            pass
+        case _:
+            return
+    for element in elements:
+        if "logits" in ast.unparse(element) and isinstance(element, ast.Name | ast.Attribute | ast.Subscript):
+            for template in LOGITS:
+                changed = [filled(template, element) if other is element else other for other in elements]
+                statement = copy.copy(place.statement)
+                assert isinstance(statement, ast.Return | ast.AugAssign)
+                statement.value = ast.Tuple(changed, ast.Load())
+                yield [statement], 1
 
 
 # -------------------------------------------------------------------------------------------------- the operators
