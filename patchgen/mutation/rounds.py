@@ -30,6 +30,7 @@ from patchgen.runtime.verify import source_closure, source_keys
 if TYPE_CHECKING:
     from queue import Queue
 
+    from patchgen.runtime.verify.mutants import Verdict
     from patchgen.runtime.verify.mutants_on_ranks import Subject
     from patchgen.runtime.verify.ranks import RankPool
 
@@ -204,6 +205,7 @@ def try_mutants(
         num_run += verdict.kind != NOT_RUN
         num_equal += verdict.kind == EQUAL
         row = _row(model, seed, mutant) | {"verdict": verdict.kind, "by": verdict.by, "detail": verdict.detail}
+        row |= comparisons(verdict)
         if ranks and verdict.kind == EQUAL and num_equal % ON_RANKS == 1:
             row["subject"] = Subject(origin.module, judge.head, mutant.text, mutant.modules, dict(verdict.files))
         yield row
@@ -258,6 +260,12 @@ def _below(node: ast.AST) -> list[ast.AST]:
     return nodes
 
 
+def comparisons(verdict: Verdict, prefix: str = "") -> Row:
+    """What an equal mutant was compared in, and what was left out and why, as fields of its row."""
+    found = {f"{prefix}compared": list(verdict.compared), f"{prefix}left_out": dict(verdict.left_out)}
+    return {name: value for name, value in found.items() if value}
+
+
 def _row(model: str, seed: int, mutant: Mutant) -> Row:
     return {
         "model": model,
@@ -293,6 +301,7 @@ class _RankJudge:
             "ranks": verdict_on_ranks.kind,
             "ranks_by": verdict_on_ranks.by,
             "ranks_detail": verdict_on_ranks.detail,
+            **comparisons(verdict_on_ranks, "ranks_"),
         }
 
     def __enter__(self) -> _RankJudge:

@@ -38,6 +38,7 @@ from patchgen.runtime import registry, seams
 from patchgen.runtime.attention_kinds import Names
 from patchgen.runtime.failures import raise_failure
 from patchgen.runtime.parallel.batch import slice_batch
+from patchgen.runtime.parallel.loss import upstream_labels
 from patchgen.runtime.verify.changed_modules import changed_module, executed_lines
 from patchgen.runtime.verify.comparison import (
     Difference,
@@ -49,6 +50,7 @@ from patchgen.runtime.verify.comparison import (
 )
 from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.inputs import Case, text_cases
+from patchgen.runtime.verify.kept_state import restored
 from patchgen.runtime.verify.model_pair import build_model, config_class_of, paired, perturb
 from patchgen.runtime.verify.multimodal_inputs import media_cases, takes_media
 from patchgen.runtime.verify.reference_model import training_choices
@@ -77,6 +79,10 @@ class Verdict:
     """The pass that refused it."""
     files: Mapping[str, str] = field(default_factory=dict, repr=False)
     """If equal: the generated files, by name."""
+    compared: tuple[str, ...] = ()
+    """If equal: the comparisons that were made."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """If equal: those that could not be made, and why."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Judge:
         with executed_lines(inspect.getfile(module)) as lines:
             model = build_model(getattr(module, self.head), self._small)
             for case in self._cases:
-                train_step(model, case)
+                _step(model, case)
         return lines
 
     def verdict(self, mutant: Mutant) -> Verdict:
@@ -143,16 +149,22 @@ class Judge:
                 perturb(upstream)
                 expected = {case.name: _finite_step(upstream, case) for case in self._cases}
             except Exception as error:  # changed code may raise anything
-                return Verdict(NOT_RUN, _one_line(error))
+                return Verdict(NOT_RUN, one_line(error))
             try:
                 generated = pipeline.generate(replace(self.origin, text=mutant.text), self._config)
             except PatchgenError as error:
-                return Verdict(REFUSED, _one_line(error), _refusing_pass(str(error)))
+                return Verdict(REFUSED, one_line(error), _refusing_pass(str(error)))
             provenance.write(generated, module.folder / "generated", force=True)
-            different = self._different(upstream, config, module.folder / "generated", expected)
+            left_out = dict(self.left_out)
+            different = self._different(upstream, config, module.folder / "generated", expected, left_out)
             if different and self._reads_uninitialised_memory(upstream):
                 return Verdict(NOT_RUN, "reads uninitialised memory")
-        return Verdict(WRONG, different) if different else Verdict(EQUAL, files=generated.files)
+        if different:
+            return Verdict(WRONG, different)
+        compared = tuple(check.name for check in self._checks if check.name not in left_out)
+        if not compared:
+            return Verdict(NOT_RUN, "; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
+        return Verdict(EQUAL, files=generated.files, compared=compared, left_out=left_out)
 
     def _reads_uninitialised_memory(self, upstream: PreTrainedModel) -> bool:
         """Whether upstream's step is not finite once torch fills the memory that it allocates with NaN."""
@@ -168,18 +180,28 @@ class Judge:
         return False
 
     def _different(
-        self, upstream: PreTrainedModel, config: PreTrainedConfig, folder: Path, expected: Mapping[str, Step]
+        self,
+        upstream: PreTrainedModel,
+        config: PreTrainedConfig,
+        folder: Path,
+        expected: Mapping[str, Step],
+        left_out: dict[str, str],
     ) -> str:
-        """What differs in the generated class in `folder`; empty if nothing does."""
+        """What differs in the generated class in `folder`; empty if nothing does. Adds to `left_out` what cannot be compared."""
         try:
             pair = paired(upstream, getattr(registry.read_model(folder).load(), self.head), config)
         except Exception as error:  # upstream's changed class was built without one
             raise_failure(error)
-            return f"cannot be built: {_one_line(error)}"
+            return f"cannot be built: {one_line(error)}"
         if pair.problems:
             return pair.problems[0]
         for check in self._checks:
-            if different := _difference(check, pair.generated, upstream, expected[check.expected], self._cases):
+            try:
+                different = _difference(check, pair.generated, upstream, expected[check.expected], self._cases)
+            except _NotComparable as reason:
+                left_out[check.name] = str(reason)
+                continue
+            if different:
                 return f"{check.name}: {different}"
         return ""
 
@@ -196,10 +218,13 @@ class Judge:
             pair = paired(upstream, generated_class, self._small)
             if pair.problems:
                 raise ValueError(f"{self.head} cannot be compared: {pair.problems[0]}")
-            expected = {case.name: train_step(upstream, case) for case in self._cases}
+            expected = {case.name: _step(upstream, case) for case in self._cases}
             passing, left_out = [], {}
             for check in _checks(self._cases, attention, KERNELS | kernels):
-                different = _difference(check, pair.generated, upstream, expected[check.expected], self._cases)
+                try:
+                    different = _difference(check, pair.generated, upstream, expected[check.expected], self._cases)
+                except _NotComparable as reason:
+                    different = str(reason)
                 if different:
                     left_out[check.name] = different
                 else:
@@ -228,6 +253,14 @@ def _checks(cases: tuple[Case, ...], attention: Names, kernels: Mapping[str, str
         yield Check("run", replace(case, batch=batch), case.name, attention, kernels)
 
 
+def _with_labels_of(generated_class: type, case: Case) -> Case:
+    """A case as a run passes it, with the labels that the head's loss compares logits with: not every head shifts them."""
+    batch = dict(case.batch)
+    if batch.get("shift_labels") is None or upstream_labels(generated_class, batch) is batch:
+        return case
+    return replace(case, batch={**batch, "shift_labels": batch["labels"]})
+
+
 def _set_attention(model: PreTrainedModel, names: Names) -> None:
     model.set_attn_implementation(names if isinstance(names, str) else dict(names))
 
@@ -235,19 +268,22 @@ def _set_attention(model: PreTrainedModel, names: Names) -> None:
 def _difference(
     check: Check, generated: PreTrainedModel, upstream: PreTrainedModel, expected: Step, cases: tuple[Case, ...]
 ) -> str:
-    """What differs in one comparison; empty if nothing does."""
+    """What differs in one comparison; empty if nothing does. `_NotComparable` if upstream raises the same error."""
     _set_attention(generated, check.attention)
+    check = replace(check, case=_with_labels_of(type(generated), check.case))
     try:
         with all_eager(), seams.using(**check.kernels):
-            actual = train_step(generated, check.case)
+            actual = _step(generated, check.case)
     except Exception as error:
         raise_failure(error)
 
         def upstream_step() -> None:
             with training_attention(upstream, check.attention), all_eager():
-                train_step(upstream, check.case)
+                _step(upstream, check.case)
 
-        return "" if check.attention != "eager" and raises_too(upstream_step, error) else _one_line(error)
+        if check.attention != "eager" and raises_too(upstream_step, error):
+            raise _NotComparable(f"upstream's changed class fails, too: {one_line(error)}") from error
+        return one_line(error)
     beyond = _beyond(actual, expected, TOLERANCE if check.kernels else 0.0)
     if not beyond or not check.kernels:
         return _worst(beyond)
@@ -255,7 +291,7 @@ def _difference(
 
     def reference(model: torch.nn.Module) -> Step:
         with all_eager():
-            return train_step(model, upstream_case)
+            return _step(model, upstream_case)
 
     beyond = beyond_rounding(beyond, actual, expected, upstream, reference)
     if beyond and check.attention != "eager":
@@ -313,9 +349,9 @@ def _agree_in_double(check: Check, generated: PreTrainedModel, upstream: PreTrai
         generated.double()
         upstream.double()
         with all_eager(), seams.using(**check.kernels):
-            actual = _in_double(train_step(generated, check.case))
+            actual = _in_double(_step(generated, check.case))
         with all_eager(), conditions:
-            return not _beyond(actual, _in_double(train_step(upstream, upstream_case)), DOUBLE_TOLERANCE)
+            return not _beyond(actual, _in_double(_step(upstream, upstream_case)), DOUBLE_TOLERANCE)
     except Exception as error:  # not every kernel takes float64: then nothing excuses the difference
         raise_failure(error)
         return False
@@ -347,13 +383,23 @@ def _worst(beyond: Mapping[str, Difference]) -> str:
     return f"{name} differs by {beyond[name].relative:.1e}"
 
 
+def _step(model: torch.nn.Module, case: Case) -> Step:
+    """A step of which the model keeps nothing: both models take every step from the same state."""
+    with restored(model):
+        return train_step(model, case)
+
+
+class _NotComparable(ValueError):
+    """A comparison for which upstream's own class is no reference."""
+
+
 class _NotFinite(ValueError):
     """A step whose outputs or gradients are not finite."""
 
 
 def _finite_step(model: torch.nn.Module, case: Case) -> Step:
     with all_eager():
-        step = train_step(model, case)
+        step = _step(model, case)
     gradients = [gradient for gradient in step.gradients.values() if gradient is not None]
     if not all(tensor.isfinite().all() for tensor in (*step.outputs.values(), *gradients)):
         raise _NotFinite("outputs or gradients are not finite")
@@ -397,6 +443,6 @@ def _refusing_pass(message: str) -> str:
     return parts[1] if message.startswith("The pass '") else message.split(":")[0][:40]
 
 
-def _one_line(error: object) -> str:
+def one_line(error: object) -> str:
     kind = "" if isinstance(error, PatchgenError) else f"{type(error).__name__}: "
     return f"{kind}{' '.join(str(error).split())}"[:240]

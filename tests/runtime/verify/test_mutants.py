@@ -10,12 +10,13 @@ import torch
 from patchgen import pipeline, upstream
 from patchgen.mutation.draw import draw
 from patchgen.mutation.edits import Mutant
-from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG, try_mutants
+from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG, comparisons, try_mutants
 from patchgen.mutation.table import summarise
 from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import changed_module
 from patchgen.runtime.verify.comparison import Step
 from patchgen.runtime.verify.inputs import Case
+from patchgen.runtime.verify.kept_state import restored
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.mutants import Judge
 
@@ -170,3 +171,62 @@ def test_an_error_that_is_ours_alone_is_wrong(monkeypatch):
         ),
     )
     assert judge.verdict(broken).kind == WRONG
+
+
+def test_each_case_starts_from_the_state_that_the_model_was_built_with():
+    """Both models count their calls, and the judge calls the generated one more often."""
+    judge = Judge(upstream.load("llama"))
+    old = "hidden_states = self.norm(hidden_states)"
+    counted = f"{old}\n        self.calls = getattr(self, 'calls', 0) + 1\n        hidden_states = hidden_states * self.calls"
+    assert judge.verdict(edited(judge.origin.text, old, counted)).kind == EQUAL
+
+
+def test_nothing_that_a_forward_keeps_is_left_after_a_step():
+    class Keeping(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("load", torch.zeros(2))
+            self.alias, self.kept, self.first = self.load, {"calls": [0]}, None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.first, self.second = x, x.mean()
+            self.kept["calls"][0] += 1
+            self.load.add_(x.detach().mean())
+            self.load = self.load + x.mean()
+            self.register_forward_hook(lambda module, arguments, output: output * 2)
+            self.weight.data.mul_(2)
+            return super().forward(x)
+
+    model = torch.nn.Sequential(Keeping())
+    part, x = model[0], torch.ones(1, 2)
+    weight = part.weight.detach().clone()
+    results = []
+    for _ in range(2):
+        with restored(model):
+            results.append(model(x).detach())
+    assert torch.equal(*results) and torch.equal(part.weight, weight)
+    assert part.kept == {"calls": [0]} and part.first is None and not hasattr(part, "second")
+    assert not part.load.any() and part.alias is part.load and not part._forward_hooks
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "0.load"]
+
+
+def test_the_labels_of_a_run_are_those_that_the_changed_head_compares_its_logits_with():
+    """A head that shifts no labels gets them as upstream's does, also cut to a row with lengths."""
+    judge = Judge(upstream.load("llama"))
+    built = "        self.vocab_size = config.vocab_size\n        self.lm_head"
+    verdict = judge.verdict(edited(judge.origin.text, built, f'        self.loss_type = "ForMaskedLM"\n{built}'))
+    assert verdict.kind == EQUAL and "packed, run" in verdict.compared, verdict
+
+
+def test_an_equal_verdict_says_what_was_compared_and_what_was_not():
+    judge = Judge(upstream.load("llama"))
+    verdict = judge.verdict(Mutant("none", "", "", judge.origin.text + "\n", True))
+    assert {"plain, eager", "step, seams", "packed, run"} <= set(verdict.compared) and not verdict.left_out
+    old = "hidden_states = self.norm(hidden_states)"
+    unpacked = f"{old}\n        if 'cu_seq_lens_q' in kwargs:\n            raise RuntimeError('one document')"
+    verdict = judge.verdict(edited(judge.origin.text, old, unpacked))
+    assert verdict.kind == EQUAL and "packed, run" not in verdict.compared, verdict
+    assert "RuntimeError: one document" in verdict.left_out["packed, run"]
+    row = comparisons(verdict, "ranks_")
+    assert row == {"ranks_compared": list(verdict.compared), "ranks_left_out": dict(verdict.left_out)}
+    assert comparisons(mutants.Verdict(WRONG)) == {}
