@@ -11,7 +11,7 @@ Layouts, each with rows of one document and with a packed row:
     fsdp            parameters sharded, rows divided
 
 The reference is upstream's changed class in one process. If its logits of a row depend on the other rows, layouts that divide
-rows cannot be equal and are not compared.
+rows cannot be equal and are not compared; if it fails on packed rows, only rows of one document are.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import functools
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,17 +41,22 @@ from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import changed_module
 from patchgen.runtime.verify.comparison import Step, compare_gradients, difference, furthest
 from patchgen.runtime.verify.conditioning import beyond_rounding
+from patchgen.runtime.verify.kept_state import restored
 from patchgen.runtime.verify.layout import Layout
 from patchgen.runtime.verify.media_ranks import PACKED, case_inputs, step_on_ranks
+from patchgen.runtime.verify.media_samples import Sample
+from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
 from patchgen.runtime.verify.reference_model import (
     NotApplicable,
     ReferenceModel,
     state_of,
+    switch_dropout_off,
     training_choices,
     training_config,
 )
 from patchgen.runtime.verify.seam_proof import all_eager
+from patchgen.runtime.verify.training_inputs import Documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,28 +115,93 @@ def compare(subject: Subject) -> mutants.Verdict:
         for file, text in subject.files.items():
             (generated / file).write_text(text, encoding="utf-8")
         upstream_class = getattr(changed_source.load(), subject.head)
+        model = registry.read_model(generated)
+        left_out: dict[str, str] = {}
         try:
-            reference = ReferenceModel(registry.read_model(generated), subject.head, changed_source.name)
+            reference = _Reference(model, subject.head, changed_source.name)
         except Exception as error:
             raise_failure(error)
             if _takes_training_rows(upstream_class):
                 return _verdict_on_error(error, "start")
-            return mutants.Verdict(
-                mutants.NOT_RUN, "on ranks: upstream's changed class fails on the rows of a run, too"
-            )
-        not_run = []
-        is_compared = False
+            left_out[PACKED] = f"upstream's changed class fails on packed rows, too: {mutants.one_line(error)}"
+            with _rows_of_one_document():
+                if not _takes_training_rows(upstream_class):
+                    return mutants.Verdict(
+                        mutants.NOT_RUN, "on ranks: upstream's changed class fails on the rows of a run, too"
+                    )
+                try:
+                    reference = _Reference(model, subject.head, changed_source.name)
+                except Exception as second:
+                    raise_failure(second)
+                    return _verdict_on_error(second, "start")
+        takes_packed = not left_out
+        compared = []
         for layout in LAYOUTS:
             if layout.ep > 1 and not sharding.expert_paths(reference.generated()):
                 continue
-            for case in (PLAIN, PACKED, *([BOUNDARY] if layout.sp > 1 and BOUNDARY in reference.batches() else [])):
-                layout_verdict = _compare_layout(reference, layout, case)
+            cases = [PLAIN, *([PACKED] if takes_packed else [])]
+            cases += [BOUNDARY] if layout.sp > 1 and BOUNDARY in reference.batches() else []
+            for case in cases:
+                layout_verdict = _compare_layout(reference, layout, case, takes_packed=takes_packed)
                 if layout_verdict.kind in (mutants.WRONG, mutants.REFUSED):
                     return layout_verdict
+                place = _place(layout, case)
                 if layout_verdict.kind == mutants.NOT_RUN:
-                    not_run.append(layout_verdict.detail)
-                is_compared |= layout_verdict.kind == mutants.EQUAL
-    return mutants.Verdict(mutants.EQUAL if is_compared else mutants.NOT_RUN, "; ".join(not_run))
+                    left_out[place] = layout_verdict.detail
+                else:
+                    compared.append(place)
+    return mutants.Verdict(
+        mutants.EQUAL if compared else mutants.NOT_RUN,
+        "; ".join(f"{place}: {reason}" for place, reason in left_out.items()),
+        compared=tuple(compared),
+        left_out=left_out,
+    )
+
+
+def _place(layout: Layout, case: str) -> str:
+    return f"{layout.name}, {case}"
+
+
+class _Reference(ReferenceModel):
+    """Upstream's changed class as a reference that keeps nothing of one case for the next."""
+
+    def __init__(self, generated: registry.GeneratedModel, head: str, upstream_module: str) -> None:
+        super().__init__(generated, head, upstream_module)
+        fresh = build_model(self.upstream_class, self.config)  # the builder of samples has run the other
+        perturb(fresh)
+        switch_dropout_off(fresh)
+        self.model = self.builder.model = fresh
+
+    def batches(self) -> dict[str, tuple[Sample, ...]]:
+        with restored(self.model):
+            return super().batches()
+
+    def positions(self, inputs: dict[str, Any]) -> Tensor:
+        with restored(self.model):
+            return super().positions(inputs)
+
+    def loss_and_gradients(
+        self, batches: Sequence[dict[str, Any]], *, packed_rows: Sequence[int] | None = None, training: bool = True
+    ) -> tuple[float, dict[str, Tensor]]:
+        with restored(self.model):
+            return super().loss_and_gradients(batches, packed_rows=packed_rows, training=training)
+
+    def logits(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Logits in evaluation mode."""
+        self.model.eval()
+        with restored(self.model), all_eager():
+            return self.model(**inputs, use_cache=False).logits
+
+
+@contextlib.contextmanager
+def _rows_of_one_document() -> Iterator[None]:
+    """Within the block, attention and kernels of a run are chosen by what rows of one document require."""
+    packed = Documents.packed
+    setattr(Documents, "packed", lambda self, positions=None: packed(replace(self, rows=self.rows[:1]), positions))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(Documents, "packed", packed)  # noqa: B010
 
 
 def _takes_training_rows(upstream_class: type[PreTrainedModel]) -> bool:
@@ -144,25 +214,26 @@ def _takes_training_rows(upstream_class: type[PreTrainedModel]) -> bool:
     return True
 
 
-def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mutants.Verdict:
-    """The verdict in one layout; "not run" if upstream in one process is no reference for it."""
+def _compare_layout(reference: _Reference, layout: Layout, case: str, *, takes_packed: bool = True) -> mutants.Verdict:
+    """The verdict in one layout; "not run", with the reason, if upstream in one process is no reference for it."""
     state = state_of(layout.sp, layout.ep)
-    place = f"{layout.name}, {case}"
+    place = _place(layout, case)
     try:
         full_batches, local_batch = case_inputs(reference, case, state)
     except (NotApplicable, KeyError) as error:
-        return mutants.Verdict(mutants.NOT_RUN, f"{place}: no inputs ({error})")
+        return mutants.Verdict(mutants.NOT_RUN, f"no inputs ({error})")
     if layout.sp == 1 and case == PLAIN and _rows_are_dependent(reference, full_batches[0]):
-        return mutants.Verdict(mutants.NOT_RUN, f"{place}: upstream's logits of a row depend on the other rows")
+        return mutants.Verdict(mutants.NOT_RUN, "upstream's logits of a row depend on the other rows")
     if case == PACKED and not _divides_by_num_items(reference, full_batches[0]):
-        return mutants.Verdict(mutants.NOT_RUN, f"{place}: upstream's loss does not use num_items_in_batch")
+        return mutants.Verdict(mutants.NOT_RUN, "upstream's loss does not use num_items_in_batch")
     model = reference.generated()
     try:
         if layout.fsdp:
             sharding.shard_model(model, state)
         if layout.sp > 1:
             with parallel.using(state), all_eager(), seams.using(**reference.seams):
-                selfcheck.require_sliceable(model, state, vocab_size=model.config.get_text_config().vocab_size)
+                vocab_size = model.config.get_text_config().vocab_size
+                selfcheck.require_sliceable(model, state, vocab_size=vocab_size, packed=takes_packed)
         kernels = reference.seams
         loss, gradients = step_on_ranks(
             model, local_batch, state, pad=reference.pad, fsdp=layout.fsdp, kernels=kernels
@@ -172,23 +243,29 @@ def _compare_layout(reference: ReferenceModel, layout: Layout, case: str) -> mut
         verdict = _verdict_on_error(error, place)
         if verdict.kind == mutants.WRONG and _fails_upstream(reference, full_batches, case, layout, error):
             return mutants.Verdict(
-                mutants.NOT_RUN, f"{place}: upstream's changed class fails under the conditions of a run, too"
+                mutants.NOT_RUN, "upstream's changed class fails under the conditions of a run, too"
             )
         return verdict
     actual = _step(reference, loss, gradients)
     verdict = _judge(reference, full_batches, case, place, actual)
     if verdict.kind == mutants.WRONG:
         # Upstream may refuse the attention of a run (an audio tower without SDPA): then its own attention counts.
+        unmasked = [_without_full_mask(inputs) for inputs in full_batches]
         with contextlib.suppress(ValueError), _training_conditions(reference):
-            verdict = _judge(reference, full_batches, case, place, actual)
+            verdict = _judge(reference, unmasked, case, place, actual)
     if verdict.kind == mutants.WRONG and case == PACKED and _joins_documents(reference, full_batches):
-        return mutants.Verdict(mutants.NOT_RUN, f"{place}: one process, too, computes the documents of a row together")
+        return mutants.Verdict(mutants.NOT_RUN, "one process, too, computes the documents of a row together")
     return verdict
 
 
-def _fails_upstream(
-    reference: ReferenceModel, full_batches: list, case: str, layout: Layout, error: Exception
-) -> bool:
+def _without_full_mask(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A batch as a run passes it: a mask without zeros is none, which changed code may ask for."""
+    mask = inputs.get("attention_mask")
+    is_full = mask is not None and bool(mask.all())
+    return {name: value for name, value in inputs.items() if not (is_full and name == "attention_mask")}
+
+
+def _fails_upstream(reference: _Reference, full_batches: list, case: str, layout: Layout, error: Exception) -> bool:
     """Whether upstream's changed class raises the same error in a step, under the attention of a run or sharded.
 
     Changes in place raise one: of what the attention saved for its backward, or of a layer's input, which FSDP2 hooks.
@@ -203,7 +280,7 @@ def _fails_upstream(
     )
 
 
-def _sharded_step(reference: ReferenceModel, inputs: Mapping) -> None:
+def _sharded_step(reference: _Reference, inputs: Mapping) -> None:
     """A step of upstream's changed class with each layer and the rest under FSDP2.
 
     Over this rank alone: where only one rank failed, the others are still in the step that failed.
@@ -222,13 +299,13 @@ def _mesh_of_this_rank() -> DeviceMesh:  # process groups are never freed
     return DeviceMesh.from_group(group, "cpu")
 
 
-def _reference_step(reference: ReferenceModel, full_batches: list, case: str) -> Step:
+def _reference_step(reference: _Reference, full_batches: list, case: str) -> Step:
     packed_rows = [0] * len(full_batches) if case == PACKED else None
     return _step(reference, *reference.loss_and_gradients(full_batches, packed_rows=packed_rows))
 
 
 @contextlib.contextmanager
-def _training_conditions(reference: ReferenceModel) -> Iterator[None]:
+def _training_conditions(reference: _Reference) -> Iterator[None]:
     """Upstream's model with the attention of a run, and with a mask for its router loss."""
     module = vars(sys.modules[type(reference.model).__module__])
     before = {name: module[name] for name in reference.router_functions if inspect.isfunction(module.get(name))}
@@ -254,7 +331,7 @@ def _with_mask(function: Callable) -> Callable:
     return masked
 
 
-def _judge(reference: ReferenceModel, full_batches: list, case: str, place: str, actual: Step) -> mutants.Verdict:
+def _judge(reference: _Reference, full_batches: list, case: str, place: str, actual: Step) -> mutants.Verdict:
     def reference_step(_: torch.nn.Module) -> Step:
         return _reference_step(reference, full_batches, case)
 
@@ -269,7 +346,7 @@ def _judge(reference: ReferenceModel, full_batches: list, case: str, place: str,
     return mutants.Verdict(mutants.WRONG, f"{place}: {worst} differs by {beyond[worst].relative:.1e}")
 
 
-def _step(reference: ReferenceModel, loss: float, gradients: Mapping[str, Tensor]) -> Step:
+def _step(reference: _Reference, loss: float, gradients: Mapping[str, Tensor]) -> Step:
     """A step with zeros for missing gradients: an unused parameter has none in one process and zeros on ranks."""
     all_gradients = {
         name: gradients.get(name, torch.zeros_like(parameter))
@@ -279,7 +356,7 @@ def _step(reference: ReferenceModel, loss: float, gradients: Mapping[str, Tensor
 
 
 @torch.no_grad()
-def _joins_documents(reference: ReferenceModel, full_batches: list) -> bool:
+def _joins_documents(reference: _Reference, full_batches: list) -> bool:
     """Whether the generated class in one process computes other logits for the documents of a packed row than upstream's class
     for each alone: then ranks are not to blame for a difference from upstream's documents one by one."""
     _, row = case_inputs(reference, PACKED, state_of(dist.get_world_size()))
@@ -287,11 +364,9 @@ def _joins_documents(reference: ReferenceModel, full_batches: list) -> bool:
     model = reference.generated()
     with parallel.using(None), all_eager(), seams.using(**reference.seams):
         joined = model.eval()(**local, use_cache=False).logits[0]
-    reference.model.eval()
     apart = []
     for inputs in full_batches:
-        with all_eager():
-            logits = reference.model(**inputs, use_cache=False).logits
+        logits = reference.logits(inputs)
         mask = inputs.get("attention_mask")
         apart.append(logits.flatten(0, 1) if mask is None else logits[mask.bool()])
     alone = torch.cat(apart)
@@ -299,24 +374,24 @@ def _joins_documents(reference: ReferenceModel, full_batches: list) -> bool:
 
 
 @torch.no_grad()
-def _divides_by_num_items(reference: ReferenceModel, inputs: Mapping) -> bool:
+def _divides_by_num_items(reference: _Reference, inputs: Mapping) -> bool:
     """Whether upstream's loss uses `num_items_in_batch`: otherwise the losses of documents do not add up."""
-    with all_eager():
-        losses = [reference.model(**inputs, num_items_in_batch=torch.tensor(number)).loss for number in (50, 100)]
+    losses = []
+    for number in (50, 100):
+        with restored(reference.model), all_eager():
+            losses.append(reference.model(**inputs, num_items_in_batch=torch.tensor(number)).loss)
     return bool(losses[0] != losses[1])
 
 
 @torch.no_grad()
-def _rows_are_dependent(reference: ReferenceModel, inputs: Mapping) -> bool:
+def _rows_are_dependent(reference: _Reference, inputs: Mapping) -> bool:
     """Whether upstream's logits of a row depend on the other rows of its batch."""
-    reference.model.eval()
     rows = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
     if set(inputs) - {"input_ids", "attention_mask", "labels", "position_ids"}:
         return False  # a batch with images cannot simply be cut into rows
     half = len(rows["input_ids"]) // 2
-    with all_eager():
-        all_logits = reference.model(**rows, use_cache=False).logits
-        first = reference.model(**{key: value[:half] for key, value in rows.items()}, use_cache=False).logits
+    all_logits = reference.logits(rows)
+    first = reference.logits({key: value[:half] for key, value in rows.items()})
     return difference(all_logits[:half], first).relative > TOLERANCE
 
 

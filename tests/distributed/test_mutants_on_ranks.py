@@ -89,6 +89,44 @@ def test_documents_that_one_process_computes_together_are_no_fault_of_ranks(two_
     assert verdict.kind == mutants.EQUAL and "computes the documents of a row together" in verdict.detail, verdict
 
 
+def test_a_mutant_that_fails_on_packed_rows_is_compared_on_others(two_ranks, judge):
+    """Lengths of documents fail in one process, too: that says nothing about rows of one document."""
+    unpacked = f"{PROJECTED}\n        if kwargs.get('cu_seq_lens_q') is not None:\n            raise RuntimeError('one document')"
+    verdict = mutants_on_ranks.verdict(two_ranks, subject(judge, unpacked))
+    assert verdict.kind == mutants.EQUAL and len(verdict.compared) == 3, verdict
+    assert all(place.endswith(", plain") for place in verdict.compared)
+    assert "one document" in verdict.left_out["packed"] and verdict.detail.startswith(
+        "packed: upstream's changed class"
+    )
+    lacking = subject(judge, f"{unpacked}\n        hidden_states = hidden_states * 1.25", generated_from="upstream")
+    assert mutants_on_ranks.verdict(two_ranks, lacking).kind == mutants.WRONG
+
+
+def test_a_mask_of_ones_is_no_mask_on_ranks(two_ranks, judge):
+    """The samples of the reference have one, the rows of a run have not: code that asks for a mask finds none in either."""
+    asked = subject(
+        judge, f"{PROJECTED}\n        if attention_mask is not None:\n            hidden_states = hidden_states * 1.25"
+    )
+    assert mutants_on_ranks.verdict(two_ranks, asked).kind == mutants.EQUAL
+
+
+def test_each_case_on_ranks_starts_from_the_state_that_the_model_was_built_with(judge, monkeypatch):
+    """The reference is asked several times before its step: a model that counts its calls would answer another number."""
+    counted = f"{PROJECTED}\n        self.calls = getattr(self, 'calls', 0) + 1\n        hidden_states = hidden_states * self.calls"
+    calls = []
+
+    def counts(reference, *_arguments: object, **_options: object) -> mutants.Verdict:
+        reference.positions({"input_ids": reference.builder.drawable[:8][None]})
+        inputs = dict.fromkeys(("input_ids", "labels"), reference.builder.drawable[None, :8])
+        reference.loss_and_gradients([inputs])
+        calls.append(getattr(reference.model.model, "calls", 0))
+        return mutants.Verdict(mutants.EQUAL)
+
+    monkeypatch.setattr(mutants_on_ranks, "_compare_layout", counts)
+    assert mutants_on_ranks.compare(subject(judge, counted)).kind == mutants.EQUAL
+    assert set(calls) == {0}
+
+
 @pytest.mark.slow  # the other rank waits for gloo's limit
 def test_an_error_on_one_rank_alone_is_wrong(judge):
     """The other rank waits in the step that failed, so upstream is asked without it."""
@@ -110,7 +148,7 @@ def test_an_error_on_one_rank_alone_is_wrong(judge):
 
 def test_a_mutant_that_no_layout_compares_is_not_run(judge, monkeypatch):
     skipped = mutants.Verdict(mutants.NOT_RUN, "no inputs")
-    monkeypatch.setattr(mutants_on_ranks, "_compare_layout", lambda *_: skipped)
+    monkeypatch.setattr(mutants_on_ranks, "_compare_layout", lambda *_, **__: skipped)
     verdict = mutants_on_ranks.compare(subject(judge, f"{PROJECTED} * 1.25"))
     assert verdict.kind == mutants.NOT_RUN and "no inputs" in verdict.detail, verdict
 
@@ -119,7 +157,7 @@ def test_a_device_that_fails_says_nothing_about_a_mutant(judge, monkeypatch):
     def no_memory(*_arguments: object, **_options: object) -> None:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(mutants_on_ranks, "ReferenceModel", no_memory)
+    monkeypatch.setattr(mutants_on_ranks, "_Reference", no_memory)
     with pytest.raises(torch.OutOfMemoryError):
         mutants_on_ranks.compare(subject(judge, f"{PROJECTED} * 1.25"))
     monkeypatch.setattr(mutants_on_ranks, "training_config", no_memory)
