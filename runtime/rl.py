@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -31,6 +30,7 @@ from patchgen.runtime.checkpoint.weight_stream import stream_weights
 from patchgen.runtime.parallel import gradients, loss, sharding
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_gather, all_reduce
+from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import lora
 from patchgen.runtime.train.feed import to_device
@@ -80,8 +80,7 @@ def log_probs(model: PreTrainedModel, inputs: Inputs, state: ParallelState, *, t
             _loss(model, _local_inputs(inputs, state), state, store, temperature, router_loss=False)
     finally:
         model.train(was_training)
-    assert isinstance(model, FSDPModule), "sharded by `shard_model`"
-    model.reshard()  # without a backward, the root stays gathered
+    reshard(model)
     return results[0]
 
 

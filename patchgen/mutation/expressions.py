@@ -232,7 +232,7 @@ EXPRESSION_OPERATORS = (
     ExpressionOperator("contiguous", _wrapped("X.contiguous()"), keeps_meaning=True, of_values=True),
     ExpressionOperator(
         "of another rank and back",
-        _wrapped("X.unsqueeze(0).squeeze(0)", "X[None][0]", "X.transpose(0, 1).transpose(0, 1)", "X.flatten(0, 0)"),
+        _wrapped("X.unsqueeze(0).squeeze(0)", "X[None][0]", "X.transpose(0, 1).transpose(0, 1)"),
         keeps_meaning=True,
         of_values=True,
     ),

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from patchgen.runtime import launch, parallel
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.train import setup
 from patchgen.runtime.train.feed import End
 from patchgen.runtime.train.recipe import Recipe, from_dict
@@ -66,7 +67,7 @@ def one_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int
             raise DataError("The data ended before the first step.")
         if trainer.learning.table is not None:  # of these batches alone: a run reads all of its data
             trainer.learning.fill_table(batches.micro_batches)
-            trainer.model.reshard()  # without a backward, the root stays gathered
+            reshard(trainer.model)
         loss = float(all_reduce(trainer.forward_backward(batches), operation="add up the loss"))
         gradients = sum(_bytes(p.grad) for p in trainer.model.parameters() if p.grad is not None)
         norm, _ = trainer.update()

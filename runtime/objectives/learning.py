@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.objectives.base import Objective
@@ -20,6 +19,7 @@ from patchgen.runtime.objectives.batch import Batch, at_loss_seam, inputs_of, lo
 from patchgen.runtime.objectives.choose import objective_of, require_same_tokens, teacher_recipe
 from patchgen.runtime.objectives.reference import ReferenceTable
 from patchgen.runtime.parallel import loss
+from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import to_device
@@ -68,8 +68,7 @@ class Learning:
             batch = replace(batch, reference=self._reference(inputs, batch).to(self.device))
         if self.teacher is not None:
             batch = replace(batch, teacher=evaluate(self.teacher, inputs, batch, self.objective.of_teacher))
-            if isinstance(self.teacher, FSDPModule):
-                self.teacher.reshard()  # without a backward, its root stays gathered
+            reshard(self.teacher)
         return inputs, loss_share(self.objective, batch)
 
     def fill_table(self, micro_batches: Iterable[Mapping[str, Any]]) -> int:

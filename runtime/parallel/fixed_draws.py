@@ -49,8 +49,11 @@ class _FixedDraws(TorchFunctionMode):
             return args[0].fill_(mean + NORMAL * deviation)
         if func not in SAMPLES:
             return func(*args, **kwargs)
-        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
-            return func(*args, **kwargs).fill_(SAMPLES[func])
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            drawn = func(*args, **kwargs)
+        with torch.no_grad():
+            return drawn.fill_(SAMPLES[func])
 
 
 def _two(

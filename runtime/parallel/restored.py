@@ -23,7 +23,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     """Restores what forwards and backwards in the block change in the model, and torch's, NumPy's and Python's random states.
 
     A forward may count its calls, keep a value of the first one, or draw random numbers; a backward leaves gradients. In the
-    block the parameters have none, so that it adds to none.
+    block the parameters have none, so that it adds to none. The values of parameters are not restored, nor containers in others.
     """
     random_states = random_state.capture()
     undo = [step for module in model.modules() for step in _steps_back(module)]
@@ -62,7 +62,9 @@ def _restore(values: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None
     for name, (value, copy) in before.items():
         values[name] = value
         if isinstance(value, Tensor):
-            if not torch.equal(value, copy):
+            if value.shape != copy.shape:
+                value.set_(copy)  # resized in place
+            elif not torch.equal(value, copy):
                 value.copy_(copy)
         elif isinstance(value, list):
             value[:] = copy

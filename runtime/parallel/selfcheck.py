@@ -21,14 +21,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime import minimal_media, parallel
 from patchgen.runtime.failures import raise_failure
-from patchgen.runtime.parallel import slice_media
+from patchgen.runtime.parallel import slice_media, unused
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.fixed_draws import fixed_draws
+from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.restored import restored
 from patchgen.runtime.parallel.slice_layers import Layers, random_slice
 from patchgen.runtime.parallel.state import ParallelState
@@ -67,7 +67,7 @@ def require_sliceable(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, vocab_size, (1, tokens_per_rank * state.sp), generator=generator)
     was_training = model.training
-    _reshard(model)
+    reshard(model)  # what an earlier forward left
     model.eval()
     compare = partial(_require_equal_logits, model, state)
     differences = [compare(row, suspicion) for row, suspicion in _text_rows(ids, tokens_per_rank, packed=packed)]
@@ -75,7 +75,7 @@ def require_sliceable(
         suspicion = (
             f"(a row with {kind}) Some layer, or what the features pass through, mixes tokens without attention"
         )
-        differences.append(compare(row, suspicion))
+        differences.append(compare(row, suspicion, with_gradients=False))
     if was_training:
         model.train()
         suspicion = "(in training mode) Some layer mixes tokens without attention"
@@ -83,14 +83,8 @@ def require_sliceable(
         if differences[-1] is None:
             with fixed_draws():
                 differences.append(compare({"input_ids": ids}, suspicion, with_gradients=False))
-    _reshard(model)
+    reshard(model)
     return max(difference for difference in differences if difference is not None)
-
-
-def _reshard(model: nn.Module) -> None:
-    """The root stays gathered after a forward without backward: an optimizer created next, or gradients, must see the shards."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
 
 
 def _text_rows(ids: Tensor, tokens_per_rank: int, *, packed: bool) -> Iterator[tuple[dict[str, Tensor], str]]:
@@ -119,11 +113,13 @@ def _require_equal_logits(
     layers = Layers(model, state)
     run = partial(_logits, model, batch, with_gradients=with_gradients)
     name = type(model).__name__.removeprefix("FSDP")
-    # Each starts from the same state: what the first forward of a run keeps, or counts, is that of a slice then.
+    # Both start from the same state: what the first forward keeps, or counts, is that of a slice then. The second shows it if
+    # it is used before it is kept.
+    times = 2 if with_gradients else 1
     try:
         with layers.recorded(batch["input_ids"].shape[1]), restored(model):
             draws = _draws()
-            full = run(alone)
+            full = [run(alone) for _ in range(times)][-1]
             is_random = not torch.equal(draws, _draws())
     except minimal_media.REFUSALS as error:
         raise_failure(error)
@@ -137,10 +133,10 @@ def _require_equal_logits(
             return None
     try:
         with layers.compared(), restored(model):
-            sliced = run(state)
+            sliced = [run(state) for _ in range(times)][-1]
     except minimal_media.REFUSALS as error:
         raise_failure(error)
-        if isinstance(error, ValueError):  # a refusal with its own advice
+        if isinstance(error, ValueError | NotImplementedError):  # a refusal with its own advice
             raise
         raise ValueError(
             f"{name} does not take a slice of a sequence (sp={state.sp}, {', '.join(batch)}): {_described(error)} {suspicion}. "
@@ -165,6 +161,7 @@ def _logits(model: nn.Module, batch: dict[str, Tensor], state: ParallelState, *,
         logits = model(**inputs, use_cache=False).logits
         if logits.requires_grad:
             logits.backward(random_slice(logits, **place, seed=0))
+            unused.drop_unused_gradients(model)  # as a step ends: which parameters it used is forgotten
     return logits.detach()
 
 

@@ -92,8 +92,8 @@ class Layers:
                 self._record_gradient(place, gradient)
                 return random_slice(gradient, 1, 0, seed=place[1])
 
-            # A view, so that it is the gradient of this use alone.
-            return _with_hook(hidden.view_as(hidden), record)
+            # A copy: the gradient of this use alone. A view would lose its hook where the layer changes its input in place.
+            return _with_hook(hidden.clone(), record)
 
         def embedded(path: str, hidden: Tensor | None) -> None:
             place = (path, next(embeddings))
@@ -227,6 +227,8 @@ class Layers:
 
                 def logits_of(_, __, output, path=path, index=index):
                     logits = output[index] if isinstance(output, tuple | list) else output
+                    if logits is None:
+                        return
                     part(path, logits[None] if logits.ndim == 2 else logits, LOGITS)  # [T, E] of one row
 
                 hooks.callback(module.register_forward_hook(logits_of).remove)
@@ -258,9 +260,9 @@ def _recorded_routers(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
     """Modules of which transformers records router logits, for a loss of the routers, by path: and which of their outputs."""
     routers: dict[str, tuple[str, nn.Module, int]] = {}
     for prefix, owner in model.named_modules():
-        recorder = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")
-        target, index = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 0)
-        if isinstance(target, type):
+        recorders = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits", [])
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            target, index = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 0)
             found = [(path, part) for path, part in owner.named_modules(prefix=prefix) if isinstance(part, target)]
             routers |= {path: (path, part, index) for path, part in found}
     return list(routers.values())

@@ -32,6 +32,7 @@ from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object
 from patchgen.runtime.parallel.expert_load import ExpertLoad
+from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import first_loss, flops, lora, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
@@ -207,7 +208,7 @@ class Trainer:
             self.learning.fill_table(
                 rows for feed, count in feeds for step in feed.steps(count) for rows in step.micro_batches
             )
-        self.model.reshard()  # without a backward, the root stays gathered
+        reshard(self.model)
         self.loader.load_state_dict(position)
 
     def forward_backward(self, batches: StepBatches) -> Tensor:
@@ -296,7 +297,7 @@ class Trainer:
             labels, num_items = labels + batches.labels, num_items + batches.items
             counts += numpy.array(batches.sources, dtype=numpy.int64).reshape(counts.shape)
         self.model.train()
-        self.model.reshard()  # without a backward, the root stays gathered
+        reshard(self.model)
         if not num_items:
             raise ValueError(f"The evaluation data contain no {self.learning.objective.per} (eval_data).")
         mean = float(all_reduce(total, operation="add up the evaluation loss")) / num_items

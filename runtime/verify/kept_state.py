@@ -19,7 +19,7 @@ _TENSORS_AND_PARTS = ("_parameters", "_modules")
 
 
 @contextlib.contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
+def state_kept(model: nn.Module) -> Iterator[None]:
     """After the block, the modules of the model and their configs have the buffers, attributes and hooks that they had before,
     and the parameters their values. Gradients stay; so do globals and attributes of classes."""
     holders = [*model.modules(), *_configs(model)]

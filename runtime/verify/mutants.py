@@ -50,7 +50,7 @@ from patchgen.runtime.verify.comparison import (
 )
 from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.inputs import Case, text_cases
-from patchgen.runtime.verify.kept_state import restored
+from patchgen.runtime.verify.kept_state import state_kept
 from patchgen.runtime.verify.model_pair import build_model, config_class_of, paired, perturb
 from patchgen.runtime.verify.multimodal_inputs import media_cases, takes_media
 from patchgen.runtime.verify.reference_model import training_choices
@@ -385,7 +385,7 @@ def _worst(beyond: Mapping[str, Difference]) -> str:
 
 def _step(model: torch.nn.Module, case: Case) -> Step:
     """A step of which the model keeps nothing: both models take every step from the same state."""
-    with restored(model):
+    with state_kept(model):
         return train_step(model, case)
 
 

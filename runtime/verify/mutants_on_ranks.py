@@ -35,13 +35,13 @@ from torch.distributed.fsdp import fully_shard
 
 from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.failures import raise_failure
-from patchgen.runtime.parallel import selfcheck, sharding
+from patchgen.runtime.parallel import row_lengths, selfcheck, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import changed_module
 from patchgen.runtime.verify.comparison import Step, compare_gradients, difference, furthest
 from patchgen.runtime.verify.conditioning import beyond_rounding
-from patchgen.runtime.verify.kept_state import restored
+from patchgen.runtime.verify.kept_state import state_kept
 from patchgen.runtime.verify.layout import Layout
 from patchgen.runtime.verify.media_ranks import PACKED, case_inputs, step_on_ranks
 from patchgen.runtime.verify.media_samples import Sample
@@ -173,23 +173,23 @@ class _Reference(ReferenceModel):
         self.model = self.builder.model = fresh
 
     def batches(self) -> dict[str, tuple[Sample, ...]]:
-        with restored(self.model):
+        with state_kept(self.model):
             return super().batches()
 
     def positions(self, inputs: dict[str, Any]) -> Tensor:
-        with restored(self.model):
+        with state_kept(self.model):
             return super().positions(inputs)
 
     def loss_and_gradients(
         self, batches: Sequence[dict[str, Any]], *, packed_rows: Sequence[int] | None = None, training: bool = True
     ) -> tuple[float, dict[str, Tensor]]:
-        with restored(self.model):
+        with state_kept(self.model):
             return super().loss_and_gradients(batches, packed_rows=packed_rows, training=training)
 
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
         """Logits in evaluation mode."""
         self.model.eval()
-        with restored(self.model), all_eager():
+        with state_kept(self.model), all_eager():
             return self.model(**inputs, use_cache=False).logits
 
 
@@ -230,6 +230,8 @@ def _compare_layout(reference: _Reference, layout: Layout, case: str, *, takes_p
     try:
         if layout.fsdp:
             sharding.shard_model(model, state)
+        else:
+            row_lengths.install(model)
         if layout.sp > 1:
             with parallel.using(state), all_eager(), seams.using(**reference.seams):
                 vocab_size = model.config.get_text_config().vocab_size
@@ -241,7 +243,10 @@ def _compare_layout(reference: _Reference, layout: Layout, case: str, *, takes_p
     except Exception as error:
         raise_failure(error)
         verdict = _verdict_on_error(error, place)
-        if verdict.kind == mutants.WRONG and _fails_upstream(reference, full_batches, case, layout, error):
+        # The check at the start of a run names its row and raises from the model's own error.
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        is_the_models = verdict.kind == mutants.WRONG or cause is not error
+        if is_the_models and _fails_upstream(reference, full_batches, case, layout, cause):
             return mutants.Verdict(
                 mutants.NOT_RUN, "upstream's changed class fails under the conditions of a run, too"
             )
@@ -378,7 +383,7 @@ def _divides_by_num_items(reference: _Reference, inputs: Mapping) -> bool:
     """Whether upstream's loss uses `num_items_in_batch`: otherwise the losses of documents do not add up."""
     losses = []
     for number in (50, 100):
-        with restored(reference.model), all_eager():
+        with state_kept(reference.model), all_eager():
             losses.append(reference.model(**inputs, num_items_in_batch=torch.tensor(number)).loss)
     return bool(losses[0] != losses[1])
 

@@ -13,10 +13,11 @@ import cases_training
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from patchgen.runtime import seams
-from patchgen.runtime.parallel import sharding
+from patchgen.runtime import attention, parallel, seams
+from patchgen.runtime.parallel import batch, checkpointing, gradients, loss, sharding, unused
 from patchgen.runtime.parallel.selfcheck import require_sliceable
 from patchgen.runtime.verify.reference_model import reference_model
 
@@ -50,6 +51,10 @@ def what_slices_would_hide_is_refused() -> None:
             module.first = out.detach().mean()
         return out * module.first
 
+    def uses_what_it_keeps(module, _, out):
+        mean, module.mean = getattr(module, "mean", torch.ones(())), out.detach().mean()
+        return out * mean
+
     def repeats(module, _, out):
         return out * (1 + torch.arange(out.shape[1]) % 4)[:, None]
 
@@ -62,6 +67,7 @@ def what_slices_would_hide_is_refused() -> None:
         (norm, rolls, "in training mode"),
         (norm, drops_and_rolls, "in training mode"),
         (norm, keeps_the_first, "other logits on slices"),
+        (norm, uses_what_it_keeps, "other logits on slices"),
         (norm, repeats, r"LlamaForCausalLM computes other logits on slices of a sequence \(sp=2\)"),
         (model.model.layers[1].mlp, divides, r"other hidden states on slices .* first in model\.layers\.1\.mlp"),
     ):
@@ -79,6 +85,9 @@ def what_gradients_alone_show_is_refused() -> None:
     gradients = [parameter.grad for parameter in model.parameters()]
     first, last = model.model.layers
 
+    def changes_in_place(_, args):
+        return (args[0].mul_(2), *args[1:])
+
     def turns(hidden):
         mean = hidden.mean(1, keepdim=True)
         return hidden + mean - mean.detach()
@@ -92,6 +101,7 @@ def what_gradients_alone_show_is_refused() -> None:
     def stops(_, __, out):
         return out if out.shape[1] > 11 else out * 0 + out.detach()
 
+    _check_with_hook(model, state, last.input_layernorm.register_forward_pre_hook, changes_in_place, "")
     for register, hook, place in (
         (last.mlp.register_forward_hook, turns_output, "the input of model.layers.1"),
         (last.register_forward_hook, turns_output, "the input of model.layers.1"),
@@ -112,6 +122,33 @@ def _check_with_hook(model: nn.Module, state, register: Callable, hook: Callable
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         require_sliceable(model, state, vocab_size=cases_models.VOCABULARY, packed=False)
     handle.remove()
+
+
+def the_check_leaves_no_trace(reshard_after_forward: bool) -> None:
+    """All parameters are shards after it, where an optimizer will take them, and two steps have the bits of a run without it."""
+    results = []
+    for is_checked in (False, True):
+        attention.register()
+        state = cases_sequence.state_of(sp=2, ep=2)
+        model = cases_models.build("qwen3_moe", generated=True, attention_name="patchgen_eager").train()
+        checkpointing.apply(model, "full")
+        options = sharding.ShardingOptions(reshard_after_forward=reshard_after_forward, param_dtype=torch.bfloat16)
+        sharding.shard_model(model, state, options=options)
+        if is_checked:
+            require_sliceable(model, state, vocab_size=cases_models.VOCABULARY)
+            assert all(isinstance(parameter, DTensor) and parameter.grad is None for parameter in model.parameters())
+            assert not any(vars(parameter).get(unused.LEFT_OUT) for parameter in model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ids = torch.arange(32)[None] % cases_models.VOCABULARY
+        inputs = batch.slice_batch({"input_ids": ids, "labels": ids}, sp=2, sp_rank=state.sp_rank)
+        for _ in range(2):
+            with parallel.using(state), loss.step(loss.count_items([inputs], "cpu")):
+                model(**inputs, use_cache=False).loss.backward()
+            assert gradients.accept(model, gradients.clip(model, max_norm=1.0), on_nonfinite="stop")
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        results.append([parameter.to_local().clone() for parameter in model.parameters()])
+    assert all(torch.equal(without, checked) for without, checked in zip(*results, strict=True))
 
 
 def an_error_of_slices_alone_is_a_refusal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cases_selfcheck as cases
+import pytest
 
 
 def test_a_sliceable_model_passes(two_ranks):
@@ -18,3 +19,8 @@ def test_a_model_that_cannot_run_on_slices_is_refused(two_ranks):
 def test_what_differs_in_gradients_or_in_the_routers_loss_alone_is_refused(two_ranks):
     two_ranks.run(cases.what_gradients_alone_show_is_refused)
     two_ranks.run(cases.router_logits_that_depend_on_other_tokens_are_refused)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_a_run_after_the_check_is_that_without_it(reshard_after_forward, two_ranks):
+    two_ranks.run(cases.the_check_leaves_no_trace, reshard_after_forward)

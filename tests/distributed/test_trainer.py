@@ -16,6 +16,7 @@ LAYOUTS = {
     "EP2": {"ep": 2},
     "SP2": {"sp": 2},
     "EP2 x SP2": {"ep": 2, "sp": 2},
+    "EP2 x SP2, parameters kept": {"ep": 2, "sp": 2, "reshard_after_forward": False},
     "EP4 x SP2": {"ep": 4, "sp": 2},
     "replicas, EP2": {"dp_replicate": 2, "ep": 2},
 }
@@ -49,7 +50,7 @@ def compare(found: dict[str, list[float]]) -> None:
 
 
 def test_six_steps_on_one_rank_and_four_are_those_of_a_plain_loop(trainer_folder, tmp_path, one_rank, four_ranks):
-    layouts = {name: LAYOUTS[name] for name in ("EP2 x SP2", "EP4 x SP2")}
+    layouts = {name: LAYOUTS[name] for name in ("EP2 x SP2, parameters kept", "EP4 x SP2")}
     compare(curves(trainer_folder, tmp_path, 6, layouts, one_rank, four_ranks))
 
 

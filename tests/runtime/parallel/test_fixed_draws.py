@@ -21,6 +21,7 @@ X = torch.linspace(-1, 1, 24).view(1, 2, 3, 4)
         (lambda: F.scaled_dot_product_attention(X, X, X, dropout_p=0.5), F.scaled_dot_product_attention(X, X, X)),
         (lambda: F.scaled_dot_product_attention(X, X, X, None, 0.5, True), F.scaled_dot_product_attention(X, X, X, is_causal=True)),
         (lambda: torch.rand(2, 3), torch.full((2, 3), 0.5)),
+        (lambda: torch.rand(2, requires_grad=True).detach(), torch.full((2,), 0.5)),
         (lambda: torch.randn_like(X), torch.full_like(X, 0.5)),
         (lambda: torch.empty(3).uniform_(1, 2), torch.full((3,), 1.5)),
         (lambda: torch.empty(3).uniform_(to=3.0), torch.full((3,), 1.5)),

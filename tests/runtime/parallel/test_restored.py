@@ -16,11 +16,13 @@ class Keeping(nn.Module):
         self.weight = nn.Parameter(torch.ones(2))
         self.register_buffer("calls", torch.zeros(2))
         self.register_buffer("frequencies", torch.ones(2))
+        self.register_buffer("table", torch.ones(2), persistent=False)
         self.longest, self.seen, self.cached, self.factor = 4, [1], {"a": 1}, torch.ones(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.factor += 1
+        self.table.resize_(3)
         self.register_buffer("frequencies", torch.zeros(3))
         self.register_buffer("new", torch.zeros(3))
         self.longest = 8
@@ -39,6 +41,7 @@ def test_what_a_trial_changes_is_as_before():
         model(torch.ones(2)).backward()
         assert model.weight.grad.tolist() == [2, 2]
     assert model.calls.tolist() == [0, 0]
+    assert model.table.tolist() == [1, 1]
     assert model.factor is factor
     assert factor.tolist() == [1, 1]
     assert model.frequencies is frequencies

@@ -16,7 +16,7 @@ from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import changed_module
 from patchgen.runtime.verify.comparison import Step
 from patchgen.runtime.verify.inputs import Case
-from patchgen.runtime.verify.kept_state import restored
+from patchgen.runtime.verify.kept_state import state_kept
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.mutants import Judge
 
@@ -202,7 +202,7 @@ def test_nothing_that_a_forward_keeps_is_left_after_a_step():
     weight = part.weight.detach().clone()
     results = []
     for _ in range(2):
-        with restored(model):
+        with state_kept(model):
             results.append(model(x).detach())
     assert torch.equal(*results) and torch.equal(part.weight, weight)
     assert part.kept == {"calls": [0]} and part.first is None and not hasattr(part, "second")
