@@ -125,24 +125,34 @@ def _check_with_hook(model: nn.Module, state, register: Callable, hook: Callable
 
 
 def the_check_leaves_no_trace(reshard_after_forward: bool) -> None:
-    """All parameters are shards after it, where an optimizer will take them, and two steps have the bits of a run without it."""
+    def build():
+        attention.register()
+        return cases_models.build("qwen3_moe", generated=True, attention_name="patchgen_eager")
+
+    options = sharding.ShardingOptions(reshard_after_forward=reshard_after_forward, param_dtype=torch.bfloat16)
+    require_no_trace(build, cases_sequence.state_of(sp=2, ep=2), cases_models.VOCABULARY, "full", options)
+
+
+def require_no_trace(build: Callable, state, vocab_size: int, mode: str, options, device: str = "cpu") -> None:
+    """All parameters are shards after the check, where an optimizer will take them, and after two steps of SGD they have the bits
+    of a run without it."""
     results = []
     for is_checked in (False, True):
-        attention.register()
-        state = cases_sequence.state_of(sp=2, ep=2)
-        model = cases_models.build("qwen3_moe", generated=True, attention_name="patchgen_eager").train()
-        checkpointing.apply(model, "full")
-        options = sharding.ShardingOptions(reshard_after_forward=reshard_after_forward, param_dtype=torch.bfloat16)
+        model = build().train().to(device)
+        checkpointing.apply(model, mode)
         sharding.shard_model(model, state, options=options)
         if is_checked:
-            require_sliceable(model, state, vocab_size=cases_models.VOCABULARY)
+            require_sliceable(model, state, vocab_size=vocab_size)
             assert all(isinstance(parameter, DTensor) and parameter.grad is None for parameter in model.parameters())
             assert not any(vars(parameter).get(unused.LEFT_OUT) for parameter in model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ids = torch.arange(32)[None] % cases_models.VOCABULARY
+        ids = torch.arange(64)[None] % vocab_size
         inputs = batch.slice_batch({"input_ids": ids, "labels": ids}, sp=2, sp_rank=state.sp_rank)
+        inputs = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+        }
         for _ in range(2):
-            with parallel.using(state), loss.step(loss.count_items([inputs], "cpu")):
+            with parallel.using(state), loss.step(loss.count_items([inputs], device)):
                 model(**inputs, use_cache=False).loss.backward()
             assert gradients.accept(model, gradients.clip(model, max_norm=1.0), on_nonfinite="stop")
             optimizer.step()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import cases_selfcheck as cases
 import pytest
+import torch
 
 
 def test_a_sliceable_model_passes(two_ranks):
@@ -24,3 +29,13 @@ def test_what_differs_in_gradients_or_in_the_routers_loss_alone_is_refused(two_r
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_a_run_after_the_check_is_that_without_it(reshard_after_forward, two_ranks):
     two_ranks.run(cases.the_check_leaves_no_trace, reshard_after_forward)
+
+
+@pytest.mark.gpu
+def test_a_run_after_the_check_is_that_without_it_on_two_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("it needs two CUDA devices")
+    script = Path(__file__).with_name("selfcheck_on_gpu.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
