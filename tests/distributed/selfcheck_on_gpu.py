@@ -32,13 +32,13 @@ def main() -> None:
     dist.init_process_group("nccl")
     attention.register()
     states = [ParallelState.create(ParallelConfig.for_world(2, sp=2, ep=ep), "cuda") for ep in (1, 2)]
-    for state, dtype, mode, exchange in itertools.product(
-        states, (None, torch.bfloat16), ("none", "full"), ("auto", "collectives")
-    ):
-        for options in ({}, {"reshard_after_forward": False}, {"compile_layers": True}):
-            sharding_options = ShardingOptions(param_dtype=dtype, shard_exchange=exchange, **options)
-            with seams.using(fused_moe="torch" if dtype is None else "triton"):
-                cases.require_no_trace(build, state, SIZES["vocab_size"], mode, sharding_options, "cuda")
+    kept = {"reshard_after_forward": False}
+    layouts = itertools.product(states, (None, torch.bfloat16), ("auto", "collectives"), ({}, kept))
+    compiled = (states[1], torch.bfloat16, "auto", {"compile_layers": True})
+    for state, dtype, exchange, options in (*layouts, compiled):
+        sharding_options = ShardingOptions(param_dtype=dtype, shard_exchange=exchange, **options)
+        with seams.using(fused_moe="torch" if dtype is None else "triton"):
+            cases.require_no_trace(build, state, SIZES["vocab_size"], "full", sharding_options, "cuda")
     dist.destroy_process_group()
 
 

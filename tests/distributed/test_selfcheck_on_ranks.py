@@ -37,5 +37,5 @@ def test_a_run_after_the_check_is_that_without_it_on_two_gpus():
         pytest.skip("it needs two CUDA devices")
     script = Path(__file__).with_name("selfcheck_on_gpu.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
