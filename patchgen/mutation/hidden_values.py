@@ -118,7 +118,7 @@ def _masks(place: Place) -> list[str]:
 def mask_reduced(place: Place) -> Iterator[statements.Change]:
     """A hidden value is scaled by how many tokens a mask has, or whether any."""
     for name, changed in _hidden(place):
-        masks = [(mask, f"torch.is_tensor({mask})") for mask in _masks(place) if mask != name]
+        masks = [(mask, f"{mask} is not None") for mask in _masks(place) if mask != name]
         if "input_ids" in parameter_names(place.function):
             masks.append(("(input_ids > 20)", "input_ids is not None"))
         for mask, condition in masks:
