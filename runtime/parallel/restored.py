@@ -16,6 +16,7 @@ CONTAINERS = (list, dict, set)
 PLAIN = (Tensor, bool, int, float, str, type(None), tuple, *CONTAINERS)
 """Exactly these types: what is kept in others (the states of FSDP, caches) belongs to what they are for."""
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
+_HOOKS = frozenset(name for name in _OF_ALL_MODULES if "hooks" in name)
 
 
 @contextlib.contextmanager
@@ -43,6 +44,10 @@ def _steps_back(module: nn.Module) -> Iterator[Callable[[], None]]:
     yield partial(_restore, module._buffers, {name: _kept(value) for name, value in module._buffers.items()})
     attributes = {name: _kept(value) for name, value in vars(module).items() if _is_plain(name, value)}
     yield partial(_restore, vars(module), attributes)
+    # Who installs hooks in a first forward keeps a flag that it did: both go.
+    for name in vars(module).keys() & _HOOKS:
+        hooks = vars(module)[name]
+        yield partial(_restore_hooks, hooks, dict(hooks))
 
 
 def _is_plain(name: str, value: Any) -> bool:
@@ -71,3 +76,9 @@ def _restore(values: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None
         elif type(value) in CONTAINERS:
             value.clear()
             value.update(copy)
+
+
+def _restore_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    if hooks.keys() != before.keys():  # in place: handles refer to the dictionary
+        hooks.clear()
+        hooks.update(before)

@@ -110,14 +110,14 @@ def _require_equal_logits(
     """The largest relative difference; None if the model draws random numbers, so that nothing can be compared."""
     # All ranks of a group compute the full sequence; experts stay sharded.
     alone = replace(state, config=replace(state.config, dp_shard=state.config.num_shards, sp=1))
-    layers = Layers(model, state)
+    layers = Layers(model, state, batch["input_ids"])
     run = partial(_logits, model, batch, with_gradients=with_gradients)
     name = type(model).__name__.removeprefix("FSDP")
     # Both start from the same state: what the first forward keeps, or counts, is that of a slice then. The second shows it if
     # it is used before it is kept.
     times = 2 if with_gradients else 1
     try:
-        with layers.recorded(batch["input_ids"].shape[1]), restored(model):
+        with layers.recorded(), restored(model):
             draws = _draws()
             full = [run(alone) for _ in range(times)][-1]
             is_random = not torch.equal(draws, _draws())

@@ -57,9 +57,9 @@ class Layers:
         kind: what differs there: hidden states, router logits or gradients.
     """
 
-    def __init__(self, model: nn.Module, state: ParallelState) -> None:
+    def __init__(self, model: nn.Module, state: ParallelState, input_ids: Tensor) -> None:
         self.worst, self.first, self.kind = 0.0, "", STATES
-        self._state = state
+        self._state, self._ids = state, input_ids
         self._layers, self._parts = _layers_and_parts(model)
         self._routers = _recorded_routers(model)
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
@@ -70,8 +70,9 @@ class Layers:
         self._gradients: dict[tuple[str, int], _Value] = {}
 
     @contextlib.contextmanager
-    def recorded(self, length: int) -> Iterator[None]:
+    def recorded(self) -> Iterator[None]:
         """Records the calls in the block, which computes the full sequence."""
+        length = self._ids.shape[1]
         running: list[Tensor | None] = []
         last_input: list[Tensor] = []
         embeddings = itertools.count()
@@ -95,10 +96,8 @@ class Layers:
             # A copy: the gradient of this use alone. A view would lose its hook where the layer changes its input in place.
             return _with_hook(hidden.clone(), record)
 
-        def embedded(path: str, hidden: Tensor | None) -> None:
-            place = (path, next(embeddings))
-            if hidden is not None and hidden.requires_grad and _row(hidden, length) is not None:
-                hidden.register_hook(partial(self._record_gradient, place))
+        def embedded(path: str, hidden: Tensor) -> None:
+            hidden.register_hook(partial(self._record_gradient, (path, next(embeddings))))
 
         def after(path: str, hidden: Tensor | None) -> None:
             full, hidden_before = _row(hidden, length), running.pop()
@@ -111,7 +110,7 @@ class Layers:
             full = _row(hidden, length)
             self._outputs[path, kind].append(self._value(full, full))
 
-        with self._hooked(before, after, part, embedded):
+        with self._hooked(before, after, part, embedded, self._ids):
             yield
 
     @contextlib.contextmanager
@@ -140,12 +139,11 @@ class Layers:
         def after(path: str, hidden: Tensor | None, kind: str = STATES) -> None:
             self._compare(path, hidden, next(outputs.get((path, kind), iter(())), None), kind)
 
-        def embedded(path: str, hidden: Tensor | None) -> None:
-            place = (path, next(embeddings))
-            if hidden is not None and hidden.requires_grad:
-                hidden.register_hook(partial(self._compare_gradient, place))
+        def embedded(path: str, hidden: Tensor) -> None:
+            hidden.register_hook(partial(self._compare_gradient, (path, next(embeddings))))
 
-        with self._hooked(before, after, after, embedded):
+        local = self._ids.chunk(self._state.sp, dim=1)[self._state.sp_rank]
+        with self._hooked(before, after, after, embedded, local):
             yield
         for path, _ in self._gradients:
             self._note(path, float("inf"), GRADIENTS)  # slices have none there
@@ -195,10 +193,11 @@ class Layers:
         before: Callable[[str, Tensor | None], Tensor | None],
         after: Callable[[str, Tensor | None], None],
         part: _Seen,
-        embedded: Callable[[str, Tensor | None], None],
+        embedded: Callable[[str, Tensor], None],
+        input_ids: Tensor,
     ) -> Iterator[None]:
         """Calls `before` with a layer's input, which its result replaces, and the others with outputs of layers, of their parts,
-        and of the embedding of tokens."""
+        and of the embedding of these ids, if it has a gradient; features may be looked up in the same table."""
         with contextlib.ExitStack() as hooks:
             for path, layer in self._layers:
                 name = next(iter(inspect.signature(layer.forward).parameters), "")
@@ -234,8 +233,9 @@ class Layers:
                 hooks.callback(module.register_forward_hook(logits_of).remove)
             for path, module in self._embeddings:
 
-                def embeddings_of(_, __, output, path=path):
-                    embedded(path, _tensor(output))
+                def embeddings_of(_, args, output, path=path):
+                    if output.requires_grad and args and torch.equal(args[0].to(input_ids), input_ids):
+                        embedded(path, output)
 
                 hooks.callback(module.register_forward_hook(embeddings_of).remove)
             yield

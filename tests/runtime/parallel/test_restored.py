@@ -28,6 +28,8 @@ class Keeping(nn.Module):
         self.longest = 8
         self.seen.append(2)
         self.cached |= {"b": 2}
+        if not hasattr(self, "first"):
+            self.register_forward_hook(lambda *_: None)
         self.first = x.detach().mean()
         return (x * self.weight + torch.rand(2)).sum()
 
@@ -47,6 +49,7 @@ def test_what_a_trial_changes_is_as_before():
     assert model.frequencies is frequencies
     assert not hasattr(model, "new")
     assert not hasattr(model, "first")
+    assert not model._forward_hooks
     assert (model.longest, model.seen, model.cached) == (4, [1], {"a": 1})
     assert model.weight.grad is gradient
     assert gradient.tolist() == [0, 0]
