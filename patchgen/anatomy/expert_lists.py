@@ -270,8 +270,7 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
     count_expressions = frozenset(num_experts_expressions(anatomy, info.name, experts.num_experts, attribute))
     values = {name: ("value", name, -1) for name in parameter_names(method)}
     interpreter = Interpreter(
-        anatomy, info.name, method, values, count_expressions, attribute, constants=experts.constants
-    )
+        anatomy, info.name, method, values, count_expressions, attribute, constants=experts.constants)  # fmt: skip
     terms_above = _run_above(interpreter, method.body, place, local_names(method))
     above = dict(interpreter.values)
     loop = body[place[-1]]
