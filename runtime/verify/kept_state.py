@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 _TENSORS_AND_PARTS = ("_parameters", "_modules")
+_IMMUTABLE = (type(None), bool, int, float, str, type)
 
 
 @contextlib.contextmanager
@@ -63,6 +64,8 @@ def _copied_attributes(holder: object, memo: dict[int, Any]) -> dict[str, Any]:
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, _IMMUTABLE):  # most attributes, and a deep copy of one costs as much as of a small list
+        return value
     if isinstance(value, Tensor) and id(value) not in memo:
         memo[id(value)] = value.detach().clone()
     try:
