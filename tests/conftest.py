@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def seams_as_they_were():
         seams.configure(**dict.fromkeys(seams.names(), seams.EAGER))
 
 
+WHOLE_FILES = (
+    "tests/runtime/doctor/test_doctor_on_vision.py",
+    "tests/patchgen/upgrade/test_drift_under_edits.py",
+    "tests/patchgen/upgrade/test_planted_drift.py",
+)
+"""One process takes a whole file: what its tests share takes long to set up."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
     """One of the test runner's processes takes all tests on ranks: two pools wait for each other where cores are few.
@@ -44,12 +53,31 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 
     class RanksTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if nodeid.startswith("tests/distributed/") else nodeid
+            file = nodeid.partition("::")[0]
+            return "ranks" if file.startswith("tests/distributed/") else file if file in WHOLE_FILES else nodeid
 
     return RanksTogether(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _sample(items)
+    _skip_without_cuda(items)
+
+
+def _sample(items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked `sampled(n)` every n-th is fast, the others are slow."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
+
+
+def _skip_without_cuda(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped without a CUDA device; torch is asked only if there is such a test."""
     # By the marker: among the keywords are the names of folders, that of the checkout too.
     marked = [item for item in items if item.get_closest_marker("gpu")]

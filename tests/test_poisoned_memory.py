@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 POISONED = Path(__file__).parent / "poisoned"
 PLANTED = '''
 import json, subprocess, sys, threading
@@ -47,6 +49,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.slow
 def test_a_planted_reader_is_caught_in_every_process(tmp_path: Path):
     (tmp_path / "planted.py").write_text(PLANTED)
     root = str(Path(__file__).parents[1])

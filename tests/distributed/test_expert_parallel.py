@@ -54,6 +54,7 @@ def test_gradients_that_nobody_waits_for_come_beside_the_next_exchange(mode, two
 
 
 @pytest.mark.parametrize("kind", ["uneven", "no tokens on rank 1", "slots left out"])
+@pytest.mark.sampled(3)
 def test_tokens_sent_before_their_experts_are_known_and_sums_pushed_change_no_bit(kind, two_ranks):
     """Two steps: both times sent ahead, and pushed by the Triton experts."""
     found = two_ranks.run(cases_token_prefetch.tokens_sent_ahead, kind, "triton", changes=False, mode="none")

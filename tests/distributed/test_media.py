@@ -42,6 +42,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("model", "name"), SOME)
+@pytest.mark.sampled(3)
 def test_a_batch_on_two_slices(model, name, two_ranks):
     two_ranks.run(cases.agrees, model, name, sp=2)
 

@@ -47,6 +47,7 @@ def test_any_number_of_documents(kernels, two_ranks):
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "packages"])
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.sampled(3)
 def test_any_number_of_documents_in_a_model(name, kernels, two_ranks):
     """Four value heads and 64 channels of the convolution: 3 and 63 documents have as many bounds."""
     two_ranks.run(cases.model_computes_documents_alone, name, kernels, [1, 3, 63, 70])

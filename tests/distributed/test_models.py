@@ -48,6 +48,7 @@ def _matrix(models: list[str], thin: bool):
 
 
 @pytest.mark.parametrize(("name", "options"), _matrix(["qwen3", *EXPERTS, "qwen3_moe_router_loss"], thin=True))
+@pytest.mark.sampled(3)
 def test_four_ranks_agree_with_one(name, options, four_ranks):
     four_ranks.run(cases.agrees, name, **options)
 
@@ -110,6 +111,7 @@ OPTIONS = {
         for number, option in enumerate(OPTIONS)
     ],
 )
+@pytest.mark.sampled(3)
 def test_options_change_no_number(name, option, two_ranks):
     two_ranks.run(cases.agrees, name, sp=2, ep=2, packed=True, **OPTIONS[option])
 
@@ -138,6 +140,7 @@ def test_compiled_layers_change_no_number(name, two_ranks):
         ("deepseek_v3", "patchgen_sdpa"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_documents_stay_apart(name, attention_name, sp, two_ranks):
     two_ranks.run(cases.documents_stay_apart, name, attention_name, sp)
 
@@ -154,6 +157,7 @@ def test_half_precision_is_near(two_ranks):
 
 @pytest.mark.parametrize("accumulate_unsharded", [False, True])
 @pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"ep": 4}, {"dp_replicate": 2}], ids=str)
+@pytest.mark.sampled(3)
 def test_an_exchange_sums_what_a_reduce_scatter_sums(layout, accumulate_unsharded, four_ranks):
     """In fp32 both, in the same or another order."""
     assert (

@@ -81,6 +81,7 @@ def test_code_that_counts_placeholders_is_refused_at_the_start(two_ranks):
     assert mutants_on_ranks.verdict(two_ranks, subject(judge, moved, old=MERGED)).kind == mutants.EQUAL
 
 
+@pytest.mark.slow
 def test_documents_that_one_process_computes_together_are_no_fault_of_ranks(two_ranks):
     """All tokens of a row are scaled if it has an image: a document of text alone is not."""
     judge, filled = mutants.Judge(upstream.load("gemma3")), FILLED.replace("image_mask", "special_image_mask")

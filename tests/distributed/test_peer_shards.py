@@ -22,6 +22,7 @@ def test_the_numbers_are_fsdps_to_the_bit(small, accumulate_unsharded, two_ranks
 
 
 @pytest.mark.parametrize("piece", [2, 22, 256])
+@pytest.mark.sampled(3)
 def test_large_gradients_leave_in_pieces_to_the_same_bits(piece, four_ranks):
     """Of one element; of some that no shard is a multiple of, and the last shards end in an early one; of most of a shard."""
     four_ranks.run(cases.equals_fsdp, False, writes=True, freeze=None, small=40, piece=piece)

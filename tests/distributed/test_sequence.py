@@ -48,6 +48,7 @@ def test_slices_are_told_from_wholes(two_ranks):
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("name", "heads", "head_sizes", "packed", "options"), ATTENTION)
+@pytest.mark.sampled(3)
 def test_attention_over_slices_equals_attention_over_the_whole(
     name, heads, head_sizes, packed, options, world, two_ranks, four_ranks
 ):

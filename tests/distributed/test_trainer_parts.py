@@ -230,6 +230,7 @@ def test_machines_that_do_not_share_the_run_directory_are_refused(tmp_path, two_
     assert not list((tmp_path / "0").iterdir())
 
 
+@pytest.mark.slow
 def test_a_streamed_run_goes_on_with_other_ranks_and_each_document_comes_once(
     trainer_folder, tmp_path, one_rank, two_ranks, four_ranks
 ):

@@ -27,6 +27,7 @@ def test_torch_backend_equals_the_reference_in_fp64(case: Case):
 
 
 @pytest.mark.parametrize("case", NAMED)
+@pytest.mark.sampled(3)
 def test_torch_backend_in_bf16_errs_no_more_than_the_eager_loop_times_one_and_a_half(case: Case):
     tensors = case.at(hidden_size=128, intermediate_size=64, num_tokens=case.num_tokens * 2).tensors(torch.bfloat16)
     yardstick = run(case, doubled(tensors), "reference")

@@ -19,6 +19,7 @@ TYPES = sorted(path.stem for path in FOLDER.glob("*.txt"))
 
 
 @pytest.mark.parametrize("model", TYPES)
+@pytest.mark.sampled(3)
 def test_generation_gives_what_is_recorded(model: str):
     accounts.compare(FOLDER / f"{model}.txt", accounts.account(load(model)), model)
 

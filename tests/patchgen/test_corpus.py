@@ -1,7 +1,7 @@
 """With imports made absolute every modeling file of the installed transformers comes out as it went in.
 
 The syntax tree is the same but for relative imports, every comment is there, and so is the licence. All files take about
-a minute; the fast suite takes every fifth.
+a minute; the fast suite takes every twenty-fifth.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from patchgen import upstream
 RELEASE = upstream.open_release()
 FILES = RELEASE.all_modeling_files
 SHARDS = 10
-FAST = FILES[::5]
+FAST = FILES[::25]
 
 
 def test_the_corpus_is_the_whole_release():
@@ -28,9 +28,9 @@ def test_the_corpus_is_the_whole_release():
     assert all(path.startswith("models/") for path in FILES)
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", range(2))
 def test_a_sample_comes_out_as_it_went_in(shard: int):
-    check(FAST[shard::SHARDS])
+    check(FAST[shard::2])
 
 
 @pytest.mark.slow

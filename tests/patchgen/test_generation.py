@@ -54,7 +54,7 @@ def touched(generated: pipeline.Generated) -> set[str]:
     return sites | mentions | imports
 
 
-@settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(model=st.sampled_from((*COMMITTED, *OTHERS)))
 def test_code_outside_the_sites_keeps_its_bytes(model: str):
     """Blocks without a hit are upstream's, byte for byte, in upstream's order; in the others, every line that is not
@@ -162,21 +162,21 @@ sys.modules["patchgen.passes"] = None
 spec = importlib.util.spec_from_file_location("generated", sys.argv[1])
 module = sys.modules["generated"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-print(module.Qwen3OmniMoeThinkerForConditionalGeneration.__name__)
+print(module.Qwen3MoeForCausalLM.__name__)
 """
 
 
 def test_a_generated_file_imports_without_the_passes(tmp_path: Path):
     pytest.importorskip("torch")
-    path = tmp_path / "modeling_qwen3_omni_moe.py"
-    path.write_text(pipeline.generate(load("qwen3_omni_moe")).text)
-    assert "Qwen3OmniMoeThinkerForConditionalGeneration" in run(BLOCKED, str(path))
+    path = tmp_path / "modeling_qwen3_moe.py"
+    path.write_text(pipeline.generate(load("qwen3_moe")).text)
+    assert "Qwen3MoeForCausalLM" in run(BLOCKED, str(path))
 
 
 HASHES = """
 import hashlib, sys
 from patchgen import pipeline, upstream
-for model in ("qwen3_moe", "qwen3_next", "qwen3_vl"):
+for model in ("qwen3_moe", "qwen3_vl"):
     for name, text in sorted(pipeline.generate(upstream.load(model)).files.items()):
         print(name, hashlib.sha256(text.encode()).hexdigest())
 print([name for name in sys.modules if name.split(".")[0] in ("torch", "transformers", "numpy", "triton")])

@@ -24,6 +24,7 @@ from patchgen.passes import PASSES
 
 
 @pytest.mark.parametrize("case", ALL, ids=[f"{c.target}: {c.model}: {c.title}" for c in ALL])
+@pytest.mark.sampled(5)
 def test_a_changed_site_is_refused_or_hit_for_a_reason(case: SourceChange):
     """A refusal comes without any config; pinned hits can only add to it. A hit keeps to the pinned hits."""
     origin = edited(UPSTREAM[case.model], *case.edits)
@@ -39,6 +40,7 @@ def test_a_changed_site_is_refused_or_hit_for_a_reason(case: SourceChange):
 
 
 @pytest.mark.parametrize("case", FORMULAS, ids=[c.title for c in FORMULAS])
+@pytest.mark.sampled(3)
 def test_an_unknown_formula_is_noted_and_breaks_the_pinned_hits(case: SourceChange):
     origin = edited(UPSTREAM[case.model], *case.edits)
     generated = pipeline.generate(origin, default_config(case.model))
@@ -106,7 +108,7 @@ def _first_code_line(lines: list[str]) -> str:
     return next((line.strip() for line in lines if line.strip() and not line.strip().startswith("#")), "")
 
 
-@settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize(
     "model",

@@ -126,6 +126,7 @@ def changed(model: str, edits: tuple[tuple[str, str], ...]):
         for case in cases
     ],
 )
+@pytest.mark.sampled(3)
 def test_what_is_not_known_is_left_alone_with_a_note(model: str, title: str, edits, note: str):
     generated = pipeline.generate(edited(upstream(model), *edits), default_config(model))
     notes = [one for step in generated.steps for one in step.outcome.notes]
@@ -191,6 +192,7 @@ def test_state_made_of_data_is_named(edits: tuple[tuple[str, str], ...], named: 
     ],
     ids=["positions", "positions by place", "a device", "a dtype", "a count of calls", "shapes", "a number", "a method of sizes", "a new tensor", "a table that grows", "a value of this call", "a length"],
 )  # fmt: skip
+@pytest.mark.sampled(3)
 def test_what_is_no_state_of_data_is_not_named(edits: tuple[tuple[str, str], ...]):
     assert terms_of(*edits) == ""
 
@@ -251,6 +253,7 @@ MERGERS = "                Qwen3VLVisionPatchMerger(\n"
     ],
     ids=["a call with a number", "a call with the size", "a count of lengths", "a builtin", "a norm over rows", "places", "turned before", "another library's module"],
 )  # fmt: skip
+@pytest.mark.sampled(3)
 def test_a_tower_is_divided_only_where_all_that_it_does_keeps_rows_apart(edit: tuple[str, str], divided: bool):
     one = edited(upstream("qwen3_vl"), edit)
     anatomy = study(source.parse(one.text, one.path), one)
@@ -275,6 +278,7 @@ def test_a_second_convolution_that_no_rank_would_see_the_whole_for_is_refused(ed
 
 
 @pytest.mark.parametrize("mixed", ["padded_embed.mean(0)", "padded_embed.roll(1, 0)", "len(padded_embed)"])
+@pytest.mark.sampled(3)
 def test_chunks_of_sound_that_are_mixed_are_convolved_whole(mixed: str):
     def text(*edits) -> str:
         return pipeline.generate(changed("qwen2_5_omni", edits), config_for("qwen2_5_omni")).text

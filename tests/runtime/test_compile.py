@@ -77,6 +77,7 @@ def assert_close(got, expected, dtype):
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
 )
 @pytest.mark.parametrize("kind, seam", [("dense", "eager"), ("experts", "eager"), ("experts", "torch")])
+@pytest.mark.sampled(3)
 def test_a_training_step_compiles_in_one_graph(kind, seam, dtype, backend):
     upstream, generated = pair(kind, dtype)
     expected = step(upstream.train())
@@ -90,6 +91,7 @@ def test_a_training_step_compiles_in_one_graph(kind, seam, dtype, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind, seam", [("dense", "eager"), ("experts", "eager"), ("experts", "torch")])
+@pytest.mark.sampled(3)
 def test_generate_compiles_its_decode_step_in_one_graph(kind, seam, backend):
     """As `generate` does by itself on a GPU with a static cache."""
     results = []
@@ -121,6 +123,7 @@ def test_the_default_loss_compiles_with_a_head_that_caps_its_logits():
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+@pytest.mark.sampled(3)
 def test_a_compiled_layer_that_keeps_less_has_the_same_gradients(mode):
     """fp32, which torch's grouped product has no trace for; with the runtime's checkpointing around each layer."""
     upstream, model = pair("experts", torch.float32)

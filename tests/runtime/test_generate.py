@@ -130,6 +130,7 @@ def assert_same(way: Callable, upstream, generated) -> bool:
 
 
 @pytest.mark.parametrize("name, head", chosen_models.heads(committed()))
+@pytest.mark.sampled(3)
 def test_every_way_of_generating_is_upstreams(name, head):
     pair = pair_of(name, head)
     served = [way for way, generate in WAYS.items() if assert_same(generate, pair.upstream, pair.generated)]

@@ -9,6 +9,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -60,6 +61,7 @@ def test_transformers_trainer(tmp_path):
     assert compare(run) == {"fused_moe": LAYERS * (STEPS * 2 + 1), "causal_lm_loss": STEPS * 2}
 
 
+@pytest.mark.slow
 def test_peft_in_transformers_trainer(tmp_path):
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
@@ -88,6 +90,7 @@ def test_trl_sft(tmp_path):
     compare(run)
 
 
+@pytest.mark.slow
 def test_trl_dpo(tmp_path):
     from trl import DPOConfig, DPOTrainer
 
@@ -101,6 +104,7 @@ def test_trl_dpo(tmp_path):
     compare(run)
 
 
+@pytest.mark.slow
 def test_trl_grpo(tmp_path):
     """Completions are generated with upstream's attention: the same seed gives the same ones."""
     from trl import GRPOConfig, GRPOTrainer

@@ -109,6 +109,7 @@ def check(model: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sampled(3)
 def test_upstreams_values_on_random_samples(model: str) -> None:
     for number in range(NUM_SAMPLES):
         check(model, number)

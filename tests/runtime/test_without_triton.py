@@ -46,6 +46,7 @@ assert any(parameter.grad is not None for parameter in model.parameters())
     ],
     ids=["modules", "experts", "linear attention"],
 )
+@pytest.mark.sampled(3)
 def test_models_run_without_triton(code: str):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WITHOUT_TRITON + code)], capture_output=True, text=True, check=False

@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,6 +107,7 @@ def _carry_a_copy() -> None:
 
 
 @needs_gluon
+@pytest.mark.slow
 def test_the_kernel_compiles_for_hopper_without_one(tmp_path):
     """Four products per step for each of two groups of warps, the narrow ones where the columns need them; within the
     shared memory of a multiprocessor, nothing spilled, and no compiler's trap."""

@@ -75,6 +75,7 @@ def test_adapters_are_what_the_merged_weights_compute(case: Case):
 
 @pytest.mark.skipif(on_gpu, reason="the kernels take fp32 in the interpreter only")
 @pytest.mark.parametrize(("case", "rank", "which"), INTERPRETED, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.sampled(3)
 def test_triton_kernels_equal_the_reference_in_the_interpreter(case: Case, rank: int, which: tuple[str, ...]):
     tensors, factors = case.tensors(torch.float32), factors_of(case, rank, torch.float32, which)
     expected, found = (run_adapted(case, tensors, factors, backend) for backend in ("reference", "triton"))

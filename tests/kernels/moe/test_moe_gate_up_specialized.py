@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,6 +145,7 @@ def test_no_loop_carries_a_plain_copy():
 
 
 @needs_gluon
+@pytest.mark.slow
 def test_the_kernel_compiles_for_hopper_without_one(tmp_path):
     """Four products per step for each of two groups of warps; within the shared memory of a multiprocessor, nothing
     spilled, and no compiler's trap."""

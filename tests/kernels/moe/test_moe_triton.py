@@ -45,6 +45,7 @@ INTERPRETED = [
 
 @pytest.mark.skipif(on_gpu, reason="the kernels take fp32 in the interpreter only")
 @pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+@pytest.mark.sampled(3)
 def test_kernels_equal_the_reference_in_the_interpreter(case: Case):
     tensors = case.tensors(torch.float32)
     expected, found = run(case, tensors, "reference"), run(case, tensors, "triton")

@@ -78,6 +78,7 @@ MODELS = list(PLACES)
 @pytest.mark.parametrize(
     ("model", "name"), [(MODELS[number % len(MODELS)], name) for number, name in enumerate(PLANTS)]
 )
+@pytest.mark.sampled(3)
 def test_what_is_handed_on_or_put_in_anothers_place_is_named(model, name):
     origin = replace(upstream_of(model), text=planted(upstream_of(model).text, model, name))
     anatomy = study(source.parse(origin.text, origin.path), origin)

@@ -161,6 +161,7 @@ BATCHED = {
 
 
 @pytest.mark.parametrize("case", BATCHED)
+@pytest.mark.sampled(3)
 def test_what_only_looks_like_products_of_all_experts_is_unread(case):
     with pytest.raises(Missed):
         read("Llama4TextExperts", BATCHED[case])

@@ -120,6 +120,7 @@ MIXED = (
 
 @pytest.mark.parametrize("model", HEADS)
 @pytest.mark.parametrize("code", MIXED)
+@pytest.mark.sampled(3)
 def test_logits_of_several_tokens_are_refused(model: str, code: str):
     """-1 is the order of the norm there, or another dimension."""
     origin = load(model)

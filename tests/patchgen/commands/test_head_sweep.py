@@ -21,6 +21,7 @@ def rows() -> list[dict]:
     return head_sweep.examine("t5", HEADS, wheels.installed_version())
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_is_proven_with_its_own_loss(rows):
     assert {row["kind"]: (row["status"], row["reason"]) for row in rows}["conditional"] == ("proven", "")
 

@@ -144,6 +144,7 @@ def edited(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelUpgrade, Mode
 
 
 @pytest.mark.parametrize(("edit", "drift"), UNDER_EDITS, ids=lambda one: getattr(one, "id", type(one).__name__))
+@pytest.mark.sampled(3)
 def test_drift_under_a_hand_edit_needs_a_person(edit: Edit, drift: Drift, edited: tuple[ModelUpgrade, ModelUpgrade]):
     same, moved = edited
     assert (same.verdict, same.sites) == (SAME, ())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,6 +48,23 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     for file in sorted(Path(folder).glob("*.safetensors")):
         found |= load_file(file)
     return found
+
+
+def storages() -> dict[int, int]:
+    """The bytes of every tensor that Python can reach, by address: not of what `gc.freeze` has set apart."""
+    gc.collect()
+    alive = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    return {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive if one.device.type == "cpu"
+    }
+
+
+def new_bytes(request) -> Callable[[], int]:
+    """Counts the bytes of tensors that are made from here on; `request`: of the test, after which all is collected again."""
+    before = storages()
+    gc.freeze()  # a process that has run other tests has a million objects: going through them takes a second
+    request.addfinalizer(gc.unfreeze)
+    return lambda: sum(size for address, size in storages().items() if address not in before)
 
 
 def rewrite(folder: Path, target: Path, change) -> Path:

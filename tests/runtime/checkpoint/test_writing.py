@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import shutil
 import subprocess
@@ -116,24 +115,15 @@ def test_files_of_other_names_stay(original, tmp_path):
     ]
 
 
-def test_one_tensor_is_in_memory_at_a_time(original, tmp_path, monkeypatch):
+def test_one_tensor_is_in_memory_at_a_time(original, tmp_path, monkeypatch, request):
     """What exists beside the model while a folder is written is less than twice its largest tensor."""
-
-    def held() -> int:
-        gc.collect()
-        found = {}
-        for one in gc.get_objects():
-            if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "cpu":
-                found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
-        return sum(found.values())
-
     largest = max(parameter.numel() * 4 for parameter in original.parameters())
-    before, most = held(), []
+    held, most = small_models.new_bytes(request), []
     write = writing.FolderWriter.write
 
     def measured(self, output, tensor):
         if output.num_bytes * 2 > largest:
-            most.append(held() - before)
+            most.append(held())
         write(self, output, tensor)
 
     monkeypatch.setattr(writing.FolderWriter, "write", measured)

@@ -58,6 +58,7 @@ def test_the_verdicts_are_those_of_the_full_model_within_the_limit(toy, peak_byt
 
 
 @pytest.mark.parametrize("fault", planted.PROMISED)
+@pytest.mark.sampled(5)
 def test_a_planted_fault_is_found_layer_by_layer(toy, fault, tmp_path):
     report = examine(planted.planted(toy, fault, tmp_path / "planted"), skip=SLOW, memory=LIMIT)
     assert planted.is_found(planted.finding(report, fault), fault), report.text()

@@ -65,6 +65,7 @@ def test_sound_pairs_pass_and_both_halves_are_shown(toy, tmp_path):
     assert "0.0" in report["first loss"].summary  # of the chosen halves, which the toy knows by heart
 
 
+@pytest.mark.slow
 def test_a_step_on_pairs_has_its_reference_on_one_rank_and_on_several(toy, tmp_path):
     checks = {check.name for check in CHECKS} - {"step", "layout"}
     report = examined(toy, tmp_path, pairs(), "dpo", skip=tuple(checks))

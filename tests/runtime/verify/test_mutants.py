@@ -20,18 +20,17 @@ from patchgen.runtime.verify.kept_state import state_kept
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.mutants import Judge
 
-# Dense, experts, shared experts, a convolution for a mixer, sinks, images: files that are read in a moment.
-MODELS = ("llama", "olmo2", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "lfm2", "smolvlm")
-EACH = 25
+# Dense, experts, a convolution for a mixer, images: files that are read in a moment; in this order two processes take equally long.
+DRAWN = {"llama": 35, "smolvlm": 45, "olmo2": 35, "lfm2": 45, "mixtral": 40}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", DRAWN)
 def test_drawn_mutants_are_refused_or_equal(model: str):
-    rows = list(try_mutants(model, seed=MODELS.index(model), count=EACH))
+    rows = list(try_mutants(model, seed=0, count=DRAWN[model]))
     summary = summarise(rows)
     assert summary["wrong"] == []
-    assert summary["verdicts"].get(EQUAL, 0) + summary["verdicts"].get(REFUSED, 0) == EACH
-    assert sum(row["verdict"] != NOT_RUN for row in rows) == EACH
+    assert summary["verdicts"].get(EQUAL, 0) + summary["verdicts"].get(REFUSED, 0) == DRAWN[model]
+    assert sum(row["verdict"] != NOT_RUN for row in rows) == DRAWN[model]
 
 
 def edited(text: str, old: str, new: str) -> Mutant:

@@ -87,6 +87,7 @@ ONLY_IN_A_RUN = ("the kernel's experts turned",)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.sampled(3)
 def test_a_fault_in_the_generated_file_is_found(fault, made, tmp_path):
     old, new, told = FAULTS[fault]
     shutil.copytree(made.directory, tmp_path / "lattice_moe", ignore=shutil.ignore_patterns("__pycache__"))

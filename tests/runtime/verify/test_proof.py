@@ -46,6 +46,7 @@ def prove_with(tmp_path, model_type, *edits, **options):
 @pytest.mark.parametrize(
     "model_type", ["llama", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "gpt2"]
 )
+@pytest.mark.sampled(3)
 def test_the_same_code_is_proven_in_every_variant(tmp_path, model_type):
     proof = prove_with(tmp_path, model_type, variants=None)
     assert proof.failures == []
@@ -61,6 +62,7 @@ def test_the_variants_of_qwen3_moe_are_those_its_config_knows(tmp_path):
     assert proof.dead_parameters == ()
 
 
+@pytest.mark.slow
 def test_a_thinker_is_proven_from_its_own_config_with_text(tmp_path):
     head = "Qwen3OmniMoeThinkerForConditionalGeneration"
     folder = write_stand_in(tmp_path, "qwen3_omni_moe", head=head)

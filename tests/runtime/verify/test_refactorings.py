@@ -131,6 +131,7 @@ def judge(model: str) -> Judge:
 
 
 @pytest.mark.parametrize("case", REFACTORINGS, ids=[f"{case.model}: {case.title}" for case in REFACTORINGS])
+@pytest.mark.sampled(5)
 def test_a_refactoring_is_refused_or_equal(case: Refactoring):
     text = judge(case.model).origin.text
     for old, new in case.edits:
