@@ -14,9 +14,10 @@ layout.py               transformers' own conversions on such tensors
 safetensor_files.py     headers of safetensors files        writing.py   writes such files
 file_reader.py          reads their data                saved_shards.py   tensors of training checkpoints
 placement.py            which rank holds which region       staging.py   copies while training goes on
-model_files.py          configs, tokenizers, meta models    folders.py   says what a wrong folder holds
+model_files.py          configs, tokenizers, meta models    folders.py   describes a folder of another kind
 initialise.py           parameters that are not loaded      finite.py, host_memory.py   for fast reads
-optimizer_state.py      of a run; manifest.py, saved_steps.py, small_files.py, tensor_index.py   its files
+optimizer_state.py      an optimizer's state by parameter name
+manifest.py, saved_steps.py, small_files.py, tensor_index.py   the files that train_state.py saves
 """
 
 from patchgen.runtime.checkpoint.errors import CheckpointError

@@ -2,8 +2,8 @@
 
     export_pretrained(model, "runs/one/export", source="/models/Qwen3-30B-A3B", dtype=torch.bfloat16)
 
-The full tensors of the output that a rank has at a time are together no larger than the largest one. Each file is written
-by one rank; for each tensor, ranks that hold a region of it send that to the writer:
+The full tensors that a rank holds at any time are together no larger than the largest one. Each file is written by one rank;
+the ranks that hold a region of a tensor send it to the rank that writes the tensor's file:
 
     rank 0: experts 0-3   -+
     rank 1: experts 4-7    +->  experts.5.up_proj [I, H]  ->  its file, written by rank 2
@@ -74,8 +74,9 @@ def export_pretrained(
         trained_only: write only the model, with its own config.
 
     Raises:
-        CheckpointError: on every rank, naming rank, file and key, as soon as one rank fails; no such layout, adapters in the
-            model, or no folder of the untrained part. Earlier files are unchanged, unless it says that the folder is incomplete.
+        CheckpointError: on every rank, naming rank, file and key, as soon as one rank fails; also for an unknown layout,
+            adapters in the model, or no folder of the untrained part. Earlier files are unchanged, unless the message says
+            otherwise.
     """
     directory = Path(directory)
     tensors = saved_tensors(model)
@@ -84,26 +85,26 @@ def export_pretrained(
         require_no_adapters(model)
         leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
         origin, folder = getattr(model, "checkpoint_origin", None), Path(source) if source is not None else None
-        outputs, others = outputs_and_files(
+        outputs, other_files = outputs_and_files(
             model, leaves, origin, folder, layout=layout, dtype=dtype, trained_only=trained_only
         )
-        return others, plan_files(outputs, max_file=max_file), _Gatherer(tensors)
+        return other_files, plan_files(outputs, max_file=max_file), _Gatherer(tensors)
 
-    others, files, gatherer = run_on_all_ranks(
+    other_files, files, gatherer = run_on_all_ranks(
         prepare, f"{directory} could not be written; its earlier content is unchanged:"
     )
     writer = FolderWriter(directory, files)
     for round_ in _rounds([(file, output) for file in files for output in file.outputs]):
         if not _write_round(writer, gatherer, round_):
             break
-    writer.close(others)
+    writer.close(other_files)
 
 
 def _write_round(writer: FolderWriter, gatherer: _Gatherer, round_: Sequence[tuple[PlannedFile, Output]]) -> bool:
     """Gathers and writes the tensors of a round; False, with nothing written, if a rank has failed."""
     exchange = writer.attempt(lambda: gatherer.prepare(round_))
     try:
-        if gatherer.any_rank(writer.has_failed):  # others would wait for its tensors
+        if gatherer.any_rank(writer.has_failed):  # the other ranks would wait for its tensors
             return False
         assert exchange is not None, "this rank has not failed"
         exchange.run()
@@ -152,7 +153,7 @@ def outputs_and_files(
 def most_common_dtype(outputs: Sequence[Output]) -> torch.dtype | None:
     """The floating-point dtype of most bytes, for the config; None: there is none.
 
-    The first tensor may be one of the few that upstream keeps in fp32.
+    Not that of the first tensor, which may be one of the few that upstream keeps in fp32.
     """
     sizes: Counter[torch.dtype] = Counter()
     for output in outputs:
@@ -182,13 +183,13 @@ def plan_outputs(
     """
     require_no_adapters(model)
     leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
-    written = disassemble(model, leaves, layout=layout, origin=getattr(model, "checkpoint_origin", None))
-    return make_outputs(model, written, dtype)
+    to_write = disassemble(model, leaves, layout=layout, origin=getattr(model, "checkpoint_origin", None))
+    return make_outputs(model, to_write, dtype)
 
 
 def require_no_adapters(model: nn.Module) -> None:
     """Raises CheckpointError for a model with PEFT adapters: its weights have other names, and lack what the adapters add."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # not imported: there are no adapters
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # None if peft was not imported: then there are no adapters
     layers = (name for name, module in model.named_modules() if tuners and isinstance(module, tuners.BaseTunerLayer))
     first = next(layers, None)
     if first is not None:
@@ -198,7 +199,7 @@ def require_no_adapters(model: nn.Module) -> None:
         )
 
 
-def make_outputs(model: nn.Module, written: dict[str, LazyTensor], dtype: torch.dtype | None) -> list[Output]:
+def make_outputs(model: nn.Module, to_write: dict[str, LazyTensor], dtype: torch.dtype | None) -> list[Output]:
     """The tensors to write, with their dtypes."""
     # transformers loads these in fp32, so they keep their precision.
     kept_in_fp32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -208,7 +209,7 @@ def make_outputs(model: nn.Module, written: dict[str, LazyTensor], dtype: torch.
         keep = current == torch.float32 and any(f".{part}." in f".{name}." for part in kept_in_fp32)
         return current if dtype is None or not current.is_floating_point or keep else dtype
 
-    return [Output(name, lazy, stored_dtype(name, lazy.dtype)) for name, lazy in written.items()]
+    return [Output(name, lazy, stored_dtype(name, lazy.dtype)) for name, lazy in to_write.items()]
 
 
 def _rounds(work: Sequence[tuple[PlannedFile, Output]]) -> Iterator[list[tuple[PlannedFile, Output]]]:
@@ -236,13 +237,13 @@ class _Exchange:
 
     Attributes:
         operations: sends and receives, in the same order on both ranks of each.
-        arrivals: (view of a tensor, the buffer to copy to it), where the view is not contiguous.
+        receive_buffers: (view of an output, the buffer to copy into it), where the view is not contiguous.
         outputs: what this rank writes: the output, its tensor on the device, and the plan with its final copies; None
             instead of the last two for a tensor that is copied from a file.
     """
 
     operations: list[dist.P2POp] = field(default_factory=list)
-    arrivals: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    receive_buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     outputs: list[tuple[PlannedFile, Output, tuple[Tensor, ReadPlan] | None]] = field(default_factory=list)
 
     def run(self) -> None:
@@ -252,8 +253,8 @@ class _Exchange:
 
     def full_tensors(self) -> Iterator[tuple[Output, Tensor]]:
         """The tensors that this rank writes, on the CPU."""
-        for target, arrived in self.arrivals:
-            target.copy_(arrived)
+        for target, buffer in self.receive_buffers:
+            target.copy_(buffer)
         with FileReader() as reader:
             for file, output, gathered in self.outputs:
                 with _naming_tensor(file, output):
@@ -300,13 +301,13 @@ class _Gatherer:
             CheckpointError: naming the tensor that this rank fails to prepare.
         """
         exchange = _Exchange()
-        transfers = itertools.count()  # tags, the same on all ranks
+        tags = itertools.count()  # the same on all ranks
         for file, output in round_:
             with _naming_tensor(file, output):
-                self._prepare(file, output, exchange, transfers)
+                self._prepare(file, output, exchange, tags)
         return exchange
 
-    def _prepare(self, file: PlannedFile, output: Output, exchange: _Exchange, transfers: Iterator[int]) -> None:
+    def _prepare(self, file: PlannedFile, output: Output, exchange: _Exchange, tags: Iterator[int]) -> None:
         is_writer = file.writer == self._rank
         if isinstance(output, CopiedTensor):
             exchange.outputs += [(file, output, None)] if is_writer else []
@@ -320,7 +321,7 @@ class _Gatherer:
                 if overlap is None:
                     continue
                 sender = file.writer if file.writer in holders else holders[file.writer % len(holders)]
-                tag = next(transfers)
+                tag = next(tags)
                 target = narrow_to(view, region, overlap)
                 if self._rank == sender:
                     piece = narrow_to(self._local[stored.name], held_region, overlap)
@@ -330,10 +331,10 @@ class _Gatherer:
                         sent = piece.to(self._device, output.dtype).contiguous()
                         exchange.operations.append(dist.P2POp(dist.isend, sent, file.writer, tag=tag))
                 elif is_writer:
-                    arrived = target if target.is_contiguous() else torch.empty_like(target).contiguous()
-                    exchange.operations.append(dist.P2POp(dist.irecv, arrived, sender, tag=tag))
-                    if arrived is not target:
-                        exchange.arrivals.append((target, arrived))
+                    buffer = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+                    exchange.operations.append(dist.P2POp(dist.irecv, buffer, sender, tag=tag))
+                    if buffer is not target:
+                        exchange.receive_buffers.append((target, buffer))
         if is_writer:
             exchange.outputs.append((file, output, (out, plan)))
 

@@ -1,4 +1,4 @@
-"""Reads regions of stored tensors into tensors, casting and checking for NaN on the way.
+"""Reads regions of stored tensors into tensors in memory, casting and checking for NaN on the way.
 
 Bytes are read with `pread` directly into the target: mapped files would count as memory of this process, and another copy
 would cost as much as the read.
@@ -33,9 +33,10 @@ BLOCK = 4 << 20
 """Bytes that are read and checked at a time: they should fit into the processor's cache."""
 MAX_BUFFERS = 1024
 """Buffers of one `preadv`: IOV_MAX of Linux and macOS."""
-OPEN_FILES = 8
-"""Files that a thread keeps open."""
+MAX_OPEN_FILES = 8
+"""The most files that a thread keeps open."""
 ALIGNMENT = 64
+"""Bytes to which tensors are aligned in the staging buffer."""
 DONT_CACHE = 0x80
 """Linux' RWF_DONTCACHE (6.14 and newer): drops the pages that a read brought into the page cache."""
 SHORT_RUN = 64 << 10
@@ -72,8 +73,8 @@ class FileReader:
 
     Attributes:
         keeps_pages: False: what is read does not stay in the page cache, if the system supports that. Allocating pages that
-            are not read again takes longer than the disk.
-        may_be_infinite: keys of tensors with bounds or masks: buffers, not weights.
+            are not read again takes longer than reading from disk.
+        may_be_infinite: keys of tensors that may have infinite values: buffers (bounds, masks), not weights.
         bytes_read: the number of bytes read.
     """
 
@@ -106,9 +107,9 @@ class FileReader:
             raise CheckpointError(problem)
 
     def read_in_order(self, reads: Iterable[tuple[StoredTensor, Region, Tensor]]) -> dict[str, str]:
-        """`read` for each, which come in file order; returns the first problem of each key.
+        """Like `read` for each of `reads`, which are in file order; returns the first problem of each key.
 
-        Contiguous bytes of several tensors are one read: the system reads ahead, and drops pages, in units that are
+        Contiguous bytes of several tensors are read at once: the system reads ahead, and drops pages, in units that are
         independent of tensors.
         """
         problems: dict[str, str] = {}
@@ -134,14 +135,14 @@ class FileReader:
         return self._fill(runs) | problems
 
     def _read(self, stored: StoredTensor, region: Region, out: Tensor, offset: int | None = None) -> dict[str, str]:
-        """The problems, by key; `offset` of the tensor, if it is not that of `stored`."""
+        """Reads a region; returns the problems, by key. `offset` is the tensor's in the file, if not `stored.offset`."""
         if out.numel() == 0:
             return {}
         offset = stored.offset if offset is None else offset
         offset_in_tensor, is_one_run = _locate(stored, region)
         if is_one_run:
             return self._read_run(stored, offset + offset_in_tensor, out.view(1) if out.ndim == 0 else out)
-        # Rows of the first dimension: each a region, or, if they are short, read with the bytes between.
+        # Rows of the first dimension: read one by one, or, if they are short, together with the bytes between them.
         problems: dict[str, str] = {}
         lengths, sizes = region_shape(region), stored.shape
         row_bytes = math.prod(sizes[1:]) * stored.dtype.itemsize
@@ -214,7 +215,7 @@ class FileReader:
             for run in block:
                 # An element that is split between two blocks belongs to the second.
                 start, end = (max(0, edge - run.offset) // run.values.itemsize for edge in (position, position + got))
-                invalid = self._not_finite(run.stored.name, run.values[start:end])
+                invalid = self._invalid_values(run.stored.name, run.values[start:end])
                 if invalid:
                     problems.setdefault(run.stored.name, f"{run.stored.name} in {run.stored.file} holds {invalid}.")
             position += got
@@ -227,8 +228,8 @@ class FileReader:
             self.bytes_read += sum(run.values.nbytes for run in runs)
         return problems
 
-    def _not_finite(self, name: str, values: Tensor) -> str:
-        """What values have that no weight may have; "" if nothing."""
+    def _invalid_values(self, name: str, values: Tensor) -> str:
+        """What the values contain that this tensor may not have, in words; "" if nothing."""
         if not values.is_floating_point() or is_finite(values):
             return ""
         if bool(values.isnan().any()):
@@ -249,7 +250,7 @@ class FileReader:
         """A descriptor of this thread, because the system reads ahead per descriptor; a few are kept open."""
         descriptors = self._local.__dict__.setdefault("descriptors", {})
         if file not in descriptors:
-            if len(descriptors) >= OPEN_FILES:
+            if len(descriptors) >= MAX_OPEN_FILES:
                 oldest = descriptors.pop(next(iter(descriptors)))
                 with self._lock:
                     self._descriptors.remove(oldest)
@@ -283,8 +284,8 @@ def _flat(out: Tensor) -> Tensor:
 def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> dict[str, str]:
     """Copies values to `out`, unless its dtype cannot represent one of them.
 
-    Returns the problem, by key: a finite value that would become infinite, or an integer, or a value cast to an integer, that
-    would change.
+    Returns the problem, by key: a finite value that would become infinite, an integer that would change, or a value that a
+    cast to an integer would change.
     """
     lost = _unrepresentable(values, out.dtype)
     if lost is not None:

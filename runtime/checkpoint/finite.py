@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a floating-point tensor on the CPU has no NaN and no infinity: as integers, these are larger than all others.
+    """Whether a floating-point tensor on the CPU has no NaN and no infinity.
 
-    Uses numpy, which stays in the calling thread: torch would wake its thread pool for every block of every reader.
+    Read as integers, these are larger than all other values. Uses numpy, which stays in the calling thread: torch would wake
+    its thread pool for every block of every reader.
     """
     if tensor.numel() == 0:
         return True

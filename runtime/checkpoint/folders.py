@@ -25,7 +25,7 @@ def describe(path: Path) -> str:
     ):
         return f"{path} holds training checkpoints: `patchgen export {path} --output DIR` writes their weights."
     if any(path.glob("*.safetensors")):
-        return f"{path} is a Hugging Face checkpoint: load it, or `patchgen convert {path} DIR` rewrites it."
+        return f"{path} is a Hugging Face checkpoint: load it, or rewrite it with `patchgen convert {path} DIR`."
     others = sorted(file.name for pattern in OTHER_WEIGHTS for file in path.glob(pattern))
     if others:
         return (

@@ -19,7 +19,7 @@ PAGE = 2 << 20
 def prefer_large_pages(tensor: Tensor) -> None:
     """Asks the kernel for large pages for the storage of `tensor`; pages that were already written keep their size.
 
-    Only pages entirely inside of the storage are affected. Does nothing on systems other than Linux, and for tensors on a GPU.
+    Only pages entirely inside the storage are affected. Does nothing on systems other than Linux, and for tensors on a GPU.
     """
     if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return

@@ -2,7 +2,7 @@
 
 weights = IncrementalLoader(model, "/models/Qwen3-235B-A22B") # reads headers, refuses what `load_pretrained` refuses
 weights.read({"model.norm.weight": tensor})                   # fills it, converted as a load converts it
-problems = list(weights.export_differences())                 # there and back again, one tensor in memory at a time
+problems = list(weights.export_differences())                 # converts back and compares, one tensor in memory at a time
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class IncrementalLoader:
 
     Args:
         model: on any device, not sharded; its `checkpoint_origin` is set.
-        directory: this and the others as in `load_pretrained`.
+        directory, allow_missing, allow_unexpected, seed: as in `load_pretrained`.
 
     Raises:
-        CheckpointError: `load_pretrained` would raise it before it reads weights.
+        CheckpointError: where `load_pretrained` raises it before it reads weights.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class IncrementalLoader:
 
     @torch.no_grad()
     def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fills tensors of the model, by the first of their names in its state dict, in their own dtypes.
+        """Fills tensors of the model in their own dtypes; a tied one is given by the first of its names in the state dict.
 
         Raises:
-            CheckpointError: the file and key of a tensor that cannot be read or has NaN, or differing copies of a tied tensor.
+            CheckpointError: naming file and key of a tensor that cannot be read or has NaN, or of tied copies that differ.
         """
         match = self._match
         initialise(self.model, [name for name in match.initialised if name in tensors], seed=self.seed)
@@ -73,7 +73,7 @@ class IncrementalLoader:
     def export_differences(self) -> Iterator[str]:
         """How an export of these weights would differ from the checkpoint, a sentence per tensor.
 
-        Converts there and back and compares with the files, one tensor in memory at a time; writes nothing. Tensors
+        Converts the parameters back and compares them with the files, one tensor in memory at a time; writes nothing. Tensors
         that the checkpoint lacks, and those that an export copies from it, are left out.
         """
         stored, match, saved = read_folder(self.directory), self._match, saved_tensors(self.model)
@@ -86,10 +86,10 @@ class IncrementalLoader:
         outputs, _ = outputs_and_files(
             self.model, parameters, match.origin, self.directory, layout=None, dtype=None, trained_only=False
         )
-        copied = {part.name for name, _ in match.copies for part in leaves(match.parameters[name])}
+        tied_copy_keys = {part.name for name, _ in match.copies for part in leaves(match.parameters[name])}
         yield from sorted(
             f"{key} is only in the checkpoint."
-            for key in stored.keys() - {output.name for output in outputs} - copied - set(match.ignored)
+            for key in stored.keys() - {output.name for output in outputs} - tied_copy_keys - set(match.ignored)
         )
         with FileReader(may_be_infinite=self._may_be_infinite) as reader:
             for output in outputs:

@@ -44,7 +44,8 @@ at one stream are slower."""
 PIECE = STAGING
 """The largest read: larger tensors are split, so that several threads can read them."""
 MAX_CACHED = 0.25
-"""Files larger than this share of the available memory do not stay in the page cache."""
+"""A checkpoint larger than this share of the available memory does not stay in the page cache, unless several ranks read the
+same tensors of it."""
 SMALL_TENSOR = 1 << 20
 """Bytes up to which it does not matter that every rank reads the same tensor from disk."""
 COMPUTED_BUFFERS = (".rotary_emb.inv_freq",)
@@ -97,7 +98,7 @@ def load_pretrained(
     """Fills the parameters and buffers of `model`, in place and in their own dtypes. Collective.
 
     Args:
-        model: generated or of transformers, sharded by `sharding.shard_model` or not. A model on the meta device is
+        model: a generated one or transformers' own, sharded by `sharding.shard_model` or not. A model on the meta device is
             materialised first, on the device of its mesh or the CPU.
         directory: safetensors files with or without an index, and `config.json`.
         allow_missing: patterns (`lm_head.*`) of names that the checkpoint may lack: these are initialised.
@@ -187,7 +188,7 @@ def match_checkpoint(
             copies.append((name, owner))
         else:
             loaded_names[owner] = name
-    upstream_allows = _patterns(model, "_keys_to_ignore_on_load_missing")
+    upstream_allows = _regexes(model, "_keys_to_ignore_on_load_missing")
     initialised = [
         name
         for name in missing_names(model, assembly)
@@ -282,11 +283,11 @@ def require_same_type(model: PreTrainedModel, directory: Path) -> None:
     quantised = config.get("quantization_config")
     if quantised:
         raise CheckpointError(
-            f"{directory} holds quantised weights ({quantised.get('quant_method', 'unnamed')}): they cannot be trained "
-            "on. Use the bf16 release, or dequantise it first."
+            f"{directory} holds quantised weights ({quantised.get('quant_method', 'unnamed')}), which cannot be "
+            "trained. Use the bf16 release, or dequantise the checkpoint first."
         )
     stored_type = config.get("model_type")
-    # A part of a composite model (a thinker, a text tower) loads from the checkpoint of all of it.
+    # A part of a composite model (a thinker, a text tower) loads from the checkpoint of the whole model.
     stored_types = {stored_type} | {value.get("model_type") for value in config.values() if isinstance(value, dict)}
     own_config = model.config
     model_types = {own_config.model_type} | {
@@ -301,7 +302,7 @@ def require_same_type(model: PreTrainedModel, directory: Path) -> None:
 
 def ignored_by_upstream(model: nn.Module, unexpected: Sequence[str]) -> set[str]:
     """The unexpected keys that upstream's class ignores."""
-    patterns = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+    patterns = _regexes(model, "_keys_to_ignore_on_load_unexpected")
     return {key for key in unexpected if _matches_regex(key, patterns) or key.endswith(COMPUTED_BUFFERS)}
 
 
@@ -319,7 +320,7 @@ def distinct_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in copies}
 
 
-def _patterns(model: nn.Module, attribute: str) -> set[str]:
+def _regexes(model: nn.Module, attribute: str) -> set[str]:
     return set(getattr(model, attribute, None) or ())
 
 
@@ -399,7 +400,7 @@ def _spans(reads: Iterable[tuple[Leaf, Region, Tensor]]) -> list[list[tuple[Stor
 
 
 def _pieces(stored: StoredTensor, region: Region, out: Tensor) -> list[tuple[Region, Tensor]]:
-    """A region split along its first dimension into pieces of at most PIECE bytes, where single rows are not larger."""
+    """A region split along its first dimension into pieces of at most PIECE bytes, unless a single row is larger."""
     length = out.shape[0] if out.ndim else 1
     step = max(1, PIECE * length // max(out.numel() * stored.dtype.itemsize, 1))
     if step >= length:

@@ -37,7 +37,7 @@ from patchgen.runtime.checkpoint.model_files import candidate_models_on_meta, ge
 from patchgen.runtime.checkpoint.offline import read_region, write_folder
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
 from patchgen.runtime.checkpoint.untrained_part import find_untrained_part
-from patchgen.runtime.checkpoint.writing import MAX_FILE, Output, ReadOutput
+from patchgen.runtime.checkpoint.writing import MAX_FILE, Output, ReadableOutput
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -56,30 +56,30 @@ class Factors:
     right: Tensor
     scaling: float
 
-    def part(self, region: Region) -> Tensor:
-        """A region of the product, in fp32."""
+    def product(self, region: Region) -> Tensor:
+        """A region of `scaling * left @ right`, in fp32."""
         *experts, rows, columns = (slice(*bounds) for bounds in region)
         left, right = self.left[(*experts, rows)].float(), self.right[(*experts, slice(None), columns)].float()
         return left @ right * self.scaling
 
 
 @dataclass(frozen=True)
-class MergedTensor(ReadOutput):
+class MergedTensor(ReadableOutput):
     """A tensor of the output: the sum of a weight and its delta, both converted in the same way."""
 
-    added: LazyTensor = field(kw_only=True)
+    delta: LazyTensor = field(kw_only=True)
 
     def read(self, reader: FileReader) -> Tensor:
         """The sum, computed in fp32 on the CPU."""
         shape = tuple(self.tensor.shape)
-        total, added = torch.empty(shape), torch.empty(shape)
+        total, delta = torch.empty(shape), torch.empty(shape)
         read_region(reader, self.tensor, full_region(shape), total)
-        plan = plan_reads(self.added, full_region(shape), added)
-        for delta, region, view in plan.reads:
-            assert isinstance(delta.source, Factors | None), "the leaves of `merge_adapter`"
-            view.copy_(delta.source.part(region) if delta.source is not None else torch.zeros(()))
+        plan = plan_reads(self.delta, full_region(shape), delta)
+        for part, region, view in plan.reads:
+            assert isinstance(part.source, Factors | None), "the leaves of `merge_adapter`"
+            view.copy_(part.source.product(region) if part.source is not None else torch.zeros(()))
         plan.finish()
-        return total.add_(added).to(self.dtype)
+        return total.add_(delta).to(self.dtype)
 
 
 def merge_adapter(
@@ -119,7 +119,7 @@ def merge_adapter(
         parameters |= dict.fromkeys(group, loaded) if loaded is not None else {}
         if adapted := factors.keys() & set(group):
             raise CheckpointError(
-                f"{adapter} adapts {min(adapted)}, which is one tensor with {', '.join(sorted({*group} - adapted))} in "
+                f"{adapter} adapts {min(adapted)}, which is tied to {', '.join(sorted({*group} - adapted))} in "
                 f"{class_name(model)}: merging would change both. To fix: keep the adapter as a separate folder."
             )
     saved = saved_tensors(model)
@@ -131,11 +131,13 @@ def merge_adapter(
     outputs, files = outputs_and_files(
         model, parameters, origin, source, layout=layout, dtype=dtype, trained_only=False
     )
-    additions = {name: leaf(name, lazy.shape, torch.float32, factors.get(name)) for name, lazy in parameters.items()}
-    added = disassemble(
-        model, additions, layout=layout, origin=find_untrained_part(model, origin, source).trained_origin
+    delta_leaves = {
+        name: leaf(name, lazy.shape, torch.float32, factors.get(name)) for name, lazy in parameters.items()
+    }
+    deltas = disassemble(
+        model, delta_leaves, layout=layout, origin=find_untrained_part(model, origin, source).trained_origin
     )
-    merged = [_merged(output, added) for output in outputs]
+    merged = [_merged(output, deltas) for output in outputs]
     write_folder(directory, merged, files, max_file, keys_of_buffers(model, parameters))
     return len(factors.keys() & saved.keys())
 
@@ -143,18 +145,18 @@ def merge_adapter(
 def _adapted_model(adapter: Path, source: Path) -> PreTrainedModel:
     """The model of a checkpoint, or the part of it, that has the modules that an adapter adapts."""
     names = _module_names(adapter)
-    model = next((model for model in _candidates(source) if _has_all(model, names)), None)
+    model = next((model for model in _candidates(source) if _has_modules(model, names)), None)
     if model is None:
         raise CheckpointError(
             f"{adapter} adapts {names[0]}{f' and {len(names) - 1} more modules' if names[1:] else ''}, but neither "
-            f"the model of {source} nor a generated part of it has these. To fix: name the checkpoint that it was trained on."
+            f"the model of {source} nor a generated part of it has them. To fix: name the checkpoint that it was trained on."
         )
     return model
 
 
-def _merged(output: Output, added: Mapping[str, LazyTensor]) -> Output:
-    is_adapted = output.name in added and any(part.source is not None for part in leaves(added[output.name]))
-    return MergedTensor(output.name, output.tensor, output.dtype, added=added[output.name]) if is_adapted else output
+def _merged(output: Output, deltas: Mapping[str, LazyTensor]) -> Output:
+    is_adapted = output.name in deltas and any(part.source is not None for part in leaves(deltas[output.name]))
+    return MergedTensor(output.name, output.tensor, output.dtype, delta=deltas[output.name]) if is_adapted else output
 
 
 def _module_names(adapter: Path) -> list[str]:
@@ -197,7 +199,7 @@ def _candidates(source: Path) -> Iterator[PreTrainedModel]:
                 yield on_meta(lambda head=head, part=part: head._from_config(part, attn_implementation="eager"))
 
 
-def _has_all(model: PreTrainedModel, names: list[str]) -> bool:
+def _has_modules(model: PreTrainedModel, names: list[str]) -> bool:
     modules = dict(model.named_modules())
     return all(name in modules for name in names)
 
@@ -220,27 +222,27 @@ def _factors(model: PreTrainedModel, adapter: Path) -> dict[str, Factors]:
             factors = [file.get_tensor(f"{path}.{part}.weight") for part in ("lora_A", "lora_B")]
             if layer.lora_variant.get(ADAPTER_NAME) is not None or factors[0].ndim != 2:
                 raise CheckpointError(
-                    f"{adapter} changes {name} by more than a product of two factors ({type(layer).__name__}, by "
-                    "adapter_config.json). To fix: load it with PEFT, and call merge_and_unload."
+                    f"{adapter} changes {name} by more than a product of two factors ({type(layer).__name__}, "
+                    "according to adapter_config.json). To fix: load it with PEFT, and call merge_and_unload."
                 )
             factors_by_name[name] = _factors_of_layer(layer, weight, *factors)
     adapted.unload()
     return factors_by_name
 
 
-def _factors_of_layer(layer, weight: Tensor, first: Tensor, second: Tensor) -> Factors:
+def _factors_of_layer(layer, weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Factors:
     """The factors of a LoRA layer, with the dimensions in the order of its parameter.
 
     Args:
         weight: the adapted parameter, on the meta device.
-        first [E R, I], second [O, R E]: as PEFT stores them; E experts, 1 for a linear layer.
+        lora_a [E R, I], lora_b [O, R E]: as PEFT stores them; E experts, 1 for a linear layer.
     """
     from peft.tuners.lora.layer import ParamWrapper
 
     if not isinstance(layer, ParamWrapper):
-        left, right = (first.T, second.T) if layer.fan_in_fan_out else (second, first)
+        left, right = (lora_a.T, lora_b.T) if layer.fan_in_fan_out else (lora_b, lora_a)
         return Factors(left, right, layer.scaling[ADAPTER_NAME])
-    layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight = nn.Parameter(first), nn.Parameter(second)
+    layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight = nn.Parameter(lora_a), nn.Parameter(lora_b)
     weight.data = weight.data.float()  # PEFT rounds factors to the parameter's dtype
     left, right, scaling = layer.get_delta_factors(ADAPTER_NAME)
     left, right = left.detach(), right.detach()

@@ -87,7 +87,7 @@ def read_config(directory: Path) -> dict:
     try:
         return json.loads(file.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no {CONFIG}, which describes the model of its tensors.") from None
+        raise CheckpointError(f"{directory} has no {CONFIG}, which describes the model.") from None
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}.") from error
 
@@ -96,7 +96,7 @@ def candidate_models_on_meta(directory: Path) -> Iterator[PreTrainedModel]:
     """The models that a folder's config may describe, on the meta device.
 
     In this order: transformers' classes, those registered by the user's code, generated ones, whose experts may be stacked
-    differently; if there is no class of the names in `architectures`, what `AutoModel` builds.
+    differently; if `architectures` names no known class, what `AutoModel` builds.
 
     Raises:
         CheckpointError: the config cannot be read, or transformers does not know its model.
@@ -147,13 +147,13 @@ def generated_folders() -> list[Path]:
         CheckpointError: the project's file cannot be read, or names a folder that does not exist.
     """
     try:
-        of_project = project.generated_folders()
+        project_folders = project.generated_folders()
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    missing = next((folder for folder in of_project if not folder.is_dir()), None)
+    missing = next((folder for folder in project_folders if not folder.is_dir()), None)
     if missing is not None:
         raise CheckpointError(f"{missing}, the project's folder of generated models, does not exist.")
-    return [*of_project, registry.installed_directory()]
+    return [*project_folders, registry.installed_directory()]
 
 
 def on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:

@@ -55,7 +55,7 @@ from patchgen.runtime.checkpoint.saved_shards import stored_shards
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps
 from patchgen.runtime.checkpoint.train_state import MODEL
 from patchgen.runtime.checkpoint.untrained_part import CopiedTensor
-from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, ReadOutput, plan_files
+from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, ReadableOutput, plan_files
 
 CHUNK = 64 << 20
 """Bytes that are hashed at a time."""
@@ -103,8 +103,8 @@ def convert(
     opened = _open_checkpoint(source)
     model, names = opened.model, saved_tensors(opened.model)
     parameters = {name: lazy for name, lazy in opened.parameters.items() if name in names}
-    written = disassemble(model, parameters, layout=layout, origin=None)
-    outputs = make_outputs(model, written, dtype)
+    to_write = disassemble(model, parameters, layout=layout, origin=None)
+    outputs = make_outputs(model, to_write, dtype)
     files = config_files(model, dtype or most_common_dtype(outputs))
     unchanged = [CopiedTensor.of(stored) for stored in opened.ignored.values()]
     write_folder(
@@ -140,8 +140,8 @@ def export_run(
     folder = find_checkpoint(Path(run), step)
     manifest, _ = check_folder(folder)
     assert manifest is not None, "`find_checkpoint` returns complete ones"
-    others = [other for other in SavedSteps(folder.parent).complete_steps() if other != manifest.step]
-    advice = f"--step takes another: {', '.join(map(str, others))}." if others else ""
+    other_steps = [other for other in SavedSteps(folder.parent).complete_steps() if other != manifest.step]
+    advice = f"--step chooses another: {', '.join(map(str, other_steps))}." if other_steps else ""
     require_checksums(folder, manifest, sorted(manifest.checksums), advice)
     stored = stored_shards(folder)
     origin = Origin.from_json(manifest.origin) if manifest.origin else None
@@ -150,8 +150,8 @@ def export_run(
     )
     if model is None and any(".lora_A." in name for name in stored):
         raise CheckpointError(
-            f"{folder} holds adapters and weights separately. The run wrote the adapters to its folder `adapter`, as PEFT loads "
-            "them. To fix: for merged weights set lora.merge: true and start the run again; it resumes at its end and only "
+            f"{folder} holds adapters and weights separately. The run wrote the adapters to its folder `adapter`, in PEFT's "
+            "format. To fix: for merged weights set lora.merge: true and start the run again; it resumes at its end and only "
             "writes `export`."
         )
     if model is None:
@@ -175,7 +175,7 @@ def export_run(
 
 
 def find_checkpoint(run: Path, step: int | None = None) -> Path:
-    """The folder of a run's newest complete checkpoint, or of that of a step.
+    """The folder of a run's newest complete checkpoint, or of the one of `step`.
 
     Raises:
         CheckpointError: there is none.
@@ -188,15 +188,15 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
     known: list[int] = []
     broken: dict[str, str] = {}
     for parent in (run, run / "checkpoints"):
-        checkpointer = SavedSteps(parent)
-        known += checkpointer.complete_steps()
-        broken |= checkpointer.broken()
-        chosen_step = checkpointer.latest() if step is None else step if step in known else None
+        saved = SavedSteps(parent)
+        known += saved.complete_steps()
+        broken |= saved.broken()
+        chosen_step = saved.latest() if step is None else step if step in known else None
         if chosen_step is not None:
-            return checkpointer.folder_of(chosen_step)
+            return saved.folder_of(chosen_step)
     if known:
         raise CheckpointError(
-            f"{run} holds no complete checkpoint of step {step}, but of {', '.join(map(str, known))}."
+            f"{run} holds no complete checkpoint of step {step}, only of {', '.join(map(str, known))}."
         )
     if broken:
         problems = [f"{name}: {problem}" for name, problem in sorted(broken.items())]
@@ -208,7 +208,7 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
 
 @dataclass(frozen=True)
 class _OpenCheckpoint:
-    """A Hugging Face checkpoint.
+    """A Hugging Face checkpoint, matched with the model of its config.
 
     Attributes:
         model: of its config, on the meta device.
@@ -304,7 +304,7 @@ def write_folder(
 
 
 def _read_full(reader: FileReader, output: Output) -> Tensor:
-    if isinstance(output, ReadOutput):
+    if isinstance(output, ReadableOutput):
         return output.read(reader)
     out = torch.empty(tuple(output.tensor.shape), dtype=output.dtype)
     read_region(reader, output.tensor, full_region(out.shape), out)
@@ -331,7 +331,7 @@ def read_region(reader: FileReader, lazy: LazyTensor, region: Region, out: Tenso
 
 
 def fingerprint(directory: str | Path) -> dict[str, str]:
-    """A hash for each parameter and saved buffer of a checkpoint, Hugging Face's in any layout or a run's.
+    """A hash for each parameter and saved buffer of a Hugging Face checkpoint, in any layout, or of a run's.
 
     Names and shapes are those of the model, so the same weights have the same hashes in any layout and number of files. A
     hash covers dtype, shape and every byte. Tied parameters are listed once; tensors that upstream's class ignores are
@@ -351,8 +351,8 @@ def fingerprint(directory: str | Path) -> dict[str, str]:
     else:
         tensors = stored_shards(find_checkpoint(directory))
     # Infinite values are hashed like others; NaN is refused.
-    every = {part.name for lazy in tensors.values() for part in leaves(lazy)} | {f"{MODEL}{name}" for name in tensors}
-    with FileReader(may_be_infinite=every) as reader:
+    keys = {part.name for lazy in tensors.values() for part in leaves(lazy)} | {f"{MODEL}{name}" for name in tensors}
+    with FileReader(may_be_infinite=keys) as reader:
         return {name: _hash(reader, lazy) for name, lazy in sorted(tensors.items())}
 
 

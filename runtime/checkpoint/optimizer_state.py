@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SEPARATOR = "/"
-IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options that choose an implementation of the same update: this run's are kept."""
 
 
@@ -36,7 +36,7 @@ def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
             if id(parameter) not in names:
                 raise CheckpointError(
                     f"Group {index} of {type(optimizer).__name__} trains a tensor {list(parameter.shape)} that is "
-                    "not a parameter of the model. Make the optimizer after the model was sharded."
+                    "not a parameter of the model. Create the optimizer after sharding the model."
                 )
             parameters[names[id(parameter)]] = parameter
     return parameters
@@ -54,8 +54,8 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Ten
     return tensors, others
 
 
-def options(model: nn.Module, optimizer: Optimizer) -> list[dict]:
-    """Options and parameter names of each group."""
+def group_options(model: nn.Module, optimizer: Optimizer) -> list[dict]:
+    """Options and parameter names of each parameter group."""
     names = {id(parameter): name for name, parameter in named_parameters(model, optimizer).items()}
     return [
         {
@@ -98,7 +98,7 @@ def empty_state(
         else:
             problems.append(
                 f"{field} of {name} is {list(stored.size)} in {len(stored.chunks)} parts; the parameter is "
-                f"{list(parameter.shape)}. Let the optimizer make its state (one step) before it is loaded."
+                f"{list(parameter.shape)}. Take one step with the optimizer, which creates its state, before loading."
             )
     if problems:
         raise CheckpointError(f"The saved state does not fit {type(optimizer).__name__}:", problems)
@@ -124,13 +124,13 @@ def restore(
         saved = [by_name[names[id(p)]] for p in group["params"] if names[id(p)] in by_name]
         if not saved:
             continue
-        compared = saved[0].keys() - set(IMPLEMENTATION)
+        compared = saved[0].keys() - set(IMPLEMENTATION_OPTIONS)
         differing = sorted(
             key for key in compared if any(not _equal(options.get(key), saved[0][key]) for options in saved)
         )
         if differing:
             problems.append(f"group {index} holds parameters that were saved with different {', '.join(differing)}.")
-        group.update({key: value for key, value in saved[0].items() if key not in IMPLEMENTATION})
+        group.update({key: value for key, value in saved[0].items() if key not in IMPLEMENTATION_OPTIONS})
     if problems:
         raise CheckpointError(
             "A parameter group of the optimizer has parameters that the saved run had in groups with different options:",
@@ -153,7 +153,7 @@ def _equal(a: object, b: object) -> bool:
     return a == b
 
 
-def fit_scheduler(state: Mapping[str, object], optimizer: Optimizer) -> dict[str, object]:
+def scheduler_state(state: Mapping[str, object], optimizer: Optimizer) -> dict[str, object]:
     """The state of a learning-rate scheduler for this run's groups, whose options are already restored.
 
     Raises:
@@ -172,7 +172,7 @@ def fit_scheduler(state: Mapping[str, object], optimizer: Optimizer) -> dict[str
             continue
         if any(element != value[0] for element in value):
             raise CheckpointError(
-                f"The scheduler has {count} different values of {key}, one per group; the optimizer now has "
+                f"The scheduler has {count} values of {key}, one per group, which differ; the optimizer now has "
                 f"{len(groups)} groups. To fix: resume with the parameter groups of the saved run."
             )
         fitted[key] = [value[0]] * len(groups)

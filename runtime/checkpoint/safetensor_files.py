@@ -119,7 +119,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _is_inside_folder(file: object) -> bool:
-    """Whether a path of an index is inside of its folder; the file may be a link, as in the Hub's cache."""
+    """Whether a path of an index stays inside its folder; the file may be a link, as in the Hub's cache."""
     return isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
 
 
@@ -146,7 +146,7 @@ def read_header(file: Path) -> list[StoredTensor]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{file.name} has a header that is not a JSON object: it is not a safetensors file.")
     header.pop("__metadata__", None)
-    malformed = [name for name, entry in header.items() if not _is_entry(entry)]
+    malformed = [name for name, entry in header.items() if not _is_well_formed(entry)]
     if malformed:
         raise CheckpointError(
             f"{file.name} has a damaged header:",
@@ -162,7 +162,7 @@ def read_header(file: Path) -> list[StoredTensor]:
         if entry["dtype"] not in DTYPES:
             why = f"supported are {', '.join(DTYPES)}."
             if entry["dtype"].startswith(("F8", "F6", "F4")):
-                why = "quantised checkpoints cannot be trained on. Use the bf16 release, or dequantise it first."
+                why = "quantised weights cannot be trained. Use the bf16 release, or dequantise the checkpoint first."
             problems.append(f"{name} in {file.name} has the dtype {entry['dtype']}: {why}")
             continue
         tensor = StoredTensor(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
@@ -177,12 +177,12 @@ def read_header(file: Path) -> list[StoredTensor]:
     if not problems and 8 + length + end != size:
         problems.append(f"{file.name} has {size} bytes; its header describes {8 + length + end}.")
     if problems:
-        truncated = f"{file.name} is truncated or damaged:" if size < 8 + length + end else f"{file.name}:"
-        raise CheckpointError(truncated, problems)
+        summary = f"{file.name} is truncated or damaged:" if size < 8 + length + end else f"{file.name}:"
+        raise CheckpointError(summary, problems)
     return tensors
 
 
-def _is_entry(entry: object) -> bool:
+def _is_well_formed(entry: object) -> bool:
     """Whether a tensor's entry in a header is well-formed."""
 
     def are_sizes(value: object) -> bool:

@@ -35,9 +35,9 @@ def stored_shards(folder: Path) -> dict[str, LazyTensor]:
         shards = []
         assert isinstance(entry, TensorStorageMetadata), "`read_index` admits only tensors"
         for chunk in entry.chunks:
-            place = index.storage_data[MetadataIndex(key, chunk.offsets)]
-            file = folder / place.relative_path
-            offset = place.offset + _data_offset(file, place.offset, place.length, key)
+            info = index.storage_data[MetadataIndex(key, chunk.offsets)]
+            file = folder / info.relative_path
+            offset = info.offset + _data_offset(file, info.offset, info.length, key)
             region = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
             shards.append(
                 StoredShard(region, StoredTensor(key, file, entry.properties.dtype, tuple(chunk.sizes), offset))
@@ -51,24 +51,24 @@ class _FileSection:
     """A part of a file as a file object, for zipfile and torch.load."""
 
     def __init__(self, stream, start: int, length: int) -> None:
-        self._stream, self._start, self._length, self._place = stream, start, length, 0
+        self._stream, self._start, self._length, self._position = stream, start, length, 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._place = offset + (0, self._place, self._length)[whence]
-        return self._place
+        self._position = offset + (0, self._position, self._length)[whence]
+        return self._position
 
     def tell(self) -> int:
-        return self._place
+        return self._position
 
     def seekable(self) -> bool:
         return True
 
     def read(self, count: int = -1) -> bytes:
-        remaining = self._length - self._place
+        remaining = self._length - self._position
         count = remaining if count is None or count < 0 else min(count, remaining)
-        self._stream.seek(self._start + self._place)
+        self._stream.seek(self._start + self._position)
         data = self._stream.read(count)
-        self._place += len(data)
+        self._position += len(data)
         return data
 
 
@@ -76,7 +76,7 @@ def _data_offset(file: Path, start: int, length: int, key: str) -> int:
     """The offset from `start` of the elements of a tensor that torch.save wrote there, uncompressed, as one record.
 
     Raises:
-        CheckpointError: it is written otherwise, or the file is damaged.
+        CheckpointError: it was written in another way, or the file is damaged.
     """
     try:
         with file.open("rb") as stream:
@@ -86,7 +86,7 @@ def _data_offset(file: Path, start: int, length: int, key: str) -> int:
             with zipfile.ZipFile(part) as archive:
                 records = [entry for entry in archive.infolist() if "/data/" in entry.filename]
             if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED or not tensor.is_contiguous():
-                raise CheckpointError(f"{key} in {file} is not stored contiguously.")
+                raise CheckpointError(f"{key} in {file} is not stored as one contiguous, uncompressed record.")
             part.seek(records[0].header_offset + 26)  # the local header ends with the lengths of name and extra field
             lengths = part.read(4)
             name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")

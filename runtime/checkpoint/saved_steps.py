@@ -18,7 +18,9 @@ class SavedSteps:
 
     def complete_steps(self) -> list[int]:
         """The steps of the complete checkpoints, in the order in which they were saved."""
-        complete = [(known.serial, known.step) for _, known, problem in self.checkpoints() if known and not problem]
+        complete = [
+            (manifest.serial, manifest.step) for _, manifest, problem in self.checkpoints() if manifest and not problem
+        ]
         return [step for _, step in sorted(complete)]
 
     def broken(self) -> dict[str, str]:
@@ -38,7 +40,7 @@ class SavedSteps:
         return complete[-1] if complete else None
 
     def checkpoints(self) -> Iterator[tuple[Path, Manifest | None, str]]:
-        """Folders, their manifests, and what makes them incomplete."""
+        """Folders, their manifests, and what makes them incomplete; "" for a complete one."""
         folders = sorted(self.directory.glob("step-*")) if self.directory.is_dir() else []
         replaced = self.directory.glob(".step-*.replaced")
         folders += [folder for folder in replaced if not (self.directory / step_name(folder)).exists()]
@@ -60,7 +62,7 @@ class SavedSteps:
     def advice_on_others(self, step: int) -> str:
         """Which other steps could be loaded, for an error about `step`."""
         others = [folder_name(other) for other in self.complete_steps() if other != step]
-        return f"Complete ones: {', '.join(others)}." if others else "No other checkpoint there is complete."
+        return f"Complete checkpoints: {', '.join(others)}." if others else "No other checkpoint there is complete."
 
 
 def folder_name(step: int) -> str:

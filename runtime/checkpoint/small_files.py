@@ -18,7 +18,7 @@ class RankStates(Sequence):
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self._folder, self._num_ranks = folder, num_ranks
-        self._read: dict[int, dict] = {}
+        self._loaded: dict[int, dict] = {}
 
     def __len__(self) -> int:
         return self._num_ranks
@@ -28,10 +28,10 @@ class RankStates(Sequence):
 
     def state_of(self, rank: int) -> dict:
         """The content of a rank's file."""
-        if rank not in self._read:
+        if rank not in self._loaded:
             file = self._folder / rank_file(rank)
-            self._read[rank] = torch.load(file, weights_only=True, map_location="cpu")
-        return self._read[rank]
+            self._loaded[rank] = torch.load(file, weights_only=True, map_location="cpu")
+        return self._loaded[rank]
 
 
 def rank_file(rank: int) -> str:
@@ -39,8 +39,8 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def plain_bytes(value: object, what: str) -> bytes:
-    """The value in torch's format, after a check that it loads with `weights_only`."""
+def serialise(value: object, what: str) -> bytes:
+    """The value in torch's format, after a check that it loads with `weights_only`; `what` names it in the error."""
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)
@@ -48,7 +48,7 @@ def plain_bytes(value: object, what: str) -> bytes:
         torch.load(stream, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{what} must contain only plain values and tensors (numbers, strings, lists, dicts): {error}"
+            f"{what} must contain only tensors and plain values (numbers, strings, lists, dicts): {error}"
         ) from error
     return stream.getvalue()
 

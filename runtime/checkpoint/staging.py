@@ -22,7 +22,7 @@ class Staged:
         self.tensors = tensors
         self._event = event
 
-    def before_change(self) -> None:
+    def make_stream_wait(self) -> None:
         """Makes the current stream wait for the copies: what is queued on it next may change the originals."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
@@ -45,7 +45,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> Staged:
-        """Starts copying; the originals must not change before `before_change` or `wait` was called."""
+        """Starts copying; the originals must not change before `make_stream_wait` or `wait` was called."""
         parts = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         on_device = any(part.is_cuda for part in parts.values())
         for name in self._buffers.keys() - parts.keys():
@@ -69,10 +69,10 @@ class Staging:
         else:
             for name, part in parts.items():
                 self._buffers[name].copy_(part)
-        return Staged({name: _like(tensor, self._buffers[name]) for name, tensor in tensors.items()}, event)
+        return Staged({name: _wrap_like(tensor, self._buffers[name]) for name, tensor in tensors.items()}, event)
 
 
-def _like(original: Tensor, copy: Tensor) -> Tensor:
+def _wrap_like(original: Tensor, copy: Tensor) -> Tensor:
     """`copy` as the local tensor of a DTensor with the layout of `original`."""
     if not isinstance(original, DTensor):
         return copy

@@ -1,7 +1,7 @@
 """The index of torch's distributed checkpoint, read without running anything.
 
 `.metadata` is a pickle, and a pickle can run any code while it is read; torch's own reader allows that. Here only the
-classes that an index consists of are admitted, and only files inside the checkpoint.
+classes that an index consists of are allowed, and only files inside the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch.serialization import _get_layout
 from patchgen.runtime.checkpoint.errors import CheckpointError
 
 INDEX = ".metadata"
-_PARTS = (
+_GLOBALS = (
     Metadata, MetadataIndex, TensorStorageMetadata, metadata.ChunkStorageMetadata, metadata.TensorProperties,
     metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.Size, _get_layout,
 )  # fmt: skip
-_ADMITTED = {(part.__module__, part.__qualname__): part for part in _PARTS}
-_ADMITTED |= {("torch", name): part for name, part in vars(torch).items() if isinstance(part, torch.dtype)}
+_ALLOWED = {(part.__module__, part.__qualname__): part for part in _GLOBALS}
+_ALLOWED |= {("torch", name): part for name, part in vars(torch).items() if isinstance(part, torch.dtype)}
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Admits the classes of an index only."""
+    """Allows only what an index consists of."""
 
     def find_class(self, module: str, name: str) -> object:
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
             return PurePosixPath  # the path it was saved to, which is not used
-        if (module, name) not in _ADMITTED:
+        if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in an index of tensors")
-        return _ADMITTED[module, name]
+        return _ALLOWED[module, name]
 
 
 def read_index(folder: Path) -> Metadata:
@@ -47,12 +47,12 @@ def read_index(folder: Path) -> Metadata:
     try:
         with file.open("rb") as stream:
             index = _IndexUnpickler(stream).load()
-        others = [key for key, entry in index.state_dict_metadata.items() if not _is_tensor(entry)]
-        outside = [place.relative_path for place in index.storage_data.values() if not _is_inside_folder(place)]
+        not_tensors = [key for key, entry in index.state_dict_metadata.items() if not _is_tensor(entry)]
+        outside = [info.relative_path for info in index.storage_data.values() if not _is_inside_folder(info)]
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{file} cannot be read: {error}. No code in it was run.") from error
-    if others or outside:
-        problems = [f"{key} is not a tensor" for key in others]
+    if not_tensors or outside:
+        problems = [f"{key} is not a tensor" for key in not_tensors]
         problems += [f"'{path}' is outside of {folder}" for path in sorted(set(outside))]
         raise CheckpointError(f"{file} cannot be read:", problems)
     return index
@@ -63,8 +63,8 @@ def _is_tensor(entry: object) -> bool:
     return isinstance(entry, TensorStorageMetadata) and isinstance(entry.properties, metadata.TensorProperties)
 
 
-def _is_inside_folder(place: filesystem._StorageInfo) -> bool:
-    return Path(place.relative_path).name == place.relative_path and not place.transform_descriptors
+def _is_inside_folder(info: filesystem._StorageInfo) -> bool:
+    return Path(info.relative_path).name == info.relative_path and not info.transform_descriptors
 
 
 class IndexReader(FileSystemReader):

@@ -10,7 +10,7 @@ On disk, below the directory:
     .step-00000200.partial/     being written, or left by a crash: never loaded, removed by the next save
     .step-00000100.replaced/    an earlier save of the same step: loaded only if a crash left no step-00000100/
     step-00000100/              complete: renamed after all bytes were on disk
-        checkpoint.json         step, layout, and size and checksum of every other file
+        checkpoint.json         step, ranks, model, origin of its weights; size and checksum of every other file
         config.json             the model, for `patchgen export`
         shared.pt               scheduler, optimizer options, `extra_state["shared"]`
         rank-00000.pt           random generators and `extra_state["rank"]` of a rank
@@ -56,7 +56,7 @@ from patchgen.runtime.checkpoint.manifest import (
 from patchgen.runtime.checkpoint.model_files import config_files
 from patchgen.runtime.checkpoint.placement import FAILURES, cause_of, rank_and_world_size, run_on_all_ranks
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps, folder_name, step_name
-from patchgen.runtime.checkpoint.small_files import RankStates, free_space, plain_bytes, rank_file, write_file
+from patchgen.runtime.checkpoint.small_files import RankStates, free_space, rank_file, serialise, write_file
 from patchgen.runtime.checkpoint.staging import Staged, Staging
 from patchgen.runtime.checkpoint.tensor_index import IndexReader, read_index
 from patchgen.runtime.checkpoint.writing import sync_folder
@@ -97,7 +97,7 @@ class Checkpointer(SavedSteps):
         self._staging = Staging()
         self._staged: Staged | None = None
         self._pending: Future | None = None
-        self._hooked: set[int] = set()
+        self._hooked_optimizers: set[int] = set()
 
     # ------------------------------------------------------------------------------------------- save
 
@@ -133,29 +133,31 @@ class Checkpointer(SavedSteps):
             if optimizer is not None:
                 state, others = optimizer_state.state_tensors(model, optimizer)
                 tensors |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
-                shared |= {"optimizer": others, "groups": optimizer_state.options(model, optimizer)}
+                shared |= {"optimizer": others, "groups": optimizer_state.group_options(model, optimizer)}
             if scheduler is not None:
                 shared["scheduler"] = scheduler.state_dict()
             rank_state = {"random": random_state.capture(), "extra": (extra_state or {}).get("rank", {})}
-            small = {rank_file(self._rank): plain_bytes(rank_state, "extra_state['rank']")}
+            small_files = {rank_file(self._rank): serialise(rank_state, "extra_state['rank']")}
             if self._rank == 0:
-                small[SHARED] = plain_bytes(shared, "extra_state['shared'], the scheduler or the optimizer's options")
-                small |= _model_files(model) | {name: text.encode() for name, text in (files or {}).items()}
+                small_files[SHARED] = serialise(
+                    shared, "extra_state['shared'], the scheduler or the optimizer's options"
+                )
+                small_files |= _model_files(model) | {name: text.encode() for name, text in (files or {}).items()}
             if asynchronous:
                 self._staged = self._staging.copy(tensors)
             manifest = Manifest(step, 0, self._world, class_name(model), *_model_type_and_origin(model), {})
-            return tensors, small, manifest
+            return tensors, small_files, manifest
 
-        failed = f"Step {step} could not be saved in {self.directory}; earlier checkpoints are unchanged:"
-        tensors, small, manifest = run_on_all_ranks(prepare, failed, self._group)
+        what_failed = f"Step {step} could not be saved in {self.directory}; earlier checkpoints are unchanged:"
+        tensors, small_files, manifest = run_on_all_ranks(prepare, what_failed, self._group)
         if not asynchronous:
-            self._write(tensors, small, manifest)
+            self._write(tensors, small_files, manifest)
             return
-        if optimizer is not None and id(optimizer) not in self._hooked:
+        if optimizer is not None and id(optimizer) not in self._hooked_optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._before_step())
-            self._hooked.add(id(optimizer))
+            self._hooked_optimizers.add(id(optimizer))
         assert self._staged is not None, "`prepare` has started the copy"
-        self._pending = self._executor.submit(self._write_staged, self._staged, small, manifest)
+        self._pending = self._executor.submit(self._write_staged, self._staged, small_files, manifest)
 
     def wait(self) -> None:
         """Waits until nothing is being written; raises the error of an asynchronous save."""
@@ -164,7 +166,7 @@ class Checkpointer(SavedSteps):
             pending.result()
 
     def failure(self, seconds: float) -> BaseException | None:
-        """The error of the save in the background, if it fails within so many seconds; for a run that is ending."""
+        """The error of the save in the background, if it fails within `seconds`, for a run that is ending."""
         pending, self._pending = self._pending, None
         try:
             return pending.exception(seconds) if pending is not None else None
@@ -179,22 +181,22 @@ class Checkpointer(SavedSteps):
     def _before_step(self) -> None:
         staged, self._staged = self._staged, None
         if staged is not None:
-            staged.before_change()
+            staged.make_stream_wait()
 
-    def _write_staged(self, staged: Staged, small: Mapping[str, bytes], manifest: Manifest) -> None:
+    def _write_staged(self, staged: Staged, small_files: Mapping[str, bytes], manifest: Manifest) -> None:
         staged.wait()
-        self._write(staged.tensors, small, manifest)
+        self._write(staged.tensors, small_files, manifest)
 
-    def _write(self, tensors: Mapping[str, Tensor], small: Mapping[str, bytes], manifest: Manifest) -> None:
+    def _write(self, tensors: Mapping[str, Tensor], small_files: Mapping[str, bytes], manifest: Manifest) -> None:
         """Writes everything to a temporary folder, then renames it; all ranks fail or none."""
         partial = self.directory / f".{folder_name(manifest.step)}.partial"
-        self._run(lambda: self._make_room(partial) if self._rank == 0 else None, manifest.step)
+        self._run(lambda: self._make_partial_folder(partial) if self._rank == 0 else None, manifest.step)
 
-        def write_small() -> None:
-            for name, data in small.items():
+        def write_small_files() -> None:
+            for name, data in small_files.items():
                 write_file(partial / name, data)
 
-        self._run(write_small, manifest.step)
+        self._run(write_small_files, manifest.step)
 
         def write_tensors() -> None:
             # With more threads, DCP loses the errors of all but one.
@@ -202,21 +204,21 @@ class Checkpointer(SavedSteps):
             save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
         self._run(write_tensors, manifest.step)
-        sums: dict[str, int] = {}
+        own_checksums: dict[str, int] = {}
 
         def read_back() -> None:
             for file in partial.glob(f"__{self._rank}_*.distcp"):
-                sums[file.name] = checksum(file)
+                own_checksums[file.name] = checksum(file)
 
         self._run(read_back, manifest.step)
-        sums |= {name: zlib.crc32(data) for name, data in small.items()}
-        gathered = {
-            name: value for rank_sums in gather_objects(sums, self._group) for name, value in rank_sums.items()
+        own_checksums |= {name: zlib.crc32(data) for name, data in small_files.items()}
+        checksums = {
+            name: value for of_rank in gather_objects(own_checksums, self._group) for name, value in of_rank.items()
         }
-        manifest = replace(manifest, checksums=gathered)
+        manifest = replace(manifest, checksums=checksums)
         self._run(lambda: self._commit(partial, manifest) if self._rank == 0 else None, manifest.step)
 
-    def _make_room(self, partial: Path) -> None:
+    def _make_partial_folder(self, partial: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         for replaced in self.directory.glob(".step-*.replaced"):
             if not (final := self.directory / step_name(replaced)).exists():
@@ -227,14 +229,14 @@ class Checkpointer(SavedSteps):
 
     def _commit(self, partial: Path, manifest: Manifest) -> None:
         files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-        sums = {
+        checksums = {
             name: manifest.checksums[name] if name in manifest.checksums else checksum(partial / name)
             for name in files
         }
         serial = 1 + max(
-            (known.serial for _, known, problem in self.checkpoints() if known and not problem), default=0
+            (other.serial for _, other, problem in self.checkpoints() if other and not problem), default=0
         )
-        fields = {**vars(manifest), "serial": serial, "files": files, "checksums": sums, "format": FORMAT}
+        fields = {**vars(manifest), "serial": serial, "files": files, "checksums": checksums, "format": FORMAT}
         write_file(partial / MANIFEST, json.dumps(fields, indent=1).encode())
         sync_folder(partial)
         final = self.directory / folder_name(manifest.step)
@@ -292,9 +294,9 @@ class Checkpointer(SavedSteps):
         is_verified = step is None
         step = self._newest_undamaged() if step is None else step
         folder = self.folder_of(step)
-        failed = f"{folder} cannot be loaded; nothing was changed in the model:"
-        prepare = functools.partial(self._prepare, step, model, optimizer, scheduler, compare=not is_verified)
-        manifest, shared, tensors, state = run_on_all_ranks(prepare, failed, self._group)
+        what_failed = f"{folder} cannot be loaded; nothing was changed in the model:"
+        prepare = functools.partial(self._prepare, step, model, optimizer, scheduler, verify=not is_verified)
+        manifest, shared, tensors, state = run_on_all_ranks(prepare, what_failed, self._group)
         with torch.no_grad():
             try:
                 reader = IndexReader(folder)
@@ -310,7 +312,7 @@ class Checkpointer(SavedSteps):
             if optimizer is not None:
                 optimizer_state.restore(model, optimizer, state, shared["optimizer"], shared["groups"])
             if scheduler is not None:
-                scheduler.load_state_dict(optimizer_state.fit_scheduler(shared["scheduler"], scheduler.optimizer))
+                scheduler.load_state_dict(optimizer_state.scheduler_state(shared["scheduler"], scheduler.optimizer))
             if self._rank < manifest.world:
                 random_state.restore(ranks.state_of(self._rank)["random"])
             else:
@@ -330,7 +332,7 @@ class Checkpointer(SavedSteps):
         optimizer: Optimizer | None,
         scheduler: LRScheduler | None,
         *,
-        compare: bool,
+        verify: bool,
     ) -> tuple[Manifest, dict, dict[str, Tensor], dict[str, Tensor]]:
         """The manifest, the shared state, the tensors to load, and those of them that belong to the optimizer.
 
@@ -347,8 +349,8 @@ class Checkpointer(SavedSteps):
             raise CheckpointError(
                 f"{folder} is of {manifest.model_class} ({manifest.model_type}), not of {class_name(model)}."
             )
-        if compare:
-            self._require_content(step)
+        if verify:
+            self._require_undamaged(step)
         shared = torch.load(folder / SHARED, weights_only=True, map_location="cpu")
         saved = read_index(folder).state_dict_metadata
         tensors = distinct_state(model)
@@ -381,18 +383,21 @@ class Checkpointer(SavedSteps):
         for step in steps:
             try:
                 run_on_all_ranks(
-                    lambda step=step: self._require_content(step), f"step {step} is damaged:", self._group
+                    lambda step=step: self._require_undamaged(step), f"step {step} is damaged:", self._group
                 )
             except CheckpointError as error:
                 damaged += [f"{folder_name(step)}: {problem}" for problem in error.problems]
                 continue
             if damaged and self._rank == 0:
                 listed = "\n".join(f"  {problem}" for problem in damaged)
-                warnings.warn(f"{self.directory} is damaged; {folder_name(step)} is loaded:\n{listed}", stacklevel=3)
+                warnings.warn(
+                    f"{self.directory} holds damaged checkpoints; {folder_name(step)} is loaded:\n{listed}",
+                    stacklevel=3,
+                )
             return step
         raise CheckpointError(f"{self.directory} holds no complete checkpoint{':' if damaged else '.'}", damaged)
 
-    def _require_content(self, step: int) -> None:
+    def _require_undamaged(self, step: int) -> None:
         """Compares this rank's share of a checkpoint's files with their checksums; each file is read by one rank."""
         folder = self.folder_of(step)
         manifest = read_manifest(folder)
@@ -423,5 +428,5 @@ def _model_files(model: nn.Module) -> dict[str, bytes]:
     """The config files, which an export needs."""
     if not hasattr(model, "config"):
         return {}
-    has_config = cast("PreTrainedModel", model)  # models with a config are
-    return {name: text.encode() for name, text in config_files(has_config).items()}
+    pretrained = cast("PreTrainedModel", model)  # a model with a config is one
+    return {name: text.encode() for name, text in config_files(pretrained).items()}

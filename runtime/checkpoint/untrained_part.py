@@ -23,14 +23,14 @@ from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, full_region, le
 from patchgen.runtime.checkpoint.load import COMPUTED_BUFFERS, ignored_by_upstream, stored_leaves
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
-from patchgen.runtime.checkpoint.writing import ReadOutput
+from patchgen.runtime.checkpoint.writing import ReadableOutput
 
 FILE_FIELDS = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
 """Config fields that describe the files next to it, not the model."""
 
 
 @dataclass(frozen=True)
-class CopiedTensor(ReadOutput):
+class CopiedTensor(ReadableOutput):
     """A tensor that is written as it is stored, byte for byte."""
 
     stored: StoredTensor = field(kw_only=True)
@@ -55,7 +55,7 @@ class UntrainedPart:
 
     Attributes:
         tensors: in any order.
-        directory: their folder; None without any.
+        directory: their folder; None if there are none.
         config: of the complete model, if the loaded model is a part of it; otherwise None.
         trained_origin: the layout of the tensors that were loaded; None if the model was not loaded from a checkpoint.
     """
@@ -120,7 +120,7 @@ def find_untrained_part(model: PreTrainedModel, origin: Origin | None, source: P
     shapes = {key: tensor.shape for key, tensor in stored.items() if key not in unused}
     config = read_config(directory) if (directory / CONFIG).is_file() else {}
     is_part = config.get("model_type") != model.config.model_type and _own_config(config, model) is not None
-    # Keys of the model's own type that the user chose to ignore are not copied.
+    # From a checkpoint of this very model, keys that only the user's `allow_unexpected` ignores are not copied.
     copied = unused if is_part else ignored_by_upstream(model, unused)
     return UntrainedPart(
         tuple(CopiedTensor.of(stored[key]) for key in unused if key in copied),
@@ -144,7 +144,7 @@ def _has_same_keys(folder: Path | None, origin: Origin) -> bool:
 def _lost_keys(model: PreTrainedModel, origin: Origin) -> list[str]:
     """The keys that would be copied if the folder of the original still existed.
 
-    Without its config, a part of a larger model is known by its keys, which have a prefix that the model's names lack.
+    Without its config, a part of a larger model is recognised by its keys, which have a prefix that the model's names lack.
     """
     unused = _unused_keys(model, {key: leaf(key, shape, torch.float32, None) for key, shape in origin.shapes.items()})
     used = {key.partition(".")[0] for key in origin.shapes.keys() - set(unused)}

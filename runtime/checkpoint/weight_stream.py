@@ -12,7 +12,7 @@ buffer one by one:
     tensor        experts.5.up_proj [I, H]                        belongs to the caller
 
 No rank ever has the full model: its memory holds its shards, the buffer, the tensor being assembled, and the tensors that
-the caller keeps, in a loop the previous one.
+the caller keeps (in a `for` loop, the previous one).
 
     I expert intermediate size   H hidden size
 """
@@ -43,8 +43,9 @@ from patchgen.runtime.checkpoint.writing import Output
 from patchgen.runtime.parallel import watch
 
 BUCKET = 2**30
+"""Default of `bucket_bytes`."""
 BUFFERS_PER_BUCKET = 8
-"""The buffer is this fraction of a bucket, so that it and two of the largest tensors fit into two buckets."""
+"""The buffer is one eighth of a bucket, so that it and two of the largest tensors fit into two buckets."""
 
 
 def stream_weights(
@@ -77,8 +78,8 @@ def stream_weights(
     for output in outputs:
         if not output.num_bytes:  # nothing to send
             yield output.name, torch.empty(output.tensor.shape, dtype=output.dtype, device=stream.device)
-    for output, arriving in groupby(stream.arrivals(outputs), key=lambda arrival: arrival[0].output):
-        yield output.name, _assemble(output, arriving, stream.device)
+    for output, received in groupby(stream.received_pieces(outputs), key=lambda item: item[0].output):
+        yield output.name, _assemble(output, received, stream.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,17 +88,17 @@ class _Piece:
 
     Attributes:
         output: the tensor that it belongs to.
-        read: the index of the read in the plan of that tensor.
-        sender: the rank.
-        source: a name in the model's state dict.
-        held_region: of the source, held by the sender.
-        region: of the source, to send.
+        read_index: of the read that it is a part of, in the tensor's read plan.
+        sender: the rank that sends it.
+        source_name: a name in the model's state dict.
+        held_region: of the source tensor, held by the sender.
+        region: of the source tensor, to send.
     """
 
     output: Output
-    read: int
+    read_index: int
     sender: int
-    source: str
+    source_name: str
     held_region: Region
     region: Region
 
@@ -123,7 +124,7 @@ class _Stream:
         # One buffer for all exchanges: gloo's thread may reference what it sent for a moment after the wait.
         self._buffer = torch.empty(limit, dtype=torch.uint8, device=self.device)
 
-    def arrivals(self, outputs: Iterable[Output]) -> Iterator[tuple[_Piece, Tensor]]:
+    def received_pieces(self, outputs: Iterable[Output]) -> Iterator[tuple[_Piece, Tensor]]:
         """The pieces of all tensors, in order, each with its elements: flat, on the device, valid until the next is taken."""
         waiting: list[_Piece] = []
         size = 0
@@ -139,14 +140,14 @@ class _Stream:
         """The pieces of a tensor and their senders; the same on every rank."""
         shape = tuple(output.tensor.shape)
         max_elements = self._limit // output.dtype.itemsize
-        for read, (leaf, region, _) in enumerate(
+        for read_index, (leaf, region, _) in enumerate(
             plan_reads(output.tensor, full_region(shape), torch.empty(shape, device="meta")).reads
         ):
             for holders, held_region in self._holders[leaf.name]:
                 overlap = intersection(region, held_region)
                 for part in _split_region(overlap, max_elements) if overlap is not None else ():
                     # Ranks that hold the same region take turns.
-                    yield _Piece(output, read, holders[read % len(holders)], leaf.name, held_region, part)
+                    yield _Piece(output, read_index, holders[read_index % len(holders)], leaf.name, held_region, part)
 
     def _exchange(self, pieces: Sequence[_Piece]) -> Iterator[tuple[_Piece, Tensor]]:
         """Broadcasts pieces from the ranks that hold them. Collective.
@@ -168,7 +169,7 @@ class _Stream:
             parts |= zip(sent, segment.split(sizes), strict=True)
             if sender == self._rank:
                 for piece in sent:
-                    values = narrow_to(self._local[piece.source], piece.held_region, piece.region)
+                    values = narrow_to(self._local[piece.source_name], piece.held_region, piece.region)
                     parts[piece].view(values.shape).copy_(values)
             if self._world > 1:
                 requests.append(dist.broadcast(segment, src=sender, async_op=True))
@@ -191,13 +192,13 @@ def _split_region(region: Region, max_elements: int) -> Iterator[Region]:
         yield from _split_region((*region[:dim], (first, min(first + step, stop)), *region[dim + 1 :]), max_elements)
 
 
-def _assemble(output: Output, arriving: Iterable[tuple[_Piece, Tensor]], device: torch.device) -> Tensor:
+def _assemble(output: Output, received: Iterable[tuple[_Piece, Tensor]], device: torch.device) -> Tensor:
     """The full tensor, from its pieces."""
     shape = tuple(output.tensor.shape)
     tensor = torch.empty(shape, dtype=output.dtype, device=device)
     plan = plan_reads(output.tensor, full_region(shape), tensor)
-    for piece, values in arriving:
-        _, region, view = plan.reads[piece.read]
+    for piece, values in received:
+        _, region, view = plan.reads[piece.read_index]
         narrow_to(view, region, piece.region).copy_(values.view(region_shape(piece.region)))
     plan.finish()
     return tensor

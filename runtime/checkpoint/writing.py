@@ -48,8 +48,8 @@ class Output:
 
 
 @dataclass(frozen=True)
-class ReadOutput(Output):
-    """A tensor with its own way of reading; `tensor` has its shape."""
+class ReadableOutput(Output):
+    """A tensor that is read by its own method `read`, not by the read plan of `tensor` alone."""
 
     def read(self, reader: FileReader) -> Tensor:
         """The tensor, on the CPU.
@@ -154,10 +154,10 @@ class FolderWriter:
         self.directory, self._files = directory, list(files)
         self._error = ""
         rank, _ = rank_and_world_size()
-        self._mine = {file.name: file for file in self._files if file.writer == rank}
+        self._own_files = {file.name: file for file in self._files if file.writer == rank}
         self._finished: list[FileWriter] = []
         self._open: FileWriter | None = None
-        self._file_of = {output.name: file for file in self._mine.values() for output in file.outputs}
+        self._file_of = {output.name: file for file in self._own_files.values() for output in file.outputs}
         self.attempt(self._make_folder)
 
     def _make_folder(self) -> None:
@@ -195,11 +195,11 @@ class FolderWriter:
         """Whether anything failed on this rank; other ranks may not know yet."""
         return bool(self._error)
 
-    def close(self, others: Mapping[str, str | Path]) -> None:
+    def close(self, other_files: Mapping[str, str | Path]) -> None:
         """Writes index and other files, renames all, and removes files of an earlier checkpoint. Collective.
 
         Args:
-            others: other files, name -> text or the file to copy; rank 0 writes them.
+            other_files: name -> text or the file to copy; rank 0 writes them.
 
         Raises:
             CheckpointError: on every rank, if a file could not be written on any, and then nothing is replaced; or could
@@ -208,7 +208,7 @@ class FolderWriter:
         rank, _ = rank_and_world_size()
         prepared: list[Path] = []
         if rank == 0:
-            self.attempt(lambda: self._prepare(others, prepared))
+            self.attempt(lambda: self._prepare(other_files, prepared))
         try:
             self._raise_errors("its earlier content is unchanged")
         except CheckpointError:
@@ -240,16 +240,16 @@ class FolderWriter:
         sync_folder(self.directory)
 
     def _complete(self, prepared: Iterable[Path]) -> None:
-        """Renames all files except the weights, index and config last, and removes the mark."""
+        """Renames all files except the weights, index and config last, and removes the marker."""
         self._remove_stale()
         for file in sorted(prepared, key=lambda file: file.name in (INDEX, CONFIG)):
             _partial(file).replace(file)
         sync_folder(self.directory)
         (self.directory / INCOMPLETE).unlink()
 
-    def _prepare(self, others: Mapping[str, str | Path], prepared: list[Path]) -> None:
+    def _prepare(self, other_files: Mapping[str, str | Path], prepared: list[Path]) -> None:
         """Writes all files except the weights, under temporary names."""
-        files = dict(others)
+        files = dict(other_files)
         if len(self._files) > 1:
             sizes = [output.num_bytes for file in self._files for output in file.outputs]
             weight_map = {output.name: file.name for file in self._files for output in file.outputs}

@@ -237,7 +237,7 @@ def test_errors_of_commands_are_for_their_reader(original, checkpoint, tmp_path)
         (("export", checkpoint, "--output", tmp_path / "x"), "is a Hugging Face checkpoint"),
         (
             ("export", run_folder, "--output", tmp_path / "x", "--step", 7),
-            "no complete checkpoint of step 7, but of 1",
+            "no complete checkpoint of step 7, only of 1",
         ),
         (("export", run_folder, "--output", saved), "it is a training checkpoint, which this would damage"),
         (("convert", run_folder, tmp_path / "x"), f"`patchgen export {run_folder} --output DIR` writes their weights"),

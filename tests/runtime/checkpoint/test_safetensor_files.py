@@ -139,7 +139,7 @@ def test_problems_of_one_read_are_reported_by_key(dtype, tmp_path):
 
 def test_a_thread_keeps_few_files_open(tmp_path):
     """Fewer than there are, over and over; each read is of the right file, and all are closed in the end."""
-    for number in range(3 * file_reader.OPEN_FILES):
+    for number in range(3 * file_reader.MAX_OPEN_FILES):
         save_file({f"k{number:02}": torch.full((4,), float(number))}, tmp_path / f"{number:02}.safetensors")
     stored = read_folder(tmp_path)
     before = set(os.listdir("/proc/self/fd"))
@@ -149,7 +149,7 @@ def test_a_thread_keeps_few_files_open(tmp_path):
                 out = torch.empty(4)
                 reader.read(tensor, ((0, 4),), out)
                 assert torch.equal(out, torch.full((4,), float(number)))
-                assert len(set(os.listdir("/proc/self/fd")) - before) <= file_reader.OPEN_FILES + 1
+                assert len(set(os.listdir("/proc/self/fd")) - before) <= file_reader.MAX_OPEN_FILES + 1
     assert len(set(os.listdir("/proc/self/fd")) - before) <= 1  # that of the listing itself
 
 

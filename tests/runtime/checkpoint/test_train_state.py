@@ -166,7 +166,7 @@ def test_other_bytes_of_the_same_length_are_found(name, tmp_path):
     assert checkpointer.latest() == 2
     with pytest.raises(CheckpointError, match=f"{name} has changed since it was saved\n.*step-00000001"):
         checkpointer.load(2, model=model, optimizer=optimizer)
-    with pytest.raises(CheckpointError, match=f"{name} has changed since it was saved\n--step takes another: 1"):
+    with pytest.raises(CheckpointError, match=f"{name} has changed since it was saved\n--step chooses another: 1"):
         export_run(tmp_path, tmp_path / "out")
     require_equal(everything(model, optimizer), before)
     with pytest.warns(UserWarning, match=f"step-00000001 is loaded:\n  step-00000002: {name} has changed"):
@@ -254,7 +254,7 @@ def test_another_model_is_refused_by_name(tmp_path):
 
 def test_values_that_are_not_plain_are_refused_before_anything_is_written(tmp_path):
     model, _optimizer, _ = make()
-    with pytest.raises(CheckpointError, match=r"extra_state\['rank'\] must contain only plain values and tensors"):
+    with pytest.raises(CheckpointError, match=r"extra_state\['rank'\] must contain only tensors and plain values"):
         Checkpointer(tmp_path).save(1, model=model, extra_state={"rank": {"object": Checkpointer}})
     assert not list(tmp_path.iterdir())
 
