@@ -163,7 +163,7 @@ def _loss(
     inputs = to_device(inputs, _device(model))
     targets = inputs["shift_labels"]
 
-    def of_hidden(head: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+    def loss_of_hidden(head: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
         apart = model_calls.documents_apart()
         hidden = hidden_states if apart is None else apart.packed(hidden_states)
         tempered = head if temperature == 1 else lambda states: head(states) / temperature
@@ -171,7 +171,7 @@ def _loss(
         return function(F.pad(_full_rows(values, state)[:, : length - 1], (1, 0)))
 
     length = inputs.pop("length")
-    with loss.step(1, objective=of_hidden, **step):
+    with loss.step(1, objective=loss_of_hidden, **step):
         return model(**inputs, use_cache=False).loss
 
 

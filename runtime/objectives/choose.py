@@ -39,15 +39,15 @@ def objective_of(config: ObjectiveConfig) -> Objective:
     Raises:
         RecipeError: an unknown name, a class that is no `Objective` or has no loss, an unknown or invalid option.
     """
-    kind = _class_of(config.name)
-    known = [field.name for field in dataclasses.fields(kind)]
+    cls = _class_of(config.name)
+    known = [field.name for field in dataclasses.fields(cls)]
     for name in config.options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known) or 'none'}."
             raise RecipeError(f"objective.options.{name}: {config.name} has no such option. {hint}")
     try:
-        return TypeAdapter(kind).validate_python(dict(config.options))
+        return TypeAdapter(cls).validate_python(dict(config.options))
     except ValidationError as error:
         problems = "; ".join(_explain(problem) for problem in error.errors())
         raise RecipeError(f"objective.options of {config.name}: {problems}") from error
@@ -77,10 +77,10 @@ def _class_of(name: str) -> type[Objective]:
         imported = pkgutil.resolve_name(spec)
     except Exception as error:  # the user's code may raise anything
         raise RecipeError(
-            f"objective.name = '{name}' cannot be imported: {type(error).__name__}: {error}. Modules are searched on Python's "
-            f"path and in {here}."
+            f"objective.name = '{name}' cannot be imported: {type(error).__name__}: {error}. Modules are searched for on "
+            f"Python's path and in {here}."
         ) from error
-    # `dataclasses.is_dataclass` is true for an undecorated subclass, too, whose fields are no options.
+    # `dataclasses.is_dataclass` is true for an undecorated subclass, too, whose own fields would not be options.
     is_dataclass = isinstance(imported, type) and "__dataclass_params__" in vars(imported)
     if not (is_dataclass and issubclass(imported, Objective)):
         raise RecipeError(
@@ -108,7 +108,7 @@ def require_valid(recipe: Recipe) -> None:
             )
         if data is not None and objective.per == "pair" and data.kind not in PAIR_COLUMNS:
             raise RecipeError(
-                f"objective.name = {recipe.objective.name} is a mean over pairs (per), which need {section}.kind = "
+                f"objective.name = {recipe.objective.name} is a mean over pairs (per = 'pair'), which need {section}.kind = "
                 f"{' or '.join(PAIR_COLUMNS)}, not '{data.kind}'."
             )
     if objective.needs_teacher is not (recipe.teacher is not None):
@@ -148,9 +148,9 @@ def require_same_tokens(model: PreTrainedModel, teacher: PreTrainedModel) -> Non
         )
 
 
-def require_seam(objective: Objective, model: nn.Module, users: dict) -> None:
+def require_seam(objective: Objective, model: nn.Module, seam_users: dict) -> None:
     """Raises RecipeError if the model computes its loss without the seam that calls the objective."""
-    if not objective.is_models_own and objective.head is None and "causal_lm_loss" not in users:
+    if not objective.is_models_own and objective.head is None and "causal_lm_loss" not in seam_users:
         raise RecipeError(
             f"objective.name = {type(objective).__name__}: {type(model).__name__} computes its loss itself, not through "
             "the seam causal_lm_loss. Generate it with the pass fused_loss."

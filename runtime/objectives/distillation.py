@@ -4,8 +4,8 @@
 
 Summed over the tokens that have a loss; the step divides by their number. All other tokens are one event ("the tail"), so that
 the student also matches the probability outside the k tokens. This equals TRL's forward KL with `loss_top_k` and
-`loss_add_tail`. The teacher is the model of section `teacher`, with the student's tokenizer; k of its log-probabilities and their
-ids are stored per token, the full logits of neither model are.
+`loss_add_tail`. The teacher is the model of section `teacher`, with the student's tokenizer; per token, its k
+largest log-probabilities and their ids are stored; the full logits of neither model are.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Distillation(Objective):
     def of_teacher(self, batch: Batch) -> tuple[Tensor, ...]:
         """The log-probabilities `(s, k)` of the k most likely tokens, and their ids `(s, k)`."""
 
-        def largest(logits: Tensor) -> tuple[Tensor, ...]:
+        def top_log_probs(logits: Tensor) -> tuple[Tensor, ...]:
             logits = logits / self.temperature
             top = logits.topk(min(self.top_k, logits.shape[1]))
             return top.values - logits.logsumexp(1, keepdim=True), top.indices
 
-        return batch.per_token(largest)
+        return batch.per_token(top_log_probs)
 
     def loss(self, batch: Batch) -> Tensor:
         def divergence(logits: Tensor, log_teacher: Tensor, ids: Tensor) -> tuple[Tensor]:

@@ -2,9 +2,9 @@
 
     loss = cross_entropy(cosine(anchor, every positive of the row) / temperature, its own positive)
 
-A mean over pairs. A text's embedding is the hidden state of its last token. The negatives are the other pairs of the packed
-row, so `data.tokens_per_batch` decides their number. The export is the base model, which loads in plain transformers
-(`AutoModel`).
+A mean over pairs. A text's embedding is the hidden state of its last token. The negatives are the positives of the other
+pairs in the packed row, so `data.tokens_per_batch` decides their number. The export is the base model, which loads in plain
+transformers (`AutoModel`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from patchgen.runtime.objectives.batch import Batch
 
 @dataclass(frozen=True)
 class Embedding(Objective):
-    """Embeddings.
+    """Contrastive embeddings.
 
     Attributes:
-        temperature: divides the cosines.
+        temperature: divides the cosine similarities.
     """
 
     temperature: float = 0.05

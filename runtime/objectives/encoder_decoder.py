@@ -4,8 +4,9 @@
     encoder    p p p                    with a padding mask
     labels           a a a e            upstream shifts them right for the decoder's input
 
-The answer is the tokens with a loss, which follow each other. A document with several answers is refused: what is between them
-would be no input of either (`require_one_answer`). Tokens after the answer are left out: no loss depends on them.
+The answer is the tokens with a loss, which are consecutive. A document with several answers is refused: what is between them
+would be input of neither encoder nor decoder (`require_one_answer`). Tokens after the answer are left out: no loss depends on
+them.
 
 `model_calls.separate_documents` first puts each document of a packed row into its own row. The loss is the head's own, as a
 share of the step.
@@ -37,16 +38,16 @@ ONE_ANSWER = (
 )
 
 
-class OnRows:
-    """Marks the heads that `on_rows` makes."""
+class AcceptsPackedRows:
+    """Marks the heads that `accept_packed_rows` makes."""
 
 
 def has_loss_seam(head: type) -> bool:
-    """Whether a generated encoder-decoder can compute a share of a step: its loss is the seam's."""
+    """Whether an encoder-decoder computes its loss by the seam `causal_lm_loss`, which returns a share of the step's loss."""
     return "causal_lm_loss" in called_seams(head.forward)
 
 
-def on_rows(head: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def accept_packed_rows(head: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The head with inputs `input_ids`, `shift_labels` `(D, L)`: D documents, L tokens per row; it also takes upstream's inputs."""
 
     @functools.wraps(head.forward)
@@ -58,19 +59,19 @@ def on_rows(head: type[PreTrainedModel]) -> type[PreTrainedModel]:
             inputs |= prompts_and_answers(input_ids, shift_labels, kwargs.get("real_tokens"))
         else:
             inputs["input_ids"] = input_ids
-            # A forward without labels, as the one before a run that counts the heads of attention: any decoder input does.
+            # A forward without labels, such as the one before a run that counts attention heads: any decoder input will do.
             if not inputs.keys() & {"labels", "decoder_input_ids", "decoder_inputs_embeds"}:
                 inputs["decoder_input_ids"] = input_ids
         with counted_targets():
             return head.forward(self, **inputs)
 
     members = {"forward": forward, "__module__": head.__module__, "__doc__": head.__doc__}
-    return type(head.__name__, (OnRows, head), members)
+    return type(head.__name__, (AcceptsPackedRows, head), members)
 
 
 def row_check(model: object) -> Callable[[Mapping[str, Any]], None] | None:
     """What a full micro-batch has to pass before any rank starts its step; None if the model has no such check."""
-    return require_one_answer if isinstance(model, OnRows) else None
+    return require_one_answer if isinstance(model, AcceptsPackedRows) else None
 
 
 def require_one_answer(row: Mapping[str, Any]) -> None:
@@ -98,11 +99,11 @@ def prompts_and_answers(ids: Tensor, targets: Tensor, real: Tensor | None) -> di
     """
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     has_loss = targets != IGNORED
-    # The last token of the prompt, whose target is the first of the answer; of padding, beyond the row.
-    first = positions.masked_fill(~has_loss, ids.shape[1]).amin(dim=1, keepdim=True)
-    is_prompt = positions <= first if real is None else (positions <= first) & real
-    answer = targets.gather(1, (first + positions).clamp(max=ids.shape[1] - 1))
-    answer = answer.masked_fill(first + positions >= ids.shape[1], IGNORED)
+    # The prompt's last token, whose target is the answer's first; beyond the row for a document that is padding.
+    prompt_end = positions.masked_fill(~has_loss, ids.shape[1]).amin(dim=1, keepdim=True)
+    is_prompt = positions <= prompt_end if real is None else (positions <= prompt_end) & real
+    answer = targets.gather(1, (prompt_end + positions).clamp(max=ids.shape[1] - 1))
+    answer = answer.masked_fill(prompt_end + positions >= ids.shape[1], IGNORED)
     prompt_length, answer_length = map(
         int, torch.stack([is_prompt.sum(1).max(), (answer != IGNORED).sum(1).max()]).tolist()
     )

@@ -53,7 +53,7 @@ class HeadType:
     """A generic head of transformers.
 
     Attributes:
-        description: in words.
+        description: in words, for error messages.
         generic: its class; only upstream heads that add nothing to it are supported.
         mapping: upstream's mapping from configs to heads.
         layer: the name of the layer that computes the scores.
@@ -67,18 +67,18 @@ class HeadType:
     build_layers: Callable[[PreTrainedConfig], dict[str, nn.Module]]
 
 
-def _score(config: PreTrainedConfig) -> dict[str, nn.Module]:
-    return {"score": nn.Linear(_hidden_size(config), _labels(config), bias=False)}
+def _score_layers(config: PreTrainedConfig) -> dict[str, nn.Module]:
+    return {"score": nn.Linear(_hidden_size(config), _num_labels(config), bias=False)}
 
 
-def _token_score(config: PreTrainedConfig) -> dict[str, nn.Module]:
+def _token_score_layers(config: PreTrainedConfig) -> dict[str, nn.Module]:
     rates = (getattr(config, name, None) for name in ("classifier_dropout", "hidden_dropout"))
     rate = next((rate for rate in rates if rate is not None), 0.1)
     bias = getattr(config, "token_classification_bias", True)
-    return {"dropout": nn.Dropout(rate), "score": nn.Linear(_hidden_size(config), _labels(config), bias=bias)}
+    return {"dropout": nn.Dropout(rate), "score": nn.Linear(_hidden_size(config), _num_labels(config), bias=bias)}
 
 
-def _answer_ends(config: PreTrainedConfig) -> dict[str, nn.Module]:
+def _answer_layers(config: PreTrainedConfig) -> dict[str, nn.Module]:
     return {"qa_outputs": nn.Linear(_hidden_size(config), 2)}
 
 
@@ -86,7 +86,7 @@ def _hidden_size(config: PreTrainedConfig) -> int:
     return config.get_text_config().hidden_size
 
 
-def _labels(config: PreTrainedConfig) -> int:
+def _num_labels(config: PreTrainedConfig) -> int:
     assert config.num_labels is not None, "set for every classifier"
     return config.num_labels
 
@@ -97,21 +97,21 @@ HEAD_TYPES = {
         modeling_layers.GenericForSequenceClassification,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         "score",
-        _score,
+        _score_layers,
     ),
     TOKEN: HeadType(
         "token classifier",
         modeling_layers.GenericForTokenClassification,
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
         "score",
-        _token_score,
+        _token_score_layers,
     ),
     ANSWERS: HeadType(
-        "head for answers",
+        "question-answering head",
         modeling_layers.GenericForQuestionAnswering,
         MODEL_FOR_QUESTION_ANSWERING_MAPPING,
         "qa_outputs",
-        _answer_ends,
+        _answer_layers,
     ),
 }
 
@@ -163,7 +163,11 @@ def _upstream_head(head_type: HeadType, config: PreTrainedConfig) -> type[PreTra
     assert isinstance(upstream, type), "the mapping names one class for a config"
     overridden = [name for name in ("__init__", "forward") if name in vars(upstream)]
     if not issubclass(upstream, head_type.generic) or overridden:
-        difference = f"overrides {' and '.join(overridden)}" if overridden else "is another class"
+        difference = (
+            f"overrides {' and '.join(overridden)}"
+            if overridden
+            else f"is not derived from {head_type.generic.__name__}"
+        )
         raise UnknownHeadError(
             f"transformers' {upstream.__name__} {difference}; only heads that add nothing to transformers' "
             f"{head_type.generic.__name__} are supported."
@@ -214,7 +218,7 @@ class Scorer(TaskHead):
     def forward(
         self, input_ids: torch.LongTensor | None = None, labels: torch.LongTensor | None = None, **kwargs: Any
     ) -> Any:
-        """In a run, the loss over packed rows, or all scores (`loss_or_scores`); else upstream's forward."""
+        """In a run, the loss over packed rows, or all scores (`loss_or_scores`); outside of one, upstream's forward."""
         if parallel.current() is None:
             optional = {} if labels is None else {"labels": labels}
             return self.head_type.generic.forward(self, input_ids=input_ids, **optional, **kwargs)

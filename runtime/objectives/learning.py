@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Learning:
-    """An objective on this rank.
+class ObjectiveRunner:
+    """Prepares the micro-batches of this rank for an objective.
 
     Args:
         model: the trained model, sharded.
         adapted: PEFT's wrapper of it, if adapters are trained: the model without them is the reference.
-        table: the reference if the full model is trained.
+        table: the reference log-probabilities if the full model is trained.
         teacher: sharded and frozen, if the objective needs one.
     """
 
@@ -103,7 +103,7 @@ class Learning:
 
 def build(
     recipe: Recipe, model: PreTrainedModel, state: ParallelState, device: torch.device, adapted: PeftModel | None
-) -> Learning:
+) -> ObjectiveRunner:
     """The recipe's objective on this rank (collective).
 
     Raises:
@@ -113,15 +113,15 @@ def build(
     table = teacher = None
     if objective.needs_reference and adapted is None:
         table = ReferenceTable(recipe.directory, digest([to_dict(recipe)["model"], recipe.train.seed]))
-    if (other := teacher_recipe(recipe)) is not None:
-        teacher = models.build_model(other, state, device).requires_grad_(False)
+    if (teachers_recipe := teacher_recipe(recipe)) is not None:
+        teacher = models.build_model(teachers_recipe, state, device).requires_grad_(False)
         require_same_tokens(model, teacher)
-    return Learning(objective, model, state, device, adapted=adapted, table=table, teacher=teacher)
+    return ObjectiveRunner(objective, model, state, device, adapted=adapted, table=table, teacher=teacher)
 
 
 @torch.no_grad()
 def evaluate(model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, function: Callable[[Batch], Any]) -> Any:
-    """Calls a function of the batch in a forward without gradients and dropout; returns its result."""
+    """Calls a function of the batch in a forward without gradients or dropout; returns its result."""
     results = []
 
     def store(complete: Batch) -> Tensor:
@@ -136,7 +136,7 @@ def evaluate(model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, funct
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switches dropout off, then back to the mode before."""
+    """Puts the model into eval mode (no dropout), then back into the mode before."""
     was_training = model.training
     model.eval()
     try:

@@ -25,7 +25,7 @@ from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object, 
 
 FILE = "reference.json"
 SAVE_EVERY = 256
-"""Rows computed between saves, from which a killed run continues."""
+"""Micro-batches of each rank that are computed between saves; a killed run continues from the last save."""
 
 
 class ReferenceTable:
@@ -33,7 +33,7 @@ class ReferenceTable:
 
     Args:
         directory: of the run.
-        model: identifies the model; a file of another model is not used.
+        model: hash that identifies the model; a file of another model is not used.
     """
 
     def __init__(self, directory: Path, model: str) -> None:
@@ -64,8 +64,8 @@ class ReferenceTable:
         missing = [key for key in keys if key not in self.values]
         if missing:
             raise DataError(
-                f"{len(missing)} documents have no reference in {self._path}: the batches differ from those read before the "
-                "first step. Start anew with --fresh."
+                f"{len(missing)} documents have no log-probability in {self._path}: the batches differ from those read before "
+                "the first step. Start anew with --fresh."
             )
         values = torch.zeros(count, dtype=torch.float64)
         values[: len(keys)] = torch.tensor([self.values[key] for key in keys], dtype=torch.float64)
@@ -87,7 +87,7 @@ class ReferenceTable:
             if not int(all_reduce(is_missing, op=dist.ReduceOp.MAX, operation="agree on missing reference values")):
                 continue
             if rounds == 0:
-                _print(f"Computing the reference of the documents before the first step; {self._path} has {before}.")
+                _print(f"Computing reference log-probabilities before the first step; {self._path} has {before}.")
             for part in gather_objects(dict(zip(keys, compute(rows), strict=True))):
                 self.values.update({key: value for key, value in part.items() if key not in self.values})
             rounds += 1
@@ -96,7 +96,7 @@ class ReferenceTable:
         if rounds % SAVE_EVERY:
             self.save()
         if rounds:
-            _print(f"The reference of {len(self.values) - before} documents was computed.")
+            _print(f"Computed the reference log-probabilities of {len(self.values) - before} documents.")
         return len(self.values) - before
 
 
@@ -105,13 +105,13 @@ def _print(line: str) -> None:
         print(line, flush=True)
 
 
-def keys_of(row: Mapping[str, Any], samples: int) -> list[str]:
-    """Hashes of the tokens and labels of the first `samples` documents of a full micro-batch.
+def keys_of(row: Mapping[str, Any], num_samples: int) -> list[str]:
+    """Hashes of the tokens and labels of the first `num_samples` documents of a full micro-batch.
 
     Args:
         row: `input_ids`, `labels` `(1, S)`, `cu_seq_lens_q`.
     """
-    bounds = row["cu_seq_lens_q"].tolist()[: samples + 1]
+    bounds = row["cu_seq_lens_q"].tolist()[: num_samples + 1]
     ids_and_labels = torch.stack([row["input_ids"][0], row["labels"][0]]).long()
     return [
         hashlib.sha256(ids_and_labels[:, start:end].contiguous().numpy().tobytes()).hexdigest()[:32]

@@ -234,7 +234,7 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
         kind == head_kinds.CONDITIONAL and objective.is_models_own and encoder_decoder.has_loss_seam(head)
     )
     if trains_encoder_decoder:
-        head = encoder_decoder.on_rows(head)
+        head = encoder_decoder.accept_packed_rows(head)
     chosen = attention_choice.choose(recipe.model.attention, head, config, dtype=compute_dtype(recipe))
     if objective.head is not None:
         head = _task_head(objective, head, config, recipe.objective.name)

@@ -117,7 +117,7 @@ def test_pairs_come_from_preferences_alone(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     choose.require_valid(recipe_of("paired:Paired", "preference"))
     with pytest.raises(
-        RecipeError, match="pairs .per., which need data.kind = preference or similar, not 'classification'"
+        RecipeError, match="pairs .per = 'pair'., which need data.kind = preference or similar, not 'classification'"
     ):
         choose.require_valid(recipe_of("paired:Paired", "classification"))
     evaluated = {"sources": [{"path": "builtin:labels"}], "kind": "classification"}

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from patchgen.runtime.data.problems import DataError
-from patchgen.runtime.objectives.encoder_decoder import on_rows, prompts_and_answers, require_one_answer, row_check
+from patchgen.runtime.objectives.encoder_decoder import (
+    accept_packed_rows,
+    prompts_and_answers,
+    require_one_answer,
+    row_check,
+)
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.train.data_check import require_data
 from patchgen.runtime.train.recipe import RecipeError, from_dict
@@ -37,7 +42,7 @@ def test_a_document_with_several_answers_is_refused_where_tokens_between_them_wo
 
 
 def test_ranks_learn_of_it_before_the_step():
-    head = on_rows(type("Head", (torch.nn.Module,), {"forward": lambda self: None}))
+    head = accept_packed_rows(type("Head", (torch.nn.Module,), {"forward": lambda self: None}))
     assert row_check(head()) is require_one_answer
     assert row_check(torch.nn.Module()) is None
 

@@ -67,7 +67,7 @@ def pairs_row(found: list[dict[str, list[int]]]) -> dict:
 
 def ours(objective: base.Objective, model, packed: dict, state, **others) -> torch.Tensor:
     """The loss of one packed row, its gradients left in the model."""
-    learned = learning.Learning(objective, model, state, torch.device("cpu"), **others)
+    learned = learning.ObjectiveRunner(objective, model, state, torch.device("cpu"), **others)
     rows = slice_batch(packed, sp=1, sp_rank=0)
     model.train()
     with parallel.using(state):
@@ -124,7 +124,7 @@ def test_dpo_is_trls(config, state, tmp_path):
     # The reference by our own path: what the other model gives for the same row.
     rows = slice_batch(packed, sp=1, sp_rank=0)
     with parallel.using(state):
-        inputs, split = learning.Learning(DPO(), reference, state, torch.device("cpu"))._split(rows)
+        inputs, split = learning.ObjectiveRunner(DPO(), reference, state, torch.device("cpu"))._split(rows)
         values = learning.evaluate(reference, inputs, split, learning.Batch.document_log_probs)[: 2 * len(found)]
     packed["document_keys"] = [str(number) for number in range(2 * len(found))]
     actual = ours(DPO(beta=trainer.beta), model, packed, state, table=Table(values))
