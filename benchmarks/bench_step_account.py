@@ -43,7 +43,7 @@ CLASSES = (  # the first whose word is in a kernel's name
         ),
     ),
     ("adamw", ("_adamw",)),
-    ("norm of gradients", ("_add_up", "lpnorm")),
+    ("norm of gradients", ("_sum_squares", "lpnorm")),
     ("experts' products", ("_gate_up", "grouped_gemm", "_gate_backward", "specialized", "gemm_weights")),
     ("experts' rows", ("_combine", "_plan", "_pad_rows", "_router_gradient", "radix", "sort")),
     ("attention", ("flash", "fmha")),

@@ -73,48 +73,52 @@ def launch(
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         if fresh:
             raise RecipeError(
-                "--fresh only works if this command starts the ranks itself: name another log.directory."
+                "--fresh works only if this command starts the ranks, not under torchrun. To fix: name another log.directory."
             )
-        return STOPPED if worker(to_dict(recipe), decided=False) == "stop" else 0
-    least, most = machines(nodes)
-    if most > 1 and not rdzv_endpoint:
+        return STOPPED if worker(to_dict(recipe), is_checked=False) == "stop" else 0
+    min_nodes, max_nodes = parse_nodes(nodes)
+    if max_nodes > 1 and not rdzv_endpoint:
         raise RecipeError("More than one machine needs --rdzv-endpoint HOST:PORT, the same on all of them.")
     if processes < 1:
         raise RecipeError(f"--nproc must be at least 1, not {processes}.")
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
         raise RecipeError(
-            f"--nproc {processes}, but this machine has {torch.cuda.device_count()} GPUs: one rank each."
+            f"--nproc must be at most {torch.cuda.device_count()}, one rank per GPU of this machine, not {processes}."
         )
-    require_valid(recipe, world=processes * least)
-    if most == 1:  # with several machines, another one may have started this run already
+    require_valid(recipe, world=processes * min_nodes)
+    if max_nodes == 1:  # with several machines, another one may have started this run already
         run_lock.require_free(recipe.directory)
     if not fresh:
         continuing.changes(recipe)
     recipe = preflight.require_trainable(recipe)
-    checks.require_runnable(recipe, world=processes * least)
+    checks.require_runnable(recipe, world=processes * min_nodes)
     if fresh:
-        if most > 1:
-            raise RecipeError("--fresh is for one machine: several would race. Name another log.directory.")
+        if max_nodes > 1:
+            raise RecipeError(
+                "--fresh is for one machine: several would race to move the earlier run. To fix: name another log.directory."
+            )
         move_away(recipe.directory)
-    if processes == 1 and most == 1 and recipe.train.restarts == 0:
+    if processes == 1 and max_nodes == 1 and recipe.train.restarts == 0:
         return STOPPED if worker(to_dict(recipe)) == "stop" else 0
-    return _run_agent(recipe, processes, least, most, rdzv_endpoint)
+    return _run_agent(recipe, processes, min_nodes, max_nodes, rdzv_endpoint)
 
 
-def machines(nodes: str) -> tuple[int, int]:
-    """The fewest and the most machines of a run.
+def parse_nodes(nodes: str) -> tuple[int, int]:
+    """The smallest and the largest number of machines of a run.
 
     Raises:
-        RecipeError: it is neither a number nor min:max.
+        RecipeError: `nodes` is neither a number nor min:max.
     """
-    least, colon, most = nodes.partition(":")
-    most = most if colon else least
-    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise RecipeError(f"--nnodes takes a number of machines from 1 or min:max, as 2 or 2:4, not '{nodes}'.")
-    return int(least), int(most)
+    min_nodes, colon, max_nodes = nodes.partition(":")
+    max_nodes = max_nodes if colon else min_nodes
+    if not (min_nodes.isdecimal() and max_nodes.isdecimal() and 1 <= int(min_nodes) <= int(max_nodes)):
+        raise RecipeError(
+            f"--nnodes must be a number of machines, at least 1, or min:max, as 2 or 2:4, not '{nodes}'."
+        )
+    return int(min_nodes), int(max_nodes)
 
 
-def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: str) -> int:
+def _run_agent(recipe: Recipe, processes: int, min_nodes: int, max_nodes: int, endpoint: str) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # As torchrun does: a thread per core in each rank would oversubscribe the cores.
@@ -126,8 +130,8 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
     if (folder := architecture.import_path(recipe.model)) is not None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     config = LaunchConfig(
-        min_nodes=least,
-        max_nodes=most,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
         nproc_per_node=processes,
         run_id=recipe.name,
         rdzv_backend="c10d",
@@ -142,13 +146,13 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
         return STOPPED  # the agent forwarded the signal and waited until the ranks had saved and exited
     except RendezvousError as error:
         raise LaunchFailed(
-            f"Rendezvous of {most} machines at {endpoint} failed: {type(error).__name__}: {error} Start the same command on all "
-            "of them, with a port that all can reach on the machine that --rdzv-endpoint names."
+            f"Rendezvous of {max_nodes} machines at {endpoint} failed: {type(error).__name__}: {error} To fix: start the "
+            "same command on all of them, with a port that all can reach on the machine that --rdzv-endpoint names."
         ) from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         message = f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}"
-        if most > 1:
+        if max_nodes > 1:
             message += (
                 "\nThat is the first failure on this machine. If a connection was lost, check the other machines."
             )
@@ -169,15 +173,16 @@ def _reason(failure: Any) -> str:
 
 
 @record
-def worker(values: dict[str, Any], *, decided: bool = True) -> str:
+def worker(values: dict[str, Any], *, is_checked: bool = True) -> str:
     """One rank: process group, device, trainer; returns why the run ended (`Summary.reason`).
 
     Args:
         values: a recipe as a dict, as passed between processes.
-        decided: whether `launch` has checked that the model can train; if not, rank 0 checks it for all.
+        is_checked: whether `launch` has checked that the model can train; if not, rank 0 checks it for all.
     """
     recipe = from_dict(values)
-    outcome = None if decided or os.environ["RANK"] != "0" else _decide(recipe)  # before process groups exist
+    # Before process groups exist.
+    outcome = None if is_checked or os.environ["RANK"] != "0" else _check_on_rank_0(recipe)
     # Row counts that vary between steps fragment memory of fixed-size segments (docs/parallel.md has figures).
     # torch reads the variable before its first allocation; the user may have set either name.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
@@ -189,12 +194,12 @@ def worker(values: dict[str, Any], *, decided: bool = True) -> str:
 
         # Again: torchrun starts ranks without the checks of `launch`, and elastic agents change their number.
         require_valid(recipe, world=dist.get_world_size())
-        if not decided:
-            recipe = _broadcast_decision(outcome)
+        if not is_checked:
+            recipe = _broadcast_outcome(outcome)
         return Trainer(recipe, device, setup.listeners(recipe)).run().reason
 
 
-def _decide(recipe: Recipe) -> tuple[dict[str, Any] | None, str]:
+def _check_on_rank_0(recipe: Recipe) -> tuple[dict[str, Any] | None, str]:
     """The completed recipe as a dict, or the reason why it cannot train."""
     from patchgen.runtime.train import checks, preflight, run_lock
 
@@ -207,15 +212,15 @@ def _decide(recipe: Recipe) -> tuple[dict[str, Any] | None, str]:
         return None, str(error)
 
 
-def _broadcast_decision(outcome: tuple[dict[str, Any] | None, str] | None) -> Recipe:
-    """The recipe that rank 0 decided on (collective).
+def _broadcast_outcome(outcome: tuple[dict[str, Any] | None, str] | None) -> Recipe:
+    """The recipe as rank 0 completed it (collective).
 
     Raises:
         RecipeError: on all ranks, the model cannot train.
     """
-    decided = broadcast_object(outcome)
-    assert decided is not None, "rank 0 decides"
-    values, refusal = decided
+    received = broadcast_object(outcome)
+    assert received is not None, "rank 0 has an outcome"
+    values, refusal = received
     if values is None:
         raise RecipeError(refusal)
     return from_dict(values)
@@ -231,17 +236,17 @@ def process_group():
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
-    single_rank: dict[str, Any] = {}
+    single_rank_args: dict[str, Any] = {}
     if "RANK" not in os.environ:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in the stubs
-        single_rank = {"store": store, "rank": 0, "world_size": 1}
+        single_rank_args = {"store": store, "rank": 0, "world_size": 1}
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     gloo_groups.use_one_worker()
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **single_rank)
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **single_rank_args)
     try:
         yield device
     except BaseException:
-        if single_rank:  # with several, other ranks may never get here
+        if single_rank_args:  # with several ranks, others may never get here
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()

@@ -1,10 +1,11 @@
-"""A step of AdamW in one pass over memory: the gradient as it was computed, clipped, and the copy that layers compute with.
+"""An AdamW step in one pass over memory: it reads the gradient in its own dtype, applies the clipping factor, and also writes
+the parameter's copy that layers compute with.
 
-torch's fused AdamW takes gradients in the dtype of the parameter, already clipped; the cast that layers need comes after it.
+torch's fused AdamW takes gradients in the dtype of the parameter, already clipped; the copy needs another pass after it.
 For an fp32 parameter with a bf16 gradient that is, in bytes per parameter:
 
-    gradient widened 6, multiplied 8, AdamW 28, cast 6     48
-    here                                                   28: p, m, v read and written (24), gradient read, copy written
+    gradient to fp32 6, clipped 8, AdamW 28, copy cast 6     48
+    here                                                     28: p, m, v read and written 24, gradient read 2, copy written 2
 
 Formula and order are torch's, in fp32 (aten/src/ATen/native/cuda/fused_adam_utils.cuh).
 """
@@ -40,8 +41,8 @@ def adamw_(
     Args:
         parameter, gradient, exp_avg, exp_avg_sq: of one shape, contiguous, each fp32 or narrower; computed with in fp32.
         step: of this update; the first is 1.
-        factor: one number on the same device that the gradient is multiplied by; None: 1.
-        copy: as many elements, contiguous, in any dtype: written with the new values.
+        factor: a tensor of one element on the same device; the gradient is multiplied by it. None: 1.
+        copy: receives the new values; contiguous, of any dtype, with as many elements.
 
     Raises:
         ValueError: tensors that are not contiguous or not of one size.
@@ -84,29 +85,29 @@ def _adamw(
     exp_avg_sq,
     copy,
     factor,
-    num,
-    keep,
+    numel,
+    decay_factor,
     beta1,
     one_minus_beta1,
     beta2,
     one_minus_beta2,
     eps,
     step_size,
-    root_of_correction,
+    sqrt_bias_correction2,
     BLOCK: tl.constexpr,
 ):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    in_bounds = offset < num
+    in_bounds = offset < numel
     p = tl.load(parameter + offset, mask=in_bounds, other=0.0).to(tl.float32)
     g = tl.load(gradient + offset, mask=in_bounds, other=0.0).to(tl.float32)
     m = tl.load(exp_avg + offset, mask=in_bounds, other=0.0).to(tl.float32)
     v = tl.load(exp_avg_sq + offset, mask=in_bounds, other=0.0).to(tl.float32)
     if factor is not None:
         g = g * tl.load(factor).to(tl.float32)
-    p = p * keep
+    p = p * decay_factor
     m = beta1 * m + one_minus_beta1 * g
     v = beta2 * v + one_minus_beta2 * g * g
-    p = p - step_size * m / (tl.sqrt_rn(v) / root_of_correction + eps)
+    p = p - step_size * m / (tl.sqrt_rn(v) / sqrt_bias_correction2 + eps)
     tl.store(parameter + offset, p.to(parameter.dtype.element_ty), mask=in_bounds)
     tl.store(exp_avg + offset, m.to(exp_avg.dtype.element_ty), mask=in_bounds)
     tl.store(exp_avg_sq + offset, v.to(exp_avg_sq.dtype.element_ty), mask=in_bounds)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _BLOCKS = 2048, 4  # elements per block, blocks per program
+_BLOCK_SIZE, _BLOCKS_PER_PROGRAM = 2048, 4
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -25,21 +25,30 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         ValueError: a tensor that is not contiguous.
     """
     if any(not tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("sum_of_squares takes contiguous tensors.")
-    programs = [triton.cdiv(tensor.numel(), _BLOCK * _BLOCKS) for tensor in tensors]
-    parts = torch.empty(sum(programs), dtype=torch.float32, device=tensors[0].device)
-    for tensor, part in zip(tensors, parts.split(programs), strict=True):
-        if len(part):
-            _add_up[(len(part),)](tensor, part, tensor.numel(), BLOCK=_BLOCK, BLOCKS=_BLOCKS, num_warps=8)
-    return parts.sum()
+        raise ValueError(
+            "sum_of_squares takes contiguous tensors, and at least one is not. To fix: pass tensor.contiguous()."
+        )
+    num_programs = [triton.cdiv(tensor.numel(), _BLOCK_SIZE * _BLOCKS_PER_PROGRAM) for tensor in tensors]
+    partial_sums = torch.empty(sum(num_programs), dtype=torch.float32, device=tensors[0].device)
+    for tensor, sums in zip(tensors, partial_sums.split(num_programs), strict=True):
+        if len(sums):
+            _sum_squares[(len(sums),)](
+                tensor,
+                sums,
+                tensor.numel(),
+                BLOCK_SIZE=_BLOCK_SIZE,
+                BLOCKS_PER_PROGRAM=_BLOCKS_PER_PROGRAM,
+                num_warps=8,
+            )
+    return partial_sums.sum()
 
 
 @triton.jit
-def _add_up(values, parts, num, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.float32)
-    first = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
-    for block in range(BLOCKS):
-        offset = first + block * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(values + offset, mask=offset < num, other=0.0).to(tl.float32)
+def _sum_squares(values, partial_sums, numel, BLOCK_SIZE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr):
+    total = tl.zeros((BLOCK_SIZE,), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_SIZE * BLOCKS_PER_PROGRAM
+    for block in range(BLOCKS_PER_PROGRAM):
+        offset = first + block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        value = tl.load(values + offset, mask=offset < numel, other=0.0).to(tl.float32)
         total += value * value
-    tl.store(parts + tl.program_id(0), tl.sum(total))
+    tl.store(partial_sums + tl.program_id(0), tl.sum(total))

@@ -53,7 +53,7 @@ def train(
 
         try:
             if dry_run:
-                world = int(os.environ.get("WORLD_SIZE", processes * launch.machines(nodes)[0]))
+                world = int(os.environ.get("WORLD_SIZE", processes * launch.parse_nodes(nodes)[0]))
                 run_plan.require_valid(recipe, world)
                 recipe = preflight.require_trainable(recipe)
                 print(run_plan.describe(recipe, checks.require_runnable(recipe, world), world))
@@ -75,7 +75,7 @@ def start_script(kind: str, path: Path, name: str, assignments: list[str], proce
         raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
     command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", nodes]
     start = shlex.join([*command, *(word for assignment in assignments for word in ("--set", assignment))])
-    if kind == "ssh":  # within double quotes
+    if kind == "ssh":  # the template puts it within double quotes
         start = re.sub(r'(["$`\\])', r"\\\1", start)
     name = re.sub(r"[^\w.-]+", "_", name)
     return render(f"{kind}.jinja", start=start, name=name, processes=processes, nodes=nodes, port=29_500)

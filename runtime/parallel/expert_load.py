@@ -20,7 +20,7 @@ from patchgen.runtime.parallel.collectives import all_reduce
 
 
 class _Experts(Protocol):
-    """The attribute that experts modules of a plan have."""
+    """The attribute that every experts module has."""
 
     num_experts: int
 
@@ -28,7 +28,7 @@ class _Experts(Protocol):
 class ExpertLoad:
     """Counts the slots `[tokens, experts per token]` that routers of a generated model send to each expert, as integers.
 
-    Only forwards with gradients are counted, without the recomputations of `checkpointing.apply` and transformers.
+    Only forwards with gradients are counted, not their recomputation by activation checkpointing (ours or transformers').
 
     Experts that are called without indices (llama4's: each expert has an equal part of the rows) have no load.
 
@@ -45,7 +45,7 @@ class ExpertLoad:
         # One entry per module, in the same order on every rank, also on a rank that has not run some of them.
         self._counts: dict[str, Tensor | None] = dict.fromkeys(paths)
         self._handles = [
-            module.register_forward_pre_hook(self._counter(path), with_kwargs=True)
+            module.register_forward_pre_hook(self._counting_hook(path), with_kwargs=True)
             for path, module in self._experts.items()
         ]
 
@@ -56,7 +56,7 @@ class ExpertLoad:
         """
         totals = {}
         for path, counts in self._counts.items():
-            total = self._none_counted(path) if counts is None else counts
+            total = self._zero_counts(path) if counts is None else counts
             if dist.is_initialized():
                 total = all_reduce(total, operation="sum the expert load")
             totals[path] = total.to("cpu", copy=True)
@@ -64,7 +64,7 @@ class ExpertLoad:
                 counts.zero_()
         return {path: total for path, total in totals.items() if total.any()}
 
-    def _none_counted(self, path: str) -> Tensor:
+    def _zero_counts(self, path: str) -> Tensor:
         """Zeros on the device where the other ranks computed: parameters may be in host memory."""
         module = self._experts[path]
         parameter = next(module.parameters())
@@ -76,7 +76,7 @@ class ExpertLoad:
         for handle in self._handles:
             handle.remove()
 
-    def _counter(self, path: str) -> Callable:
+    def _counting_hook(self, path: str) -> Callable:
         def count(module: nn.Module, args: tuple, kwargs: dict) -> None:
             index = _routing_index(path, (*args, *kwargs.values()))
             if index is None or not torch.is_grad_enabled() or index.is_meta or checkpointing.is_replay():
@@ -97,7 +97,7 @@ def _routing_index(path: str, values: Iterable[object]) -> Tensor | None:
     hidden states and weights are floating point. None: there are none.
 
     Raises:
-        ValueError: several arguments have integers.
+        ValueError: several arguments are integer tensors.
     """
     integer_tensors = [
         v for v in values if isinstance(v, Tensor) and not (v.is_floating_point() or v.dtype == torch.bool)

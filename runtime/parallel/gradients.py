@@ -24,7 +24,7 @@ from patchgen.runtime.parallel.collectives import all_reduce
 logger = logging.getLogger(__name__)
 POLICIES = ("skip", "stop")
 LARGE = 2**20
-"""Elements from which a launch per gradient is faster than torch's foreach kernel."""
+"""From this many elements on, one kernel launch per gradient is faster than torch's foreach kernel."""
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -109,14 +109,14 @@ def clip(model: nn.Module, max_norm: float, *, optimizer: Optimizer | None = Non
     total = norm(parameter for parameter, _ in pairs)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     factor = torch.where(torch.isfinite(total), factor, 1.0)
-    by_optimizer = _set_gradient_factor(optimizer, factor)
-    pairs = [(parameter, gradient) for parameter, gradient in pairs if id(parameter) not in by_optimizer]
+    scaled_by_optimizer = _set_gradient_factor(optimizer, factor)
+    pairs = [(parameter, gradient) for parameter, gradient in pairs if id(parameter) not in scaled_by_optimizer]
     narrow = [(wide, gradient) for wide, gradient in pairs if gradient.dtype.itemsize < wide.dtype.itemsize]
     if narrow:
         wide, gradient = narrow[0]
         raise ValueError(
-            f"{len(narrow)} gradients are {gradient.dtype} while their parameters are {wide.dtype}: their optimizer takes "
-            "them unscaled and multiplies by the factor itself. To fix: call clip(model, max_norm, optimizer=optimizer)."
+            f"{len(narrow)} gradients are {gradient.dtype} while their parameters are {wide.dtype}: scaling would round "
+            "them, so the optimizer has to multiply by the factor. To fix: call clip(model, max_norm, optimizer=optimizer)."
         )
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for _, gradient in pairs]
     if local:
@@ -127,7 +127,7 @@ def clip(model: nn.Module, max_norm: float, *, optimizer: Optimizer | None = Non
 def _set_gradient_factor(optimizer: Optimizer | None, factor: Tensor) -> set[int]:
     """Passes the factor to optimizers that multiply by it themselves; returns the ids of their parameters."""
     parameter_ids: set[int] = set()
-    parts: Any = getattr(optimizer, "parts", (optimizer,))  # of any class
+    parts: Any = getattr(optimizer, "parts", (optimizer,))  # optimizers of any class
     for part in parts:
         if hasattr(part, "gradient_factor"):
             part.gradient_factor = factor

@@ -169,7 +169,7 @@ def ranks_of(pid: int) -> list[int]:
         ({"processes": 3}, [], "does not divide over the 3 batch groups"),
         ({"processes": 2}, ["parallel.ep=4"], "ep=4 does not divide"),
         ({"nodes": "2"}, [], "needs --rdzv-endpoint HOST:PORT"),
-        ({"nodes": "two"}, [], "--nnodes takes a number of machines from 1 or min:max"),
+        ({"nodes": "two"}, [], "--nnodes must be a number of machines, at least 1, or min:max"),
         ({}, ["train.ep=2"], "Did you mean parallel.ep?"),
         ({}, ["model.attention=flash"], "model.attention = 'flash' is none of"),
         (
