@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-from patchgen.runtime.verify.committed_models import Committed, committed
+from patchgen.runtime.verify.committed_models import CommittedModel, committed
 
 OF_EVERY_FILE = ("prune", "absolute_imports", "checkpoint_mapping")
 OF_ONE_FILE = ("hand_edits",)
@@ -20,7 +20,7 @@ OF_ONE_FILE = ("hand_edits",)
 @functools.cache
 def kinds(name: str) -> frozenset[str]:
     """What passes did to a model, in the words of `provenance.json` without the names of its own classes."""
-    record = Committed(name).record
+    record = CommittedModel(name).record
     found = {"parts"} if record.get("parts") else set()
     for step in record["passes"]:
         for hit in step["hits"] if step["name"] not in (*OF_EVERY_FILE, *OF_ONE_FILE) else ():
@@ -31,7 +31,7 @@ def kinds(name: str) -> frozenset[str]:
 
 def few(names: Iterable[str]) -> list[str]:
     """A few of the models that have all the kinds; a small file rather than a long one."""
-    folders = {name: Committed(name).folder / f"modeling_{name}.py" for name in names}
+    folders = {name: CommittedModel(name).folder / f"modeling_{name}.py" for name in names}
     return cover(
         {name: kinds(name) for name in folders}, {name: file.stat().st_size for name, file in folders.items()}
     )
@@ -60,11 +60,11 @@ def heads(names: Iterable[str]) -> list:
     return [
         pytest.param(*one.values, head, marks=one.marks)
         for one in models(names)
-        for head in Committed(*one.values).record["heads"]
+        for head in CommittedModel(*one.values).record["heads"]
     ]
 
 
 def with_hits(step: str) -> list[str]:
     """The committed models that a pass rewrites."""
-    records = ((name, Committed(name).record["passes"]) for name in committed())
+    records = ((name, CommittedModel(name).record["passes"]) for name in committed())
     return [name for name, passes in records if any(one["name"] == step and one["hits"] for one in passes)]

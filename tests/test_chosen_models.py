@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import chosen_models
 
-from patchgen.runtime.verify.committed_models import Committed, committed
+from patchgen.runtime.verify.committed_models import CommittedModel, committed
 
 
 def test_every_pass_that_rewrites_a_committed_model_rewrites_one_of_the_few():
     def passes(names):
-        steps = [step for name in names for step in Committed(name).record["passes"]]
+        steps = [step for name in names for step in CommittedModel(name).record["passes"]]
         return {step["name"] for step in steps if step["hits"]} - {*chosen_models.OF_ONE_FILE}
 
     few = chosen_models.few(committed())
     assert passes(few) == passes(committed())
-    assert any(Committed(name).record.get("parts") for name in few)
+    assert any(CommittedModel(name).record.get("parts") for name in few)
     assert len(few) <= len(committed()) / 3
 
 

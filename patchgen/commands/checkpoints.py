@@ -56,12 +56,12 @@ def merge(
         from patchgen.runtime import checkpoint
 
         register(code, generated)
-        source = source or _trained_on(adapter)
+        source = source or _base_model_folder(adapter)
         count = checkpoint.merge_adapter(adapter, source, output, layout=layout, dtype=_dtype(dtype))
     print(f"{source} + {adapter} -> {output}: {count} parameters changed")
 
 
-def _trained_on(adapter: Path) -> Path:
+def _base_model_folder(adapter: Path) -> Path:
     """The base model's folder, as the adapter's config names it."""
     file = adapter / "adapter_config.json"
     try:
@@ -70,7 +70,7 @@ def _trained_on(adapter: Path) -> Path:
         raise ConfigError(f"{adapter} is not a folder with a PEFT adapter: {error}") from error
     if not base or not Path(base).is_dir():
         raise ConfigError(
-            f"{file} names {base!r} as its base model, which is no folder here. To fix: give the folder with --source."
+            f"{file} names {base!r} as its base model, which is not a folder here. To fix: give the folder with --source."
         )
     return Path(base)
 
@@ -111,8 +111,8 @@ def register(code: str | None, generated: str | None) -> Architecture | None:
 
     values, prefix = {"code": code, "generated": generated}, "--"
     try:
-        if not code and not generated and (present := project.find()) is not None:
-            values, prefix = project.model_settings(), f"{present.file.name}: "
+        if not code and not generated and (found_project := project.find()) is not None:
+            values, prefix = project.model_settings(), f"{found_project.file.name}: "
         config = ModelConfig(source="", code=values.get("code"), generated=values.get("generated"))
         found = architecture.register(config)
         return found if isinstance(found, architecture.Architecture) else None
@@ -125,7 +125,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
     if name is None:
         return None
     if name not in DTYPES:
-        raise ConfigError(f"There is no dtype '{name}' to store weights in. Dtypes: {', '.join(DTYPES)}.")
+        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, not '{name}'.")
     import torch
 
     return getattr(torch, name)

@@ -31,7 +31,7 @@ def writing(path: Path) -> Generator[None, None, None]:
         ) from error
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """The path relative to the working directory, if it is inside, with links resolved."""
     resolved = path.resolve()
     return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(resolved)

@@ -18,7 +18,9 @@ def show(path: Path, assignments: list[str], *, rows: int, html: Path | None, ev
         from patchgen.runtime.train import data_view
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
-        raise ConfigError(f"Data needs the package {error.name}: `pip install 'patchgen[train]'`.") from error
+        raise ConfigError(
+            f"`patchgen data` needs the package {error.name}: `pip install 'patchgen[train]'`."
+        ) from error
     try:
         recipe = recipes.load(path, recipes.parse_overrides(assignments))
         preview = data_view.view(recipe, rows=rows, evaluation=evaluation)

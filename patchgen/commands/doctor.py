@@ -17,7 +17,9 @@ def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool
     try:
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
-        raise ConfigError(f"The doctor needs the package {error.name}: `pip install 'patchgen[train]'`.") from error
+        raise ConfigError(
+            f"`patchgen doctor` needs the package {error.name}: `pip install 'patchgen[train]'`."
+        ) from error
     try:
         recipe = recipes.load(path, recipes.parse_overrides(assignments))
         from transformers.utils import logging

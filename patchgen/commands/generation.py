@@ -18,12 +18,12 @@ from rich.table import Table
 from patchgen import emit, pipeline, project_code, provenance, upstream
 from patchgen.anatomy.census import summary
 from patchgen.commands import project_examples, sweeping
-from patchgen.commands.console import console, print_diff, shown, writing
+from patchgen.commands.console import console, display_path, print_diff, writing
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 from patchgen.runtime.registry import installed_directory
 from patchgen.runtime.verify import records
-from patchgen.runtime.verify.committed_models import Committed, committed, named
+from patchgen.runtime.verify.committed_models import CommittedModel, committed, named_models
 
 if TYPE_CHECKING:
     from patchgen.runtime.verify.record_types import Provenance
@@ -45,7 +45,7 @@ def generate(
     reviewed: Sequence[str] = (),
     heads: Sequence[str] = (),
 ) -> None:
-    """Generates models; writes each with its parts, or nothing of it if one is refused, which does not stop the others.
+    """Generates models. Writes each with its parts, or nothing of it if it or a part is refused; the other models go on.
 
     Args:
         models: may be empty with a source, whose file gives the name.
@@ -56,7 +56,7 @@ def generate(
     Raises:
         PatchgenError: a model was refused; of several models, with every refusal, after the others are written.
     """
-    names = [upstream.name_of(source)] if source and not models and not every else named(models, every=every)
+    names = [upstream.name_of(source)] if source and not models and not every else named_models(models, every=every)
     if source is not None and len(names) > 1:
         raise ConfigError(f"--source {source} is one model, but {len(names)} names were given: {', '.join(names)}.")
     if heads and len(names) != 1:
@@ -72,7 +72,7 @@ def generate(
         start = time.perf_counter()
         try:
             loaded = upstream.load(name, version, source, config)
-            roots = Committed(name).record.get("asked", ()) if every else heads
+            roots = CommittedModel(name).record.get("asked", ()) if every else heads
             generated, changed = _generate(loaded, root, roots, dry_run=dry_run, force=force, reviewed=reviewed)
         except PatchgenError as error:
             if not several:
@@ -105,13 +105,13 @@ def _generate(
 ) -> tuple[Generated, list[Path]]:
     """Writes one model, and those that it builds and that are missing or of another release, below `root`; returns it and the
     files that changed."""
-    exists = functools.partial(_is_generated, root, loaded.version)
-    models = pipeline.generate_whole(loaded, exists, heads=heads)
+    is_generated = functools.partial(_is_generated, root, loaded.version)
+    models = pipeline.generate_whole(loaded, is_generated, heads=heads)
     folders = [root / model.model for model in models]
     for model, folder in zip(models, folders, strict=True):  # of all, before any is written
         if force and provenance.is_unreadable(folder):
             what = "cannot be read. Whether upstream changed under hand edits was not checked."
-            console.print(f"note: {shown(folder / 'provenance.json')} {what}", markup=False, soft_wrap=True)
+            console.print(f"note: {display_path(folder / 'provenance.json')} {what}", markup=False, soft_wrap=True)
         provenance.require_writable(model, folder, force=force, reviewed=reviewed)
     if dry_run:
         return models[0], []
@@ -153,18 +153,18 @@ def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run:
         console.print("  dry run: nothing written")
     elif changed:
         for path in changed:
-            console.print(f"  wrote {shown(path)}")
-        console.print(f"  review: {_how_to_review(changed)}", soft_wrap=True)
+            console.print(f"  wrote {display_path(path)}")
+        console.print(f"  review: {_review_command(changed)}", soft_wrap=True)
     else:
         console.print("  nothing changed")
 
 
-def _how_to_review(changed: list[Path]) -> str:
-    """A command that shows what was written, of parts too: `git diff` shows no untracked folder."""
+def _review_command(changed: list[Path]) -> str:
+    """A command that shows what was written, parts included; plain `git diff` omits untracked files."""
     first = {path.parent: path for path in reversed(changed)}
-    folders = " ".join(str(shown(folder)) for folder in first)
+    folders = " ".join(str(display_path(folder)) for folder in first)
     new = [
-        str(shown(folder))
+        str(display_path(folder))
         for folder, path in first.items()
         if not _git(folder, "ls-files", "--error-unmatch", path.name)
     ]
@@ -172,7 +172,7 @@ def _how_to_review(changed: list[Path]) -> str:
         return f"git diff {folders}"
     if _git(changed[0].parent, "rev-parse", "--is-inside-work-tree"):
         return f"git add -N {' '.join(new)} && git diff {folders}"
-    return f"git diff --no-index /dev/null {shown(changed[0])}"
+    return f"git diff --no-index /dev/null {display_path(changed[0])}"
 
 
 def _git(folder: Path, *arguments: str) -> bool:
@@ -189,7 +189,7 @@ def check(models: list[str]) -> int:
     names = models or committed()
     if not names:
         raise StaleFile(
-            f"There is no generated model to check in {shown(provenance.generated_root())}. "
+            f"There is no generated model to check in {display_path(provenance.generated_root())}. "
             "To fix: generate one with `patchgen generate MODEL`."
         )
     known = committed()
@@ -208,11 +208,11 @@ def check(models: list[str]) -> int:
 
 
 def _report_stale_records(names: list[str], *, with_rows: bool) -> bool:
-    """Prints the proofs beside these models, and the rows of the coverage, that are stale; whether there are any."""
+    """Prints which proofs of these models, and which rows of docs/coverage.md and docs/heads.md, are stale; whether any are."""
     found = records.stale_proofs(names)
     path = records.path_in(None)
     if with_rows and path.is_file():
-        release = upstream.open_release(records.wanted_key()["transformers"])
+        release = upstream.open_release(records.required_key()["transformers"])
         from patchgen.commands import head_sweep  # generating does not need it
 
         if (heads := path.with_name(head_sweep.FILE)).is_file() and (stale := head_sweep.stale_types(heads, release)):
@@ -234,7 +234,7 @@ def refuse_unknown(models: list[str]) -> None:
 
 
 def _state(name: str) -> str:
-    """Whether the files of a committed model are what generation gives now, byte for byte."""
+    """CURRENT if the files of a committed model are what generation gives now, byte for byte; else STALE or UNCHECKED."""
     directory = provenance.generated_root() / name
     record = provenance.read(directory)
     version = record["upstream"]["version"]
@@ -248,18 +248,18 @@ def _state(name: str) -> str:
     state = CURRENT
     for file_name, wanted in files.items():
         path = directory / file_name
-        present = path.read_bytes() if path.is_file() else b""
-        if present != wanted.encode():
+        existing = path.read_bytes() if path.is_file() else b""
+        if existing != wanted.encode():
             state = STALE
-            _show_stale(path, present.decode(errors="replace"), wanted)
+            _show_stale(path, existing.decode(errors="replace"), wanted)
     return state
 
 
 def _state_without_source(name: str, directory: Path, record: Provenance) -> str:
-    """A model generated from a file outside any release: only the hashes in its record can be compared."""
+    """The state of a model generated from a file outside any release: only the hashes in its record can be compared."""
     edited = provenance.edited_files(directory, record)
     for file_name in edited:
-        console.print(f"[red]stale[/] {name}: {file_name} does not have the hash in provenance.json")
+        console.print(f"[red]stale[/] {name}: {file_name} was edited: its hash is not the one in provenance.json")
     if edited:
         return STALE
     console.print(
@@ -270,11 +270,11 @@ def _state_without_source(name: str, directory: Path, record: Provenance) -> str
     return UNCHECKED
 
 
-def _show_stale(path: Path, present: str, wanted: str) -> None:
-    old, new = present.split("\n"), wanted.split("\n")
+def _show_stale(path: Path, existing: str, wanted: str) -> None:
+    old, new = existing.split("\n"), wanted.split("\n")
     pairs = enumerate(zip(old, new, strict=False), start=1)
     line = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)) + 1)
-    console.print(f"[red]stale[/] {shown(path)}:{line}", soft_wrap=True)
+    console.print(f"[red]stale[/] {display_path(path)}:{line}", soft_wrap=True)
     if [text.removesuffix("\r") for text in old] == new:
         console.print("its line endings differ from the generated ones (CRLF instead of LF)")
         return
@@ -287,10 +287,10 @@ def _show_stale(path: Path, present: str, wanted: str) -> None:
 def list_models() -> None:
     """Prints a row per committed model."""
     table = Table("model", "upstream", "passes with hits", "lines", "proof", "proven with")
-    for model in map(Committed, committed()):
+    for model in map(CommittedModel, committed()):
         hits = [p["name"] for p in model.record["passes"] if p["hits"] and p["name"] not in PASSES_NOT_LISTED]
         version, lines = str(model.record["upstream"]["version"]), str(model.changed_lines)
-        proof = model.present_proof
+        proof = model.current_proof
         status = proof["status"] if proof else "stale proof" if model.proof else "not proven"
         releases = ", ".join(proof.get("transformers", ()) if proof else ()) or "-"
         table.add_row(model.name, version, ", ".join(hits), lines, status, releases)

@@ -41,10 +41,12 @@ MAPS = {
 def heads_of(release: upstream.Release) -> dict[str, dict[str, str]]:
     """Model type -> kind -> class in its own file, for types that take text: with a causal head, or one of `MAPS` besides base."""
     found: dict[str, dict[str, str]] = {}
-    text = {kind for name in (CAUSAL_MAP, *list(MAPS.values())[:-1]) for kind in release.auto_map(name)}
+    text_types = {
+        model_type for name in (CAUSAL_MAP, *list(MAPS.values())[:-1]) for model_type in release.auto_map(name)
+    }
     for kind, mapping in MAPS.items():
         for model_type, name in release.auto_map(mapping).items():
-            path = release.file_of(model_type) if model_type in text else None
+            path = release.file_of(model_type) if model_type in text_types else None
             if path is not None and re.search(rf"^class {name}\b", release.read(path) or "", re.MULTILINE):
                 found.setdefault(model_type, {})[kind] = name
     return dict(sorted(found.items()))
@@ -72,7 +74,7 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
     }
     for (model_type, _), row in rows.items():
         if model_type in wanted and model_type not in stale:  # today's generator gives the same text
-            row["sources"] = source_keys.model_sources(model_type, release)
+            row["sources"] = source_keys.model_sources_hash(model_type, release)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=examination.set_worker_environment) as pool:
         futures = {
@@ -86,12 +88,12 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
                 found = future.result()
             except BrokenProcessPool as error:
                 raise ConfigError(
-                    f"A process died (out of memory, or a crash in native code) at {futures[future]} or a type beside it. What "
-                    f"was finished is in {path}. To fix: run it again; with --jobs 1 the type that is named is the one."
+                    f"A process died (out of memory, or a crash in native code), at {futures[future]} or a type swept at the "
+                    f"same time. Finished rows are in {path}. To fix: run it again; --jobs 1 names the type that crashed."
                 ) from error
             except BaseException:
                 for waiting in futures:
-                    waiting.cancel()  # else an error of one, as of the device, would wait for the others, and lose them
+                    waiting.cancel()  # on an error, the pool would otherwise run these first, and lose their rows
                 raise
             rows |= {(row["model_type"], row["kind"]): row for row in found}
             write(path, rows)
@@ -111,7 +113,7 @@ def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[Hea
     from patchgen.runtime.verify.verify_model import judge
 
     release = upstream.open_release(version)
-    sources = source_keys.model_sources(model_type, release)
+    sources = source_keys.model_sources_hash(model_type, release)
     found: list[HeadRow] = []
     for kind, head in heads.items():
         start = time.perf_counter()
@@ -134,7 +136,7 @@ def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[Hea
             "reason": reason,
             "seconds": round(time.perf_counter() - start, 2),
             "sources": sources,
-            "made_with": records.row_key(digest, records.present_key() | {"transformers": version}),
+            "made_with": records.row_made_with(digest, records.current_key() | {"transformers": version}),
         }
         found.append(row)
     return found
@@ -152,7 +154,7 @@ def write(path: Path, rows: Mapping[tuple[str, str], HeadRow]) -> None:
     """Writes the record and its page, each atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [rows[place] for place in sorted(rows)]
-    record: HeadsRecord = {"key": records.present_key(), "rows": ordered}
+    record: HeadsRecord = {"key": records.current_key(), "rows": ordered}
     page_path = page_of(path)
     page_path.parent.mkdir(parents=True, exist_ok=True)
     provenance.write_whole({path: json.dumps(record, indent=1) + "\n", page_path: page(ordered)})
@@ -165,7 +167,7 @@ def page(rows: Sequence[HeadRow]) -> str:
 
 
 def counts(rows: Iterable[HeadRow]) -> str:
-    """How many of how many are proven, kind by kind, as text."""
+    """How many heads of each kind are proven, of how many, as text."""
     rows = list(rows)
     statuses = {kind: [row["status"] for row in rows if row["kind"] == kind] for kind in MAPS}
     return ", ".join(f"{kind}: {found.count(PROVEN)} of {len(found)}" for kind, found in statuses.items())
@@ -175,18 +177,19 @@ def stale_types(
     path: Path, release: upstream.Release, wanted: Mapping[str, Mapping[str, str]] | None = None, jobs: int = 2
 ) -> list[str]:
     """The types with a head whose row is missing or stale; generates only heads whose sources have changed."""
-    key = records.wanted_key() | {"transformers": release.version}
+    key = records.required_key() | {"transformers": release.version}
     rows, wanted = read(path), wanted or heads_of(release)
     valid = {
         place: row
         for place, row in rows.items()
-        if wanted.get(place[0], {}).get(place[1]) == row["head"] and records.holds(row, key, records.generated_of(row))
+        if wanted.get(place[0], {}).get(place[1]) == row["head"]
+        and records.holds(row, key, records.recorded_digest(row))
     }
-    sources = {model_type: source_keys.model_sources(model_type, release) for model_type in wanted}
+    sources = {model_type: source_keys.model_sources_hash(model_type, release) for model_type in wanted}
     changed = [place for place, row in valid.items() if row["sources"] != sources[place[0]]]
     types, heads = [model_type for model_type, _ in changed], [[valid[place]["head"]] for place in changed]
     for place, digest in zip(changed, records.digests(types, heads, release.version, jobs), strict=True):
-        if records.generated_of(valid[place]) != digest:
+        if records.recorded_digest(valid[place]) != digest:
             del valid[place]
     return [
         model_type for model_type, kinds in wanted.items() if any((model_type, kind) not in valid for kind in kinds)

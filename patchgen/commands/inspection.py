@@ -12,7 +12,7 @@ from rich.table import Table
 
 from patchgen import emit, model_configs, pipeline, project_code, source, upstream
 from patchgen.anatomy import Role, study
-from patchgen.commands.console import console, print_diff, shown
+from patchgen.commands.console import console, display_path, print_diff
 from patchgen.errors import ConfigError, PatchgenError, UpstreamNotFound
 from patchgen.passes import all_passes, default_pipeline, pass_named
 from patchgen.passes.base import Pass
@@ -41,8 +41,8 @@ def explain(subject: str | None, version: str | None, path: Path | None) -> None
     """Prints what a pass is or what passes do to a model; without a subject, the list of passes."""
     if subject is None:
         table = Table("pass", "purpose")
-        for kind in all_passes():
-            table.add_row(kind.name, kind.purpose)
+        for pass_class in all_passes():
+            table.add_row(pass_class.name, pass_class.purpose)
         console.print(table)
         return
     found = pass_named(subject)
@@ -52,19 +52,19 @@ def explain(subject: str | None, version: str | None, path: Path | None) -> None
     try:
         generated = pipeline.generate(upstream.load(subject, version, path))
     except UpstreamNotFound as error:
-        nearest = difflib.get_close_matches(subject, [kind.name for kind in all_passes()], n=3)
+        nearest = difflib.get_close_matches(subject, [pass_class.name for pass_class in all_passes()], n=3)
         raise UpstreamNotFound(
             f"'{subject}' is neither a pass (nearest: {', '.join(nearest) or 'none'}) nor a model. {error}"
         ) from error
     _explain_model(generated)
 
 
-def _explain_pass(kind: type[Pass]) -> None:
-    console.rule(kind.name, align="left")
-    console.print(kind.purpose)
-    console.print(textwrap.fill(" ".join((kind.__doc__ or "").split()), 110))
-    console.print(f"It expects {kind.expects}.", markup=False)
-    for example in kind.EXAMPLES:
+def _explain_pass(pass_class: type[Pass]) -> None:
+    console.rule(pass_class.name, align="left")
+    console.print(pass_class.purpose)
+    console.print(textwrap.fill(" ".join((pass_class.__doc__ or "").split()), 110))
+    console.print(f"It expects {pass_class.expects}.", markup=False)
+    for example in pass_class.EXAMPLES:
         console.rule(example.title, align="left", characters="·")
         for title, text in (("before", example.before), ("after", example.after)):
             console.print(title, style="dim")
@@ -127,16 +127,16 @@ def new(model: str, version: str | None, path: Path | None, *, force: bool) -> N
     """Writes the draft of a config file."""
     if not model.isidentifier():
         raise ConfigError(
-            f"'{model}' cannot name a Python file. To fix: give the name of its folder under transformers/models."
+            f"'{model}' cannot name a Python file. To fix: give the name of the model's folder under transformers/models."
         )
     project_code.refuse_installed_package(model_configs.folder(), "The config")
     target = model_configs.folder() / f"{model}.py"
     if target.exists() and not force:
-        raise ConfigError(f"{shown(target)} exists. To fix: edit it, or give --force to overwrite it.")
+        raise ConfigError(f"{display_path(target)} already exists. To fix: edit it, or give --force to overwrite it.")
     generated = pipeline.generate(upstream.load(model, version, path), model_configs.ModelConfig(model=model))
     heads = [name for name, info in generated.anatomy.classes.items() if Role.HEAD in info.roles]
     original = source.parse(generated.upstream.text, generated.upstream.path)
     roots = default_roots(original, generated.anatomy)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(render("model_config.jinja", model=model, roots=roots), encoding="utf-8")
-    console.print(f"wrote {shown(target)}. Heads of the file: {', '.join(heads)}.")
+    console.print(f"wrote {display_path(target)}. Heads of the file: {', '.join(heads)}.")

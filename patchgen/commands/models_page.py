@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from patchgen.runtime.verify import source_keys
-from patchgen.runtime.verify.committed_models import Committed, committed, docs
+from patchgen.runtime.verify.committed_models import CommittedModel, committed, docs
 from patchgen.templates import render
 
 if TYPE_CHECKING:
@@ -31,19 +31,19 @@ def rows() -> list[dict[str, object]]:
 
 
 def _row(name: str) -> dict[str, object]:
-    model = Committed(name)
+    model = CommittedModel(name)
     passes = {step["name"]: step for step in model.record["passes"]}
-    proof = model.present_proof
+    proof = model.current_proof
     cases = proof.get("cases", []) if proof else []
-    ran = dict.fromkeys(case["case"] for case in cases)
+    case_names = dict.fromkeys(case["case"] for case in cases)
     syncs = passes.get("host_sync_lint")
     hits = {step: len(found["hits"]) for step, found in passes.items() if found["hits"]}
     return {
         "name": name,
         "status": proof.get("status", "not proven") if proof else "not proven",
         "head": proof.get("head", "") if proof else "",
-        "text": [case for case in ran if case not in MEDIA_CASES],
-        "media": [kind for kind in MEDIA_CASES if kind in ran],
+        "text": [case for case in case_names if case not in MEDIA_CASES],
+        "media": [case for case in MEDIA_CASES if case in case_names],
         "takes_media": "fill_back" in hits,
         "types": model.record["model_types"],
         "parts": [part["default"]["model"] for part in model.record.get("parts", ())],
@@ -74,10 +74,10 @@ def _allowed_syncs(hits: Iterable[HitRecord]) -> list[dict[str, str]]:
     return [{"site": site, "code": code, "why": why} for site, code, why in found]
 
 
-def rank_results(model: Committed) -> dict[str, str]:
-    """Layout -> the largest difference over its batches, or how many failed, for the present file."""
+def rank_results(model: CommittedModel) -> dict[str, str]:
+    """Layout -> the largest difference over its batches, or how many failed, for the current file."""
     found: dict[str, str] = {}
-    for layout, result in model.present_rank_proofs.items():
+    for layout, result in model.current_rank_proofs.items():
         cases = result["cases"].values()
         failed = sum("failed" in case for case in cases)
         worst = max((max(float(case["loss"]), float(case["gradient"])) for case in cases), default=0.0)

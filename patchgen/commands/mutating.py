@@ -16,9 +16,9 @@ from patchgen.mutation import rounds, table
 def mutate(
     models: list[str], count: int, seed: int, jobs: int, *, ranks: bool, records: Path | None, output: Path | None
 ) -> int:
-    """Tries mutants of each model until `count` have run; prints and writes the table; 0 if none is wrong."""
+    """Tries mutants of each model until `count` of each have run; prints and writes the table; 0 if none is wrong."""
     if not models:
-        raise ConfigError("No model was named. To fix: patchgen mutate qwen3_moe llama.")
+        raise ConfigError("No model was named. To fix: name one or more, as in `patchgen mutate qwen3_moe llama`.")
     for model in models:
         upstream.load(model)  # an unknown name fails before anything runs
     rows: list[rounds.Row] = []

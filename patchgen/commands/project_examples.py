@@ -13,33 +13,38 @@ from patchgen.upstream import Upstream
 
 def report_broken() -> bool:
     """Prints each example that its pass does not reproduce or changes when it is run twice; whether there are any."""
-    examples = [(kind, example) for kind in all_passes() if kind not in PASSES for example in kind.EXAMPLES]
+    examples = [
+        (pass_class, example)
+        for pass_class in all_passes()
+        if pass_class not in PASSES
+        for example in pass_class.EXAMPLES
+    ]
     found = False
-    for kind, example in examples:
-        if difference := _difference(kind, example):
+    for pass_class, example in examples:
+        if difference := _difference(pass_class, example):
             found = True
             console.print(
-                f"[red]fails[/] {kind.name}: the result of its example '{example.title}' differs", soft_wrap=True
+                f"[red]fails[/] {pass_class.name}: its example '{example.title}' does not hold", soft_wrap=True
             )
             print_diff(difference.splitlines()[2:])
     return found
 
 
-def _difference(kind: type[Pass], example: Example) -> str:
-    """The diff between the result and the example's, or between one run and two, or the refusal; empty if there is none."""
+def _difference(pass_class: type[Pass], example: Example) -> str:
+    """The diff of the result from what the example shows, or of a second run from the first, or the error; else empty."""
     try:
-        first = _outcome(kind, example.before)
+        first = _outcome(pass_class, example.before)
         if not example.shows(first):
             return emit.text_diff(first, example.after)
-        again = _outcome(kind, first)
+        again = _outcome(pass_class, first)
     except PatchgenError as error:
         return f"\n\n{error}"
     return "" if again == first else emit.text_diff(again, first)
 
 
-def _outcome(kind: type[Pass], text: str) -> str:
+def _outcome(pass_class: type[Pass], text: str) -> str:
     path = "transformers/models/example/modeling_example.py"
     module = path.removesuffix(".py").replace("/", ".")
     origin = Upstream(model="example", text=text, origin="an example", version=None, module=module, path=path)
     parsed = source.parse(text, path)
-    return kind().apply(parsed, study(parsed, origin)).module.text
+    return pass_class().apply(parsed, study(parsed, origin)).module.text

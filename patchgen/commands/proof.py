@@ -12,7 +12,7 @@ from patchgen import provenance
 from patchgen.commands import checkpoints, models_page, support_matrix
 from patchgen.errors import ConfigError, UpstreamNotFound
 from patchgen.runtime.verify import records
-from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, named
+from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, named_models
 from patchgen.runtime.verify.layout import Layout
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
     from patchgen.runtime.verify import report
     from patchgen.runtime.verify.verify_model import verify_model
 
-    sources = records.present_key()
+    sources = records.current_key()
     for subject in subjects:
         with _refusals_of(subject):
             proof = verify_model(subject, head=head)
@@ -77,11 +77,11 @@ def _prove(subjects: list[GeneratedModel], head: str | None) -> Iterator[bool]:
 
 
 def _prove_on_ranks(subjects: list[GeneratedModel], layout: Layout, head: str | None) -> Iterator[bool]:
-    """The same on gloo ranks."""
+    """Whether each model is proven on gloo ranks, once the result is written."""
     from patchgen.runtime.verify import media_ranks, rank_report
     from patchgen.runtime.verify.ranks import RankPool
 
-    sources = records.present_key()
+    sources = records.current_key()
     with contextlib.closing(RankPool(layout.ranks)) as pool:
         for subject in subjects:
             with _refusals_of(subject):
@@ -109,7 +109,7 @@ def _subjects(
     ):
         return [architecture.generated]
     root = Path(generated_folder) if generated_folder is not None else provenance.generated_root()
-    subjects = [_generated_model(name, root) for name in named(models, every=every)]
+    subjects = [_generated_model(name, root) for name in named_models(models, every=every)]
     return [
         architecture.generated if architecture is not None and subject.name == architecture.generated.name else subject
         for subject in subjects
@@ -133,7 +133,7 @@ def _in_directory(models: list[str], directory: Path, code: str | None, *, every
     if every or len(models) > 1:
         requested = "--all" if every else f"{len(models)} models"
         raise ConfigError(
-            f"--directory {directory} is one model, and cannot be combined with {requested}. To fix: name one, or none."
+            f"--directory {directory} is one model and cannot be combined with {requested}. To fix: name one, or none."
         )
     if models and models[0] not in (record["model"], *record["model_types"]):
         raise ConfigError(

@@ -8,7 +8,7 @@ from rich.progress import track
 
 from patchgen import provenance
 from patchgen import upgrade as comparing
-from patchgen.commands.console import console, shown, writing
+from patchgen.commands.console import console, display_path, writing
 from patchgen.commands.generation import refuse_unknown
 from patchgen.errors import PatchgenError, UpstreamNotFound
 from patchgen.report import index, model, upgrade
@@ -22,7 +22,7 @@ def report(models: list[str], output: Path | None) -> None:
     """Writes the page of each named model, or of all models with an index over them.
 
     Raises:
-        PatchgenError: a named model has no page; without names, the index has the reason.
+        PatchgenError: the page of a named model cannot be made; without names, the index gives the reason.
     """
     names = _named_or_all(models)
     folder = output or FOLDER
@@ -36,7 +36,7 @@ def report(models: list[str], output: Path | None) -> None:
     with writing(folder):
         provenance.write_whole(files)
     for path in files:
-        console.print(f"  wrote {shown(path)}")
+        console.print(f"  wrote {display_path(path)}")
 
 
 def report_upgrade(models: list[str], to: str | None, output: Path | None) -> None:
@@ -55,7 +55,7 @@ def report_upgrade(models: list[str], to: str | None, output: Path | None) -> No
     with writing(folder):
         provenance.write_whole(files)
     for path in files:
-        console.print(f"  wrote {shown(path)}")
+        console.print(f"  wrote {display_path(path)}")
 
 
 def _named_or_all(models: list[str]) -> list[str]:
@@ -63,12 +63,12 @@ def _named_or_all(models: list[str]) -> list[str]:
     refuse_unknown(models)
     names = models or committed()
     if not names:
-        raise UpstreamNotFound(f"There is no generated model in {shown(provenance.generated_root())}.")
+        raise UpstreamNotFound(f"There is no generated model in {display_path(provenance.generated_root())}.")
     return names
 
 
 def _pages(names: list[str], *, raises: bool) -> dict[str, tuple[str, str]]:
-    """Model -> its page, or the reason why it has none."""
+    """Model -> its page, and the reason why it has none; one of them is empty."""
     found: dict[str, tuple[str, str]] = {}
     for name in track(names, "writing", console=console, disable=not console.is_terminal or len(names) == 1):
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from patchgen import project_code, provenance
-from patchgen.commands.console import console, shown, writing
+from patchgen.commands.console import console, display_path, writing
 from patchgen.errors import ConfigError
 from patchgen.runtime import project
 from patchgen.templates import render
@@ -20,9 +20,9 @@ def init(folder: Path) -> None:
     Raises:
         ConfigError: the folder has a project already, in patchgen.toml or in pyproject.toml.
     """
-    present = project_code.current_project(folder)
-    if present is not None and present.folder == folder.absolute():
-        raise ConfigError(f"{present.file} configures this project already. To fix: edit that file.")
+    existing = project_code.current_project(folder)
+    if existing is not None and existing.folder == folder.absolute():
+        raise ConfigError(f"{existing.file} configures this project already. To fix: edit that file.")
     attributes = render("gitattributes.jinja", generated=GENERATED)
     files = {folder / project.FILE: render("patchgen_toml.jinja")}
     # git keeps no empty folders, and a missing folder of models is an error
@@ -37,5 +37,5 @@ def init(folder: Path) -> None:
     with writing(folder):
         provenance.write_whole(files)
     for file in files:
-        console.print(f"  wrote {shown(file)}")
+        console.print(f"  wrote {display_path(file)}")
     console.print("  next: patchgen generate MODEL")

@@ -14,7 +14,7 @@ from patchgen.commands.examination import EAGER_ONLY, PROVEN
 from patchgen.commands.models_page import rank_results
 from patchgen.errors import PatchgenError
 from patchgen.runtime.verify import records
-from patchgen.runtime.verify.committed_models import Committed, committed, docs
+from patchgen.runtime.verify.committed_models import CommittedModel, committed, docs
 from patchgen.runtime.verify.records import LAYOUTS
 from patchgen.templates import render
 
@@ -27,7 +27,7 @@ NOT_MEASURED = "not measured"
 def support_matrix() -> str:
     """The text between the markers, from the records alone."""
     ranks_by_type = {row["model_type"]: row.get("ranks", {}) for row in _text_rows()}
-    results_by_model = {name: rank_results(Committed(name)) for name in committed()}
+    results_by_model = {name: rank_results(CommittedModel(name)) for name in committed()}
     text_cells = {
         name: {label: _cell(ranks.get(layout)) for layout, label in LAYOUTS.items()}
         for name in committed()
@@ -95,7 +95,7 @@ def _replace_section(text: str, what: str, inside: str, file_name: str) -> str:
     _, last, after = rest.partition(end)
     if not (first and last):
         raise PatchgenError(
-            f"{file_name} should contain the markers {begin.strip()} ... {end.strip()}, and does not. To fix: restore them."
+            f"{file_name} should contain the markers {begin.strip()} ... {end.strip()}, but does not. To fix: restore them."
         )
     return f"{before}{begin}{inside}{end}{after}"
 

@@ -56,30 +56,38 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
         ConfigError: no such family, or it has no such type.
     """
     takes_media, release = _takes_media(family), upstream.open_release(version)
-    wanted = _named(only, release, takes_media=takes_media) or types_of(family, release)
-    path, key = records.path_in(output), records.present_key() | {"transformers": release.version}
+    wanted = _requested_types(only, release, takes_media=takes_media) or types_of(family, release)
+    path, key = records.path_in(output), records.current_key() | {"transformers": release.version}
     rows = records.read(path)
-    known = {kind: "" if fresh else _current_digest(rows.get((takes_media, kind)), key) for kind in wanted}
-    sources = {kind: source_keys.model_sources(kind, release) for kind in wanted}
-    todo = [k for k in wanted if not known[k] or rows[takes_media, k].get("sources") != sources[k]]
-    results = _run({kind: known[kind] for kind in todo}, release.version, jobs, takes_media=takes_media)
+    known = {
+        model_type: "" if fresh else _current_digest(rows.get((takes_media, model_type)), key) for model_type in wanted
+    }
+    sources = {model_type: source_keys.model_sources_hash(model_type, release) for model_type in wanted}
+    todo = [
+        model_type
+        for model_type in wanted
+        if not known[model_type] or rows[takes_media, model_type].get("sources") != sources[model_type]
+    ]
+    results = _examine_all(
+        {model_type: known[model_type] for model_type in todo}, release.version, jobs, takes_media=takes_media
+    )
     for found in track(results, "sweeping", len(todo), console=console, disable=not console.is_terminal):
-        kind = found.model_type
-        new = _merged(rows.get((takes_media, kind)), found, key)
-        new["family"] = _family(kind, release) if takes_media else TEXT
-        new["sources"] = sources[kind]
-        new["made_with"] = records.row_key(found.generated, key)
+        model_type = found.model_type
+        new = _merged(rows.get((takes_media, model_type)), found, key)
+        new["family"] = _family(model_type, release) if takes_media else TEXT
+        new["sources"] = sources[model_type]
+        new["made_with"] = records.row_made_with(found.generated, key)
         if not records.needs_ranks(new):
             new.pop("ranks", None)
-        rows[takes_media, kind] = new
+        rows[takes_media, model_type] = new
         records.write(path, rows)
         if not console.is_terminal:
             outcome = f"{new['status']} {new['reason']}" if found.row else "unchanged"
-            console.print(f"{kind}: {outcome}", soft_wrap=True, markup=False)
+            console.print(f"{model_type}: {outcome}", soft_wrap=True, markup=False)
     records.write(path, rows)
     if output is None:
         support_matrix.write()
-    return _summary([rows[takes_media, kind] for kind in wanted], path, is_asked_by_name=bool(only))
+    return _print_summary([rows[takes_media, model_type] for model_type in wanted], path, names_given=bool(only))
 
 
 def _takes_media(family: str) -> bool:
@@ -106,23 +114,23 @@ def _merged(before: CoverageRow | None, found: Examined, key: Mapping[str, str])
 
 def _current_digest(row: CoverageRow | None, key: Mapping[str, str]) -> str:
     """The digest of the generated text that a row, of whatever status, is about; empty if the row is missing or stale."""
-    generated = records.generated_of(row) if row else None
+    generated = records.recorded_digest(row) if row else None
     return generated if generated and records.holds(row, key, generated) else ""
 
 
-def _summary(swept: Sequence[CoverageRow], path: Path, *, is_asked_by_name: bool) -> int:
+def _print_summary(swept: Sequence[CoverageRow], path: Path, *, names_given: bool) -> int:
     statuses = (PROVEN, EAGER_ONLY, GENERATED, FAILED)
     counts = {status: sum(one["status"] == status for one in swept) for status in statuses}
     moe = sum(one["status"] == PROVEN and one["moe"] for one in swept)
     others = ", ".join(f"{counts[status]} {status}" for status in statuses[1:])
     console.print(f"{counts[PROVEN]} proven ({moe} MoE), {others}")
     console.print(f"written: {path} and {page_of(path)}", soft_wrap=True)
-    unpacked = [one for one in swept if one["status"] == PROVEN and one.get("inputs_without_rule")]
-    for one in unpacked:
+    uncovered = [one for one in swept if one["status"] == PROVEN and one.get("inputs_without_rule")]
+    for one in uncovered:
         names = ", ".join(one["inputs_without_rule"])
         console.print(f"error: {one['model_type']} is proven, but no packing rule covers {names}", soft_wrap=True)
-    is_good = counts[PROVEN] == len(swept) if is_asked_by_name else counts[PROVEN] and not counts[GENERATED]
-    return 0 if is_good and not unpacked else 1
+    passed = counts[PROVEN] == len(swept) if names_given else counts[PROVEN] and not counts[GENERATED]
+    return 0 if passed and not uncovered else 1
 
 
 def sweep_ranks(
@@ -136,20 +144,20 @@ def sweep_ranks(
     """
     _require_layout(sp, ep, world)
     release, takes_media = upstream.open_release(None), _takes_media(family)
-    types = _named(only, release, takes_media=takes_media) or types_of(family, release)
+    types = _requested_types(only, release, takes_media=takes_media) or types_of(family, release)
     from patchgen.runtime.verify import parallel_coverage
 
-    path, key = records.path_in(output), records.present_key()
+    path, key = records.path_in(output), records.current_key()
     rows = records.read(path)
     layout = "_".join(f"{name}{size}" for name, size in (("sp", sp), ("ep", ep)) if size > 1)
     layout += "" if world == max(sp, ep) else f"_of{world}"
-    places = [(takes_media, kind) for kind in types]
+    places = [(takes_media, model_type) for model_type in types]
     for place in places:
         of_family = _family(place[1], release) if takes_media else TEXT
         rows.setdefault(place, row(place[1], GENERATED, "not swept in one process", family=of_family))
     wanted = [place for place in places if records.needs_ranks(rows[place])]
-    present = records.present_digests([rows[place] for place in wanted], release, jobs=2)
-    todo = [place for place in wanted if fresh or not records.cell_holds(rows[place], layout, key, present[place[1]])]
+    current = records.current_digests([rows[place] for place in wanted], release, jobs=2)
+    todo = [place for place in wanted if fresh or not records.cell_holds(rows[place], layout, key, current[place[1]])]
     separates: dict[str, Separated] = {place[1]: _separates_documents(rows[place]) for place in todo}
     results = parallel_coverage.sweep(separates, takes_media=takes_media, sp=sp, ep=ep, world=world) if todo else ()
     for found in results:
@@ -157,7 +165,7 @@ def sweep_ranks(
             "difference": found.worst,
             "reason": found.reason,
             "applies": found.applies,
-            "made_with": records.cell_key(found.generated, key),
+            "made_with": records.cell_made_with(found.generated, key),
         }
         rows[takes_media, found.model_type].setdefault("ranks", {})[layout] = cell
         records.write(path, rows)
@@ -170,10 +178,10 @@ def sweep_ranks(
 
 
 def _require_layout(sp: int, ep: int, world: int) -> None:
-    """Raises where ranks cannot form the groups: on the ranks every type would fail, and its row would say so.
+    """Refuses sizes that `world` ranks cannot be divided into: every type would fail on the ranks, and its row would say so.
 
     Raises:
-        ConfigError: with a number of ranks that fits.
+        ConfigError: a size does not divide `world`; the message names one that both divide.
     """
     for option, size, shared in (("--sp", sp, "a sequence"), ("--ep", ep, "the experts")):
         if world % size:
@@ -189,32 +197,33 @@ def _separates_documents(row: CoverageRow) -> Separated:
     return training["separates_documents"] if training else False
 
 
-def _run(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:
-    """Types as they are finished. A type whose process dies when it runs alone, too, gets a row without a proof.
+def _examine_all(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:
+    """Examines types, and yields each as it finishes. One whose process dies even when alone gets a row without a proof.
 
     Args:
         todo: model type -> the digest of the generated text of its current row, or "".
     """
     remaining = dict(todo)
     while remaining:
-        for found in _run_until_a_crash(remaining, version, jobs, takes_media=takes_media):
+        for found in _examine_until_crash(remaining, version, jobs, takes_media=takes_media):
             del remaining[found.model_type]
             yield found
         # A crash ends every process of a pool, so it does not tell which type crashed. Types start in their order:
-        # the first unfinished ones were running, and each is tried alone before it is blamed.
-        for kind in list(remaining)[:jobs]:
-            alone = {kind: remaining.pop(kind)}
-            found = next(_run_until_a_crash(alone, version, 1, takes_media=takes_media), None)
+        # the first unfinished ones were running, so each is tried alone before it is blamed.
+        for model_type in list(remaining)[:jobs]:
+            alone = {model_type: remaining.pop(model_type)}
+            found = next(_examine_until_crash(alone, version, 1, takes_media=takes_media), None)
             reason = "its process died (out of memory, or a crash in native code)"
-            yield found or unproven(kind, GENERATED, reason, generated_digest(kind, version))
+            yield found or unproven(model_type, GENERATED, reason, generated_digest(model_type, version))
 
 
-def _run_until_a_crash(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:
-    """Types as they are finished, in a pool; those that are unfinished when one of its processes dies are left out."""
+def _examine_until_crash(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[Examined]:
+    """The same in one pool, until one of its processes dies: the types that are then unfinished are left out."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context, initializer=set_worker_environment) as pool:
         futures = [
-            pool.submit(examine, kind, version, takes_media=takes_media, known=known) for kind, known in todo.items()
+            pool.submit(examine, model_type, version, takes_media=takes_media, known=known)
+            for model_type, known in todo.items()
         ]
         try:
             for future in as_completed(futures):
@@ -222,7 +231,7 @@ def _run_until_a_crash(todo: Mapping[str, str], version: str, jobs: int, *, take
                     yield future.result()
         finally:
             for future in futures:
-                future.cancel()  # else an error of one, as of the device, would wait for the others, and lose them
+                future.cancel()  # on an error, the pool would otherwise run these first, and lose their rows
 
 
 def types_of(family: str, release: upstream.Release) -> list[str]:
@@ -231,31 +240,31 @@ def types_of(family: str, release: upstream.Release) -> list[str]:
     if family == TEXT:
         return candidates
     if family == "moe":
-        return [kind for kind in candidates if _has_experts(kind, release)]
+        return [model_type for model_type in candidates if _has_experts(model_type, release)]
     wanted = MEDIA if family == "media" else (family,)
-    return [kind for kind in candidates if _family(kind, release) in wanted]
+    return [model_type for model_type in candidates if _family(model_type, release) in wanted]
 
 
-def _named(only: list[str], release: upstream.Release, *, takes_media: bool) -> list[str]:
+def _requested_types(only: list[str], release: upstream.Release, *, takes_media: bool) -> list[str]:
     """The named types, without duplicates.
 
     Raises:
         ConfigError: a type has no head of the kind to sweep, or is not in this release.
     """
     candidates, others = (_candidates(release, takes_media=takes) for takes in (takes_media, not takes_media))
-    for kind in only:
-        if kind in candidates:
+    for model_type in only:
+        if model_type in candidates:
             continue
-        if kind in others:
+        if model_type in others:
             how = "omit --family media" if takes_media else "give --family media"
             raise ConfigError(
-                f"--only {kind}: {release.origin} has no {'head with media' if takes_media else 'causal head'} of that type, "
-                f"but one of the other kind. To fix: {how}."
+                f"--only {model_type}: {release.origin} has no {'head with media' if takes_media else 'causal head'} of that "
+                f"type, but one of the other kind. To fix: {how}."
             )
-        near = ", ".join(difflib.get_close_matches(kind, candidates, n=3)) or "none"
+        near = ", ".join(difflib.get_close_matches(model_type, candidates, n=3)) or "none"
         raise ConfigError(
-            f"--only {kind}: {release.origin} has no such type (nearest: {near}). To prove a model that is in no release: "
-            f"`patchgen verify --code FOLDER`."
+            f"--only {model_type}: {release.origin} has no such type (nearest: {near}). To prove a model that is in no "
+            f"release: `patchgen verify --code FOLDER`."
         )
     return list(dict.fromkeys(only))
 
@@ -263,19 +272,29 @@ def _named(only: list[str], release: upstream.Release, *, takes_media: bool) -> 
 def missing_types(rows: Container[records.Place], release: upstream.Release) -> dict[bool, list[str]]:
     """The model types of a release that have no row, without and with media."""
     text, with_media = (
-        [kind for kind in _candidates(release, takes_media=takes_media) if (takes_media, kind) not in rows]
+        [
+            model_type
+            for model_type in _candidates(release, takes_media=takes_media)
+            if (takes_media, model_type) not in rows
+        ]
         for takes_media in (False, True)
     )
-    return {False: text, True: [kind for kind in with_media if _family(kind, release) in MEDIA]}
+    return {False: text, True: [model_type for model_type in with_media if _family(model_type, release) in MEDIA]}
 
 
 def _candidates(release: upstream.Release, *, takes_media: bool) -> list[str]:
     """The types with a causal head, or, with `takes_media`, with a head that may take images or audio."""
-    return sorted({kind for name in (MEDIA_MAPS if takes_media else (CAUSAL_MAP,)) for kind in release.auto_map(name)})
+    return sorted(
+        {
+            model_type
+            for name in (MEDIA_MAPS if takes_media else (CAUSAL_MAP,))
+            for model_type in release.auto_map(name)
+        }
+    )
 
 
 def _family(model_type: str, release: upstream.Release) -> str:
-    """The kind of media that the models of a type take; TEXT if none."""
+    """The family of a type by the media that its models take: VISION, AUDIO or OMNI; TEXT if they take none."""
     anatomy = _anatomy(model_type, release)
     inputs = {name for info in anatomy.classes for name in media.takes_media(anatomy, info)} if anatomy else set[str]()
     audio = {name for name in inputs if name in AUDIO_INPUTS or "audio" in name}

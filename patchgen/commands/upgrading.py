@@ -13,7 +13,7 @@ from patchgen import provenance
 from patchgen import upgrade as upgrading
 from patchgen.commands.console import console
 from patchgen.commands.generation import refuse_unknown
-from patchgen.runtime.verify.committed_models import committed, named
+from patchgen.runtime.verify.committed_models import committed, named_models
 from patchgen.upgrade import messages, releases
 from patchgen.upgrade.findings import ModelUpgrade
 
@@ -76,7 +76,7 @@ def verify_against(models: list[str], to: str, *, every: bool, python: Path | No
     """Proves committed files, unchanged, with another release, and records in `verify.json` whether each is; 0 if all are."""
     from patchgen.upgrade.applying import prove_against
 
-    names = named(models, every=every)
+    names = named_models(models, every=every)
     refuse_unknown(names)
     failed = False
     for name in names:

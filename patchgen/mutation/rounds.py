@@ -34,22 +34,27 @@ if TYPE_CHECKING:
     from patchgen.runtime.verify.mutants_on_ranks import Subject
     from patchgen.runtime.verify.ranks import RankPool
 
-Row = dict[str, Any]  # of a mutant, as the file of rows has it
+Row = dict[str, Any]  # what the file of rows records of one mutant
 REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
 # A process keeps all modules that it imported, so it is replaced after this many mutants that ran.
-PER_PROCESS = 100
-PER_POOL = 60  # mutants, of the ranks that compare them
-MEMORY = 8 << 30  # bytes of address space; a small model's process takes 4 GiB
-SECONDS = 60.0  # of CPU time; a changed loop may not terminate: nor does upstream's step then, and the mutant counts as not run
-ON_RANKS = 20  # one in this many equal mutants is compared on two ranks
-PRELOADED = ["patchgen.runtime.verify.mutants", "transformers.modeling_utils"]
-JUDGES = ("patchgen.runtime.verify.mutants", "patchgen.runtime.verify.mutants_on_ranks", "patchgen.mutation.draw")
+MUTANTS_PER_PROCESS = 100
+MUTANTS_PER_POOL = 60  # the two ranks that compare mutants are replaced after as many
+MEMORY_LIMIT = 8 << 30  # bytes of address space; a small model's process takes 4 GiB
+# Per mutant. A changed loop may never end, in upstream's step too: the mutant then counts as not run.
+CPU_SECONDS = 60.0
+RANK_SAMPLE_INTERVAL = 20  # one in this many equal mutants is compared on two ranks
+PRELOADED_MODULES = ["patchgen.runtime.verify.mutants", "transformers.modeling_utils"]
+JUDGE_MODULES = (
+    "patchgen.runtime.verify.mutants",
+    "patchgen.runtime.verify.mutants_on_ranks",
+    "patchgen.mutation.draw",
+)
 
 
-def code() -> str:
-    """A hash of the code of a round: the generator's and the judges'."""
-    judges = source_closure.closure(JUDGES, (*source_closure.RUNTIME, "patchgen.mutation")).values()
-    return f"{source_keys.generator()}-{source_closure.hash_of(judges)}"
+def code_hash() -> str:
+    """A hash of the code that decides verdicts: the generator's and the judges'."""
+    judges = source_closure.closure(JUDGE_MODULES, (*source_closure.RUNTIME, "patchgen.mutation")).values()
+    return f"{source_keys.generator_hash()}-{source_closure.hash_of(judges)}"
 
 
 def run(
@@ -59,20 +64,20 @@ def run(
 
     Args:
         jobs: processes; two more with `ranks`.
-        ranks: compare a share of the equal ones on two ranks.
+        ranks: also compare one in `RANK_SAMPLE_INTERVAL` of the equal mutants on two ranks.
         records: a file of rows, a line each, to read and to append to.
 
     Raises:
         ExceptionGroup: at the end, if mutants of some models could not be tried.
         BrokenProcessPool: a process was killed.
     """
-    key = code()
+    key = code_hash()
     known = read(records, key)
     yield from known
     progress = {model: _Progress.of(row for row in known if row["model"] == model) for model in models}
     waiting = [model for model in progress if progress[model].num_run < count]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(PRELOADED_MODULES)
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         judge = stack.enter_context(_RankJudge()) if ranks else None
@@ -82,7 +87,7 @@ def run(
         while waiting or running:
             while waiting and len(running) < jobs:
                 model = waiting.pop(0)
-                size = min(PER_PROCESS, count - progress[model].num_run)
+                size = min(MUTANTS_PER_PROCESS, count - progress[model].num_run)
                 running[model] = pool.submit(
                     _run_batch, model, seed, size, frozenset(progress[model].known), ranks, queue
                 )
@@ -107,8 +112,8 @@ def run(
         raise ExceptionGroup("Mutants of some models could not be tried.", failed)
 
 
-def limit_memory(size: int = MEMORY) -> None:
-    """Limits this process to `size` bytes of address space: a changed size may ask for all there is, and end every process."""
+def limit_memory(size: int = MEMORY_LIMIT) -> None:
+    """Limits this process to `size` bytes of address space: a changed size may take all memory, and end every process."""
     resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
@@ -116,7 +121,7 @@ def _next_message(queue: Queue[Row | str], running: Collection[Future[bool]], se
     """The next row, or the name of a model whose process is done.
 
     Raises:
-        BrokenProcessPool: a process was killed, and will put nothing.
+        BrokenProcessPool: a process was killed, and will put no message.
     """
     while True:
         try:
@@ -156,7 +161,7 @@ def read(records: Path | None, key: str) -> list[Row]:
 
 
 def _run_batch(model: str, seed: int, count: int, known: frozenset[str], ranks: bool, queue: Queue[Row | str]) -> bool:
-    """Puts the rows of mutants into a queue until `count` of them have run; whether there are no more mutants."""
+    """Puts the rows of mutants into a queue until `count` of them have run, then the model; whether the mutants ran out."""
     num_run = 0
     try:
         for row in try_mutants(model, seed, count, known=known, ranks=ranks):
@@ -174,7 +179,7 @@ def try_mutants(
 
     Args:
         known: hashes of mutants to skip.
-        ranks: add to the rows of some equal ones the `subject` that `mutants_on_ranks` compares.
+        ranks: add to the rows of some equal mutants the `subject` that `mutants_on_ranks` compares.
     """
     import gc
     import warnings
@@ -200,23 +205,23 @@ def try_mutants(
             return
         if mutant.digest in known:
             continue
-        with _cpu_time_limit(SECONDS), _cached_walk():
+        with _cpu_time_limit(CPU_SECONDS), _cached_walk():
             verdict = judge.verdict(mutant)
         num_run += verdict.kind != NOT_RUN
         num_equal += verdict.kind == EQUAL
         row = _row(model, seed, mutant) | {"verdict": verdict.kind, "by": verdict.by, "detail": verdict.detail}
         row |= comparisons(verdict)
-        if ranks and verdict.kind == EQUAL and num_equal % ON_RANKS == 1:
+        if ranks and verdict.kind == EQUAL and num_equal % RANK_SAMPLE_INTERVAL == 1:
             row["subject"] = Subject(origin.module, judge.head, mutant.text, mutant.modules, dict(verdict.files))
         yield row
 
 
 @contextlib.contextmanager
 def _cpu_time_limit(seconds: float) -> Generator[None, None, None]:
-    """Raises TimeoutError in the block after that much CPU time, which a busy machine does not use up."""
+    """Raises TimeoutError in the block after that much CPU time: wall time would depend on the machine's load."""
 
     def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"no end after {seconds:.0f} s")
+        raise TimeoutError(f"still running after {seconds:.0f} s of CPU time")
 
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -279,7 +284,7 @@ def _row(model: str, seed: int, mutant: Mutant) -> Row:
 
 
 class _RankJudge:
-    """Two ranks, restarted after `PER_POOL` mutants: they keep all modules that they imported."""
+    """Two ranks, restarted after `MUTANTS_PER_POOL` mutants: they keep all modules that they imported."""
 
     def __init__(self) -> None:
         self._pool: RankPool | None = None
@@ -290,7 +295,7 @@ class _RankJudge:
         from patchgen.runtime.verify import mutants_on_ranks
         from patchgen.runtime.verify.ranks import RankPool
 
-        if self._pool is None or self._num_judged % PER_POOL == 0:
+        if self._pool is None or self._num_judged % MUTANTS_PER_POOL == 0:
             self.close()
             self._pool = RankPool(2)
         self._num_judged += 1

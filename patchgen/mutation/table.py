@@ -23,8 +23,9 @@ def summarise(rows: Iterable[Row]) -> dict[str, Any]:
         rows: those of `rounds.run`.
 
     Returns:
-        `verdicts`, those of `models` and of `keeping_meaning`, `operators` (name -> verdicts), `refused_by` (pass ->
-        operators), `ranks` (verdicts of those that were compared on ranks), `codes` (code -> rows) and `wrong`.
+        Counts by verdict: `verdicts` of all, `keeping_meaning` of mutants that keep the meaning, `models` and `operators` by
+        name, `ranks` of mutants that were compared on ranks. Further counts: `refused_by` (pass -> operator -> mutants),
+        `codes` (hash of the code -> rows). `wrong`: the rows of wrong mutants.
     """
     rows = list(rows)
     ran = [row for row in rows if row["verdict"] != NOT_RUN]

@@ -11,7 +11,7 @@ from patchgen.commands.models_page import rank_results
 from patchgen.report import proofs
 from patchgen.report.model import hues
 from patchgen.report.sections import PLUMBING
-from patchgen.runtime.verify.committed_models import Committed
+from patchgen.runtime.verify.committed_models import CommittedModel
 from patchgen.templates import render
 
 
@@ -35,7 +35,7 @@ class ModelRow:
 
 def row(name: str, folder: Path, refusal: str = "") -> ModelRow:
     """A model's row for the page in `folder`."""
-    model = Committed(name)
+    model = CommittedModel(name)
     passes = {step["name"]: step for step in model.record["passes"]}
     hits = {kind: len(step["hits"]) for kind, step in passes.items() if step["hits"] and kind not in PLUMBING}
     edits = passes["hand_edits"]["hits"] if "hand_edits" in passes else ()

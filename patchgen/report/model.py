@@ -14,7 +14,7 @@ from patchgen.passes.base import Hit
 from patchgen.pipeline import Generated
 from patchgen.report import lines, proofs
 from patchgen.report.sections import PLUMBING, Code, side_by_side
-from patchgen.runtime.verify.committed_models import Committed
+from patchgen.runtime.verify.committed_models import CommittedModel
 from patchgen.templates import render
 from patchgen.upgrade import releases
 
@@ -56,7 +56,7 @@ def page(name: str) -> str:
     Raises:
         PatchgenError: it does not generate, or the file that it was generated from no longer exists.
     """
-    model = Committed(name)
+    model = CommittedModel(name)
     generated = regenerated(model)
     facts: Provenance = json.loads(generated.provenance)
     colours = hues()
@@ -80,7 +80,7 @@ def page(name: str) -> str:
     )
 
 
-def regenerated(model: Committed) -> Generated:
+def regenerated(model: CommittedModel) -> Generated:
     """A committed model generated again, from the release or the file that it was generated from."""
     version, heads = model.record["upstream"]["version"], model.record.get("asked", ())
     if version is not None:
@@ -89,7 +89,7 @@ def regenerated(model: Committed) -> Generated:
     return pipeline.generate(upstream.load(model.name, source=source), heads=heads)
 
 
-def differing(model: Committed, generated: Generated) -> list[str]:
+def differing(model: CommittedModel, generated: Generated) -> list[str]:
     """The committed files that differ from what generation gives now."""
     files = {model.folder / name: text for name, text in generated.files.items()}
     return [path.name for path, text in files.items() if not path.is_file() or path.read_bytes() != text.encode()]
@@ -134,7 +134,7 @@ def _census(census: Mapping[str, str], code: Code) -> dict[str, list[Entry]]:
     return {kind: entries for kind, entries in groups.items() if entries}
 
 
-def _provenance(facts: Provenance, model: Committed) -> dict[str, str]:
+def _provenance(facts: Provenance, model: CommittedModel) -> dict[str, str]:
     origin = facts["upstream"]
     return {
         "made from": f"transformers {origin['version']}" if origin["version"] else "a file",

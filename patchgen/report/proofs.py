@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from patchgen.runtime.verify import records
-from patchgen.runtime.verify.committed_models import Committed
+from patchgen.runtime.verify.committed_models import CommittedModel
 
 if TYPE_CHECKING:
     from patchgen.runtime.verify.record_types import (
@@ -31,23 +31,23 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-def verdict(model: Committed) -> str:
+def verdict(model: CommittedModel) -> str:
     """The status of the proof in one process; outdated if it is of another text, or made with other sources."""
-    proof = model.present_proof
+    proof = model.current_proof
     if proof is None:
         return OUTDATED if model.proof else NOT_PROVEN
-    return proof["status"] if records.proof_holds(model.name, key=records.wanted_key()) else OUTDATED
+    return proof["status"] if records.proof_holds(model.name, key=records.required_key()) else OUTDATED
 
 
-def releases(model: Committed) -> list[str]:
-    """The releases of transformers that the present file was proven with."""
-    proof = model.present_proof
+def releases(model: CommittedModel) -> list[str]:
+    """The releases of transformers that the current file was proven with."""
+    proof = model.current_proof
     return proof.get("transformers", []) if proof else []
 
 
-def tables(model: Committed) -> list[Table]:
-    """The records of the present file; `verdict` reports a proof of another text."""
-    one, on_ranks = model.present_proof, model.present_rank_proofs
+def tables(model: CommittedModel) -> list[Table]:
+    """The records of the current file; `verdict` reports a proof of another text."""
+    one, on_ranks = model.current_proof, model.current_rank_proofs
     found = [] if one is None else _in_one_process(one)
     if on_ranks:
         rows = tuple(_layout(model, name, proof) for name, proof in on_ranks.items())
@@ -115,12 +115,12 @@ def _number(text: str | None) -> str:
     return "" if text is None else "equal" if float(text) == 0 else text
 
 
-def _layout(model: Committed, name: str, proof: LayoutRecord) -> tuple[str, ...]:
+def _layout(model: CommittedModel, name: str, proof: LayoutRecord) -> tuple[str, ...]:
     cases = proof["cases"]
     failed = [case for case, found in cases.items() if "failed" in found]
     differences = ([found["loss"] for found in cases.values()], [found["gradient"] for found in cases.values()])
     worst = [_number(max(found, key=float, default=None)) for found in differences]
     towers = "; ".join(f"{tower}: {how}" for tower, how in proof.get("towers", {}).items())
-    holds = records.proof_holds(model.name, name, records.wanted_key())
+    holds = records.proof_holds(model.name, name, records.required_key())
     outcome = f"{len(failed)} of {len(cases)} failed: {', '.join(failed)}" if failed else f"{len(cases)} equal"
     return (name, outcome, *worst, towers, "yes" if holds else OUTDATED)

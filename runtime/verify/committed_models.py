@@ -19,7 +19,7 @@ IN_ONE_PROCESS = ""
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommittedModel:
     """The folder of a generated model in `generated_models/`."""
 
     name: str
@@ -45,39 +45,39 @@ class Committed:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     @functools.cached_property
-    def _on_ranks(self) -> RankProofRecord | None:
+    def _rank_record(self) -> RankProofRecord | None:
         path = self.folder / "verify_ranks.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     @property
     def layouts(self) -> list[str]:
         """Every layout that has a recorded proof: `IN_ONE_PROCESS`, and those on ranks."""
-        on_ranks = self._on_ranks.get("layouts", {}) if self._on_ranks else {}
+        on_ranks = self._rank_record.get("layouts", {}) if self._rank_record else {}
         return [*([IN_ONE_PROCESS] if self.proof else []), *on_ranks]
 
     @property
-    def present_proof(self) -> ProofRecord | None:
-        """The proof in one process, if it is of the present generated file."""
-        return self.proof if self.proof and self.proof.get("sha256") == self._present else None
+    def current_proof(self) -> ProofRecord | None:
+        """The proof in one process, if it is of the generated file as it is now."""
+        return self.proof if self.proof and self.proof.get("sha256") == self._generated_sha256 else None
 
     @property
-    def present_rank_proofs(self) -> dict[str, LayoutRecord]:
-        """The proofs on ranks of the present generated file, by the name of the layout."""
-        ranks = self._on_ranks
-        return ranks.get("layouts", {}) if ranks and ranks.get("sha256") == self._present else {}
+    def current_rank_proofs(self) -> dict[str, LayoutRecord]:
+        """The proofs on ranks of the generated file as it is now, by the name of the layout."""
+        ranks = self._rank_record
+        return ranks.get("layouts", {}) if ranks and ranks.get("sha256") == self._generated_sha256 else {}
 
     @property
-    def _present(self) -> str:
+    def _generated_sha256(self) -> str:
         return digest(self.folder / f"modeling_{self.name}.py")
 
 
 def committed() -> list[str]:
-    """The models in `generated_models/`."""
+    """The names of the models in `generated_models/`."""
     return sorted(path.parent.name for path in provenance.generated_root().glob("*/provenance.json"))
 
 
-def named(models: list[str], *, every: bool) -> list[str]:
-    """The models that a command was given, or every committed one.
+def named_models(models: list[str], *, every: bool) -> list[str]:
+    """The models that the user named, or every committed one.
 
     Raises:
         UpstreamNotFound: there are none.

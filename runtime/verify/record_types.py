@@ -1,4 +1,4 @@
-"""What stands in the records: the types of what `json` reads of them. Nothing here runs.
+"""The types of the records, as `json` reads them. Nothing here runs.
 
     generated_models/*/provenance.json     `Provenance`
     generated_models/*/verify.json         `ProofRecord`
@@ -99,7 +99,7 @@ class Provenance(TypedDict):
     classes: list[str]
     passes: list[PassRecord]
     census: dict[str, str]
-    """Class or function of the training path -> why it is as it is."""
+    """Class or function of the training path -> the passes that rewrote it, or why none did."""
     parts: NotRequired[list[PartRecord]]
     dropped: list[str]
     edits: NotRequired[list[EditRecord]]
@@ -270,7 +270,7 @@ class RankCell(TypedDict):
 
 
 class CoverageRow(GenerationFacts, RowProofFacts):
-    """A model type in one of its two places: with its causal head, or with a head that takes media."""
+    """A model type with its causal head, or with a head that takes media: one type may have a row of each."""
 
     model_type: str
     status: str
@@ -292,7 +292,7 @@ class CoverageRecord(TypedDict):
 
 
 class HeadRow(TypedDict):
-    """A head that is no language model, generated and proven alone."""
+    """A head that is not a language model, generated and proven alone."""
 
     model_type: str
     kind: str
@@ -305,7 +305,7 @@ class HeadRow(TypedDict):
 
 
 class HeadsRecord(TypedDict):
-    """`CoverageRecord`, of heads."""
+    """The same as `CoverageRecord`, for heads."""
 
     key: dict[str, str]
     rows: list[HeadRow]

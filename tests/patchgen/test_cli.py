@@ -421,7 +421,7 @@ def test_a_sweep_proves_again_only_what_does_not_hold(tmp_path: Path, proven: di
     held = proven | {"seconds": 77.0}
     (tmp_path / "coverage.json").write_text(json.dumps({"key": {}, "rows": [held]}))
     assert sweep(tmp_path, "arcee")[1]["arcee"] == held
-    monkeypatch.setattr(source_keys, "generator", lambda: "moved, and gives the same bytes")
+    monkeypatch.setattr(source_keys, "generator_hash", lambda: "moved, and gives the same bytes")
     moved = sweep(tmp_path, "arcee")[1]["arcee"]
     assert moved["sources"] != held["sources"]
     assert moved == held | {"sources": moved["sources"]}

@@ -100,7 +100,7 @@ def test_configs_of_parts_are_sources_of_a_record(monkeypatch):
     """A row of the coverage is made again when the config of a part changes; one of a model without parts is not."""
     release = upstream.open_release()
     models = ("llava", "llama")
-    before = [source_keys.model_sources(name, release) for name in models]
+    before = [source_keys.model_sources_hash(name, release) for name in models]
     monkeypatch.setattr(source_keys, "_every_config", lambda: "# changed\n")
-    after = [source_keys.model_sources(name, release) for name in models]
+    after = [source_keys.model_sources_hash(name, release) for name in models]
     assert [one != other for one, other in zip(before, after, strict=True)] == [True, False]

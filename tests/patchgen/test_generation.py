@@ -21,7 +21,7 @@ from patchgen.anatomy import Anatomy
 from patchgen.errors import EmissionError, PassMismatch, PatchgenError
 from patchgen.model_configs import ModelConfig, config_for
 from patchgen.passes.base import Outcome, Pass
-from patchgen.runtime.verify.committed_models import Committed, committed
+from patchgen.runtime.verify.committed_models import CommittedModel, committed
 from patchgen.runtime.verify.source_keys import own_config
 from patchgen.source import Module
 
@@ -202,7 +202,7 @@ def test_a_committed_model_has_its_seams_few_changes_and_a_short_config(model: s
     config = config_for(model)
     assert len([line for line in own_config(model).splitlines() if line.strip()]) <= 40
     assert not config.expect
-    found = Committed(model)
+    found = CommittedModel(model)
     assert provenance.edited_files(found.folder, found.record) == []
     hits = {step["name"] for step in found.record["passes"] if step["hits"]}
     assert {"fused_loss", "parallel_plan", "local_classes" if found.record.get("parts") else "language_sp"} <= hits
@@ -299,6 +299,6 @@ def test_imports_of_generated_files_stand_in_isorts_order():
     rule = ["--isolated", "--select=I001", "--config=line-length=119", "--fix", "--stdin-filename=x.py", "-q", "-"]
     ruff = [sys.executable, "-m", "ruff", "check", '--config=lint.isort.known-third-party=["patchgen"]', *rule]
     for model in ("qwen3_moe", "qwen3_vl", "qwen3_omni_moe"):
-        text = (Committed(model).folder / f"modeling_{model}.py").read_text()
+        text = (CommittedModel(model).folder / f"modeling_{model}.py").read_text()
         fixed = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
         assert [line for line in fixed.splitlines() if line] == [line for line in text.splitlines() if line]

@@ -100,5 +100,5 @@ class CrashingPool:
 
 def test_a_process_that_dies_is_told_with_its_type_and_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(head_sweep, "ProcessPoolExecutor", CrashingPool)
-    with pytest.raises(ConfigError, match=r"A process died .* at t5 or a type beside it.*--jobs 1"):
+    with pytest.raises(ConfigError, match=r"A process died .* at t5 or a type swept .*--jobs 1"):
         invoke("sweep", "--family", "heads", "--only", "t5", "--output", str(tmp_path))

@@ -84,7 +84,7 @@ def test_a_crash_is_blamed_on_the_type_that_crashes_alone(monkeypatch):
     monkeypatch.setattr(sweeping, "ProcessPoolExecutor", CrashingPool)
     monkeypatch.setattr(sweeping, "generated_digest", lambda *_: "digest")
     types = dict.fromkeys(("slow", "crashes", "third", "fourth"), "")
-    rows = {found.model_type: found.row for found in sweeping._run(types, "5.0", 2, takes_media=False)}
+    rows = {found.model_type: found.row for found in sweeping._examine_all(types, "5.0", 2, takes_media=False)}
     statuses = {kind: row["status"] for kind, row in rows.items()}
     assert statuses == {"slow": "proven", "crashes": "generated", "third": "proven", "fourth": "proven"}
     assert rows["crashes"]["reason"].startswith("its process died")

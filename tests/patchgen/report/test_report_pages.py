@@ -18,7 +18,7 @@ from patchgen.cli import app
 from patchgen.errors import ConfigError, UpstreamNotFound
 from patchgen.passes import all_passes
 from patchgen.report import model, upgrade
-from patchgen.runtime.verify.committed_models import Committed
+from patchgen.runtime.verify.committed_models import CommittedModel
 from patchgen.upgrade.findings import PERSON, REVIEW, ModelUpgrade, Site, Upgrade
 
 MODEL = "llama"
@@ -50,14 +50,14 @@ def test_the_page_of_a_model_has_its_passes_census_proofs_and_provenance(models,
     folder = tmp_path / "pages"
     run("report", MODEL, "--output", str(folder))
     assert [path.name for path in folder.iterdir()] == [f"{MODEL}.html"]
-    page, record = (folder / f"{MODEL}.html").read_text(), Committed(MODEL).record
+    page, record = (folder / f"{MODEL}.html").read_text(), CommittedModel(MODEL).record
     plain = html.unescape(page.replace("<wbr>", ""))
     for step in record["passes"]:
         for hit in step["hits"] if step["name"] not in ("prune", "absolute_imports") else ():
             assert hit["site"] in plain and hit["what"].split("`")[0] in plain
     assert all(symbol in plain for symbol in record["census"])
     assert record["generated_sha256"] in page and record["command"] in page
-    cases = {case["case"] for case in Committed(MODEL).proof["cases"]}
+    cases = {case["case"] for case in CommittedModel(MODEL).proof["cases"]}
     assert all(f"<td>{case}" in page for case in cases)
     assert not OUTSIDE.search(page)
     keys = set(re.findall(r' id="([^"]+)"', page))

@@ -245,7 +245,10 @@ def test_errors_of_commands_are_for_their_reader(original, checkpoint, tmp_path)
         (("convert", pickled, tmp_path / "x"), "holds weights in another format, pytorch_model.bin"),
         (("fingerprint", pickled), "holds weights in another format, pytorch_model.bin"),
         (("fingerprint", checkpoint / "config.json"), "config.json is a file: give its folder"),
-        (("convert", checkpoint, tmp_path / "x", "--dtype", "int4"), "There is no dtype 'int4'"),
+        (
+            ("convert", checkpoint, tmp_path / "x", "--dtype", "int4"),
+            "--dtype must be one of bfloat16, float16, float32, not 'int4'",
+        ),
     ):
         done = run(*arguments)
         assert isinstance(done.exception, ConfigError) and text in str(done.exception), (arguments, done.exception)

@@ -76,10 +76,10 @@ def test_a_proven_type_with_an_input_without_a_rule_is_an_error_of_the_record(tm
         "moe": False,
         "inputs_without_rule": ["heights"],
     }
-    assert sweeping._summary([row], tmp_path / "coverage.json", is_asked_by_name=True) == 1
+    assert sweeping._print_summary([row], tmp_path / "coverage.json", names_given=True) == 1
     told = capsys.readouterr().out
     assert "error: odd is proven, but no packing rule covers heights" in told
-    assert sweeping._summary([row | {"inputs_without_rule": []}], tmp_path / "c.json", is_asked_by_name=True) == 0
+    assert sweeping._print_summary([row | {"inputs_without_rule": []}], tmp_path / "c.json", names_given=True) == 0
 
 
 def test_the_page_of_the_record_counts_them():

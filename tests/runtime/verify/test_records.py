@@ -27,7 +27,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def hashes() -> list[str]:
     """Of the prover, of the prover on ranks, and of the generator."""
-    keys = (source_closure.prover, source_closure.rank_prover, source_keys.generator)
+    keys = (source_closure.prover, source_closure.rank_prover, source_keys.generator_hash)
     return [key.__wrapped__() for key in keys]
 
 
@@ -62,13 +62,13 @@ def test_the_config_of_another_model_changes_no_bytes(monkeypatch: pytest.Monkey
     from patchgen import model_configs, upstream
 
     release = upstream.open_release()
-    before = [source_keys.model_sources(kind, release) for kind in ("qwen3_moe", "llama")]
+    before = [source_keys.model_sources_hash(kind, release) for kind in ("qwen3_moe", "llama")]
     copy = tmp_path / "model_configs"
     shutil.copytree(Path(model_configs.__file__).parent, copy)
     config = copy / "llama.py"
     config.write_text((config.read_text() if config.is_file() else "") + CODE)
     monkeypatch.setattr(model_configs, "__file__", str(copy / "__init__.py"))
-    after = [source_keys.model_sources(kind, release) for kind in ("qwen3_moe", "llama")]
+    after = [source_keys.model_sources_hash(kind, release) for kind in ("qwen3_moe", "llama")]
     assert [one == other for one, other in zip(before, after, strict=True)] == [True, False]
 
 
@@ -77,12 +77,12 @@ def record_of(path: Path, **changes: object) -> Path:
     from patchgen.commands.examination import generated_digest
     from patchgen.upstream import open_release
 
-    release, key = open_release(), records.wanted_key()
+    release, key = open_release(), records.required_key()
     bytes_ = generated_digest("llama", release.version)
-    made_with = records.row_key(bytes_, key) | changes
+    made_with = records.row_made_with(bytes_, key) | changes
     cells = {name: {"difference": 0.0, "reason": "", "applies": True} for name in records.LAYOUTS}
-    cells = {name: cell | {"made_with": records.cell_key(bytes_, key)} for name, cell in cells.items()}
-    sources = source_keys.model_sources("llama", release)
+    cells = {name: cell | {"made_with": records.cell_made_with(bytes_, key)} for name, cell in cells.items()}
+    sources = source_keys.model_sources_hash("llama", release)
     proven = {**row("llama", "proven", ""), "sources": sources, "made_with": made_with, "ranks": cells}
     records.write(path, {(False, "llama"): proven})
     return path
@@ -131,7 +131,7 @@ def test_bytes_are_generated_again_only_where_the_generator_moved(tmp_path: Path
         records, "digests", lambda kinds, *_: asked.extend(kinds) or [real(k, "5.23.0") for k in kinds]
     )
     assert stale(path) == [] and asked == []
-    monkeypatch.setattr(source_keys, "generator", lambda: "moved, and gives the same bytes")
+    monkeypatch.setattr(source_keys, "generator_hash", lambda: "moved, and gives the same bytes")
     assert stale(path) == [] and asked == ["llama"]
     monkeypatch.setattr(records, "digests", lambda kinds, *_: [digest("other bytes")] * len(kinds))
     assert len(stale(path)) == 3  # the row, and its two comparisons on ranks
@@ -147,7 +147,7 @@ def test_check_fails_on_a_proof_of_older_sources_and_names_the_command(
     monkeypatch.setattr(provenance, "generated_root", lambda: root)
     proof = root / "llama" / "verify.json"
     record = json.loads(proof.read_text())
-    key = records.wanted_key()
+    key = records.required_key()
     proof.write_text(json.dumps(record | {"made_with": records.made_with(key["prover"], key)}))
     (root / "llama" / "verify_ranks.json").unlink(missing_ok=True)
     assert generation.check([]) == 0
