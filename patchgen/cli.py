@@ -38,7 +38,7 @@ GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the
 
 @app.command()
 def init(folder: Annotated[Path, Argument(help="the root of the project")] = Path()) -> None:
-    """Start a repository of your own: patchgen.toml names the folders of its models, configs and passes.
+    """Start a repository of your own: a patchgen.toml, and the folders for models, configs and passes that it names.
 
     Example: patchgen init
     """
@@ -52,7 +52,7 @@ def generate(
     transformers: Transformers = None,
     source: Source = None,
     config: Annotated[
-        Path | None, Option("--config", help="of --source, by default patchgen_NAME.py beside it")
+        Path | None, Option("--config", help="the config of --source; by default patchgen_NAME.py beside it")
     ] = None,
     output: Annotated[Path | None, Option(help="the folder to write, instead of generated_models/")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="show, write nothing")] = False,
@@ -133,11 +133,11 @@ def mutate(
     count: Annotated[int, Option(help="how many mutants to run per model")] = 100,
     seed: Annotated[int, Option(help="random seed of the mutants")] = 0,
     jobs: Annotated[int, Option(help="processes")] = 2,
-    ranks: Annotated[bool, Option("--ranks", help="compare a share of them on two ranks as well")] = False,
+    ranks: Annotated[bool, Option("--ranks", help="also compare some of the equal ones on two ranks")] = False,
     records: Annotated[Path | None, Option(help="append a line per mutant to this file, and resume from it")] = None,
-    output: Annotated[Path | None, Option(help="write the table to this .json file, and to its page")] = None,
+    output: Annotated[Path | None, Option(help="write the table to this .json file, and a page from it")] = None,
 ) -> None:
-    """Mutate upstream sources: the generator must refuse each mutant or be equal to it; exit 1 if one is wrong.
+    """Mutate upstream sources: the generator must refuse each, or its file must compute the same. Exit 1 if one is wrong.
 
     Example: patchgen mutate qwen3_moe --count 200
     """
@@ -155,7 +155,7 @@ def report(
         str | None, Option("--to", help="with --upgrade: a release, a wheel or a folder, instead of the installed one")
     ] = None,
 ) -> None:
-    """Write pages for reviewers: upstream and generated side by side, passes, census, proofs; without models, all and an index.
+    """Write pages for review: upstream and generated side by side, passes, census, proofs. Without MODELS: of all, and an index.
 
     Example: patchgen report qwen3_moe
     """
@@ -212,7 +212,9 @@ def verify(
     ep: Annotated[int, Option(min=1, help="with --ranks: how many of them share the experts")] = 1,
     fsdp: Annotated[bool, Option("--fsdp", help="with --ranks: shard the parameters over them")] = False,
     outdated: Annotated[bool, Option("--outdated", help="only models whose recorded proof is stale")] = False,
-    against: Annotated[str | None, Option(help="prove beside another release, in its own environment: 5.20.0")] = None,
+    against: Annotated[
+        str | None, Option(help="prove with another release, such as 5.20.0, in its own environment")
+    ] = None,
     python: Annotated[Path | None, Option(help="with --against: a Python that has the release")] = None,
     code: Code = None,
     generated: GeneratedIn = None,
@@ -253,7 +255,7 @@ def sweep(
     ep: Annotated[
         int, Option(min=1, help="compare on this many ranks that share the experts, instead of proving")
     ] = 1,
-    world: Annotated[int, Option(min=1, help="gloo ranks of --sp and --ep")] = 2,
+    world: Annotated[int, Option(min=1, help="with --sp or --ep: the number of gloo ranks")] = 2,
 ) -> None:
     """Generate and prove every model type of a family, into docs/coverage.md (heads: docs/heads.md) and records/. Resumable.
 
@@ -288,7 +290,7 @@ def train(
     rdzv_endpoint: Annotated[str, Option(help="host:port of the rendezvous of several machines")] = "",
     assignments: Assignments = None,
     allow_missing: Annotated[
-        list[str] | None, Option(help="parameters that weights may lack, such as 'lm_head.*'")
+        list[str] | None, Option(help="patterns of parameters that the weights may lack, such as 'lm_head.*'")
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="start over; an earlier run is moved aside")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")] = False,
@@ -352,9 +354,11 @@ def export(
     layout: Layout = None,
     dtype: DType = None,
     source: Annotated[
-        Path | None, Option(help="the original, for its tokenizer and untrained weights; by default the run's")
+        Path | None, Option(help="the original checkpoint, for its tokenizer and untrained part; by default the run's")
     ] = None,
-    trained_only: Annotated[bool, Option("--trained-only", help="omit weights that are not the model's")] = False,
+    trained_only: Annotated[
+        bool, Option("--trained-only", help="write only the trained model, not the original's untrained part")
+    ] = False,
     code: Code = None,
     generated: GeneratedIn = None,
 ) -> None:
@@ -370,7 +374,9 @@ def export(
 def merge(
     adapter: Annotated[Path, Argument(help="a folder that PEFT saved, such as runs/one/adapter", show_default=False)],
     output: Annotated[Path, Option(help="the folder to write")],
-    source: Annotated[Path | None, Option(help="the checkpoint it was trained on, by default as it says")] = None,
+    source: Annotated[
+        Path | None, Option(help="the checkpoint it was trained on; by default the one that its config names")
+    ] = None,
     layout: Layout = None,
     dtype: DType = None,
     code: Code = None,
