@@ -132,7 +132,7 @@ def mutate(
     models: Models = None,
     count: Annotated[int, Option(help="how many mutants to run per model")] = 100,
     seed: Annotated[int, Option(help="random seed of the mutants")] = 0,
-    jobs: Annotated[int, Option(help="processes")] = 2,
+    jobs: Annotated[int, Option(min=1, help="processes")] = 2,
     ranks: Annotated[bool, Option("--ranks", help="also compare some of the equal ones on two ranks")] = False,
     records: Annotated[Path | None, Option(help="append a line per mutant to this file, and resume from it")] = None,
     output: Annotated[Path | None, Option(help="write the table to this .json file, and a page from it")] = None,
@@ -191,12 +191,14 @@ def upgrade(
     python: Annotated[
         Path | None, Option(help="with --apply: a Python that has the release, instead of a new environment")
     ] = None,
-    jobs: Annotated[int, Option(help="processes")] = 2,
+    jobs: Annotated[int, Option(min=1, help="processes")] = 2,
 ) -> None:
     """Show what a move to another release changes, site by site. Exit 0: unchanged; 10: review; 20: needs a person, or not moved.
 
     Example: patchgen upgrade qwen3_moe --to 5.17.0
     """
+    if python is not None and not apply:
+        raise ConfigError("--python proves what --apply writes. To fix: give --apply with it.")
     options = {"reviewed": reviewed or [], "as_json": as_json, "verbose": verbose, "python": python, "jobs": jobs}
     raise typer.Exit(commands.upgrading.upgrade(models or [], to, apply=apply, **options))
 
@@ -207,7 +209,7 @@ def verify(
     every: Every = False,
     directory: Annotated[Path | None, Option(help="a generated model outside generated_models/")] = None,
     head: Annotated[str | None, Option(help="the class to prove, instead of the first head")] = None,
-    ranks: Annotated[int, Option(help="prove on this many gloo ranks, against one")] = 1,
+    ranks: Annotated[int, Option(min=1, help="prove on this many gloo ranks, against one")] = 1,
     sp: Annotated[int, Option(min=1, help="with --ranks: how many of them share a sequence")] = 1,
     ep: Annotated[int, Option(min=1, help="with --ranks: how many of them share the experts")] = 1,
     fsdp: Annotated[bool, Option("--fsdp", help="with --ranks: shard the parameters over them")] = False,
@@ -231,6 +233,8 @@ def verify(
                 f"--against proves unchanged committed files, in one process. To fix: omit {conflicts[0]}."
             )
         raise typer.Exit(commands.upgrading.verify_against(models or [], against, every=every, python=python))
+    if python is not None:
+        raise ConfigError("--python has the release that --against names. To fix: give --against with it.")
     if outdated and directory is not None:
         raise ConfigError("--outdated selects committed models, --directory another file. To fix: omit one of them.")
     if ranks == 1 and (sp > 1 or ep > 1 or fsdp):
@@ -244,7 +248,7 @@ def verify(
 @app.command()
 def sweep(
     family: Annotated[str, Option(help="text, moe, media, vision, audio, omni or heads")] = "text",
-    jobs: Annotated[int, Option(help="processes")] = 2,
+    jobs: Annotated[int, Option(min=1, help="processes")] = 2,
     transformers: Transformers = None,
     only: Annotated[list[str] | None, Option(help="only these model types")] = None,
     output: Annotated[
@@ -255,14 +259,20 @@ def sweep(
     ep: Annotated[
         int, Option(min=1, help="compare on this many ranks that share the experts, instead of proving")
     ] = 1,
-    world: Annotated[int, Option(min=1, help="with --sp or --ep: the number of gloo ranks")] = 2,
+    world: Annotated[
+        int | None, Option(min=1, help="with --sp or --ep: the number of gloo ranks, instead of 2")
+    ] = None,
 ) -> None:
     """Generate and prove every model type of a family, into docs/coverage.md (heads: docs/heads.md) and records/. Resumable.
 
     Example: patchgen sweep --family moe --jobs 2
     """
     if sp > 1 or ep > 1:
-        raise typer.Exit(commands.sweeping.sweep_ranks(family, only or [], sp, ep, world, output, fresh=fresh))
+        if transformers is not None:
+            raise ConfigError("--sp and --ep compare with the installed release. To fix: omit --transformers.")
+        raise typer.Exit(commands.sweeping.sweep_ranks(family, only or [], sp, ep, world or 2, output, fresh=fresh))
+    if world is not None:
+        raise ConfigError("--world is the number of ranks of a layout. To fix: give --sp or --ep with it.")
     if family == commands.head_sweep.FAMILY:
         raise typer.Exit(commands.head_sweep.sweep(jobs, transformers, only or [], output, fresh=fresh))
     raise typer.Exit(commands.sweeping.sweep(family, jobs, transformers, only or [], output, fresh=fresh))

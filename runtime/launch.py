@@ -79,6 +79,10 @@ def launch(
     min_nodes, max_nodes = parse_nodes(nodes)
     if max_nodes > 1 and not rdzv_endpoint:
         raise RecipeError("More than one machine needs --rdzv-endpoint HOST:PORT, the same on all of them.")
+    if max_nodes > 1 and fresh:
+        raise RecipeError(
+            "--fresh is for one machine: several would race to move the earlier run. To fix: name another log.directory."
+        )
     if processes < 1:
         raise RecipeError(f"--nproc must be at least 1, not {processes}.")
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
@@ -93,10 +97,6 @@ def launch(
     recipe = preflight.require_trainable(recipe)
     checks.require_runnable(recipe, world=processes * min_nodes)
     if fresh:
-        if max_nodes > 1:
-            raise RecipeError(
-                "--fresh is for one machine: several would race to move the earlier run. To fix: name another log.directory."
-            )
         move_away(recipe.directory)
     if processes == 1 and max_nodes == 1 and recipe.train.restarts == 0:
         return STOPPED if worker(to_dict(recipe)) == "stop" else 0
@@ -145,9 +145,14 @@ def _run_agent(recipe: Recipe, processes: int, min_nodes: int, max_nodes: int, e
     except SignalException:
         return STOPPED  # the agent forwarded the signal and waited until the ranks had saved and exited
     except RendezvousError as error:
+        advice = (
+            "start the same command on all of them, with a port that all can reach on the machine that --rdzv-endpoint names"
+            if max_nodes > 1
+            else "see whether a firewall or a full table of ports keeps processes of this machine from `localhost`"
+        )
         raise LaunchFailed(
-            f"Rendezvous of {max_nodes} machines at {endpoint} failed: {type(error).__name__}: {error} To fix: start the "
-            "same command on all of them, with a port that all can reach on the machine that --rdzv-endpoint names."
+            f"Rendezvous of {max_nodes} machine(s) at {config.rdzv_endpoint} failed: {type(error).__name__}: {error} To fix: "
+            f"{advice}."
         ) from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

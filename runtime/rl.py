@@ -80,7 +80,7 @@ def log_probs(model: PreTrainedModel, inputs: Inputs, state: ParallelState, *, t
             _loss(model, _local_inputs(inputs, state), state, store, temperature, router_loss=False)
     finally:
         model.train(was_training)
-    reshard(model)
+        reshard(model)
     return results[0]
 
 

@@ -172,6 +172,11 @@ def sweep_ranks(
     if output is None:
         support_matrix.write()
     cells = [cell for place in wanted if (cell := rows[place].get("ranks", {})[layout])["applies"]]
+    if not cells:
+        console.print(
+            f"None of {', '.join(types)} can be compared with {layout}: see the reasons in {path}", soft_wrap=True
+        )
+        return 1
     agreeing = sum(not cell["reason"] for cell in cells)
     console.print(f"{agreeing} of {len(cells)} agree on {world} ranks with {layout}; written: {path}", soft_wrap=True)
     return 0 if (agreeing == len(cells) if only else agreeing) else 1

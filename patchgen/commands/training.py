@@ -71,8 +71,10 @@ def start_script(kind: str, path: Path, name: str, assignments: list[str], proce
     """A script that starts the recipe on several machines: for Slurm, or with plain SSH."""
     if kind not in SCRIPTS:
         raise ConfigError(f"--script must be one of {', '.join(SCRIPTS)}, not '{kind}'.")
-    if not nodes.isdecimal():
-        raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
+    if not nodes.isdecimal() or int(nodes) < 1:
+        raise ConfigError(f"--script needs a fixed number of machines (--nnodes), at least 1, not '{nodes}'.")
+    if processes < 1:
+        raise ConfigError(f"--nproc must be at least 1, not {processes}.")
     command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", nodes]
     start = shlex.join([*command, *(word for assignment in assignments for word in ("--set", assignment))])
     if kind == "ssh":  # the template puts it within double quotes

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import FileReader
-from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, pattern_of
+from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, full_region, leaf
 from patchgen.runtime.checkpoint.load import COMPUTED_BUFFERS, ignored_by_upstream, stored_leaves
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
@@ -138,7 +138,7 @@ def _has_same_keys(folder: Path | None, origin: Origin) -> bool:
     """
     if folder is None or not any(folder.glob("*.safetensors")):
         return False
-    return {pattern_of(key) for key in origin.shapes} == {pattern_of(key) for key in read_folder(folder)}
+    return origin.shapes.keys() == read_folder(folder).keys()
 
 
 def _lost_keys(model: PreTrainedModel, origin: Origin) -> list[str]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from patchgen.runtime.data.agreement import run_on_all_ranks
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object, gather_objects
 
@@ -41,12 +42,25 @@ class ReferenceTable:
         self.values: dict[str, float] = {}
 
     def load(self) -> None:
-        """Loads the file that rank 0 sees (collective)."""
-        values: dict[str, float] = {}
-        if dist.get_rank() == 0 and self._path.is_file():
+        """Loads the file that rank 0 sees (collective).
+
+        Raises:
+            DataError: on all ranks, if it cannot be read.
+        """
+        self.values = broadcast_object(run_on_all_ranks(self._read if dist.get_rank() == 0 else dict))
+
+    def _read(self) -> dict[str, float]:
+        """The values in the file; none if there is no file, or one of another model."""
+        if not self._path.is_file():
+            return {}
+        try:
             saved = json.loads(self._path.read_text(encoding="utf-8"))
-            values = saved["log_probs"] if saved["model"] == self._model else {}
-        self.values = broadcast_object(values)
+            return saved["log_probs"] if saved["model"] == self._model else {}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{self._path} cannot be read: {type(error).__name__}: {error}. To fix: delete it; the log-probabilities are "
+                "computed again before the first step."
+            ) from error
 
     def save(self) -> None:
         """Rank 0 writes the file."""

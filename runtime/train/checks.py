@@ -56,6 +56,7 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
     if (other := choose.teacher_recipe(recipe)) is not None:
         teacher = models.build_on_meta(other)
         choose.require_same_tokens(model, teacher)
+        setup.require_same_ids(recipe.model.source, other.model.source)
         _require_weights(other, teacher)
     if recipe.lora is not None:
         lora.require_any_layout(lora_targets.find_targets(model, recipe.lora), world)

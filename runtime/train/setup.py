@@ -104,6 +104,33 @@ def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
         )
 
 
+def require_same_ids(source: str, teacher: str) -> None:
+    """Raises RecipeError for a teacher whose tokenizer has another token under an id of the model's. Tokens that only one has may
+    be there: placeholders of media, for example. A bare model type and a folder without a tokenizer are not compared.
+    """
+    if not (Path(source).is_dir() and Path(teacher).is_dir()):
+        return
+    own, others = _tokens_by_id(source), _tokens_by_id(teacher)
+    different = sorted(index for index in own.keys() & others.keys() if own[index] != others[index])
+    if different:
+        examples = ", ".join(f"{index} is {own[index]!r} and {others[index]!r}" for index in different[:3])
+        raise RecipeError(
+            f"teacher.source = '{teacher}' has other tokens than model.source = '{source}': of {len(own)} ids {len(different)} "
+            f"mean another token ({examples}). They must have the same tokens."
+        )
+
+
+def _tokens_by_id(folder: str) -> dict[int, str]:
+    """The tokens of a folder's tokenizer; none if there is none, which `data_parts` refuses where one is needed."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError):
+        return {}
+    return {index: token for token, index in tokenizer.get_vocab().items()}
+
+
 def loader_of_group(config: DataConfig, parts: DataParts, index: int, groups: int) -> Loader:
     """The loader of one of several batch groups."""
     return build_loader(
