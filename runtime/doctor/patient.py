@@ -176,7 +176,7 @@ class Patient:
         sharding.materialise(model, self.device)
         folder = models.weights_folder(recipe.model)
         if folder is None:
-            initialise(model, models.initial_names(model), seed=recipe.train.seed)
+            initialise(model, models.weight_names(model), seed=recipe.train.seed)
         else:
             load_pretrained(model, folder, **options)
         return model.train()

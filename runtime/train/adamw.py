@@ -1,7 +1,7 @@
 """AdamW on GPUs: torch's optimizer and state, its update in one pass over memory (`kernels/optimizer/adamw.py`).
 
 Gradients keep the dtype they were computed in (bf16 for an fp32 parameter, allowed by `grad_dtype = None`). They are multiplied
-by the clipping factor in `gradient_factor`, and the compute copies of unsharded parameters (`undivided.py`) are written as well.
+by the clipping factor in `gradient_factor`. Compute copies of unsharded parameters (`parallel/undivided.py`) are written too.
 """
 
 from __future__ import annotations

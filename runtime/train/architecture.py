@@ -49,7 +49,7 @@ class Architecture:
     folder: Path
     generated: registry.GeneratedModel
     heads: tuple[type[PreTrainedModel], ...]
-    root: Path | None = None  # model.generated: its other models take precedence over the installed ones
+    root: Path | None = None  # the folder model.generated; its other models take precedence over the installed ones
 
     @property
     def model_types(self) -> str:
@@ -57,8 +57,8 @@ class Architecture:
         return ", ".join(config.model_type for head in self.heads for config in _custom_configs(head.config_class))
 
     def head(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-        """The generated head of a config: the one in `config.architectures`, else the first that takes its class, else one in
-        `root`; None: there is none."""
+        """The generated head of a config: the one named in `config.architectures`, else the first that takes the config's
+        class, else one in `root`; None: there is none."""
         accepting = [head for head in self.heads if head.config_class is type(config)]
         named = [head for head in accepting if head.__name__ in (config.architectures or ())]
         return next(iter(named or accepting), None) or (_find_head(self.root, config) if self.root else None)
@@ -87,7 +87,7 @@ CustomHeads = Architecture | GeneratedFolder | None
 
 
 def register(model: ModelConfig) -> CustomHeads:
-    """Registers the code that a recipe's model names, once per process; None if it names neither code nor a folder.
+    """Registers the code that a recipe's model names, once per process; None if it names neither code nor `generated`.
 
     Raises:
         RecipeError: the folder or module does not exist, no model was generated from it, or it cannot be imported; or the
@@ -98,16 +98,16 @@ def register(model: ModelConfig) -> CustomHeads:
             raise RecipeError(
                 f"model.code = '{model.code}' and model.trust_remote_code both say where code comes from: leave one out."
             )
-        folder, module, key = _folder_of_source(model.source), None, "model.trust_remote_code"
+        folder, module, setting = _source_folder(model.source), None, "model.trust_remote_code"
     elif model.code is not None:
         folder, module = _find_code(model.code)
-        key = f"model.code = '{model.code}'"
+        setting = f"model.code = '{model.code}'"
     elif model.generated is not None:
         project.add_models(_models_folder(model.generated))
         return GeneratedFolder(Path(model.generated))
     else:
         return None
-    return _register(key, folder, module, model.generated)
+    return _register(setting, folder, module, model.generated)
 
 
 def prepare(recipe: Recipe) -> CustomHeads:
@@ -141,28 +141,28 @@ def file_of(head: type[PreTrainedModel]) -> Path:
 
 
 @functools.lru_cache(maxsize=8)
-def _register(key: str, folder: Path, module: str | None, root: str | None) -> Architecture:
+def _register(setting: str, folder: Path, module: str | None, root: str | None) -> Architecture:
     if module is not None:
-        _import(key, lambda: importlib.import_module(module), module)
-    generated = _generated_from(key, folder, Path(root) if root is not None else None)
-    loaded = _import(key, generated.load, generated.file)
+        _import(setting, lambda: importlib.import_module(module), module)
+    generated = _generated_from(setting, folder, Path(root) if root is not None else None)
+    loaded = _import(setting, generated.load, generated.file)
     heads = tuple(getattr(loaded, name) for name in generated.heads)
     architecture = Architecture(folder, generated, heads, Path(root) if root is not None else None)
     _GENERATED.update(dict.fromkeys(heads, generated))
     project.add_models(generated.directory.parent)
-    _register_models(key, architecture, loaded)
-    _register_processing(key, architecture, module)
+    _register_models(setting, architecture, loaded)
+    _register_processing(setting, architecture, module)
     return architecture
 
 
 def import_path(model: ModelConfig) -> str | None:
-    """The folder that ranks need on their path to import the module `model.code`; None: it is importable already, or the recipe
-    names no module."""
+    """The folder that ranks need on their path to import the module `model.code`; None: the module is installed, or the recipe
+    names none."""
     if model.code is None or Path(model.code).is_dir():
         return None
     import_root = _find_module(model.code)[0].parents[model.code.count(".")]
-    known = [*site.getsitepackages(), site.getusersitepackages()]
-    return None if str(import_root) in known else str(import_root)
+    site_folders = [*site.getsitepackages(), site.getusersitepackages()]
+    return None if str(import_root) in site_folders else str(import_root)
 
 
 # --------------------------------------------------------------------------------------- finding the code
@@ -173,8 +173,8 @@ def _find_code(code: str) -> tuple[Path, str | None]:
     folder = Path(code)
     if folder.is_dir():
         return folder.resolve(), None
-    place, is_package = _find_module(code)
-    return (place if is_package else place.parent).resolve(), code
+    path, is_package = _find_module(code)
+    return (path if is_package else path.parent).resolve(), code
 
 
 def _find_module(code: str) -> tuple[Path, bool]:
@@ -198,7 +198,8 @@ def _find_module(code: str) -> tuple[Path, bool]:
     return Path(locations[0] if locations else spec.origin or "").absolute(), bool(locations)
 
 
-def _folder_of_source(source: str) -> Path:
+def _source_folder(source: str) -> Path:
+    """The folder `model.source`, or the code and configs downloaded from the Hub."""
     if Path(source).is_dir():
         return Path(source).resolve()
     from huggingface_hub import snapshot_download
@@ -213,14 +214,14 @@ def _folder_of_source(source: str) -> Path:
         ) from error
 
 
-def _generated_from(key: str, folder: Path, root: Path | None) -> registry.GeneratedModel:
+def _generated_from(setting: str, folder: Path, root: Path | None) -> registry.GeneratedModel:
     """The generated model in `folder`, or the one in `root` that was generated from the modeling file in `folder`."""
     if (folder / "provenance.json").is_file():
         return registry.read_model(folder)
     sources = sorted(folder.glob("modeling_*.py"))
     if not sources:
         raise RecipeError(
-            f"{key}: {folder} has neither modeling_*.py nor the provenance.json of a generated model; it contains "
+            f"{setting}: {folder} has neither modeling_*.py nor the provenance.json of a generated model; it contains "
             f"{', '.join(sorted(path.name for path in folder.iterdir())[:8]) or 'nothing'}."
         )
     models_folder = registry.installed_directory() if root is None else _models_folder(str(root))
@@ -229,7 +230,7 @@ def _generated_from(key: str, folder: Path, root: Path | None) -> registry.Gener
         record = json.loads((generated.directory / "provenance.json").read_text(encoding="utf-8"))
         source = generated.made_from(folder)
         if source is not None:
-            _require_same_files(key, folder, generated, record["other_sha256"])
+            _require_same_files(setting, folder, generated, record["other_sha256"])
             return replace(generated, source=source)
         outdated += [
             file for file in sources if record["upstream"]["version"] is None and generated.file.name == file.name
@@ -237,8 +238,8 @@ def _generated_from(key: str, folder: Path, root: Path | None) -> registry.Gener
     name = next(iter(outdated or sources)).stem.removeprefix("modeling_")
     relation = "was made from another version of" if outdated else "was made from"
     raise RecipeError(
-        f"{key}: {'the' if outdated else 'no'} generated model in {models_folder.resolve()} {relation} "
-        f"{', '.join(map(str, outdated or sources))}. Make it with `{_command(name, folder, root)}`."
+        f"{setting}: {'the' if outdated else 'no'} generated model in {models_folder.resolve()} {relation} "
+        f"{', '.join(map(str, outdated or sources))}. Make it with `{_generate_command(name, folder, root)}`."
     )
 
 
@@ -248,42 +249,44 @@ def _models_folder(generated: str) -> Path:
     return Path(generated)
 
 
-def _require_same_files(key: str, folder: Path, generated: registry.GeneratedModel, copied: dict[str, str]) -> None:
+def _require_same_files(
+    setting: str, folder: Path, generated: registry.GeneratedModel, copied: dict[str, str]
+) -> None:
     """Refuses a generated model whose copies of the code's files differ from the files now in `folder`."""
     for name, digest in copied.items():
         if name.endswith(".py") and (folder / name).is_file() and registry.digest(folder / name) != digest:
-            command = _command(generated.name, folder, generated.directory.parent)
+            command = _generate_command(generated.name, folder, generated.directory.parent)
             raise RecipeError(
-                f"{key}: {folder / name} has changed since {generated.directory} was generated, which has a copy of it. "
+                f"{setting}: {folder / name} has changed since {generated.directory} was generated, which has a copy of it. "
                 f"Generate it again with `{command}`."
             )
 
 
-def _command(name: str, folder: Path, root: Path | None) -> str:
+def _generate_command(name: str, folder: Path, root: Path | None) -> str:
     return f"patchgen generate {name} --source {folder}" + (f" --output {root}" if root is not None else "")
 
 
-def _import(key: str, load: Callable[[], ModuleType], name: Path | str) -> ModuleType:
+def _import(setting: str, load: Callable[[], ModuleType], name: Path | str) -> ModuleType:
     try:
         return load()
     except ReleaseMismatch as error:
-        raise RecipeError(f"{key}: {error}") from error
+        raise RecipeError(f"{setting}: {error}") from error
     except Exception as error:  # the user's code may raise anything
-        raise RecipeError(f"{key}: {name} cannot be imported: {type(error).__name__}: {error}") from error
+        raise RecipeError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 # ------------------------------------------------------------------------------------- registering the classes
 
 
-def _register_models(key: str, architecture: Architecture, module: ModuleType) -> None:
-    """Registers the custom configurations, and for each the first model and the first generating head that take it."""
+def _register_models(setting: str, architecture: Architecture, module: ModuleType) -> None:
+    """Registers the custom configurations, and for each the first base model and the first generative head that take it."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     classes = [getattr(module, name) for name in architecture.generated.classes]
     configs = dict.fromkeys(config for head in architecture.heads for config in _custom_configs(head.config_class))
     for config in configs:
         if not config.model_type:
-            raise RecipeError(f"{key}: {config.__name__} has no model_type, which is how a config.json names it.")
+            raise RecipeError(f"{setting}: {config.__name__} has no model_type, which is how a config.json names it.")
         AutoConfig.register(config.model_type, config, exist_ok=True)
         runnable = [cls for cls in classes if cls.config_class is config and cls.forward is not nn.Module.forward]
         base = next((cls for cls in runnable if cls not in architecture.heads), None)
@@ -306,7 +309,7 @@ def _custom_configs(config: object) -> Iterator[type[PreTrainedConfig]]:
         yield from _custom_configs(part)
 
 
-def _register_processing(key: str, architecture: Architecture, module: str | None) -> None:
+def _register_processing(setting: str, architecture: Architecture, module: str | None) -> None:
     """Registers the code's processors, tokenizers and similar classes for the configuration of the first head.
 
     Checkpoints find their processor by its class name. If there are two classes of one kind, the code must register one
@@ -321,7 +324,7 @@ def _register_processing(key: str, architecture: Architecture, module: str | Non
         load = functools.partial(registry.import_file, file)
         if module is not None and (architecture.folder / "__init__.py").is_file():
             load = functools.partial(importlib.import_module, f"{module}.{file.stem}")
-        loaded = _import(key, load, file)
+        loaded = _import(setting, load, file)
         for cls in vars(loaded).values():
             if isinstance(cls, type) and cls.__module__ == loaded.__name__:
                 kind = next((kind for kind in _processing_kinds() if issubclass(cls, kind)), None)
@@ -331,8 +334,8 @@ def _register_processing(key: str, architecture: Architecture, module: str | Non
         if len(classes) > 1 and not any(cls in _added_classes(mapping) for cls in classes):
             names = ", ".join(cls.__name__ for cls in classes)
             raise RecipeError(
-                f"{key}: {names} of {architecture.folder} are of one kind, and nothing says which belongs to "
-                f"{config.__name__}. Name a module whose __init__.py registers it."
+                f"{setting}: {names} of {architecture.folder} are of the same kind, and nothing says which belongs to "
+                f"{config.__name__}. Set model.code to a package whose __init__.py registers it."
             )
         if len(classes) == 1:
             register_class(config, classes[0], exist_ok=True)

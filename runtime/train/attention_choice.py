@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def require_known(requested: Names | None) -> None:
+def require_available(requested: Names | None) -> None:
     """Refuses unknown names, and those that cannot run on this machine."""
     for name in attention_kinds.all_names(requested) if requested is not None else ():
         if name not in attention.names():
             near = difflib.get_close_matches(name, attention.names(), n=1, cutoff=0.3)
             raise RecipeError(
-                f"model.attention = '{name}' is none of {', '.join(attention.names())}."
-                + (f" Near: {near[0]}." if near else "")
+                f"model.attention = '{name}' is unknown. There are: {', '.join(attention.names())}."
+                + (f" Did you mean {near[0]}?" if near else "")
             )
         reason = None if name == attention.BY_LAYER else BACKENDS[name].unavailable()
         if reason is not None:
@@ -47,22 +47,23 @@ def choose(
     """The requested attention, or the fastest here that supports the features and head size of each kind of layer.
 
     Args:
-        small_kinds: the kinds of a small form of the model; None: it is run to find out.
+        small_kinds: the kinds of layers in a small form of the model; None: that form is run to find them.
         dtype: the dtype that layers compute in (`model.compute_dtype`).
 
     Raises:
-        RecipeError: the requested one cannot run here, or not with this head size or dtype.
+        RecipeError: the requested one cannot run here, or does not support this head size or dtype.
     """
-    require_known(requested)
+    require_available(requested)
     if requested is None:
         return attention_kinds.choose(kinds_of(head, config, small_kinds, dtype), config)
     if any(name != attention.BY_LAYER and BACKENDS[name].max_head for name in attention_kinds.all_names(requested)):
         kinds = [replace(kind, features=dtype_features(dtype)) for kind in kinds_of(head, config, small_kinds or ())]
         if missing := attention_kinds.missing_features(requested, kinds):
             able = [other for other in BACKENDS if not attention_kinds.missing_features(other, kinds)]
-            whose = "parallel.param_dtype needs" if missing[0] == FLOAT32 else f"{head.__name__} has"
+            required_by = "parallel.param_dtype needs" if missing[0] == FLOAT32 else f"{head.__name__} has"
             raise RecipeError(
-                f"model.attention = '{requested}' cannot do {missing[0]}, which {whose}. Those that can: {', '.join(able)}."
+                f"model.attention = '{requested}' cannot do {missing[0]}, which {required_by}. Those that can: "
+                f"{', '.join(able)}."
             )
     return requested
 
@@ -80,7 +81,8 @@ def kinds_of(
     small_kinds: Iterable[Kind] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Kind, ...]:
-    """The kinds of attention layers of a model: features from its small form and the dtype, head sizes and counts from itself.
+    """The kinds of attention layers of a model: features from its small form and the dtype, head sizes and counts
+    from the model itself.
 
     A layer that the small form did not run is assumed to need every feature that any other needs.
     """

@@ -1,4 +1,4 @@
-"""Forward and backward of a step as one CUDA graph, for steps whose kernel launches take the host longer than the GPU.
+"""Forward and backward of a step as one CUDA graph, for steps in which launching kernels takes longer than running them.
 
     first step of a shape    runs eagerly: kernels are compiled, communication buffers grow
     the next one             captured, then replayed
@@ -34,12 +34,13 @@ from patchgen.runtime.parallel.config import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 
-BOUNDS, LENGTHS, REAL = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k"), "real_tokens"
-TEXT = {"input_ids", "labels", "shift_labels", "position_ids", REAL, *BOUNDS, *LENGTHS}
+BOUNDS, MAX_LENGTHS, REAL_TOKENS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k"), "real_tokens"
+TEXT_INPUTS = {"input_ids", "labels", "shift_labels", "position_ids", REAL_TOKENS, *BOUNDS, *MAX_LENGTHS}
 # A step does not fit the graph's shape; fits it; fits it, and the model's state is that of the capture.
 OTHER_SHAPE, SAME_SHAPE, REPLAYABLE = range(3)
 WARN_AFTER = 20  # eager steps
-SLACK = 2  # a graph has room for this many times the row's document bounds and longest document, up to its tokens
+# A graph has room for at least this many times the row's document bounds and longest document, up to its tokens.
+SLACK = 2
 
 logger = logging.getLogger(__name__)
 
@@ -62,65 +63,65 @@ class GraphShape:
     shapes: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def with_slack(cls, inputs: Mapping[str, Any], before: GraphShape | None = None) -> GraphShape:
-        """A shape with room for more and longer documents than `inputs` has, and for all rows that fit `before`.
-
-        The latter if the other inputs have the same shapes.
-        """
+    def with_slack(cls, inputs: Mapping[str, Any], previous: GraphShape | None = None) -> GraphShape:
+        """A shape with room for more and longer documents than `inputs` has; if the other inputs have the shapes of
+        `previous`, also for all rows that fit it."""
         bounds = inputs[BOUNDS[0]]
-        tokens, longest = int(bounds[-1]), int(inputs[LENGTHS[0]])
+        tokens, longest = int(bounds[-1]), int(inputs[MAX_LENGTHS[0]])
         num_bounds = min(tokens, 2 ** (SLACK * len(bounds) - 1).bit_length()) + 1
         shape = cls(num_bounds, min(tokens, 2 ** (SLACK * longest - 1).bit_length()), _shapes(inputs))
-        if before is None or before.shapes != shape.shapes:
+        if previous is None or previous.shapes != shape.shapes:
             return shape
-        return cls(max(num_bounds, before.num_bounds), max(shape.longest, before.longest), shape.shapes)
+        return cls(max(num_bounds, previous.num_bounds), max(shape.longest, previous.longest), shape.shapes)
 
     def fits(self, inputs: Mapping[str, Any]) -> bool:
         return (
             len(inputs[BOUNDS[0]]) <= self.num_bounds
-            and int(inputs[LENGTHS[0]]) <= self.longest
+            and int(inputs[MAX_LENGTHS[0]]) <= self.longest
             and _shapes(inputs) == self.shapes
         )
 
     def pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The same rows with this shape."""
-        more = self.num_bounds - len(inputs[BOUNDS[0]])
-        padded = {name: F.pad(inputs[name], (0, more), value=int(inputs[name][-1])) for name in BOUNDS}
-        return {**inputs, **padded, **dict.fromkeys(LENGTHS, self.longest)}
+        """The same rows, padded to this shape."""
+        missing = self.num_bounds - len(inputs[BOUNDS[0]])
+        padded = {name: F.pad(inputs[name], (0, missing), value=int(inputs[name][-1])) for name in BOUNDS}
+        return {**inputs, **padded, **dict.fromkeys(MAX_LENGTHS, self.longest)}
 
 
 def _shapes(inputs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    names = sorted(inputs.keys() - {*BOUNDS, *LENGTHS})
+    names = sorted(inputs.keys() - {*BOUNDS, *MAX_LENGTHS})
     return tuple(
         (name, (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value)
         for name, value in ((name, inputs[name]) for name in names)
     )
 
 
-def with_defaults(rows: Mapping[str, Any], sp: int) -> dict[str, Any] | None:
+def complete_text_inputs(rows: Mapping[str, Any], sp: int) -> dict[str, Any] | None:
     """Text rows or a slice of them, on the host, with document bounds and padding mask added where they are implicit.
 
-    None: inputs that are not text alone, or no document bounds and not a single row with shifted labels.
+    None: there are inputs other than those of text, or no document bounds and not a single row with shifted labels.
     """
-    if not rows.keys() <= TEXT or not isinstance(rows.get("input_ids"), Tensor):
+    if not rows.keys() <= TEXT_INPUTS or not isinstance(rows.get("input_ids"), Tensor):
         return None
     ids = rows["input_ids"]
     inputs = {name: value for name, value in rows.items() if value is not None}
-    inputs.setdefault(REAL, torch.ones(ids.shape, dtype=torch.bool))
+    inputs.setdefault(REAL_TOKENS, torch.ones(ids.shape, dtype=torch.bool))
     if BOUNDS[0] not in inputs:
         if ids.shape[0] != 1 or "shift_labels" not in inputs:
             return None
         length = ids.shape[1] * sp  # bounds describe the full sequence
-        inputs |= dict.fromkeys(BOUNDS, torch.tensor([0, length], dtype=torch.int32)) | dict.fromkeys(LENGTHS, length)
+        inputs |= dict.fromkeys(BOUNDS, torch.tensor([0, length], dtype=torch.int32)) | dict.fromkeys(
+            MAX_LENGTHS, length
+        )
     return inputs
 
 
-def require_possible(recipe: Recipe, layout: ParallelConfig) -> None:
-    """Raises RecipeError, naming the recipe's key, if the recipe alone tells that its steps cannot be replayed."""
+def require_replayable(recipe: Recipe, layout: ParallelConfig) -> None:
+    """Raises RecipeError, naming the recipe's key, if the recipe alone shows that its steps cannot be replayed."""
     micro_batches = recipe.train.batches_per_step // layout.num_batches
     parallel = recipe.parallel
     reasons = {
-        "runs on GPUs": not torch.cuda.is_available(),
+        "needs a GPU, and torch finds none here": not torch.cuda.is_available(),
         f"replays the next-token loss only; objective.name is {recipe.objective.name}": recipe.objective.name
         != "next_token",
         "replays steps of one shape: set data.pad_batches: true": not recipe.data.pad_batches,
@@ -169,7 +170,7 @@ class CapturedStep:
             rows: model inputs as `slice_batch` returns them, on the host.
             items, tokens: labels and non-padding tokens of the step, over all ranks.
         """
-        inputs = with_defaults(rows, self.state.sp)
+        inputs = complete_text_inputs(rows, self.state.sp)
         fits = inputs is not None and self._shape is not None and self._shape.fits(inputs)
         status = self._minimum_over_ranks(
             REPLAYABLE if fits and self._has_captured_state() else SAME_SHAPE if fits else OTHER_SHAPE
@@ -235,11 +236,11 @@ class CapturedStep:
         with watch.operation("capture a step as a CUDA graph"):
             try:
                 self._recording = _capture(run, self.model, self.state)
-            except (torch.OutOfMemoryError, dist.DistError):  # an AcceleratorError may be of the capture itself
+            except (torch.OutOfMemoryError, dist.DistError):  # not AcceleratorError, which the capture may cause
                 raise
             except Exception as error:
                 raise RuntimeError(
-                    f"This step cannot be captured as a CUDA graph: {error} Steps that wait for the device cannot be "
+                    f"This step cannot be captured as a CUDA graph: {error}\nSteps that wait for the device cannot be "
                     "captured. To fix: set train.cuda_graph: false."
                 ) from error
         self._gradients = [
@@ -250,12 +251,13 @@ class CapturedStep:
 
     @functools.cached_property
     def _shards(self) -> set[peer_shards.PeerShards]:
-        """The shards that an optimizer writes, known once each unit was gathered. A unit with a frozen parameter has none."""
+        """The shards that an optimizer writes, known once all units were gathered. A unit with a frozen parameter has none."""
         groups = (group for group in _param_groups(self.model) if isinstance(group, peer_units.PeerGroup))
         return {group.shards for group in groups if group.keeps_copies}
 
     def _has_captured_state(self) -> bool:
-        """Whether the model is in the state it was captured in: no gradients, compute copies as the optimizer wrote them."""
+        """Whether the model is in the state it was captured in: training mode, no gradients, compute copies as the optimizer
+        wrote them."""
         return (
             self.model.training
             and all(shards.is_written for shards in self._shards)

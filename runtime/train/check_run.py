@@ -15,30 +15,31 @@ from typing import Any
 
 from patchgen.runtime.train import run_log
 
-LAST = 5
+LAST_STEPS = 5
 
 
 def check(directory: Path, below: float) -> str:
     """Checks the run in `directory`; returns a one-line result.
 
     Raises:
-        ValueError: there are no steps, the mean loss of the last ones is not below `below` times the first, or the export has
+        ValueError: there are no steps, the mean loss of the last few is not below `below` times the first, or the export has
             missing or unexpected weights or is loaded by another class than upstream's.
     """
     losses = [entry["loss"] for entry in run_log.read(directory) if "loss" in entry]
     if not losses:
         raise ValueError(f"{directory} has no steps ({run_log.STEPS}).")
-    last = statistics.mean(losses[-LAST:])
+    last = statistics.mean(losses[-LAST_STEPS:])
     if not last < below * losses[0]:
         raise ValueError(
-            f"The loss of the last {LAST} of {len(losses)} steps is {last:.4f}, not below {below:.0%} of {losses[0]:.4f}."
+            f"The mean loss of the last {LAST_STEPS} of {len(losses)} steps is {last:.4f}, not below {below:.0%} of the first, "
+            f"{losses[0]:.4f}."
         )
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory / "export", output_loading_info=True, trust_remote_code=False
     )
-    model, report = loaded  # its signature does not show the pair
+    model, report = loaded  # a pair, which the signature of from_pretrained does not show
     mismatches = {kind: sorted(names) for kind, names in report.items() if names}
     if mismatches:
         raise ValueError(f"transformers does not load {directory / 'export'} completely: {mismatches}")
@@ -54,7 +55,7 @@ def check(directory: Path, below: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--below", type=float, default=1.0, help="share of the first loss")
+    parser.add_argument("--below", type=float, default=1.0, help="required: last mean loss / first loss < BELOW")
     arguments = parser.parse_args()
     try:
         print(check(arguments.directory, arguments.below))

@@ -29,12 +29,12 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-COUNT_HEADS = "patchgen_counting_heads"
-LENGTH = 8
+HEAD_COUNTER = "patchgen_counting_heads"
+NUM_TOKENS = 8
 
 
 def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
-    """The recipe's model on the meta device, after checking everything that `world` ranks would refuse.
+    """The recipe's model on the meta device, after checking, as far as possible here, what `world` ranks would refuse.
 
     Raises:
         RecipeError, DataError, CheckpointError: the layout does not divide the model, a kernel cannot run here or is
@@ -53,19 +53,19 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
             open_source(source)
     model = models.build_on_meta(recipe)
     models.configure_seams(recipe, model)
-    if (other := choose.teacher_recipe(recipe)) is not None:
-        teacher = models.build_on_meta(other)
+    if (teacher_recipe := choose.teacher_recipe(recipe)) is not None:
+        teacher = models.build_on_meta(teacher_recipe)
         choose.require_same_tokens(model, teacher)
-        setup.require_same_ids(recipe.model.source, other.model.source)
-        _require_weights(other, teacher)
+        setup.require_same_ids(recipe.model.source, teacher_recipe.model.source)
+        _require_weights(teacher_recipe, teacher)
     if recipe.lora is not None:
-        lora.require_any_layout(lora_targets.find_targets(model, recipe.lora), world)
+        lora.require_trainable_on(lora_targets.find_targets(model, recipe.lora), world)
     layout = models.parallel_config(recipe.parallel, world)
     if layout.ep > 1:
-        with _blaming(f"parallel.ep = {layout.ep}"):
+        with _as_recipe_error(f"parallel.ep = {layout.ep}"):
             sharding.check_plan(model, sharding.expert_paths(model), layout.ep)
     if layout.sp > 1:
-        with _blaming(f"parallel.sp = {layout.sp}"):
+        with _as_recipe_error(f"parallel.sp = {layout.sp}"):
             for name, heads in _attention_heads(models.build_on_meta(recipe)).items():
                 key_value_repeats(*heads, layout.sp, where=name)
     _require_weights(recipe, model)
@@ -81,16 +81,16 @@ def _require_weights(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 @contextlib.contextmanager
-def _blaming(key: str) -> Iterator[None]:
+def _as_recipe_error(setting: str) -> Iterator[None]:
     """Turns a ValueError into a RecipeError that names the recipe's key."""
     try:
         yield
     except ValueError as error:
-        raise RecipeError(f"{key}: {error}") from error
+        raise RecipeError(f"{setting}: {error}") from error
 
 
 def _attention_heads(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Path of each attention module -> its numbers of query and key heads, counted by running the forward.
+    """Path of each attention module -> its numbers of query and key heads, counted by running the forward on the meta device.
 
     Experts return their input: routing depends on values, and meta tensors have none. If another layer depends on values,
     the forward ends there, and the ranks check the remaining layers.
@@ -102,13 +102,13 @@ def _attention_heads(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
         head_counts[paths[id(module)]] = query.shape[1], key.shape[1]
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    ALL_ATTENTION_FUNCTIONS.register(COUNT_HEADS, count)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(COUNT_HEADS, lambda *args, **options: None)
-    model.config._attn_implementation = COUNT_HEADS
+    ALL_ATTENTION_FUNCTIONS.register(HEAD_COUNTER, count)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(HEAD_COUNTER, lambda *args, **options: None)
+    model.config._attn_implementation = HEAD_COUNTER
     for path in sharding.expert_paths(model):
         experts = model.get_submodule(path.rpartition(".")[0])
         experts.forward = lambda hidden_states, *args, **options: hidden_states
-    ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
+    ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
     with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, AttributeError):
         model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return head_counts

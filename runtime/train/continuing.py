@@ -1,6 +1,6 @@
-"""How a recipe differs from the one saved in the checkpoint that a run continues from.
+"""How a recipe differs from the one saved in the checkpoint that a run resumes from.
 
-Continued with another recipe than that of step-00000300:
+Resumed with a recipe that differs from step-00000300's:
   optim.lr: 0.001 -> 0.0005
 """
 
@@ -15,11 +15,11 @@ from patchgen.runtime.checkpoint.saved_steps import SavedSteps
 from patchgen.runtime.train.recipe import ObjectiveConfig, Recipe, RecipeError, flatten, to_dict
 
 RECIPE = "recipe.yaml"
-# Another value would change the trained parameters or their optimizer state. An objective's reference is the model before
-# its run, so it must not have been trained with another objective.
+# Prefixes of keys: another value would change the trained parameters or their optimizer state. An objective's reference is
+# the model before its run, so that model must not have been trained with another objective.
 FIXED_KEYS = ("optim.name.", "lora.", "objective.name.")
-FREE_KEYS = ("lora.dropout", "lora.merge")
-BEFORE_OBJECTIVES = {"objective.name": ObjectiveConfig().name}
+FREE_KEYS = ("lora.dropout", "lora.merge")  # exceptions
+MISSING_IN_OLD_RECIPES = {"objective.name": ObjectiveConfig().name}
 
 
 def changes(recipe: Recipe) -> str:
@@ -28,31 +28,29 @@ def changes(recipe: Recipe) -> str:
     Raises:
         RecipeError: a fixed key differs.
     """
-    checkpointer = SavedSteps(recipe.directory / "checkpoints")
-    steps = checkpointer.complete_steps()
+    saved_steps = SavedSteps(recipe.directory / "checkpoints")
+    steps = saved_steps.complete_steps()
     if not steps:
         return ""
-    folder = checkpointer.folder_of(steps[-1])
+    folder = saved_steps.folder_of(steps[-1])
     before = _read(folder / RECIPE)
     if before is None:
         return ""
-    before, now = BEFORE_OBJECTIVES | before, flatten(to_dict(recipe))
+    before, now = MISSING_IN_OLD_RECIPES | before, flatten(to_dict(recipe))
     keys = [key for key in before | now if before.get(key) != now.get(key)]
     lines = {key: f"{key}: {_show(before, key)} -> {_show(now, key)}" for key in keys}
     fixed = [line for key, line in lines.items() if f"{key}.".startswith(FIXED_KEYS) and key not in FREE_KEYS]
     if fixed:
         listed = "".join(f"\n  {line}" for line in fixed)
         raise RecipeError(
-            f"{recipe.directory} cannot be continued with another objective, optimizer or other adapters than {folder.name} "
-            f"was trained with:{listed}\nSet them back, name another log.directory, or start anew with --fresh."
+            f"{recipe.directory} cannot be resumed with a different objective, optimizer or adapters than {folder.name} was "
+            f"trained with:{listed}\nSet them back, name another log.directory, or start anew with --fresh."
         )
-    return (
-        "\n  ".join([f"Continued with another recipe than that of {folder.name}:", *lines.values()]) if lines else ""
-    )
+    return "\n  ".join([f"Resumed with a recipe that differs from {folder.name}'s:", *lines.values()]) if lines else ""
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """A checkpoint's recipe with dotted keys; None if it cannot be read: the checkpoint is verified when it is loaded."""
+    """A checkpoint's recipe with dotted keys; None if it cannot be read: loading verifies the checkpoint, and reports that."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -25,9 +25,9 @@ def require_data(recipe: Recipe) -> None:
     """Refuses data that every rank would refuse.
 
     Raises:
-        RecipeError: a transform that does not exist or returns an invalid row; rows in no format of the kind, or in
-            several; several answers in a conversation for an encoder-decoder; an option that the processor lacks or refuses;
-            a special token that the tokenizer lacks.
+        RecipeError: a transform that does not exist or returns an invalid row; rows that match no format of the
+            data kind, or several; several answers in a conversation for an encoder-decoder; an option that the processor
+            lacks or refuses; a special token that the tokenizer lacks.
     """
     architecture.prepare(recipe)
     for name, config in (("data", recipe.data), ("eval_data", recipe.eval_data)):
@@ -51,7 +51,7 @@ def require_data(recipe: Recipe) -> None:
 
 
 def _require_one_answer(config: DataConfig, sources: Sequence[Source]) -> None:
-    """Raises DataError if one of the first rows is a conversation with several answers, for an encoder-decoder."""
+    """Raises DataError if one of the first rows is a conversation with several answers: an encoder-decoder needs one."""
     for mapper, source in zip(mappers_of(config), sources, strict=True):
         for record, _ in itertools.islice(source.read(), FIRST_ROWS):
             try:

@@ -1,14 +1,14 @@
 """PEFT's adapters of stacked experts, sharded like the experts.
 
                      here, trained                             PEFT's file
-    lora_A           [E, r, K]                                 [E * r, K], experts outside
-    lora_B           [E, N, r]                                 [N, r * E], experts inside
+    lora_A           [E, r, K]                                 [E * r, K], experts outermost
+    lora_B           [E, N, r]                                 [N, r * E], experts innermost
     sharding         as the experts: ep, then FSDP2's ep_shard    full tensors
 
-    E experts    r rank of the adapter    K, N sizes of the two sides of a weight, as PEFT takes them for A and B
+    E experts    r rank of the adapter    K, N sizes of the two sides of a weight, as PEFT assigns them to A and B
 
 PEFT merges an adapter into its weight while the module runs; here the experts' seam gets the factors and multiplies rows with
-them (`kernels/moe/adapters.py`). PEFT inserts the modules in its own order and saves its file from them.
+them (`kernels/moe/adapters.py`). PEFT itself inserts the modules, and saves the file under their names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from patchgen.runtime.parallel import checkpointing, sharding, undivided
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
 
-ADAPTER = "default"
+ADAPTER_NAME = "default"
 
 
 class Factor(nn.Module):
@@ -158,16 +158,16 @@ def local_delta(module: LoraLayer) -> tuple[nn.Parameter, Tensor]:
     if not isinstance(module, ExpertLora):
         layer: Any = module  # every PEFT layer has get_delta_weight; their base type does not declare it
         weight = layer.get_param() if isinstance(module, ParamWrapper) else layer.get_base_layer().weight
-        delta = layer.get_delta_weight(ADAPTER)
+        delta = layer.get_delta_weight(ADAPTER_NAME)
         return weight, narrow_to(delta, full_region(delta.shape), local_region(weight))
     weight = module.get_param()
-    left, right, scale = module.get_delta_factors(ADAPTER)
+    left, right, scale = module.get_delta_factors(ADAPTER_NAME)
     experts, rows, columns = local_region(weight)
-    ranks = (0, left.shape[2])
+    rank_range = (0, left.shape[2])
     left, right = _full_tensor(left.contiguous()), _full_tensor(right.contiguous())
     left, right = (
-        narrow_to(left, full_region(left.shape), (experts, rows, ranks)),
-        narrow_to(right, full_region(right.shape), (experts, ranks, columns)),
+        narrow_to(left, full_region(left.shape), (experts, rows, rank_range)),
+        narrow_to(right, full_region(right.shape), (experts, rank_range, columns)),
     )
     return weight, left @ right * scale
 
@@ -177,7 +177,9 @@ def in_peft_layout(model: nn.Module) -> dict[str, Tensor]:
     state_dict = {}
     for path, module in model.named_modules():
         if isinstance(module, ExpertLora):
-            a, b = (_full_tensor(_weight(factors[ADAPTER]).detach()) for factors in (module.lora_A, module.lora_B))
-            state_dict[f"{path}.lora_A.{ADAPTER}.weight"] = a.flatten(0, 1).cpu()
-            state_dict[f"{path}.lora_B.{ADAPTER}.weight"] = b.permute(1, 2, 0).flatten(1, 2).cpu()
+            a, b = (
+                _full_tensor(_weight(factors[ADAPTER_NAME]).detach()) for factors in (module.lora_A, module.lora_B)
+            )
+            state_dict[f"{path}.lora_A.{ADAPTER_NAME}.weight"] = a.flatten(0, 1).cpu()
+            state_dict[f"{path}.lora_B.{ADAPTER_NAME}.weight"] = b.permute(1, 2, 0).flatten(1, 2).cpu()
     return state_dict

@@ -55,7 +55,7 @@ class StepBatches:
 
 @dataclass(frozen=True)
 class End:
-    """There is no further step: `reason` is "data" or "stop"."""
+    """There is no further step: `reason` is "data" or "stop" from a `Feed`, "steps" from the trainer."""
 
     reason: str
 
@@ -68,15 +68,16 @@ def micro_batches_per_step(batches_per_step: int, num_batches: int, *, router_lo
     """
     if batches_per_step % num_batches:
         raise RecipeError(
-            f"train.batches_per_step = {batches_per_step} does not divide over the {num_batches} batch groups of this "
-            f"layout (dp_replicate * dp_shard). Make it a multiple of {num_batches}, or share sequences (parallel.sp)."
+            f"train.batches_per_step = {batches_per_step} is not divisible by the {num_batches} batch groups of this "
+            f"layout (dp_replicate * dp_shard). Make it a multiple of {num_batches}, or let ranks share "
+            "sequences (parallel.sp)."
         )
     if router_loss == "global" and batches_per_step > num_batches:
         raise RecipeError(
             f"train.router_loss = global counts expert loads over the full step, which are unknown at its first "
             f"backward when train.batches_per_step = {batches_per_step} batches are accumulated by the "
             f"{num_batches} batch groups of this layout (dp_replicate * dp_shard). Make batches_per_step "
-            f"{num_batches}, or take router_loss: row."
+            f"{num_batches}, or set train.router_loss: row."
         )
     return batches_per_step // num_batches
 
@@ -156,7 +157,7 @@ class Feed:
             return End("data")
         if not items:
             raise DataError(
-                f"A step has {int(tokens)} tokens and not one {self.objective.per}: there is nothing to learn from it. "
+                f"A step has {int(tokens)} tokens and no {self.objective.per}: there is nothing to learn from it. "
                 "Check how samples become labels (chat templates, truncation, data.kind), and the tokenizer."
             )
         by_source = [int(count) for count in source_counts]
@@ -173,7 +174,8 @@ class Feed:
             yield step
 
     def _slice(self, row: dict[str, Any]) -> dict[str, Any]:
-        """This rank's slice of a micro-batch; keys of documents with a reference are taken from the full row."""
+        """This rank's slice of a micro-batch; the keys that look up references of documents are computed from the full
+        one."""
         if self.objective.needs_reference:
             row = row | {"document_keys": keys_of(row, int((sources_of(row) >= 0).sum()))}
         return slice_batch(row, sp=self.state.sp, sp_rank=self.state.sp_rank)
@@ -206,7 +208,7 @@ def document_lengths(row: dict[str, Any]) -> Iterable[int]:
 
 
 def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copies the tensors of a micro-batch to the device without waiting, neither here nor when its mask is built."""
+    """Copies the tensors of a micro-batch to the device without waiting for it, here or when the mask is built."""
     on_device = {
         key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
         for key, value in inputs.items()

@@ -9,7 +9,7 @@ scaled head, another model's tokenizer, labels shifted twice.
     weights                                       warned above     the run ends above
     random, or with a new part                    -                1.5 ln V + 1
     from a checkpoint                             0.8 ln V         1.5 ln V + 1
-    from a checkpoint that the doctor examined    0.8 ln V         1.5 L + 1, L the loss it measured on these data
+    from a checkpoint that the doctor examined    0.8 ln V         the lower of that and 1.5 L + 1; L: the loss it measured
     any, with train.first_loss_limit              -                that limit
 """
 
@@ -34,13 +34,22 @@ from patchgen.runtime.train.recipe import Recipe, to_dict
 from patchgen.runtime.train.records import TrainingStopped
 
 FACTOR, MARGIN = 1.5, 1.0
-NOT_OF_LABELS = ("separate_modalities", "cache_dir", "num_workers", "shuffle", "seed", "epochs", "pool", "pad_batches")
+IRRELEVANT_KEYS = (
+    "separate_modalities",
+    "cache_dir",
+    "num_workers",
+    "shuffle",
+    "seed",
+    "epochs",
+    "pool",
+    "pad_batches",
+)
 """Keys of data that change neither samples nor their labels, or that preflight fills in."""
 TRAINED_FACTOR = 0.8
-"""A trained checkpoint is below this multiple of ln V on text of any language that it has seen."""
+"""The loss of a trained checkpoint is below this multiple of ln V on text of any language that it has seen."""
 
 
-def highest(vocab_size: int) -> float:
+def highest_plausible(vocab_size: int) -> float:
     """The largest plausible first loss per label, in nats."""
     return FACTOR * math.log(vocab_size) + MARGIN
 
@@ -66,7 +75,7 @@ class Expected:
         """A first loss above it is implausible."""
         if self.limit is not None:
             return self.limit
-        threshold = highest(self.vocab_size)
+        threshold = highest_plausible(self.vocab_size)
         if self.measured is None or not self.is_trained:
             return threshold
         return min(threshold, FACTOR * self.measured + MARGIN)
@@ -75,18 +84,18 @@ class Expected:
         """Why a first loss per label is implausible; empty if it is not."""
         if not loss > self.threshold:  # NaN is left to the check of its gradient (optim.on_nonfinite)
             return ""
-        message = f"The first loss is {loss:.2f}; an untrained model of {self.vocab_size:,} tokens has ln V = "
+        message = f"The first loss is {loss:.2f}; an untrained model with V = {self.vocab_size:,} has ln V = "
         message += f"{math.log(self.vocab_size):.2f}, and a first loss above {self.threshold:.2f} is implausible"
-        if self.limit is None and self.threshold < highest(self.vocab_size):
+        if self.limit is None and self.threshold < highest_plausible(self.vocab_size):
             return (
                 f"{message}: `patchgen doctor` measured {self.measured:.2f} with these weights on the first samples. Either the "
-                "run computes something else than one device does, or the rest of the data is of another kind. "
+                "run does not compute what one device computes, or the rest of the data is of another kind. "
                 "train.first_loss_limit raises the limit."
             )
         return (
-            f"{message}. The weights are damaged (a scaled head, parts left at random), or they and the data do not belong "
-            "together (another tokenizer, shifted labels): `patchgen doctor RECIPE` says which. train.first_loss_limit raises "
-            "the limit."
+            f"{message}. The weights are damaged (a scaled head, parts left randomly initialised), or they and the data do not "
+            "belong together (another tokenizer, shifted labels): `patchgen doctor RECIPE` says which. "
+            "train.first_loss_limit raises the limit."
         )
 
     def warning(self, loss: float) -> str:
@@ -164,5 +173,5 @@ def _cache_key(recipe: Recipe) -> list[Any]:
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     location = str(weights.resolve()) if isinstance(weights, Path) else str(weights)
     model_keys = {name: model[name] for name in ("overrides", "code")}
-    data = {name: value for name, value in values["data"].items() if name not in NOT_OF_LABELS}
+    data = {name: value for name, value in values["data"].items() if name not in IRRELEVANT_KEYS}
     return [model_keys, location, stamps, data]

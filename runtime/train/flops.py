@@ -2,7 +2,7 @@
 
     FLOPs = 6 A T  +  sum over attention layers and documents of  3 N (D_qk + D_v) l^2
 
-    A    active matrix parameters: of E stacked experts K count; embeddings, which are looked up, do not; the head does
+    A    active matrix parameters: K of E stacked experts, and the head, but not embeddings, which are looked up
     T    tokens          l    tokens of a document     N heads     D_qk, D_v   sizes of a query and of a value head
 
 A multiplication with a parameter costs 2 in the forward and 4 in the backward. Attention of l tokens costs
@@ -84,7 +84,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
     Raises:
         ValueError: the model has experts, but its config does not say how many a token gets.
     """
-    text = model.config.get_text_config()
+    text_config = model.config.get_text_config()
     head = model.get_output_embeddings()
     counted = {id(p) for module in (model.get_decoder(), head) if module is not None for p in module.parameters()}
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
@@ -97,7 +97,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
         if id(parameter) not in counted or id(parameter) in looked_up or parameter.ndim < 2:
             continue
         if name in experts:
-            active += parameter.numel() * experts_per_token(text) // parameter.shape[0]
+            active += parameter.numel() * experts_per_token(text_config) // parameter.shape[0]
         else:
             active += parameter.numel()
     return ModelCost(parameters=total, active=active, attention=tuple(_attention_layers(model)))
@@ -128,8 +128,8 @@ def _attention_layers(model: PreTrainedModel) -> Iterable[tuple[int, int | None]
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """The dense bf16 peak of a device in TFLOP/s; None if it is not a GPU of the table."""
+    """The dense bf16 peak of a device in TFLOP/s; None if it is not a GPU in `PEAKS`."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAKS.items() if known in name), None)
+    return next((peak for gpu, peak in PEAKS.items() if gpu in name), None)

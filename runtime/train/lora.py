@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-ADAPTER = "adapter"
+FOLDER = "adapter"
 """The folder of a run's adapters, in PEFT's format."""
 
 
@@ -54,15 +54,15 @@ def add_adapters(
         PEFT's wrapper of the model, for saving; `model` itself is what is trained.
 
     Raises:
-        RecipeError: PEFT is not installed, a target matches nothing, or only one rank could train it.
+        RecipeError: PEFT is not installed, a target matches nothing, or `config` cannot be trained on these ranks.
     """
-    require_possible(config, replicas=state.config.dp_replicate)
+    require_trainable(config, replicas=state.config.dp_replicate)
     import peft
 
     from patchgen.runtime.train import expert_lora
 
     targets = find_targets(model, config)
-    require_any_layout(targets, dist.get_world_size())
+    require_trainable_on(targets, dist.get_world_size())
     peft_config = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # annotated as int, but any number works
@@ -87,7 +87,7 @@ def add_adapters(
     return adapted
 
 
-def require_possible(config: LoraConfig, kernel: str | None = None, replicas: int = 1) -> None:
+def require_trainable(config: LoraConfig, kernel: str | None = None, replicas: int = 1) -> None:
     """Refuses adapters that cannot be trained, whatever the model.
 
     Args:
@@ -95,7 +95,8 @@ def require_possible(config: LoraConfig, kernel: str | None = None, replicas: in
         replicas: `parallel.dp_replicate`.
 
     Raises:
-        RecipeError: PEFT is not installed; a kernel or an option without adapters of experts; linear layers with replicas.
+        RecipeError: PEFT is not installed; the kernel or an option does not support adapters of experts; linear layers are
+            adapted with replicas.
     """
     if importlib.util.find_spec("peft") is None:
         raise RecipeError("A recipe with a section lora needs `pip install peft`.")
@@ -107,16 +108,17 @@ def require_possible(config: LoraConfig, kernel: str | None = None, replicas: in
         )
     if config.target_parameters and config.dropout:
         raise RecipeError(
-            f"lora.dropout = {config.dropout} with lora.target_parameters: PEFT's adapters of parameters have no dropout, and "
-            "would not load. Unset one of them."
+            f"lora.dropout = {config.dropout} with lora.target_parameters: PEFT refuses dropout in adapters of parameters. "
+            "Remove one of them."
         )
     if config.target_parameters and kernel in WITHOUT_ADAPTERS:
         raise RecipeError(
-            f"kernels.fused_moe = {kernel} has no adapters of experts (lora.target_parameters): use auto, triton or torch."
+            f"kernels.fused_moe = {kernel} does not support adapters of experts (lora.target_parameters): use auto, triton "
+            "or torch."
         )
 
 
-def require_any_layout(targets: Targets, world: int) -> None:
+def require_trainable_on(targets: Targets, world: int) -> None:
     """Refuses targets that `world` ranks cannot train.
 
     Raises:
@@ -125,7 +127,7 @@ def require_any_layout(targets: Targets, world: int) -> None:
     if targets.others and world > 1:
         raise RecipeError(
             f"lora.target_parameters: {', '.join(targets.others[:4])}: PEFT and FSDP2 both replace a parameter while its "
-            f"module runs, so {world} ranks can train such adapters of stacked experts only. Train these on one rank, or "
+            f"module runs, so on {world} ranks only stacked experts can have such adapters. Train these on one rank, or "
             "target linear layers (lora.target_modules)."
         )
 
@@ -160,8 +162,8 @@ def merge(adapted: PeftModel) -> None:
 
     for module in list(adapted.modules()):
         if isinstance(module, LoraLayer):
-            weight, added = expert_lora.local_delta(module)
+            weight, delta = expert_lora.local_delta(module)
             local = local_tensor(weight)
-            local.copy_(local + added)
+            local.copy_(local + delta)
     model = adapted.unload()
     undivided.forget_copies(model)

@@ -60,7 +60,7 @@ class Targets:
         text += f"; on {len(self.experts)} stacked parameters of experts" if self.experts else ""
         text += f"; on {len(self.others)} other parameters" if self.others else ""
         skipped = ", ".join(f"{count} in {name}" for name, count in self.skipped.items())
-        return text + (f"; not on {skipped}: lora.target_modules names no tower of that name" if skipped else "")
+        return text + (f"; not on {skipped}: lora.target_modules does not name the tower" if skipped else "")
 
 
 def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
@@ -76,7 +76,7 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
     skipped: dict[str, str] = {}
     missing: list[str] = []
     for target in [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules:
-        matched = {name: _tower(name, language_model) for name in _matched(model, modules, config, target)}
+        matched = {name: _tower(name, language_model) for name in _matching_modules(model, modules, config, target)}
         if not matched:
             missing.append(target)
         selected = {name: tower for name, tower in matched.items() if tower is None or _names_tower(target, tower)}
@@ -88,15 +88,15 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
     return Targets(tuple(targets), Counter(filter(None, targets.values())), Counter(skipped.values()), experts, others)
 
 
-def num_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[int, int]:
+def num_adapter_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[int, int]:
     """The number of adapter parameters that are replicated, and of those that are sharded over the ranks."""
     targets = find_targets(model, config)
     names = (*(f"{path}.weight" for path in targets.modules), *targets.others)
     replicated = [model.get_parameter(name) for name in names]
     sharded = [model.get_parameter(name) for name in targets.experts]
     widths = sum(weight.shape[0] + weight[0].numel() for weight in replicated)
-    stacked = sum(weight.shape[0] * sum(weight.shape[1:]) for weight in sharded)
-    return config.rank * widths, config.rank * stacked
+    stacked_widths = sum(weight.shape[0] * sum(weight.shape[1:]) for weight in sharded)
+    return config.rank * widths, config.rank * stacked_widths
 
 
 def _find_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -105,8 +105,8 @@ def _find_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[tuple[
     Raises:
         RecipeError: a target matches nothing, or an expert parameter that is not a stack of matrices.
     """
-    plan = set(sharding.expert_paths(model))
-    owners = {path.rpartition(".")[0] for path in plan}
+    expert_paths = set(sharding.expert_paths(model))
+    owners = {path.rpartition(".")[0] for path in expert_paths}
     experts, others = [], []
     for target in config.target_parameters:
         names = [
@@ -117,14 +117,14 @@ def _find_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[tuple[
         for name in names:
             if name.rpartition(".")[0] not in owners:
                 others.append(name)
-            elif name in plan and model.get_parameter(name).ndim == 3:
+            elif name in expert_paths and model.get_parameter(name).ndim == 3:
                 experts.append(name)
             else:
                 shape = tuple(model.get_parameter(name).shape)
                 raise RecipeError(
                     f"lora.target_parameters: {name} {shape} is not a stack of matrices, one per expert, as an adapter of "
                     "experts needs. Name those that are: "
-                    f"{', '.join(sorted({path.rpartition('.')[2] for path in plan if model.get_parameter(path).ndim == 3}))}."
+                    f"{', '.join(sorted({p.rpartition('.')[2] for p in expert_paths if model.get_parameter(p).ndim == 3}))}."
                 )
     return tuple(dict.fromkeys(experts)), tuple(dict.fromkeys(others))
 
@@ -139,19 +139,19 @@ def _is_included(name: str, config: LoraConfig) -> bool:
     return bool(check_target_module_exists(_peft_config(config, [owner.rpartition(".")[2]]), owner))
 
 
-def _matched(
+def _matching_modules(
     model: PreTrainedModel, modules: Mapping[str, nn.Module], config: LoraConfig, target: str
 ) -> Iterator[str]:
     """The modules that PEFT matches with one target."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     is_all = config.target_modules == ALL_LINEAR
-    is_expression = isinstance(config.target_modules, str) and not is_all
-    if is_expression and config.layers_to_transform is not None:
+    is_regex = isinstance(config.target_modules, str) and not is_all
+    if is_regex and config.layers_to_transform is not None:
         raise RecipeError(
-            "lora.layers_to_transform needs a list of lora.target_modules: a regular expression selects layers itself."
+            "lora.layers_to_transform needs lora.target_modules as a list: a regular expression selects layers itself."
         )
-    peft_config = _peft_config(config, target if is_expression else [target])
+    peft_config = _peft_config(config, target if is_regex else [target])
     head = model.get_output_embeddings()
     try:
         for name, module in modules.items():
@@ -163,7 +163,7 @@ def _matched(
                 yield name
     except re.error as error:
         raise RecipeError(
-            f"lora.target_modules or lora.exclude_modules is not a regular expression: {error}"
+            f"lora.target_modules or lora.exclude_modules is not a valid regular expression: {error}"
         ) from error
 
 
@@ -207,8 +207,8 @@ def _tower(name: str, language_model: str | None) -> str | None:
     """The name of the tower, outside the language model, that contains a module; None: the language model contains it."""
     if language_model is None or f"{name}.".startswith(f"{language_model}."):
         return None
-    path, known = name.split("."), language_model.split(".")
-    return next((part for index, part in enumerate(path) if index >= len(known) or part != known[index]), path[-1])
+    path, prefix = name.split("."), language_model.split(".")
+    return next((part for index, part in enumerate(path) if index >= len(prefix) or part != prefix[index]), path[-1])
 
 
 def _names_tower(target: str, tower: str) -> bool:
@@ -219,20 +219,20 @@ def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _filters(config: LoraConfig) -> str:
+def _describe_filters(config: LoraConfig) -> str:
     """The end of a sentence: the options that narrow down what targets match."""
     filters = [name for name in ("exclude_modules", "layers_to_transform") if getattr(config, name) is not None]
     return f" with lora.{' and lora.'.join(filters)}." if filters else "."
 
 
 def _unmatched_parameter(model: PreTrainedModel, config: LoraConfig, target: str) -> str:
-    message = f"lora.target_parameters: {target} matches nothing in {type(model).__name__}{_filters(config)}"
+    message = f"lora.target_parameters: {target} matches nothing in {type(model).__name__}{_describe_filters(config)}"
     stacked = sorted({".".join(path.rsplit(".", 3)[1:]) for path in sharding.expert_paths(model)})
     return message + (f" Its experts have {', '.join(stacked)}." if stacked else " It has no stacked experts.")
 
 
 def _unmatched_modules(model: PreTrainedModel, config: LoraConfig, missing: list[str]) -> str:
-    message = f"lora.target_modules: {', '.join(missing)} match nothing in {type(model).__name__}{_filters(config)}"
+    message = f"lora.target_modules: nothing in {type(model).__name__} matches {', '.join(missing)}{_describe_filters(config)}"
     if isinstance(config.target_modules, str):
         return message + " A string is a regular expression of full names, such as '.*language_model.*q_proj'."
     if any(re.escape(target) != target.replace(".", r"\.") for target in missing):

@@ -1,6 +1,6 @@
 """Estimate of a rank's memory, before anything is allocated.
 
-parameters, gradients, optimizer    exact, from shapes and layout (the even share; the last shard may be smaller)
+parameters, gradients, optimizer    exact, from shapes and layout (an even share; the last rank's may be smaller)
 gathered                            layers that are gathered at the same time, embeddings and head
 activations                         what each layer saves for the backward, from the widths of its linear layers
 logits                              if the loss is not fused: logits and their gradient in fp32
@@ -51,15 +51,15 @@ class Estimate:
 
 
 def estimate(
-    model: PreTrainedModel, recipe: Recipe, layout: ParallelConfig, compute: torch.dtype | None, fused_loss: bool
+    model: PreTrainedModel, recipe: Recipe, layout: ParallelConfig, compute_dtype: torch.dtype | None, fused_loss: bool
 ) -> Estimate:
     """The estimate for a model on the meta device, not sharded.
 
     Args:
-        compute: the dtype layers compute in; None: as stored.
+        compute_dtype: the dtype that layers compute in; None: as stored.
         fused_loss: whether the loss is computed without storing all logits.
     """
-    size = (compute or getattr(torch, recipe.model.dtype)).itemsize
+    itemsize = (compute_dtype or getattr(torch, recipe.model.dtype)).itemsize
     experts = set(sharding.expert_paths(model))
     stored, trained, states = 0, 0, 0
     for parameter in model.parameters():
@@ -69,7 +69,7 @@ def estimate(
             trained += share
             states += share * (1 if recipe.optim.name == "muon" and parameter.ndim == 2 else 2)
     if recipe.lora is not None:  # in fp32, with AdamW's two states, or Muon's one for matrices
-        replicated, sharded = lora_targets.num_parameters(model, recipe.lora)
+        replicated, sharded = lora_targets.num_adapter_parameters(model, recipe.lora)
         adapters = 4 * (replicated + -(-sharded // layout.num_shards))
         stored, trained = stored + adapters, adapters
         states = 2 * adapters - (4 * replicated if recipe.optim.name == "muon" else 0)
@@ -87,20 +87,20 @@ def estimate(
     if recipe.parallel.reshard_after_forward:
         gathered = gathered[-(1 + recipe.parallel.prefetch) :]
     tokens = recipe.data.tokens_per_batch // layout.sp
-    text = model.config.get_text_config()
-    saved = [_saved_per_token(layer, text) for layer in layers]
+    text_config = model.config.get_text_config()
+    saved = [_saved_per_token(layer, text_config) for layer in layers]
     mode = recipe.parallel.activation_checkpointing
     if mode in ("full", "offload"):
-        per_token = text.hidden_size * (len(layers) if mode == "full" else 2) + max(saved)
+        per_token = text_config.hidden_size * (len(layers) if mode == "full" else 2) + max(saved)
     else:
         per_token = sum(saved) // (2 if mode == "selective" else 1)
     return Estimate(
         parameters=stored,
         gradients=trained,
         optimizer=states,
-        gathered=(root + sum(gathered)) * size if layout.num_shards > 1 or compute else 0,
-        activations=tokens * per_token * size,
-        logits=0 if fused_loss else tokens * text.vocab_size * 8,
+        gathered=(root + sum(gathered)) * itemsize if layout.num_shards > 1 or compute_dtype else 0,
+        activations=tokens * per_token * itemsize,
+        logits=0 if fused_loss else tokens * text_config.vocab_size * 8,
     )
 
 
@@ -109,14 +109,14 @@ def has_fused_loss(chosen: Mapping[str, str]) -> bool:
     return chosen.get("causal_lm_loss", seams.EAGER) != seams.EAGER
 
 
-def _saved_per_token(layer: nn.Module, text) -> int:
-    """Numbers that a layer saves per token: inputs and outputs of its linear layers, and four of hidden size for norms
-    and residuals; for each expert of a token input, gate, up, product and output."""
-    saved = 4 * text.hidden_size
+def _saved_per_token(layer: nn.Module, text_config) -> int:
+    """Number of values that a layer saves per token: inputs and outputs of its linear layers, and four of hidden size for norms
+    and residuals; for each expert of a token its input, gate, up, product and output."""
+    saved = 4 * text_config.hidden_size
     for module in layer.modules():
         if isinstance(module, nn.Linear):
             saved += module.in_features + module.out_features
         for parameter in module.parameters(recurse=False):
             if parameter.ndim == 3 and not isinstance(module, nn.Linear):
-                saved += experts_per_token(text) * (parameter.shape[1] + parameter.shape[2])
+                saved += experts_per_token(text_config) * (parameter.shape[1] + parameter.shape[2])
     return saved

@@ -45,7 +45,7 @@ def separate_pairs(
 
     Args:
         upstream_class: the reference; the generated class itself if there is no upstream class.
-        config: a small one.
+        config: a small one of this model.
         attention_name: the attention of the run.
         separates_documents: whether the run computes each document in its own row.
     """
@@ -67,7 +67,7 @@ def separate_pairs(
 
 
 def _may_share_row(pair: Pair, builder: SampleBuilder, comparison: Comparison) -> bool:
-    """Whether a row of alternating documents of both computes what each document computes alone."""
+    """Whether a row of alternating documents of both modalities gives the results of each document alone."""
     if not builder.layouts.keys() >= set(pair):
         return False  # no input could be built, so nothing is known
     previous_failures = len(comparison.failures)
@@ -93,7 +93,7 @@ def with_separate_pairs(recipe: Recipe, pairs: Sequence[Pair]) -> Recipe:
     for name, data in sections.items():
         requested = data.separate_modalities
         if requested is not None and (missing := sorted(required - set(requested))):
-            mixed = " and ".join(" and ".join(pair) for pair in missing)
+            mixed = ", or ".join(" and ".join(pair) for pair in missing)
             raise RecipeError(
                 f"{name}.separate_modalities = {[list(pair) for pair in requested]}: '{recipe.model.source}' cannot "
                 f"distinguish {mixed} in one row. Remove the key."

@@ -106,12 +106,12 @@ def _why_unreadable(source: str, code: architecture.Architecture | None, error: 
             "for code that you have, or model.trust_remote_code: true for the code in that folder. The file that trains is "
             "generated from it with `patchgen generate NAME --source FOLDER`."
         )
-    if (kind := _unknown_type(source)) is not None:
+    if (model_type := _unknown_type(source)) is not None:
         return (
-            f": its config.json says model_type '{kind}', which transformers {transformers.__version__} does not know, and "
-            f"{f'the code of the recipe registers {code.model_types}' if code else 'no code is named'}. Name the folder with "
-            f"configuration_{kind}.py and modeling_{kind}.py as model.code, and generate the file that trains with `patchgen "
-            f"generate {kind} --source FOLDER`."
+            f": its config.json says model_type '{model_type}', which transformers {transformers.__version__} does not know, "
+            f"and {f'the code of the recipe registers {code.model_types}' if code else 'no code is named'}. Name the folder "
+            f"with configuration_{model_type}.py and modeling_{model_type}.py as model.code, and generate the file that trains "
+            f"with `patchgen generate {model_type} --source FOLDER`."
         )
     close_matches = ", ".join(difflib.get_close_matches(source, list(CONFIG_MAPPING), n=3))
     return (
@@ -126,10 +126,10 @@ def _unknown_type(source: str) -> str | None:
 
     file = Path(source) / "config.json"
     try:
-        kind = json.loads(file.read_text(encoding="utf-8")).get("model_type") if file.is_file() else None
+        model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type") if file.is_file() else None
     except (ValueError, AttributeError):
         return None
-    return kind if isinstance(kind, str) and kind not in CONFIG_MAPPING else None
+    return model_type if isinstance(model_type, str) and model_type not in CONFIG_MAPPING else None
 
 
 def require_fields(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str, source: str) -> None:
@@ -143,7 +143,7 @@ def require_fields(config: PreTrainedConfig, overrides: Mapping[str, Any], where
             near = difflib.get_close_matches(name, list(config.to_dict()), n=3)
             raise RecipeError(
                 f"{where}.{name}: {type(config).__name__} has no such field."
-                + (f" Near: {', '.join(near)}." if near else "")
+                + (f" Did you mean {', '.join(near)}?" if near else "")
             )
         inner = getattr(config, name, None)
         if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
@@ -162,16 +162,19 @@ def _with_overrides(
     for name, value in overrides.items():
         inner, own_name = getattr(config, name, None), config.attribute_map.get(name, name)
         if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
+            # Old files have the sub-config's fields at the top level.
             flat = {field: given[field] for field in inner.to_dict().keys() & given.keys() - {"model_type"}}
-            value = _with_overrides(inner, value, given.get(own_name) or flat)  # or flat, in old files
+            value = _with_overrides(inner, value, given.get(own_name) or flat)
         replaced[own_name] = value
     return config.to_dict() | _derived(config, replaced, given) | replaced
 
 
 def _derived(config: PreTrainedConfig, replaced: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the class now fills in differently: `layer_types`, say, if `num_hidden_layers` is replaced."""
-    kind, values = type(config), config.to_dict()
-    before, after = (kind(**copy.deepcopy(fields)).to_dict() for fields in (dict(given), {**given, **replaced}))
+    """The fields that the class now fills in differently: `layer_types`, say, if `num_hidden_layers` is replaced."""
+    config_class, values = type(config), config.to_dict()
+    before, after = (
+        config_class(**copy.deepcopy(fields)).to_dict() for fields in (dict(given), {**given, **replaced})
+    )
     return {
         name: value
         for name, value in after.items()
@@ -198,7 +201,7 @@ def find_weights(model: ModelConfig) -> Path | str | None:
         if any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
             return folder
         if model.weights != "auto":
-            raise RecipeError(f"model.weights = '{folder}' contains no safetensors.")
+            raise RecipeError(f"model.weights = '{folder}' contains no *.safetensors files.")
         return None
     if model.weights != "auto":
         raise RecipeError(
@@ -392,7 +395,7 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> S
     sharding.materialise(model, device)
     folder = weights_folder(recipe.model)
     if folder is None:
-        initialise(model, initial_names(model), seed=recipe.train.seed)
+        initialise(model, weight_names(model), seed=recipe.train.seed)
     else:
         loaded = load_pretrained(model, folder, **allowed_differences(recipe, model), seed=recipe.train.seed)
         if _is_first_rank():
@@ -408,7 +411,8 @@ def set_padding(model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 def allowed_differences(recipe: Recipe, model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Patterns of weights that may be missing or unexpected in the checkpoint: a new head starts from a checkpoint with another."""
+    """Patterns of weights that may be missing or unexpected in the checkpoint: a new head
+    starts from a checkpoint with another head."""
     missing, unexpected = recipe.model.allow_missing, ()
     if isinstance(model, TaskHead):
         missing, unexpected = missing + model.new_weights, model.causal_only
@@ -420,7 +424,7 @@ def is_from_checkpoint(recipe: Recipe, model: nn.Module) -> bool:
     return find_weights(recipe.model) is not None and not allowed_differences(recipe, model)["allow_missing"]
 
 
-def initial_names(model: nn.Module) -> list[str]:
+def weight_names(model: nn.Module) -> list[str]:
     """The names that a checkpoint of the model contains: parameters, tied ones once, and persistent buffers."""
     saved = model.state_dict().keys()
     parameters = [name for name, _ in model.named_parameters()]
@@ -428,7 +432,7 @@ def initial_names(model: nn.Module) -> list[str]:
 
 
 def check_model(recipe: Recipe, model: PreTrainedModel, state: ParallelState, kernels: Mapping[str, str]) -> str:
-    """Refuses a model that computes something else on sequence slices; returns a report of what runs where."""
+    """Refuses a model that computes other results on sequence slices; returns a report of what runs where."""
     from patchgen.runtime.parallel import selfcheck
 
     with parallel.using(state):

@@ -131,7 +131,7 @@ def examine(recipe: Recipe) -> Preflight:
     Raises:
         RecipeError: there is no such model, or none was generated.
     """
-    attention_choice.require_known(recipe.model.attention)
+    attention_choice.require_available(recipe.model.attention)
     head, config = _head(recipe)
     named = {name: getattr(recipe.kernels, name) for name in seams.names()}
     media = recipe.has_media

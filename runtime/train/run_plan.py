@@ -46,13 +46,13 @@ def require_valid(recipe: Recipe, world: int) -> None:
     micro_batches_per_step(train.batches_per_step, layout.num_batches, router_loss=train.router_loss)
     choose.require_valid(recipe)
     if train.cuda_graph:
-        captured.require_possible(recipe, layout)
+        captured.require_replayable(recipe, layout)
     if recipe.eval_data is not None:
         try:
             micro_batches_per_step(train.eval_batches, layout.num_batches)
         except RecipeError as error:
             raise RecipeError(str(error).replace("batches_per_step", "eval_batches")) from error
-    attention_choice.require_known(recipe.model.attention)
+    attention_choice.require_available(recipe.model.attention)
     models.require_kernels(recipe.kernels)
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)
@@ -76,7 +76,7 @@ def require_valid(recipe: Recipe, world: int) -> None:
             raise RecipeError(
                 "lora trains adapters only: model.freeze has nothing left to freeze. Remove one of them."
             )
-        lora.require_possible(recipe.lora, recipe.kernels.fused_moe, layout.dp_replicate)
+        lora.require_trainable(recipe.lora, recipe.kernels.fused_moe, layout.dp_replicate)
     first_rank = os.environ.get("RANK", "0") == "0"
     if first_rank and recipe.lora is None and recipe.model.dtype != "float32" and recipe.optim.lr < SMALL_LR:
         warnings.warn(

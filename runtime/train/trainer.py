@@ -347,7 +347,7 @@ class Trainer:
         """Writes the model, or its adapters (collective)."""
         if self.adapted is None or self.recipe.lora is None:  # both are None or neither
             return setup.export(self.recipe, self.model, self.parts)
-        lora.save(self.adapted, folder := self.recipe.directory / lora.ADAPTER)
+        lora.save(self.adapted, folder := self.recipe.directory / lora.FOLDER)
         if not self.recipe.lora.merge:
             return folder
         lora.merge(self.adapted)
@@ -358,7 +358,7 @@ class Trainer:
         export = None
         if dist.get_rank() == 0:
             previous = run_log.read_summary(self.recipe.directory)
-            folder = lora.ADAPTER if self.recipe.lora is not None and not self.recipe.lora.merge else setup.EXPORT
+            folder = lora.FOLDER if self.recipe.lora is not None and not self.recipe.lora.merge else setup.EXPORT
             if previous and previous["steps"] == self.step and Path(previous["export"] or "").name == folder:
                 export = previous["export"] if setup.is_complete(Path(previous["export"])) else None
         export = broadcast_object(export)

@@ -166,18 +166,18 @@ def ranks_of(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("asked", "assignments", "told"),
     [
-        ({"processes": 3}, [], "does not divide over the 3 batch groups"),
+        ({"processes": 3}, [], "is not divisible by the 3 batch groups"),
         ({"processes": 2}, ["parallel.ep=4"], "ep=4 does not divide"),
         ({"nodes": "2"}, [], "needs --rdzv-endpoint HOST:PORT"),
         ({"nodes": "two"}, [], "--nnodes must be a number of machines, at least 1, or min:max"),
         ({}, ["train.ep=2"], "Did you mean parallel.ep?"),
-        ({}, ["model.attention=flash"], "model.attention = 'flash' is none of"),
+        ({}, ["model.attention=flash"], "model.attention = 'flash' is unknown"),
         (
             {},
             ["model.source=nowhere/at-all"],
             "is neither a folder with a config.json, nor a reachable model on the Hub",
         ),
-        ({}, ["model.overrides.hiden_size=8"], "has no such field. Near: hidden_size"),
+        ({}, ["model.overrides.hiden_size=8"], "has no such field. Did you mean hidden_size"),
         ({}, ["kernels.fused_moe=fast"], "has no implementation 'fast'. Available: eager"),
         ({}, ["data.sources.0.path=nowhere.jsonl"], "nowhere.jsonl"),
         ({"dry_run": True}, ["data.sources.0.path=nowhere.jsonl"], "nowhere.jsonl"),

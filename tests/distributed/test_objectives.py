@@ -123,7 +123,7 @@ def test_a_run_that_goes_on_has_the_reference_of_its_start(trainer_folder, tmp_p
     assert one_rank.run(cases.stopped_and_resumed, values, 2)[0] == whole
     kept = [json.loads((tmp_path / run / "reference.json").read_text()) for run in ("whole", "parts")]
     assert kept[0]["log_probs"] == kept[1]["log_probs"] and kept[0]["log_probs"]
-    with pytest.raises(RecipeError, match=r"(?s)another objective.*objective.name: 'dpo' -> 'reward'"):
+    with pytest.raises(RecipeError, match=r"(?s)different objective.*objective.name: 'dpo' -> 'reward'"):
         continuing.changes(from_dict(values | {"objective": {"name": "reward"}}))
 
 

@@ -146,11 +146,11 @@ def test_what_changed_is_told_and_another_optimizer_refused(trainer_folder, tmp_
     data.write_bytes(data.read_bytes()[:-2] + b"xx")
     other = recipes.from_dict({**values, "optim": {**values["optim"], "name": "muon"}})
     for refused in (lambda: one_rank.run(cases.train, recipes.to_dict(other)), lambda: launch.launch(other)):
-        with pytest.raises(Exception, match=r"(?s)cannot be continued .* optim.name: 'adamw' -> 'muon'.*--fresh"):
+        with pytest.raises(Exception, match=r"(?s)cannot be resumed .* optim.name: 'adamw' -> 'muon'.*--fresh"):
             refused()
     changed = {**values, "train": {**values["train"], "steps": 8}}
     told = continuing.changes(recipes.from_dict(changed))
-    assert told == "Continued with another recipe than that of step-00000006:\n  train.steps: 6 -> 8"
+    assert told == "Resumed with a recipe that differs from step-00000006's:\n  train.steps: 6 -> 8"
     assert len(one_rank.run(cases.train, changed)[0][0]) == 4, "from step 4: step 6 is damaged"
 
 

@@ -224,7 +224,7 @@ def test_a_run_chooses_by_kind_and_its_proof_runs_what_it_chose(plant):
     assert (path.attention, path.compared_attention) == (attention.BY_LAYER, attention.BY_LAYER)
     told = attention_choice.explain(head, config, names)
     assert f"attention    {FAST}    1 layer: model.layers.*.self_attn, full_attention (sinks, heads of 16)" in told
-    with pytest.raises(RecipeError, match="is none of"):
+    with pytest.raises(RecipeError, match="is unknown. There are: "):
         attention_choice.choose({"": "patchgen_eager", "text_config": "patchgen_eagre"}, head, config)
 
 

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from patchgen.runtime import registry
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.parallel import buffers, sharding
-from patchgen.runtime.train.model import initial_names
+from patchgen.runtime.train.model import weight_names
 from patchgen.runtime.verify.small_config import small_config
 
 
@@ -25,7 +25,7 @@ def test_persistent_buffers_get_upstreams_values_too():
     state = model.state_dict()
     for tensor in state.values():
         tensor.fill_(123)
-    names = initial_names(model)
+    names = weight_names(model)
     assert set(names) == set(state)
     assert any(name.endswith("e_score_correction_bias") for name in names)
     initialise(model, names, seed=0)

@@ -36,7 +36,7 @@ def test_a_recipe_that_several_ranks_can_train_is_valid(sections, tmp_path, monk
 
 def test_a_recipe_that_no_ranks_can_train_is_refused(tmp_path):
     parallel, train = {"dp_replicate": 2}, {"router_loss": "global", "batches_per_step": 3}
-    with pytest.raises(RecipeError, match="does not divide over the 2 batch groups"):
+    with pytest.raises(RecipeError, match="is not divisible by the 2 batch groups"):
         RecipeIsValid().run(patient_of(log={"directory": str(tmp_path / "run")}, parallel=parallel, train=train))
 
 

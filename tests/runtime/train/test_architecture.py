@@ -196,7 +196,7 @@ def test_what_cannot_be_registered_is_told_with_its_place(made, tmp_path):
         model.read_config(named(made, code=str(tmp_path / "code")))
     (tmp_path / "code" / "processing_lattice_moe.py").write_text(PROCESSOR + PROCESSOR.replace("MoeP", "P"))
     architecture._register.cache_clear()
-    with pytest.raises(RecipeError, match=r"LatticeMoeProcessor, LatticeProcessor of .* are of one kind"):
+    with pytest.raises(RecipeError, match=r"LatticeMoeProcessor, LatticeProcessor of .* are of the same kind"):
         model.read_config(named(made, code=str(tmp_path / "code")))
 
 

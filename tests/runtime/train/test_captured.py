@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.batch import slice_batch
-from patchgen.runtime.train.captured import GraphShape, require_possible, with_defaults
+from patchgen.runtime.train.captured import GraphShape, complete_text_inputs, require_replayable
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 
 TOKENS = 64
@@ -20,7 +20,7 @@ TOKENS = 64
 def row(lengths: list[int]) -> dict:
     ids = torch.arange(sum(lengths))[None]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return with_defaults(
+    return complete_text_inputs(
         slice_batch({"input_ids": ids, "labels": ids, "position_ids": positions}, sp=1, sp_rank=0), sp=1
     )
 
@@ -54,11 +54,12 @@ def test_rows_of_other_sizes_and_of_more_than_text_do_not_fit():
     assert not form.fits(row([40, 25]))
     assert not form.fits({**row([40, 24]), "labels": row([40, 24])["labels"].int()})
     assert (
-        with_defaults({"input_ids": torch.zeros(1, 4, dtype=torch.long), "pixel_values": torch.zeros(3)}, sp=1) is None
+        complete_text_inputs({"input_ids": torch.zeros(1, 4, dtype=torch.long), "pixel_values": torch.zeros(3)}, sp=1)
+        is None
     )
-    assert with_defaults({"inputs_embeds": torch.zeros(1, 4, 2)}, sp=1) is None
+    assert complete_text_inputs({"inputs_embeds": torch.zeros(1, 4, 2)}, sp=1) is None
     unpacked = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "shift_labels": torch.zeros(2, 4)}
-    assert with_defaults(unpacked, sp=1) is None, "two rows have no lengths that one would add"
+    assert complete_text_inputs(unpacked, sp=1) is None, "two rows have no lengths that one would add"
 
 
 @pytest.mark.parametrize(
@@ -79,11 +80,11 @@ def test_what_cannot_be_replayed_is_refused_with_what_to_do(sections, world, tol
     values = {"model": {"source": "qwen3_moe"}, "data": {"pad_batches": True}, "train": {"cuda_graph": True}}
     values["train"]["batches_per_step"] = world
     layout = ParallelConfig.for_world(world, ep=sections.get("parallel", {}).get("ep", 1))
-    require_possible(from_dict(values), layout)
+    require_replayable(from_dict(values), layout)
     for name, fields in sections.items():
         values[name] = {**values.get(name, {}), **fields}
     with pytest.raises(RecipeError, match=told):
-        require_possible(from_dict(values), layout)
+        require_replayable(from_dict(values), layout)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RecipeError, match="runs on GPUs"):
-        require_possible(from_dict(values), layout)
+    with pytest.raises(RecipeError, match="needs a GPU"):
+        require_replayable(from_dict(values), layout)

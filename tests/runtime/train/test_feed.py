@@ -59,7 +59,7 @@ def test_every_row_is_in_a_step(rows, per_step, expected):
 
 def test_a_whole_step_without_a_label_is_refused_and_a_rest_without_one_is_the_end():
     assert steps([True, False, False], 2) == [2]
-    with pytest.raises(DataError, match="8 tokens and not one label"):
+    with pytest.raises(DataError, match="8 tokens and no label"):
         steps([True, True, False, False], 2)
 
 

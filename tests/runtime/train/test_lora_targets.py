@@ -31,8 +31,8 @@ def test_defaults_leave_a_tower_alone_and_the_run_says_so(hearing):
     found = find_targets(hearing, LoraConfig())
     assert len(found.modules) == 2 * 4 and all("language_model" in name for name in found.modules)
     assert found.summary == (
-        "adapters on 8 modules: 8 in the language model; not on 3 in audio_tower: lora.target_modules names no tower of that "
-        "name"
+        "adapters on 8 modules: 8 in the language model; not on 3 in audio_tower: lora.target_modules does not name the "
+        "tower"
     )
 
 
@@ -64,14 +64,14 @@ def test_expressions_exclusions_and_layers_are_those_of_peft(hearing):
     assert {name.rpartition(".layers.")[2][0] for name in find_targets(hearing, only).modules} == {"1"}
     with pytest.raises(
         RecipeError,
-        match=r"match nothing in Qwen2Audio.*expression as a string: target_modules: '\.\*language_model",
+        match=r"nothing in Qwen2Audio.* matches .*expression as a string: target_modules: '\.\*language_model",
     ):
         find_targets(hearing, LoraConfig(target_modules=["language_model.*.q_proj"]))
-    with pytest.raises(RecipeError, match=r"is not a regular expression: "):
+    with pytest.raises(RecipeError, match=r"is not a valid regular expression: "):
         find_targets(hearing, LoraConfig(target_modules=".*(q_proj"))
-    with pytest.raises(RecipeError, match=r"match nothing in .* with lora.layers_to_transform"):
+    with pytest.raises(RecipeError, match=r"nothing in .* matches q_proj with lora.layers_to_transform"):
         find_targets(hearing, LoraConfig(target_modules=["q_proj"], layers_to_transform=(7,)))
-    with pytest.raises(RecipeError, match=r"layers_to_transform needs a list"):
+    with pytest.raises(RecipeError, match=r"layers_to_transform needs lora.target_modules as a list"):
         find_targets(hearing, LoraConfig(target_modules=".*q_proj", layers_to_transform=(1,)))
 
 
