@@ -56,9 +56,9 @@ class Recipe:
         train: the loop.
         checkpoint: what is saved.
         log: what is recorded.
-        lora: null, or adapters instead of the whole model.
-        teacher: null, or the model that the objective learns from; the keys of `model`.
-        eval_data: null, or what evaluations read; once, unless `epochs` is set.
+        lora: null, or the adapters that are trained instead of the whole model.
+        teacher: null, or the model that the objective learns from; it has the keys of `model`.
+        eval_data: null, or the data of evaluations, read once unless its `epochs` is set.
         inputs: name -> packing rule, for model inputs of a custom processor or transform that have no built-in rule.
         name: of the run; by default that of the recipe's file.
     """
@@ -80,15 +80,15 @@ class Recipe:
 
     def __post_init__(self) -> None:
         optim, train = self.optim, self.train
-        parts = ("warmup_steps", "decay_steps") if optim.schedule == "wsd" else ("warmup_steps",)
-        if sum(getattr(optim, name) for name in parts) > train.steps:
+        phases = ("warmup_steps", "decay_steps") if optim.schedule == "wsd" else ("warmup_steps",)
+        if sum(getattr(optim, name) for name in phases) > train.steps:
             raise ValueError(
-                f"{' and '.join(f'optim.{name}={getattr(optim, name)}' for name in parts)} are more than "
-                f"train.steps={train.steps}. To fix: lower them with train.steps."
+                f"{' and '.join(f'optim.{name}={getattr(optim, name)}' for name in phases)} are more than "
+                f"train.steps={train.steps}. To fix: lower them, or raise train.steps."
             )
         if optim.schedule == "wsd" and not optim.decay_steps:
             raise ValueError(
-                "optim.schedule 'wsd' needs optim.decay_steps: without them it never decays ('constant')."
+                "optim.schedule 'wsd' needs optim.decay_steps: at 0 it never decays. To fix: set it, or use 'constant'."
             )
         if optim.decay_steps and optim.schedule != "wsd":
             raise ValueError(f"optim.decay_steps is for schedule 'wsd'; '{optim.schedule}' would ignore it.")
@@ -108,7 +108,7 @@ class Recipe:
 
     @property
     def evaluation_data(self) -> DataConfig | None:
-        """`eval_data`, read once unless it sets `epochs`: of a small set a second pass would count the first samples twice."""
+        """`eval_data`, read once unless it sets `epochs`: a second pass over a small set would count some samples twice."""
         if self.eval_data is None or self.eval_data.epochs is not None:
             return self.eval_data
         return dataclasses.replace(self.eval_data, epochs=1)
@@ -131,10 +131,10 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe of a YAML file.
 
     Args:
-        overrides: dotted key -> value; strings are read as YAML, so "2" is a number and "null" is none.
+        overrides: dotted key -> value; strings are read as YAML, so "2" is a number and "null" is None.
 
     Raises:
-        RecipeError: with every problem that was found, one a line.
+        RecipeError: with every problem that was found, one per line.
     """
     if not path.is_file():
         near = sorted(str(other) for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
@@ -178,8 +178,8 @@ def _parse(key: str, text: str) -> Any:
         return yaml.load(text, _UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise RecipeError(
-            f"--set {key}: '{text}' is not YAML: {error}\nTo fix: quote texts that YAML would read otherwise, and the whole "
-            f"for the shell: --set '{key}=\"TEXT\"', in a list --set '{key}=[\"TEXT\"]'."
+            f"--set {key}: '{text}' is not YAML: {error}\nTo fix: quote text that YAML would read as something "
+            f"else, and the argument for the shell: --set '{key}=\"TEXT\"', in a list --set '{key}=[\"TEXT\"]'."
         ) from error
 
 
@@ -190,21 +190,25 @@ def from_dict(values: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
     except ValidationError as error:
         problems = [_explain(problem) for problem in error.errors()]
         raise RecipeError("\n  ".join([f"{where} has {len(problems)} problem(s):", *problems])) from error
-    if problems := list(_truth_as_numbers(values, recipe)):
+    if problems := list(_booleans_as_numbers(values, recipe)):
         raise RecipeError("\n  ".join([f"{where} has {len(problems)} problem(s):", *problems]))
     return recipe
 
 
-def _truth_as_numbers(value: Any, read: Any, path: str = "") -> Iterator[str]:
-    """The keys with `true` or `false` where a number is expected: pydantic takes them as 1 and 0."""
+def _booleans_as_numbers(value: Any, validated: Any, path: str = "") -> Iterator[str]:
+    """The problems of keys with `true` or `false` where a number is expected: pydantic takes them as 1 and 0.
+
+    Args:
+        validated: what pydantic made of `value`.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            inner_read = read.get(key) if isinstance(read, Mapping) else getattr(read, key)
-            yield from _truth_as_numbers(inner, inner_read, f"{path}.{key}" if path else str(key))
+            inner_validated = validated.get(key) if isinstance(validated, Mapping) else getattr(validated, key)
+            yield from _booleans_as_numbers(inner, inner_validated, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
-        for index, pair in enumerate(zip(value, read, strict=True)):
-            yield from _truth_as_numbers(*pair, f"{path}.{index}")
-    elif isinstance(value, bool) and isinstance(read, int | float) and not isinstance(read, bool):
+        for index, pair in enumerate(zip(value, validated, strict=True)):
+            yield from _booleans_as_numbers(*pair, f"{path}.{index}")
+    elif isinstance(value, bool) and isinstance(validated, int | float) and not isinstance(validated, bool):
         yield f"{path}: input should be a valid number, not {value}."
 
 
@@ -229,12 +233,12 @@ def to_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(to_dict(recipe), sort_keys=False)
 
 
-EXPECTED = {
+YAML_MESSAGES = {
     "tuple_type": "input should be a list",
     "dataclass_type": "input should be a mapping of keys to values",
     "dict_type": "input should be a mapping of keys to values",
 }
-"""Types of pydantic's errors whose messages name Python types, in terms of YAML."""
+"""Type of a pydantic error -> its message in terms of YAML, where pydantic's own names Python types."""
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
@@ -246,15 +250,15 @@ def _explain(problem: Mapping[str, Any]) -> str:
         parent = _parent(path, keys)
         siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == parent]
         elsewhere = [key for key in keys if key.rpartition(".")[2] == path[-1]]
-        near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.75) or elsewhere[:1]
-        near = near or difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(siblings)}."
+        nearest = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.75) or elsewhere[:1]
+        nearest = nearest or difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.5)
+        hint = f" Did you mean {nearest[0]}?" if nearest else f" Known keys: {', '.join(siblings)}."
         return f"{where}: no such key.{hint}"
     if problem["type"] in ("missing", "missing_argument"):
         return f"{where}: required."
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}" if path else str(problem["ctx"]["error"])
-    message = EXPECTED.get(problem["type"]) or problem["msg"][0].lower() + problem["msg"][1:]
+    message = YAML_MESSAGES.get(problem["type"]) or problem["msg"][0].lower() + problem["msg"][1:]
     keys = dict(all_keys())
     parent = _parent(path, keys)
     accepting = [
@@ -266,11 +270,11 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def _parent(path: list[str], keys: Collection[str]) -> str:
-    """The section of a key, by its name in `all_keys`."""
+    """The section that a key is in, written as in `all_keys`."""
     parts: list[str] = []
     for part in path[:-1]:
-        is_name = any(key.startswith(".".join([*parts, "NAME", ""])) for key in keys)
-        parts.append("NAME" if is_name else "0" if part.isdigit() else part)
+        is_dict_key = any(key.startswith(".".join([*parts, "NAME", ""])) for key in keys)
+        parts.append("NAME" if is_dict_key else "0" if part.isdigit() else part)
     return ".".join(parts)
 
 
@@ -345,4 +349,4 @@ def set_at(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _require_index(values: list, part: str) -> None:
     if not part.isdigit() or int(part) > len(values):
-        raise LookupError(f"'{part}' is not an index of a list of {len(values)}; {len(values)} appends to it.")
+        raise LookupError(f"'{part}' is not an index of a list of length {len(values)}; {len(values)} appends to it.")

@@ -1,4 +1,4 @@
-"""The reference of recipes, from their types: `python -m patchgen.runtime.train.reference > docs/recipes.md`."""
+"""Writes the reference page of recipes from their types: `python -m patchgen.runtime.train.reference > docs/recipes.md`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pydantic.fields import FieldInfo
 
 from patchgen.runtime.train.recipe import Recipe, section_type
 
-HEAD = """\
+INTRODUCTION = """\
 # Recipes
 
-Every key of a recipe, generated from its types (`Recipe` in `runtime/train/recipe.py` and what its fields hold) by
+Every key of a recipe, generated from its types (`Recipe` in `runtime/train/recipe.py` and the types of its fields) by
 `python -m patchgen.runtime.train.reference > docs/recipes.md`. A recipe is YAML with a `name` and these sections;
 `--set section.key=value` changes one value, `--set data.sources.0.path=my.jsonl` one in a list; `--print-config` shows
-the whole with all defaults. Unknown keys are refused with the nearest that exists.
+the whole recipe with all defaults. An unknown key is refused, and the nearest known one is suggested.
 """
 
 
 def text() -> str:
-    """The page."""
-    parts = [HEAD]
+    """The page in Markdown."""
+    parts = [INTRODUCTION]
     hints = typing.get_type_hints(Recipe, include_extras=True)
     about = descriptions(Recipe)
     for name, kind in hints.items():
@@ -83,8 +83,8 @@ def type_text(kind: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join("null" if part is type(None) else type_text(part) for part in arguments)
     if origin in (tuple, list):
-        several = arguments[-1] is Ellipsis or len(arguments) == 1
-        return f"list of {type_text(arguments[0])}" if several else f"{len(arguments)} x {type_text(arguments[0])}"
+        any_length = arguments[-1] is Ellipsis or len(arguments) == 1
+        return f"list of {type_text(arguments[0])}" if any_length else f"{len(arguments)} x {type_text(arguments[0])}"
     if origin is dict:
         return "mapping"
     names = {int: "whole number", float: "number", bool: "true or false", str: "text"}

@@ -12,7 +12,7 @@ STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -59,7 +59,7 @@ class ParallelSection:
     """How ranks share the work; `dp_shard` follows from the other sizes and the number of ranks.
 
     Attributes:
-        dp_replicate: copies of the sharded model (HSDP).
+        dp_replicate: number of copies of the sharded model (HSDP).
         sp: ranks that share a sequence (Ulysses).
         ep: ranks that share the experts.
         head_groups: groups of attention heads exchanged one after the other under sp, overlapped with computation.
@@ -67,7 +67,8 @@ class ParallelSection:
         expert_exchange: how tokens reach their experts; auto: "peer_memory" between up to four GPUs of one host, else "all_to_all".
         param_dtype: the dtype that layers compute in; null: bfloat16 on GPUs, as stored on CPUs.
         reduce_dtype: the dtype that gradients are summed in.
-        exchange_gradients: sum gradients locally after an all-to-all, not by reduce-scatter; null: if it saves bytes in a host.
+        exchange_gradients: sum gradients locally after an all-to-all, not by reduce-scatter; null: on GPUs of one host, if it
+            saves bytes.
         shard_exchange: how shards are gathered and gradients summed; auto: "peer_memory" between up to four GPUs of one host, else
             "collectives".
         reshard_after_forward: free a layer's gathered parameters after its forward.
@@ -98,7 +99,7 @@ class ParallelSection:
 
 @dataclass(frozen=True, config=STRICT)
 class KernelsConfig:
-    """Which implementation serves each seam. A named one other than eager that no module of the model calls is an error.
+    """Which implementation serves each seam. Naming one other than eager for a seam that no module calls is an error.
 
     Attributes:
         fused_moe: null: "auto" where the model has experts.
@@ -120,14 +121,14 @@ class GroupConfig:
     """Parameters with their own settings; the first group that matches a name applies.
 
     Attributes:
-        pattern: of parameter names (`model.visual.*`), as in the shell.
+        pattern: a shell-style pattern of parameter names (`model.visual.*`).
         lr: peak learning rate; null: that of `optim`.
-        weight_decay: null: that of `optim`; of biases and norms only with `decay_vectors`.
+        weight_decay: null: that of `optim`. Applies to biases and norms only with `decay_vectors`.
     """
 
     pattern: str
     lr: Positive | None = None
-    weight_decay: NotNegative | None = None
+    weight_decay: NonNegative | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -139,15 +140,15 @@ class OptimConfig:
         lr: peak learning rate.
         betas: of AdamW.
         eps: of AdamW.
-        weight_decay: decoupled; on parameters of two or more dimensions.
-        decay_vectors: also on biases and norms.
+        weight_decay: decoupled weight decay, on parameters of two or more dimensions.
+        decay_vectors: weight decay also on biases and norms.
         momentum: of Muon.
         muon_lr: peak learning rate of Muon's parameters; null: `lr`, with updates scaled to AdamW's size.
         groups: parameters with their own settings; the first group that matches applies.
         schedule: after the warmup: constant; linear or cosine down to `min_lr_ratio`; or warmup-stable-decay, linear
             over the last `decay_steps`.
         warmup_steps: linear; the first step has 1 / `warmup_steps` of the peak.
-        decay_steps: of "wsd".
+        decay_steps: length of the final decay of "wsd".
         min_lr_ratio: what the learning rate decays to, as a share of the peak; reached after the last step.
         max_grad_norm: gradients are clipped to this norm.
         on_nonfinite: a step with a gradient that is not finite is skipped, or stops the run.
@@ -158,7 +159,7 @@ class OptimConfig:
     lr: Positive = 1e-5
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.1
+    weight_decay: NonNegative = 0.1
     decay_vectors: bool = False
     momentum: BelowOne = 0.95
     muon_lr: Positive | None = None
@@ -186,12 +187,13 @@ class TrainConfig:
         seed: of random weights and of random numbers in a step.
         deterministic: use torch's deterministic algorithms where they exist.
         first_loss_limit: the largest plausible first loss per label, in nats, before the first optimizer step; null:
-            1.5 ln V + 1, or 1.5 L + 1 if `patchgen doctor` measured L with this checkpoint on these data. Above it the run ends.
+            1.5 ln V + 1 for a vocabulary of V tokens, or 1.5 L + 1 if `patchgen doctor` measured L with this checkpoint on
+            these data. Above it the run ends.
         cuda_graph: replay forward and backward as one CUDA graph; for rows so short that launching kernels takes longer than
             running them (4,096 tokens per GPU, say). Needs `data.pad_batches`, and one batch per batch group and step.
         eval_every: steps between evaluations; there is one at the end of a run that was not stopped. 0: only that one.
-        eval_batches: most packed batches of an evaluation over all ranks.
-        profile_start: first step of the profiler's window.
+        eval_batches: maximum number of packed batches of an evaluation, over all ranks.
+        profile_start: first step of the profiler's window, counted from where the run starts or resumes.
         profile_steps: its length; 0: no profile. Traces go to `profile/` of the run.
         restarts: how often failed ranks are restarted from the last checkpoint.
     """
@@ -234,7 +236,7 @@ class LogConfig:
     """What is recorded.
 
     Attributes:
-        directory: of the run; null: `runs/` and the recipe's name. A run found there is resumed.
+        directory: of the run; null: `runs/NAME`, by the recipe's name. A run found there is resumed.
         every: steps between lines on the terminal; the JSONL log has every step.
         trackers: services to log to as well; each needs its package.
         project: of wandb and trackio.
@@ -255,10 +257,10 @@ class LoraConfig:
     """Adapters through PEFT: only they are trained and saved.
 
     Attributes:
-        rank: of the two factors.
+        rank: rank of the two factors.
         alpha: the update is scaled by `alpha / rank`.
-        rslora: by `alpha / sqrt(rank)` instead (rank-stabilised LoRA).
-        dropout: of the adapter's input.
+        rslora: scale by `alpha / sqrt(rank)` instead (rank-stabilised LoRA).
+        dropout: dropout of the adapter's input.
         target_modules: names or endings of linear layers, a regular expression of full names (a string instead of a list), or
             "all-linear". A tower (`visual`, `audio_tower`) is adapted if a target names it or matches nothing else.
         exclude_modules: names or endings, or a regular expression, of modules that get no adapter.
