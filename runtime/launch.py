@@ -89,7 +89,7 @@ def launch(
         raise RecipeError(
             f"--nproc must be at most {torch.cuda.device_count()}, one rank per GPU of this machine, not {processes}."
         )
-    require_valid(recipe, world=processes * min_nodes)
+    require_valid(recipe, world_size=processes * min_nodes)
     if max_nodes == 1:  # with several machines, another one may have started this run already
         run_lock.require_free(recipe.directory)
     if not fresh:
@@ -198,7 +198,7 @@ def worker(values: dict[str, Any], *, is_checked: bool = True) -> str:
         from patchgen.runtime.train.trainer import Trainer
 
         # Again: torchrun starts ranks without the checks of `launch`, and elastic agents change their number.
-        require_valid(recipe, world=dist.get_world_size())
+        require_valid(recipe, world_size=dist.get_world_size())
         if not is_checked:
             recipe = _broadcast_outcome(outcome)
         return Trainer(recipe, device, setup.listeners(recipe)).run().reason

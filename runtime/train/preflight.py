@@ -5,7 +5,7 @@
 Two questions, on the CPU, with models of a few thousand parameters:
 
     the type      is its head proven, as `patchgen verify` and `patchgen sweep` prove it?
-    the recipe    does the config, small but with its own options, agree with upstream under what the recipe names?
+    the recipe    does the recipe's config, shrunk, agree with upstream, with the attention and kernels that the recipe names?
 
 The result is cached in ~/.cache/patchgen/preflight, keyed by everything it depends on.
 """
@@ -61,6 +61,7 @@ class Preflight:
     """The verdict, and what was decided for the run.
 
     Attributes:
+        status, reason: of the verdict.
         attention: the attention of each kind of layer.
         separates_documents: whether each packed document is computed in its own row.
         separate_pairs: modalities that must not share a row.
@@ -88,10 +89,10 @@ def require_trainable(recipe: Recipe) -> Recipe:
         recipe = replace(recipe, teacher=require_trainable(teacher).model)
     data_check.require_data(recipe)
     if (recipe.train.batches_per_step > 1 or recipe.parallel.sp > 1) and (
-        local := loss.why_not_additive(_head(recipe)[0])
+        reason := loss.why_not_additive(_head_and_config(recipe)[0])
     ):
         raise RecipeError(
-            f"train.batches_per_step = {recipe.train.batches_per_step}, parallel.sp = {recipe.parallel.sp}: {local}"
+            f"train.batches_per_step = {recipe.train.batches_per_step}, parallel.sp = {recipe.parallel.sp}: {reason}"
         )
     decision = examine(recipe)
     if decision.refusal:
@@ -115,13 +116,13 @@ def require_trainable(recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(recipe.model, attention=decision.attention, separate_documents=separate))
 
 
-def _refusal_on_ranks(recipe: Recipe, name: Names) -> str:
-    """Why a small form of the model refuses several ranks, or sequence slices, with the run's attention; "" if it does not."""
-    head, config = _head(recipe)
-    name = cpu_attention(name, asked_of_attention(head, config), config)
+def _refusal_on_ranks(recipe: Recipe, attention_name: Names) -> str:
+    """Why the model, shrunk, refuses several ranks or sequence slices with the run's attention; "" if it does not."""
+    head, config = _head_and_config(recipe)
+    attention_name = cpu_attention(attention_name, asked_of_attention(head, config), config)
     attention.register()
-    small = _small(head, config)
-    model = head._from_config(small, attn_implementation=name, dtype=torch.float32)
+    small = _shrunk_config(head, config)
+    model = head._from_config(small, attn_implementation=attention_name, dtype=torch.float32)
     return refusal_on_ranks(model, shares_sequence=recipe.parallel.sp > 1)
 
 
@@ -132,15 +133,15 @@ def examine(recipe: Recipe) -> Preflight:
         RecipeError: there is no such model, or none was generated.
     """
     attention_choice.require_available(recipe.model.attention)
-    head, config = _head(recipe)
-    named = {name: getattr(recipe.kernels, name) for name in seams.names()}
+    head, config = _head_and_config(recipe)
+    named_seams = {name: getattr(recipe.kernels, name) for name in seams.names()}
     media = recipe.has_media
     dtype = models.compute_dtype(recipe)
-    path = _cache() / f"{_key(head, config, recipe.model.attention, named, media, dtype)}.json"
+    path = _cache_folder() / f"{_cache_key(head, config, recipe.model.attention, named_seams, media, dtype)}.json"
     if path.is_file():
         return Preflight(**json.loads(path.read_text(encoding="utf-8")))
-    decision, asked = _decide(head, config, recipe.model.attention, named, media=media)
-    if not decision.refusal:  # chosen again for the real head size, which the small form does not have
+    decision, asked = _decide(head, config, recipe.model.attention, named_seams, media=media)
+    if not decision.refusal:  # chosen again for the real head size, which the shrunk model does not have
         decision = replace(
             decision, attention=attention_choice.choose(recipe.model.attention, head, config, asked, dtype)
         )
@@ -152,11 +153,14 @@ def examine(recipe: Recipe) -> Preflight:
         temporary.write_text(json.dumps(asdict(decision)), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        warnings.warn(f"The verdict cannot be cached and is computed at each start (seconds): {error}", stacklevel=2)
+        warnings.warn(
+            f"The verdict cannot be cached, so each start computes it again, which takes seconds: {error}",
+            stacklevel=2,
+        )
     return decision
 
 
-def _head(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+def _head_and_config(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The generated head, and the config or sub-config that it takes."""
     config = models.read_config(recipe.model)
     try:
@@ -192,8 +196,8 @@ def _decide(
             return Preflight(type_verdict.status, type_verdict.reason, ""), ()
         if training is not None and not named_attention and not any(named_seams.values()) and _is_default(config):
             return Preflight(type_verdict.status, "", "", training["separates_documents"]), report.read_kinds(training)
-    small = _small(upstream_class or head, config)
-    path = prove_training_path(
+    small = _shrunk_config(upstream_class or head, config)
+    proof = prove_training_path(
         upstream_class,
         head,
         small,
@@ -202,8 +206,8 @@ def _decide(
         asked_config=with_dropout(small, config),
         media=media,
     )
-    status = verdict.PROVEN if not path.reason else verdict.EAGER_ONLY if upstream_class else verdict.GENERATED
-    return Preflight(status, verdict.one_line(path.reason), path.attention, path.separates_documents), path.asked
+    status = verdict.PROVEN if not proof.reason else verdict.EAGER_ONLY if upstream_class else verdict.GENERATED
+    return Preflight(status, verdict.one_line(proof.reason), proof.attention, proof.separates_documents), proof.asked
 
 
 def with_modalities(decision: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:
@@ -212,7 +216,7 @@ def with_modalities(decision: Preflight, head: type[PreTrainedModel], config: Pr
     pairs = modalities.separate_pairs(
         reference,
         head,
-        _small(reference, config),
+        _shrunk_config(reference, config),
         attention_name=decision.attention,
         separates_documents=decision.separates_documents,
     )
@@ -235,8 +239,8 @@ def _type_verdict(
     if recorded is not None and _has_current_attention(recorded, head.config_class):
         return verdict.Verdict(verdict.PROVEN), recorded
     type_verdict, proof = judge(generated, head=head.__name__, implementations=IMPLEMENTATIONS)
-    path = proof.training if proof is not None else None
-    return type_verdict, report.training_record(path) if path is not None else None
+    training = proof.training if proof is not None else None
+    return type_verdict, report.training_record(training) if training is not None else None
 
 
 def _has_current_attention(recorded: TrainingRecord, config_class: type[PreTrainedConfig]) -> bool:
@@ -250,16 +254,17 @@ def _is_default(config: PreTrainedConfig) -> bool:
     return shrink(config).config.to_dict() == small_config(type(config)).config.to_dict()
 
 
-def _small(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """The small form of a config; with a warning the default one of its class, if the model refuses it at small sizes."""
+def _shrunk_config(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config of the same options at small sizes; if the model refuses it, warns and returns one with its class's defaults."""
     try:
         small = shrink(config).config
         train_step(build_model(model_class, small), text_cases(small, model_class)[0])
     except UPSTREAM_REFUSALS as refusal:
         raise_failure(refusal)
         warnings.warn(
-            f"This config cannot be compared at small sizes ({verdict.one_line(f'{type(refusal).__name__}: {refusal}')}): "
-            f"the proof before the run uses {type(config).__name__} with its defaults, not the options set here.",
+            "This config cannot be compared with upstream at small sizes "
+            f"({verdict.one_line(f'{type(refusal).__name__}: {refusal}')}): the proof before the run uses "
+            f"{type(config).__name__} with its defaults, not the options set here.",
             stacklevel=2,
         )
         return small_config(type(config)).config
@@ -276,7 +281,7 @@ def _code_hash() -> str:
     return digest.hexdigest()
 
 
-def _key(
+def _cache_key(
     head: type[PreTrainedModel],
     config: PreTrainedConfig,
     named_attention: Names | None,
@@ -302,5 +307,5 @@ def _key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     return Path.home() / ".cache" / "patchgen" / "preflight"

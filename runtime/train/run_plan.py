@@ -1,4 +1,4 @@
-"""What a recipe would run: `patchgen train RECIPE --dry-run`."""
+"""Whether a recipe can run, and what it would run: `patchgen train RECIPE --dry-run`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 SMALL_LR = 6e-5
 
 
-def require_valid(recipe: Recipe, world: int) -> None:
+def require_valid(recipe: Recipe, world_size: int) -> None:
     """Refuses a recipe before any rank starts.
 
     Raises:
-        RecipeError: sizes do not fit the ranks, options contradict each other, or a kernel cannot run here.
+        RecipeError: sizes do not fit the number of ranks, options contradict each other, or a kernel cannot run here.
     """
-    layout = models.parallel_config(recipe.parallel, world)
+    layout = models.parallel_config(recipe.parallel, world_size)
     train = recipe.train
     micro_batches_per_step(train.batches_per_step, layout.num_batches, router_loss=train.router_loss)
     choose.require_valid(recipe)
@@ -68,8 +68,8 @@ def require_valid(recipe: Recipe, world: int) -> None:
             )
     if recipe.parallel.expert_exchange == "peer_memory" and recipe.parallel.expert_capacity is not None:
         raise RecipeError(
-            "parallel.expert_capacity bounds the rows of an all-to-all: remove it, or parallel.expert_exchange = "
-            "peer_memory."
+            "parallel.expert_capacity bounds the rows of an all-to-all, which parallel.expert_exchange = peer_memory does "
+            "not use. To fix: remove one of them."
         )
     if recipe.lora is not None:
         if recipe.model.freeze:
@@ -87,33 +87,33 @@ def require_valid(recipe: Recipe, world: int) -> None:
 
 
 def require_valid_on_some_ranks(recipe: Recipe) -> None:
-    """Refuses a recipe that is valid on no number of ranks: tries all that its layout and the batches of a step divide over.
+    """Refuses a recipe that is valid on no number of ranks: tries each that its layout and its batches per step allow.
 
         sp: 2, ep: 3, batches_per_step: 12      6, 12 and 24 ranks, with 3, 6 and 12 batch groups
 
     Raises:
         RecipeError: what `require_valid` says of the smallest.
     """
-    section, num_batches = recipe.parallel, recipe.train.batches_per_step
+    section, batches_per_step = recipe.parallel, recipe.train.batches_per_step
     smallest = section.dp_replicate * math.lcm(section.sp, section.ep)
-    worlds = range(smallest, num_batches * section.sp + 1, smallest)
+    world_sizes = range(smallest, batches_per_step * section.sp + 1, smallest)
     errors = []
-    for world in [world for world in worlds if num_batches % (world // section.sp) == 0] or [smallest]:
+    for world_size in [size for size in world_sizes if batches_per_step % (size // section.sp) == 0] or [smallest]:
         try:
-            require_valid(recipe, world)
+            require_valid(recipe, world_size)
             return
         except RecipeError as error:
             errors.append(error)
     raise errors[0]
 
 
-def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
-    """Rank map, what runs where, cost and memory of a run on `world` ranks.
+def describe(recipe: Recipe, model: PreTrainedModel, world_size: int) -> str:
+    """Rank map, what runs where, cost and memory of a run on `world_size` ranks.
 
     Args:
         model: as `checks.require_runnable` returns it.
     """
-    layout = models.parallel_config(recipe.parallel, world)
+    layout = models.parallel_config(recipe.parallel, world_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     checkpointing.apply(model, recipe.parallel.activation_checkpointing)
     chosen = models.configure_seams(recipe, model)
@@ -124,7 +124,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
     estimate = memory.estimate(model, recipe, layout, options.param_dtype, memory.has_fused_loss(chosen))
     train, tokens = recipe.train, recipe.data.tokens_per_batch
     peak = recipe.log.peak_tflops or flops.peak_tflops(device)
-    step = cost.flops([tokens] * train.batches_per_step)
+    step_flops = cost.flops([tokens] * train.batches_per_step)
     rates = [optimizers.lr_factor(step, recipe.optim, train.steps) * recipe.optim.lr for step in (0, train.steps - 1)]
     weights = models.find_weights(recipe.model)
     lines = [
@@ -134,9 +134,9 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
         *([f"teacher      {recipe.teacher.source}, not counted in the memory below"] if recipe.teacher else []),
         f"step         {train.batches_per_step} batches of up to {tokens} tokens, "
         f"{micro_batches_per_step(train.batches_per_step, layout.num_batches)} per batch group; "
-        f"{step / 1e12:.3g} TFLOP with documents as long as a batch"
-        + (f", {step / world / peak / 1e12 / 0.4:.2f} s at 40 % MFU" if peak else ""),
-        f"learning     {recipe.optim.name}, lr {rates[0]:.2e} at step 1, {rates[1]:.2e} at step {train.steps}",
+        f"{step_flops / 1e12:.3g} TFLOP with documents as long as a batch"
+        + (f", {step_flops / world_size / peak / 1e12 / 0.4:.2f} s at 40 % MFU" if peak else ""),
+        f"optimizer    {recipe.optim.name}, lr {rates[0]:.2e} at step 1, {rates[1]:.2e} at step {train.steps}",
         *(f"{name:<12} {chosen.get(name, 'eager')}" for name in report.seam_users(model)),
         *attention_choice.explain(
             type(model), model.config, attention_kinds.named_in(model.config), models.compute_dtype(recipe)

@@ -95,7 +95,7 @@ def test_what_is_no_objective_is_refused(name, options, told, tmp_path, monkeypa
 )
 def test_what_no_rank_could_train_is_refused(recipe, told):
     with pytest.raises(RecipeError, match=told):
-        run_plan.require_valid(recipe, world=1)
+        run_plan.require_valid(recipe, world_size=1)
 
 
 def test_a_class_derived_from_next_token_computes_its_own_loss(tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ def test_a_run_that_evaluates_on_media_alone_is_examined_with_media(monkeypatch)
     def key(head, config, attention, named, media, dtype) -> str:
         raise LookupError(f"examined with media: {media}")
 
-    monkeypatch.setattr(preflight, "_key", key)
+    monkeypatch.setattr(preflight, "_cache_key", key)
     values = {"model": {"source": "glm4v_moe"}, "data": {}}
     with pytest.raises(LookupError, match="media: True"):
         preflight.examine(from_dict({**values, **EVALUATION}))

@@ -182,9 +182,9 @@ def test_a_type_that_nobody_generated_is_refused_in_one_sentence(home, tmp_path)
 def test_options_that_no_small_model_takes_are_told_of():
     config = LlamaConfig(hidden_act="an activation of one's own")
     with pytest.warns(
-        UserWarning, match="cannot be compared at small sizes .KeyError: .*LlamaConfig with its defaults"
+        UserWarning, match="cannot be compared with upstream at small sizes .KeyError: .*LlamaConfig with its defaults"
     ):
-        small = preflight._small(LlamaForCausalLM, config)
+        small = preflight._shrunk_config(LlamaForCausalLM, config)
     assert small.hidden_act == LlamaConfig().hidden_act
 
 

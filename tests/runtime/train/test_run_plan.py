@@ -286,7 +286,7 @@ def test_a_recipe_that_is_valid_on_no_ranks_is_refused_as_on_the_fewest(sections
 
 def test_updates_that_would_round_to_nothing_are_told():
     with pytest.warns(UserWarning, match="most updates round to nothing"):
-        run_plan.require_valid(recipe_of(model={"dtype": "bfloat16"}), world=1)
+        run_plan.require_valid(recipe_of(model={"dtype": "bfloat16"}), world_size=1)
 
 
 def test_parameters_gradients_and_states_are_those_of_live_tensors():
