@@ -17,9 +17,9 @@ from patchgen.runtime.train.records import Listener, RunStart, StepRecord, Summa
 from patchgen.runtime.train.view import ENDINGS, headline
 
 PAGE = "index.html"
-SECONDS = 30.0  # between updates of a running page
+UPDATE_SECONDS = 30.0  # between updates of the page while the run goes on
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 240, 64, 28
-PLOTS = {
+PLOTS = {  # key of the log -> title
     "loss": "loss",
     "tokens_per_second_per_device": "tokens/s per device",
     "grad_norm": "gradient norm",
@@ -31,7 +31,7 @@ PLOTS = {
 class RunPage(Listener):
     """Writes the page at the start, every `seconds`, and at the end; until then the browser reloads it."""
 
-    def __init__(self, directory: Path, *, on_failed: str = "stop", seconds: float = SECONDS) -> None:
+    def __init__(self, directory: Path, *, on_failed: str = "stop", seconds: float = UPDATE_SECONDS) -> None:
         self.directory, self.on_failed, self.seconds = directory, on_failed, seconds
         self._written = float("-inf")
 
@@ -49,7 +49,7 @@ class RunPage(Listener):
             write_png(run_log.read(self.directory), path)
 
     def _write(self, state: str, data: str = "", *, reload: bool = False) -> None:
-        """Replaces the page atomically: no reader sees half of one, and no killed run leaves it."""
+        """Replaces the page atomically, so that no reader sees half a page, even if the run is killed meanwhile."""
         text = page(self._start, state, data, run_log.read(self.directory), reload=self.seconds if reload else None)
         with run_log.writing(self.directory / PAGE, self.on_failed) as path:
             path.with_suffix(".new").write_text(text)
@@ -58,7 +58,14 @@ class RunPage(Listener):
 
 
 def page(start: RunStart, state: str, data: str, entries: list[dict[str, Any]], *, reload: float | None = None) -> str:
-    """The HTML of a run from its log entries; `reload`: seconds after which a browser reloads it."""
+    """The HTML of a run.
+
+    Args:
+        state: how far the run is, or how it ended.
+        data: the loader's summary of used and dropped samples.
+        entries: of the log.
+        reload: seconds after which a browser reloads the page; None: never.
+    """
     environment = Environment(
         loader=PackageLoader("patchgen", "templates"), undefined=StrictUndefined, autoescape=True
     )
@@ -80,13 +87,13 @@ def page(start: RunStart, state: str, data: str, entries: list[dict[str, Any]], 
 
 
 def figures(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The headline figures: first and last loss, medians of speed."""
+    """(name, text) of the figures at the top of the page: steps, losses, median speeds, peak memory, tokens."""
     steps = [entry for entry in entries if "loss" in entry]
     if not steps:
         return []
-    headline = [("steps", str(steps[-1]["step"])), ("first loss", f"{steps[0]['loss']:.4f}")]
-    headline.append(("last loss", f"{steps[-1]['loss']:.4f}"))
-    for key, name, form in (
+    rows = [("steps", str(steps[-1]["step"])), ("first loss", f"{steps[0]['loss']:.4f}")]
+    rows.append(("last loss", f"{steps[-1]['loss']:.4f}"))
+    for key, name, number_format in (
         ("tokens_per_second_per_device", "tokens/s per device (median)", "{:,.0f}"),
         ("tflops", "TFLOP/s per device (median)", "{:.3g}"),
         ("mfu", "MFU (median)", "{:.1%}"),
@@ -95,10 +102,10 @@ def figures(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
         values = [value for _, value in series(entries, key)]
         if values:
             value = max(values) if key == "peak_memory_gib" else statistics.median(values)
-            headline.append((name, form.format(value)))
-    headline.append(("tokens", f"{sum(entry['tokens'] for entry in steps):,}"))
+            rows.append((name, number_format.format(value)))
+    rows.append(("tokens", f"{sum(entry['tokens'] for entry in steps):,}"))
     skipped = sum(entry["skipped"] for entry in steps)
-    return [*headline, ("skipped steps", str(skipped))] if skipped else headline
+    return [*rows, ("skipped steps", str(skipped))] if skipped else rows
 
 
 def series(entries: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -111,7 +118,7 @@ def series(entries: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
 
 
 def losses_by_source(entries: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Source -> (step, loss) of the entries that have one."""
+    """Source -> (step, loss) of each entry that has a loss of this source."""
     lines = [{"step": entry["step"], **entry["sources"]} for entry in entries if entry.get("sources")]
     names = dict.fromkeys(name for line in lines for name in line if name != "step")
     return {

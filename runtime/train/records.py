@@ -16,7 +16,7 @@ class RunStart:
     """Sent once, before the first step.
 
     Attributes:
-        report: what runs where, as text.
+        report: the layout of ranks and what implements each seam, as text.
         first_step: steps taken by earlier starts of the same run.
     """
 
@@ -45,7 +45,7 @@ class StepRecord:
         seconds: from the start of the step to the end of its update; the next step's data are read meanwhile.
         tflops: model TFLOP/s per device (flops.py); mfu: as a share of the device's peak, None if that is not known.
         peak_memory_gib: peak allocation on this device so far.
-        expert_load: load of the busiest expert of any layer, as a multiple of the even share; since the last reading.
+        expert_load: load of the busiest expert of any layer, as a multiple of the even share; counted since the last reading.
         skipped: a gradient was not finite and the step was not taken.
         sources: data source -> its figures; None: there is only one source.
     """
@@ -68,8 +68,8 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation after `step` steps: the mean loss per item (label, document or pair), and per label of each
-    of several sources."""
+    """One evaluation after `step` steps: the mean loss per item (label, document or pair) and, if there are several sources,
+    per label of each."""
 
     step: int
     loss: float

@@ -17,11 +17,11 @@ from patchgen.runtime.train import continuing
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
 
 PENDING_SAVE_TIMEOUT = 10.0
-"""Seconds that a run which ends with an error waits for a pending save: its other ranks may never finish it."""
+"""Seconds that a run which ends with an error waits for a pending save, which its other ranks may never finish."""
 
 
 class RunCheckpoints:
-    """Loads and saves the checkpoints of a run; making one, `resume`, `save` and `wait_for_pending` are collective.
+    """Loads and saves the checkpoints of a run; the constructor, `resume`, `save` and `wait_for_pending` are collective.
 
     Attributes:
         saved_step: the step of the newest save; 0: there is none.
@@ -53,9 +53,9 @@ class RunCheckpoints:
         if changes_text and dist.get_rank() == 0:
             print(changes_text, flush=True)
         groups = self.optimizer.param_groups
-        from_recipe = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        recipe_options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         saved = self.checkpointer.load(model=self.model, optimizer=self.optimizer)
-        for group, options in zip(groups, from_recipe, strict=True):
+        for group, options in zip(groups, recipe_options, strict=True):
             group.update(options)  # the current recipe overrides the saved options
         own_position = saved["rank"]["loader"] if saved["rank"] is not None else None
         position = self.loader.position_of(own_position, lambda: [rank["loader"] for rank in saved["ranks"]])
@@ -103,6 +103,6 @@ class RunCheckpoints:
 
     def print_failed_save(self, exc_type: type | None, error: BaseException | None, _trace: object) -> None:
         """An exit callback of `ExitStack`: if an error ends the run, prints the failure of a save in the background."""
-        failed = self.checkpointer.failure(PENDING_SAVE_TIMEOUT) if exc_type is not None else None
-        if failed is not None and failed is not error and dist.get_rank() == 0:
-            print(failed, file=sys.stderr, flush=True)
+        save_error = self.checkpointer.failure(PENDING_SAVE_TIMEOUT) if exc_type is not None else None
+        if save_error is not None and save_error is not error and dist.get_rank() == 0:
+            print(save_error, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """A lock on the run directory: a second run would train the same steps and remove the first one's files.
 
 It is an operating system lock on `.lock`, released when its process ends in any way, so a killed run blocks nobody.
-`running.json` names the process that has it.
+`running.json` names the process that holds it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from patchgen.runtime.train.recipe import RecipeError
 
 LOCK, OWNER = ".lock", "running.json"
 RESTART_SECONDS = 60.0
-"""How long restarted ranks wait for the previous ones to exit, maybe on another machine."""
+"""How long restarted ranks wait for the previous ones to exit, which may run on another machine."""
 
 
 def require_free(directory: Path) -> None:
-    """Raises RecipeError if another run uses the directory."""
+    """Raises RecipeError if another run uses the directory, or the lock cannot be written to it."""
     if directory.is_dir():
         _acquire(directory, timeout=0).release()
 
@@ -52,7 +52,7 @@ def locked(directory: Path) -> Iterator[None]:
     """Locks a run's directory (collective; rank 0 acquires the lock for all).
 
     Raises:
-        RecipeError: on all ranks, if another run uses it.
+        RecipeError: on all ranks, if another run uses it, or it cannot be written.
     """
     lock, refusal = None, ""
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -94,5 +94,5 @@ def _owner(directory: Path) -> str:
     try:
         owner = json.loads((directory / OWNER).read_text())
         return f"process {owner['process']} on {owner['host']}, since {owner['since']},"
-    except (OSError, ValueError, KeyError):  # it has the lock, but has not written the file yet
+    except (OSError, ValueError, KeyError):  # its process holds the lock, but has not written the file yet
         return "another process"

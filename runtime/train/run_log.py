@@ -89,7 +89,7 @@ def writing(path: Path, on_failed: str) -> Iterator[Path]:
     except OSError as error:
         message = f"{path} cannot be written ({free_space(path.parent)}): {error.strerror or error}."
         if on_failed == "stop":
-            raise TrainingStopped(f"{message} Set checkpoint.on_failed: continue to run without it.") from error
+            raise TrainingStopped(f"{message} To train without it, set checkpoint.on_failed: continue.") from error
         warnings.warn(f"{message} The run continues without it.", stacklevel=3)
 
 
@@ -110,7 +110,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 
 def read_summary(directory: Path) -> dict[str, Any] | None:
-    """The `records.Summary` of the run in this directory, as a dict, from its last end; None if it never ended."""
+    """The `records.Summary` of the run in this directory, as a dict, as of when it last ended; None if it never did."""
     path = directory / SUMMARY
     return json.loads(path.read_text()) if path.is_file() else None
 

@@ -1,4 +1,4 @@
-"""From a recipe to data, export, listeners and profiler on this rank."""
+"""What a run on this rank needs besides the model: data, export, listeners and profiler, from the recipe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from patchgen.runtime.train.view import view
 from patchgen.runtime.verify.verdict import one_line
 
 EXPORT = "export"  # the folder of a run's model
-SHARED_SECONDS = 90.0  # network file systems cache a missing file for up to a minute
+# How long ranks wait to see a file of rank 0: network file systems cache a missing file for up to a minute.
+SHARED_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,16 @@ def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
     if size is None or len(tokenizer) <= size:
         return
     # Placeholder tokens of media may be out of range: their embeddings are never looked up.
-    named = {value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))}
-    outside = {token: index for token, index in tokenizer.get_vocab().items() if index >= size and index not in named}
+    placeholder_ids = {value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))}
+    outside = {
+        token: token_id
+        for token, token_id in tokenizer.get_vocab().items()
+        if token_id >= size and token_id not in placeholder_ids
+    }
     if outside:
         examples = ", ".join(f"{token!r} = {outside[token]}" for token in sorted(outside, key=outside.__getitem__)[:3])
         raise RecipeError(
-            f"The tokenizer of model.source = '{source}' has {len(tokenizer)} tokens and the model a vocab_size of "
+            f"The tokenizer of model.source = '{source}' has {len(tokenizer)} tokens, but the model has a vocab_size of "
             f"{size}: {len(outside)} tokens have no embedding ({examples}). Use the tokenizer that belongs to the model."
         )
 
@@ -131,15 +136,15 @@ def _tokens_by_id(folder: str) -> dict[int, str]:
     return {index: token for token, index in tokenizer.get_vocab().items()}
 
 
-def loader_of_group(config: DataConfig, parts: DataParts, index: int, groups: int) -> Loader:
-    """The loader of one of several batch groups."""
+def loader_of_group(config: DataConfig, parts: DataParts, index: int, num_groups: int) -> Loader:
+    """The loader of batch group `index` of `num_groups`."""
     return build_loader(
         config,
         tokenizer=parts.tokenizer,
         processor=parts.processor,
         position_function=parts.position_function,
         batch_index=index,
-        num_batches=groups,
+        num_batches=num_groups,
     )
 
 
@@ -216,8 +221,8 @@ def listeners(recipe: Recipe) -> tuple[Listener, ...]:
     if dist.get_rank() != 0:
         return ()
     trackers = [Tracker(kind, recipe.log.project, recipe.directory) for kind in recipe.log.trackers]
-    failed = recipe.checkpoint.on_failed
-    log, page = RunLog(recipe.directory, on_failed=failed), RunPage(recipe.directory, on_failed=failed)
+    on_failed = recipe.checkpoint.on_failed
+    log, page = RunLog(recipe.directory, on_failed=on_failed), RunPage(recipe.directory, on_failed=on_failed)
     return (log, *trackers, page, view(recipe.log.every))
 
 

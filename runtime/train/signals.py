@@ -1,7 +1,8 @@
 """Ctrl-C and SIGTERM ask a run to save and exit; a second request makes it exit at once.
 
 The elastic agent also sends SIGTERM when another rank has died. This rank may then be blocked in a device collective, where
-Python runs no handler. `reached` still informs the watchdog thread, through the wakeup socket that Python writes signals to.
+Python runs no handler. `has_arrived` still informs the watchdog thread, through the wakeup socket that Python writes
+signals to.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopRequest:
-    """Records the first SIGINT or SIGTERM within a `with` block; a later one interrupts."""
+    """Records the first SIGINT or SIGTERM within a `with` block; one after `SAME_REQUEST_SECONDS` raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        self._since: float | None = None
+        self._requested_at: float | None = None
         self._previous: dict[int, Handler] = {}
-        self._reached = False
+        self._has_arrived = False
 
     def requested(self) -> bool:
         """Whether this process was asked to stop."""
-        return self._since is not None
+        return self._requested_at is not None
 
-    def reached(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether a request has arrived, even if the blocked main thread could not record it; callable from any thread."""
-        if self._since is None and not self._reached:
+        if self._requested_at is None and not self._has_arrived:
             with contextlib.suppress(BlockingIOError):
-                arrived = self._arrivals.recv(1024)
-                self._reached = bool({signal.SIGINT, signal.SIGTERM} & set(arrived))
-        return self._reached or self._since is not None
+                arrived = self._read_end.recv(1024)
+                self._has_arrived = bool({signal.SIGINT, signal.SIGTERM} & set(arrived))
+        return self._has_arrived or self._requested_at is not None
 
     def __enter__(self) -> StopRequest:
-        self._arrivals, self._written = socket.socketpair()
-        for end in (self._arrivals, self._written):
+        self._read_end, self._write_end = socket.socketpair()
+        for end in (self._read_end, self._write_end):
             end.setblocking(False)
-        self._previous_fd = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        self._previous_fd = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._record)
         return self
@@ -55,12 +56,12 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
-        self._arrivals.close()
-        self._written.close()
+        self._read_end.close()
+        self._write_end.close()
 
     def _record(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._since is None:
-            self._since = now
-        elif now - self._since > SAME_REQUEST_SECONDS:
+        if self._requested_at is None:
+            self._requested_at = now
+        elif now - self._requested_at > SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt(f"asked to stop a second time ({signal.Signals(number).name})")

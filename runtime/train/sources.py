@@ -22,7 +22,7 @@ from patchgen.runtime.parallel.state import ParallelState
 
 @dataclass(frozen=True)
 class SourceFigures:
-    """One source in a step or an evaluation; `loss` is the mean over its labels, None without labels or if it is not read."""
+    """One source in a step or an evaluation; `loss` is the mean over its labels, None without labels or if none is read."""
 
     tokens: int
     labels: int
@@ -33,14 +33,14 @@ def count(row: Mapping[str, Any], num_sources: int) -> Tensor:
     """Tokens and labels of each source in a full micro-batch on the host, `(2, n)`; padding is not counted."""
     bounds = row["cu_seq_lens_q"].long()
     sources = row["document_sources"].repeat_interleave(bounds.diff()) + 1
-    learned = row["labels"][0] != IGNORED
-    learned[bounds[:-1]] = False  # nothing predicts the first token of a document
+    is_label = row["labels"][0] != IGNORED
+    is_label[bounds[:-1]] = False  # nothing predicts the first token of a document
     tokens = torch.bincount(sources, minlength=num_sources + 1)
-    labels = torch.bincount(sources[learned], minlength=num_sources + 1)
+    labels = torch.bincount(sources[is_label], minlength=num_sources + 1)
     return torch.stack([tokens, labels])[:, 1:]
 
 
-class Sources:
+class SourceLosses:
     """Accumulates the losses of each source between calls of `figures`.
 
     Args:
@@ -68,8 +68,12 @@ class Sources:
         index = (sources[document] + 1).to(self._sums.device, non_blocking=True)
 
         def read(losses: Tensor) -> None:
-            apart = model_calls.documents_apart()
-            packed = losses if apart is None else apart.packed(losses.view(apart.is_token.shape)).flatten()
+            document_rows = model_calls.documents_apart()
+            packed = (
+                losses
+                if document_rows is None
+                else document_rows.packed(losses.view(document_rows.is_token.shape)).flatten()
+            )
             self._sums.index_add_(0, index, packed.to(self._sums.dtype))
 
         return read
@@ -78,7 +82,7 @@ class Sources:
         """The figures since the last call (collective).
 
         Args:
-            counts: tokens and labels of each source, of all ranks.
+            counts: tokens and labels of each source, summed over all ranks.
         """
         sums: list[float | None] = [None] * len(self.names)
         if self.reads_losses:

@@ -42,7 +42,7 @@ from patchgen.runtime.train.recipe import Recipe, to_dict
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.run_checkpoints import RunCheckpoints
 from patchgen.runtime.train.signals import StopRequest
-from patchgen.runtime.train.sources import Sources
+from patchgen.runtime.train.sources import SourceLosses
 
 
 class Trainer:
@@ -51,7 +51,8 @@ class Trainer:
     Attributes:
         model, optimizer, loader, state, listeners: as built from the recipe.
         step: optimizer steps taken.
-        report: what runs where, as text.
+        report: the layout of ranks and what implements each seam, as text.
+        adapted: PEFT's wrapper of the model; None: no adapters are trained.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, listeners: tuple[Listener, ...] = ()) -> None:
@@ -93,37 +94,40 @@ class Trainer:
         self.report = models.check_model(recipe, self.model, self.state, self.seams)
         models.set_padding(self.model, self.parts.tokenizer)
         self.learning = learning.build(recipe, self.model, self.state, device, self.adapted)
-        self.sources, self.eval_sources = self.sources_of(recipe.data), self.sources_of(recipe.eval_data)
+        self.source_losses = self.build_source_losses(recipe.data)
+        self.eval_source_losses = self.build_source_losses(recipe.eval_data)
         self.cost = flops.model_cost(self.model)
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
         self.optimizer = optimizers.build(self.model, recipe.optim)
         self.captured = CapturedStep(self.model, self.state, device, self.micro_batch) if train.cuda_graph else None
-        self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.expert_paths(self.model) else None
+        self.expert_counter = (
+            ExpertLoad(self.model) if recipe.log.expert_load and sharding.expert_paths(self.model) else None
+        )
         self.step, self.skipped, self.evaluated_step = 0, 0, 0
-        self.saved: RunCheckpoints | None = None  # of `run`; steps taken without it have none
+        self.checkpoints: RunCheckpoints | None = None  # set by `run`
 
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
-        """Tokenizer, processor and both loaders: errors of the evaluation data should not come after hours."""
+        """Tokenizer, processor and both loaders, so that errors of the evaluation data come now and not after hours."""
         recipe, parts = self.recipe, setup.data_parts(self.recipe)
         group = self.state.batch_index, self.state.config.num_batches
-        loader, evaluated = setup.loader_of_group(recipe.data, parts, *group), recipe.evaluation_data
-        return parts, loader, setup.loader_of_group(evaluated, parts, *group) if evaluated else None
+        loader, eval_data = setup.loader_of_group(recipe.data, parts, *group), recipe.evaluation_data
+        return parts, loader, setup.loader_of_group(eval_data, parts, *group) if eval_data else None
 
     # ------------------------------------------------------------------------------------------ the loop
 
     def run(self) -> Summary:
         """Trains until the last step, the end of the data, or a request to stop; saves, exports, returns a summary."""
         recipe, steps = self.recipe, self.recipe.train.steps
-        self.saved = RunCheckpoints(recipe, self.model, self.optimizer, self.loader)
+        self.checkpoints = RunCheckpoints(recipe, self.model, self.optimizer, self.loader)
         with ExitStack() as cleanup, ExitStack() as watched:
             cleanup.enter_context(run_lock.locked(recipe.directory))
-            cleanup.push(self.saved.print_failed_save)
+            cleanup.push(self.checkpoints.print_failed_save)
             for listener in self.listeners:
                 cleanup.callback(listener.close)
             stop = cleanup.enter_context(StopRequest())
             self.compute_reference(stop.requested)
-            position = self.saved.resume()
-            self.first_step = self.step = self.saved.saved_step
+            position = self.checkpoints.resume()
+            self.first_step = self.step = self.checkpoints.saved_step
             if self.step >= steps and dist.get_rank() == 0:
                 print(
                     f"Nothing to train: {recipe.directory} has {self.step} of {steps} steps. Start anew with --fresh, or "
@@ -131,9 +135,10 @@ class Trainer:
                     flush=True,
                 )
             self.announce()
-            choices.reset()  # those of a proof in this process, or of an objective's reference
-            # Not in the first step: kernels are compiled there, and the usual time between events is unknown.
-            stop_requested = lambda: stop.reached() and self.step > self.first_step  # noqa: E731
+            choices.reset()  # forgets those of a proof in this process, or of an objective's reference
+            # A request shortens the timeout, but not in the first step: kernels are compiled there, and the usual time between
+            # events is unknown.
+            stop_requested = lambda: stop.has_arrived() and self.step > self.first_step  # noqa: E731
             watched.enter_context(
                 watch.Watch(self.model, timeout=recipe.parallel.stall_timeout, stop_requested=stop_requested)
             )
@@ -157,7 +162,7 @@ class Trainer:
                 if profiler is not None:
                     profiler.step()
                 if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
-                    self.saved.save(self.step, position, asynchronous=recipe.checkpoint.asynchronous)
+                    self.checkpoints.save(self.step, position, asynchronous=recipe.checkpoint.asynchronous)
                 if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
                     self.evaluate()
             if (
@@ -167,14 +172,14 @@ class Trainer:
             ):
                 self.evaluate()
             watched.close()  # the rest is writing, which has no time limit
-            self.saved.wait_for_pending()
-            if self.saved.saved_step != self.step:
-                self.saved.save(self.step, position, asynchronous=False)
+            self.checkpoints.wait_for_pending()
+            if self.checkpoints.saved_step != self.step:
+                self.checkpoints.save(self.step, position, asynchronous=False)
             return self.finish(upcoming.reason)
 
     def feed(self, loader: Batches, num_micro_batches: int, should_stop: Callable[[], bool] = lambda: False) -> Feed:
         """The steps of a loader."""
-        figures = self.eval_sources if loader is self.eval_loader else self.sources
+        source_losses = self.eval_source_losses if loader is self.eval_loader else self.source_losses
         return Feed(
             loader,
             self.state,
@@ -182,17 +187,17 @@ class Trainer:
             self.cost,
             should_stop,
             objective=self.learning.objective,
-            num_sources=len(figures.names) if figures else 0,
+            num_sources=len(source_losses.names) if source_losses else 0,
             require_row=encoder_decoder.row_check(self.model),
         )
 
-    def sources_of(self, data: DataConfig | None) -> Sources | None:
-        """The figures of each data source; None if there is only one."""
+    def build_source_losses(self, data: DataConfig | None) -> SourceLosses | None:
+        """What accumulates the losses of each data source; None if there is only one."""
         if data is None or len(data.sources) == 1:
             return None
         # The losses of a replayed step cannot be read.
-        reads = self.learning.objective.is_models_own and not self.recipe.train.cuda_graph
-        return Sources(data.source_names, self.state, self.device, reads_losses=reads)
+        reads_losses = self.learning.objective.is_models_own and not self.recipe.train.cuda_graph
+        return SourceLosses(data.source_names, self.state, self.device, reads_losses=reads_losses)
 
     def compute_reference(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Fills the objective's reference table with the model before the run, over all data of the run. On a request to stop it
@@ -202,11 +207,11 @@ class Trainer:
         train, position = self.recipe.train, copy.deepcopy(self.loader.state_dict())
         feeds = [(self.feed(self.loader, self.num_micro_batches, should_stop), train.steps)]
         if self.eval_loader is not None:
-            count = micro_batches_per_step(train.eval_batches, self.state.config.num_batches)
-            feeds.append((self.feed(self.eval_loader, 1, should_stop), count))
+            eval_steps = micro_batches_per_step(train.eval_batches, self.state.config.num_batches)
+            feeds.append((self.feed(self.eval_loader, 1, should_stop), eval_steps))
         with parallel.using(self.state):
             self.learning.fill_table(
-                rows for feed, count in feeds for step in feed.steps(count) for rows in step.micro_batches
+                rows for feed, steps in feeds for step in feed.steps(steps) for rows in step.micro_batches
             )
         reshard(self.model)
         self.loader.load_state_dict(position)
@@ -220,33 +225,40 @@ class Trainer:
             if self.captured.replayed == 1 and dist.get_rank() == 0:
                 print(f"Steps are replayed as a CUDA graph from step {self.step + 1} on.", flush=True)
         else:
-            share, count = torch.zeros((), device=self.device), torch.tensor(items, device=self.device)
-            accumulated = len(batches.micro_batches)
+            share, num_items = torch.zeros((), device=self.device), torch.tensor(items, device=self.device)
+            num_micro_batches = len(batches.micro_batches)
             for index, rows in enumerate(batches.micro_batches, start=1):
-                sharding.reduce_gradients(self.model, is_last=index == accumulated)
+                sharding.reduce_gradients(self.model, is_last=index == num_micro_batches)
                 inputs, objective = self.learning.prepare(rows)
-                read = self.sources.reader(rows) if self.sources else None
-                share += self.micro_batch(inputs, count, tokens, accumulated, objective=objective, read_losses=read)
+                read = self.source_losses.reader(rows) if self.source_losses else None
+                share += self.micro_batch(
+                    inputs, num_items, tokens, num_micro_batches, objective=objective, read_losses=read
+                )
         if self.adapted is not None:
             lora.reduce_gradients(self.model)
         return share
 
     def micro_batch(
-        self, inputs: Mapping[str, Any], items: Tensor, tokens: Tensor | int, accumulated: int = 1, **options: Any
+        self,
+        inputs: Mapping[str, Any],
+        items: Tensor,
+        tokens: Tensor | int,
+        num_micro_batches: int = 1,
+        **options: Any,
     ) -> Tensor:
         """Accumulates the gradients of one micro-batch on the device; returns its share of the loss.
 
         Args:
-            accumulated: micro-batches of the step.
+            items, tokens, num_micro_batches: of the step; `items` are labels, documents or pairs, as the objective counts.
             options: of `loss.step`.
         """
-        with loss.step(items, accumulated, num_tokens=tokens, **options):
+        with loss.step(items, num_micro_batches, num_tokens=tokens, **options):
             share = self.model(**inputs, num_items_in_batch=items, use_cache=False).loss
             share.backward()
         return share.detach()
 
     def update(self) -> tuple[float, float]:
-        """Clips, and steps the optimizer if the gradients are finite; returns the norm before clipping and the learning rate.
+        """Clips gradients, and steps the optimizer if they are finite; returns the norm before clipping and the learning rate.
 
         Raises:
             TrainingStopped: `optim.max_skipped` steps in a row were skipped.
@@ -263,7 +275,7 @@ class Trainer:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         if self.skipped >= config.max_skipped:
-            last = self.saved.saved_step if self.saved is not None else 0
+            last = self.checkpoints.saved_step if self.checkpoints is not None else 0
             saved = f"The last checkpoint is that of step {last}." if last else "No checkpoint was saved."
             raise TrainingStopped(
                 f"{self.skipped} steps in a row had gradients that are not finite, the last of them step "
@@ -283,15 +295,15 @@ class Trainer:
         """The mean loss per item, without router losses, over the first `eval_batches` packed batches."""
         assert self.eval_loader is not None, "only called with evaluation data"
         self.eval_loader.load_state_dict(copy.deepcopy(self.eval_start))
-        count = micro_batches_per_step(self.recipe.train.eval_batches, self.state.config.num_batches)
+        eval_steps = micro_batches_per_step(self.recipe.train.eval_batches, self.state.config.num_batches)
         feed = self.feed(self.eval_loader, 1)
         started, total, labels, num_items = time.perf_counter(), torch.zeros((), device=self.device), 0, 0
         counts = numpy.zeros((feed.num_sources, 2), dtype=numpy.int64)
         self.model.eval()
-        for batches in feed.steps(count):
+        for batches in feed.steps(eval_steps):
             items = torch.tensor(max(1, batches.items), device=self.device)
             inputs, objective = self.learning.prepare(batches.micro_batches[0])
-            read = self.eval_sources.reader(batches.micro_batches[0]) if self.eval_sources else None
+            read = self.eval_source_losses.reader(batches.micro_batches[0]) if self.eval_source_losses else None
             with loss.step(items, router_loss=False, objective=objective, read_losses=read):
                 total += self.model(**inputs, num_items_in_batch=items, use_cache=False).loss * items
             labels, num_items = labels + batches.labels, num_items + batches.items
@@ -299,9 +311,12 @@ class Trainer:
         self.model.train()
         reshard(self.model)
         if not num_items:
-            raise ValueError(f"The evaluation data contain no {self.learning.objective.per} (eval_data).")
+            raise ValueError(
+                f"The batches of the evaluation contain no {self.learning.objective.per}, so they have no loss. "
+                "Check the samples of eval_data."
+            )
         mean = float(all_reduce(total, operation="add up the evaluation loss")) / num_items
-        by_source = self.eval_sources.figures(counts.tolist()) if self.eval_sources else None
+        by_source = self.eval_source_losses.figures(counts.tolist()) if self.eval_source_losses else None
         seconds = time.perf_counter() - started
         result = Evaluation(step=self.step, loss=mean, labels=labels, seconds=seconds, sources=by_source)
         self.evaluated_step = self.step
@@ -408,16 +423,16 @@ class Trainer:
             peak_memory_gib=self.peak_memory() / 2**30 if self.device.type == "cuda" else None,
             expert_load=self.expert_load(),
             skipped=not math.isfinite(norm),
-            sources=self.sources.figures(batches.sources) if self.sources else None,
+            sources=self.source_losses.figures(batches.sources) if self.source_losses else None,
         )
         for listener in self.listeners:
             listener.on_step(record)
 
     def expert_load(self) -> float | None:
         """Load of the busiest expert of any layer, as a multiple of the even share; read every `log.every` steps."""
-        if self.load is None or self.step % self.recipe.log.every:
+        if self.expert_counter is None or self.step % self.recipe.log.every:
             return None
-        counts = self.load.read().values()
+        counts = self.expert_counter.read().values()
         return max((float(count.max() / count.float().mean()) for count in counts), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Output of a run: a live panel on a terminal, elsewhere a line every `log.every` steps.
+"""What a run prints: a live panel on a terminal, elsewhere a line every `log.every` steps.
 
 step   120/1000   loss 3.2145   norm 0.870   lr 9.10e-05   tok/s/device 45,100   TFLOP/s 412   MFU 41.7%   peak 62.0 GiB   ...
 """
@@ -72,7 +72,7 @@ class PlainView(Listener):
 
 
 class LiveView(Listener):
-    """A panel that is redrawn every `every` steps, with the loss as a line of bars."""
+    """A panel that is redrawn every `every` steps, with a sparkline of the loss."""
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
@@ -103,7 +103,7 @@ class LiveView(Listener):
         for row in (figures[:5], figures[5:]):
             table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in row))
         width = max(20, self._console.width - 6)
-        parts = [self._progress, table, Text(bars(self._losses, width), style="cyan")]
+        parts = [self._progress, table, Text(sparkline(self._losses, width), style="cyan")]
         if record.sources:
             parts.append(Text(source_losses(record.sources), style="dim"))
         if self._evaluation is not None:
@@ -165,14 +165,14 @@ def source_losses(sources: dict[str, SourceFigures]) -> str:
 
 
 def ending(summary: Summary) -> str:
-    """How the run ended, and its folders; a second line if samples were dropped or truncated."""
+    """How the run ended, and its folders; if samples were dropped or truncated, a second line says so."""
     where = f"   export: {summary.export}" if summary.export else ""
     left_out = f"\nsamples: {summary.data}" if summary.data not in ("", ALL_USED) else ""
     return f"step {summary.steps}: {ENDINGS[summary.reason]}   run: {summary.directory}{where}{left_out}"
 
 
-def bars(values: list[float], width: int) -> str:
-    """The values as a line of bars, the latest on the right; each bar is the mean of one or more values."""
+def sparkline(values: list[float], width: int) -> str:
+    """The finite values as bars in one line, the latest on the right; each bar is the mean of one or more values."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""

@@ -109,11 +109,11 @@ def test_the_live_view_draws_on_a_terminal(monkeypatch):
     assert "1.0000" in screen.getvalue()
 
 
-def test_bars_show_the_shape():
-    assert view.bars([3, 2, 1, 0], 10) == "█▅▃ "
-    assert len(view.bars(list(range(1000)), 50)) == 50
-    assert view.bars([float("nan")], 10) == ""
-    assert view.bars([1.0, 1.0], 10) == "  "
+def test_a_sparkline_shows_the_shape():
+    assert view.sparkline([3, 2, 1, 0], 10) == "█▅▃ "
+    assert len(view.sparkline(list(range(1000)), 50)) == 50
+    assert view.sparkline([float("nan")], 10) == ""
+    assert view.sparkline([1.0, 1.0], 10) == "  "
 
 
 def test_the_page_is_one_file_with_plots_and_escapes_what_it_shows(tmp_path):

@@ -90,7 +90,7 @@ def test_a_tokenizer_must_have_tokens_and_the_model_embeddings_for_them():
     empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>")
     with pytest.raises(RecipeError, match="'folder' has no tokenizer: .* has 1 tokens, all of them special"):
         setup.require_fitting(empty, Config(300), "folder")
-    with pytest.raises(RecipeError, match=r"has 3 tokens and the model a vocab_size of 2: 1 tokens .*'two' = 2"):
+    with pytest.raises(RecipeError, match=r"has 3 tokens, but the model has a vocab_size of 2: 1 tokens .*'two' = 2"):
         setup.require_fitting(three_words(), Config(2), "folder")
     setup.require_fitting(three_words(), Config(3), "folder")
     placed = Config(2)

@@ -20,7 +20,7 @@ from patchgen.runtime.parallel import watch
 from patchgen.runtime.train.signals import StopRequest
 
 watch.STOP_GRACE_SECONDS = 1.0
-with StopRequest() as stop, watch.Watch(nn.Linear(1, 1), timeout=600, stop_requested=stop.reached):
+with StopRequest() as stop, watch.Watch(nn.Linear(1, 1), timeout=600, stop_requested=stop.has_arrived):
     print("blocked", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)  # as a wait for a device does: it returns to no handler
 """
@@ -41,11 +41,11 @@ def test_a_blocked_process_that_is_asked_to_end_says_where_it_was_and_ends():
 
 def test_a_request_is_noted_once_and_by_both_ways_of_asking():
     with StopRequest() as stop:
-        assert not stop.requested() and not stop.reached()
+        assert not stop.requested() and not stop.has_arrived()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested() and stop.reached()
+        assert stop.requested() and stop.has_arrived()
         os.kill(os.getpid(), signal.SIGINT)  # the same request, handed on by a launcher
-        stop._since -= 10
+        stop._requested_at -= 10
         with pytest.raises(KeyboardInterrupt, match="a second time"):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)
