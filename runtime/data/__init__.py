@@ -8,7 +8,8 @@ feedback.py      encodes pairs and labelled samples     task_encoders.py   encod
 literals.py      special tokens in data as plain text   transform.py       the user's own function on rows
 cache.py         tokens on disk, shared by all ranks    documents.py       the samples of one cache
 multimodal.py    prepares images, videos, sounds        media_items.py     finds them in samples; media.py reads them
-processors.py    one interface for processors           token_alignment.py their tokens and the text
+media_options.py options of processors (`data.media`)   loader.py          the interface of loaders
+processors.py    one interface for processors           token_alignment.py aligns their tokens with the text
 prepare.py       records to samples, in the workers     roles.py           the role of each token
 order.py         shuffling, mixing by weight            packing.py         which samples share a batch
 batch_plan.py    the batches of all ranks               cached_loader.py   loader of cached samples

@@ -1,4 +1,4 @@
-"""Collectives on data: ranks that read streams do not know each other's lengths and bad samples."""
+"""Collectives about data: ranks that read streams know neither the lengths nor the bad samples of the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patchgen.runtime.parallel.collectives import all_reduce, gather_objects
 Result = TypeVar("Result")
 
 
-# The state of a rank before each batch of finite data; the maximum over ranks decides.
+# The state of a rank before each batch of data with a limited number of epochs; the maximum over ranks decides.
 NO_BATCH, BATCH, FAILURE = 0, 1, 2
 
 
@@ -24,9 +24,9 @@ def max_over_ranks(local_value: int) -> int:
         return local_value
     # On the host if the process group supports it, so that nothing waits for a device.
     device = "cpu" if "cpu" in dist.get_backend_config() else "cuda"
-    number = torch.tensor(local_value, device=device)
+    value = torch.tensor(local_value, device=device)
     operation = "agree whether any rank has another batch or failed"
-    return int(all_reduce(number, operation=operation, op=dist.ReduceOp.MAX).item())
+    return int(all_reduce(value, operation=operation, op=dist.ReduceOp.MAX).item())
 
 
 def run_on_all_ranks(work: Callable[[], Result]) -> Result:

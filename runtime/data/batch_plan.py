@@ -18,11 +18,11 @@ import numpy as np
 from patchgen.runtime.data.order import MixedOrder
 from patchgen.runtime.data.packing import Pool
 
-MAX_WAITING = 16384  # samples in the pool, whatever their tokens
+MAX_WAITING = 16384  # most samples in the pool, however few tokens they have
 
 
 class BatchPlan:
-    """The batches of all ranks, in order; each a list of `(source, number of the sample in it)`.
+    """The batches of all ranks, in order; each a list of `(source, index of the sample in it)`.
 
     Args:
         lengths: the tokens of each sample, by source.
@@ -49,15 +49,15 @@ class BatchPlan:
         self._pool = pool
         self._pool_tokens = pool_tokens
         self.epoch = 0
-        self._begin(0, [0] * len(lengths))
+        self._begin_epoch(0, [0] * len(lengths))
 
-    def _begin(self, epoch: int, counts: list[int]) -> None:
+    def _begin_epoch(self, epoch: int, counts: list[int]) -> None:
         self.epoch = epoch
         self._counts = counts
         sizes = [len(lengths) for lengths in self._lengths]
         self._order = MixedOrder(sizes, self._weights, seed=self._seed, epoch=epoch)
         self._upcoming: Iterator[tuple[int, int, int]] = self._order.after(counts)
-        self._numbers: dict[tuple[int, int], int] = {}
+        self._indices: dict[tuple[int, int], int] = {}  # (source, k), as in `MixedOrder.after` -> index in the source
 
     def next(self) -> list[tuple[int, int]] | None:
         """The samples of the next batch; None after the last epoch."""
@@ -65,29 +65,29 @@ class BatchPlan:
         if not self._pool:
             if self._epochs is not None and self.epoch + 1 >= self._epochs:
                 return None
-            self._begin(self.epoch + 1, [0] * len(self._lengths))
+            self._begin_epoch(self.epoch + 1, [0] * len(self._lengths))
             self._refill()
-        return [(key[0], self._numbers.pop(key)) for key in self._pool.take()]
+        return [(key[0], self._indices.pop(key)) for key in self._pool.take()]
 
     def _refill(self) -> None:
         while self._pool.tokens < self._pool_tokens and len(self._pool) < MAX_WAITING:
             entry = next(self._upcoming, None)
             if entry is None:
                 return
-            source, k, number = entry
+            source, k, index = entry
             self._counts[source] += 1
-            self._add_to_pool(source, k, number)
+            self._add_to_pool(source, k, index)
 
-    def _add_to_pool(self, source: int, k: int, number: int) -> None:
-        self._numbers[source, k] = number
-        self._pool.add((source, k), int(self._lengths[source][number]))
+    def _add_to_pool(self, source: int, k: int, index: int) -> None:
+        self._indices[source, k] = index
+        self._pool.add((source, k), int(self._lengths[source][index]))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch, how many samples of each source it has used, and which of them still wait in the pool."""
+        """The position: the epoch, how many samples of each source it has used, and which of these still wait in the pool."""
         return {"epoch": self.epoch, "counts": list(self._counts), "waiting": [list(entry) for entry in self._pool]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pool.clear()
-        self._begin(state["epoch"], list(state["counts"]))
+        self._begin_epoch(state["epoch"], list(state["counts"]))
         for source, k in state["waiting"]:
             self._add_to_pool(source, k, int(self._order.indices(source, np.array([k]))[0]))

@@ -1,4 +1,4 @@
-"""From a configuration to a loader, with the encoder of each source by the kind of data."""
+"""Builds the loader that a configuration describes; the kind of data determines the encoder of each source."""
 
 from __future__ import annotations
 
@@ -59,42 +59,46 @@ def build_loader(
     prepare = make_prepare(config, tokenizer, processor, position_function)
     if isinstance(prepare, PrepareMultimodal):
         tokenizer = tokenizer or processor.tokenizer
-        encodings: list[Any] = [tokenizer_fingerprint(tokenizer), repr(processor), prepare.template]
-        encodings += [part for part in (config.media, config.special_tokens, config.learn) if part]
-        encodings += [mapper.fingerprint() for mapper in prepare.mappers]
-        media = _media_settings(config, prepare)
+        encoder_fingerprints: list[Any] = [tokenizer_fingerprint(tokenizer), repr(processor), prepare.template]
+        encoder_fingerprints += [part for part in (config.media, config.special_tokens, config.learn) if part]
+        encoder_fingerprints += [mapper.fingerprint() for mapper in prepare.mappers]
+        media_settings = _media_settings(config, prepare)
     else:
-        encodings = [encoder.fingerprint() for encoder in prepare.encoders]
-        media = {}
+        encoder_fingerprints = [encoder.fingerprint() for encoder in prepare.encoders]
+        media_settings = {}
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     if not streaming and isinstance(prepare, PrepareText):
         documents = []
         for source, encoder in zip(sources, prepare.encoders, strict=True):
             cache = open_cache(config.cache_root, source, encoder, skip_bad=config.on_bad == "skip")
             documents.append(
-                Documents(cache, limit=config.longest, on_long=config.on_long, keeps_targets=prepare.keeps_targets)
+                Documents(
+                    cache, limit=config.length_limit, on_long=config.on_long, keeps_targets=prepare.keeps_targets
+                )
             )
         return PlannedLoader(
             config, documents, pad_token_id=pad_token_id, batch_index=batch_index, num_batches=num_batches
         )
 
     stream = _stream(config, sources, Share(batch_index, num_batches))
-    settings = _settings(config, sources, stream, encodings) | media
+    settings = _settings(config, sources, stream, encoder_fingerprints) | media_settings
     return StreamedLoader(config, stream, prepare, settings=settings, pad_token_id=pad_token_id, agree=agree)
 
 
 def make_prepare(
     config: DataConfig, tokenizer: Any, processor: Any, position_function: Callable[..., Any] | None
 ) -> PrepareText | PrepareMultimodal:
-    """What turns records into samples; arguments as of `build_loader`."""
+    """Makes the object that turns records into samples; arguments as of `build_loader`."""
     if config.kind == "multimodal":
         return PrepareMultimodal(config, processor, position_function)
     encoders = [make_encoder(config, mapper, tokenizer) for mapper in mappers_of(config)]
-    return PrepareText(encoders, limit=config.longest, on_long=config.on_long, keeps_targets=needs_all_targets(config))
+    return PrepareText(
+        encoders, limit=config.length_limit, on_long=config.on_long, keeps_targets=needs_all_targets(config)
+    )
 
 
 def needs_all_targets(config: DataConfig) -> bool:
-    """Whether a sample that would lose a target is skipped: the last token of an answer is the answer's end."""
+    """Whether a sample is skipped if truncation would cut off a target: an answer without its last tokens is a wrong one."""
     return config.kind == "answers"
 
 
@@ -136,19 +140,21 @@ def _stream(config: DataConfig, sources: Sequence[Any], share: Share) -> MixedSt
     )
 
 
-def _settings(config: DataConfig, sources: Sequence[Any], stream: MixedStream, encodings: list[Any]) -> dict[str, Any]:
+def _settings(
+    config: DataConfig, sources: Sequence[Any], stream: MixedStream, encoder_fingerprints: list[Any]
+) -> dict[str, Any]:
     """What determines the samples of a stream and their batches: it must not change when a run resumes."""
     fingerprints = [source.contents() if isinstance(source, Files) else source.fingerprint() for source in sources]
     settings = {
         "sources": [digest(fingerprint) for fingerprint in fingerprints],
-        "encodings": digest(encodings),
+        "encodings": digest(encoder_fingerprints),
         "weights": stream.weights,
         "shuffled": stream.shuffled,
         "seed": config.seed,
         "tokens_per_batch": config.tokens_per_batch,
         "packing": config.packing,
         "pool": config.pool_tokens,
-        "longest": config.longest,
+        "longest": config.length_limit,
         "on_long": config.on_long,
     }
     if config.separate_modalities:
@@ -157,7 +163,7 @@ def _settings(config: DataConfig, sources: Sequence[Any], stream: MixedStream, e
 
 
 def _media_settings(config: DataConfig, prepare: PrepareMultimodal) -> dict[str, Any]:
-    """What determines the media of samples. Of folders the name: like data files, they may move."""
+    """What determines the media of samples. Of folders only the name: like data files, they may be moved."""
     roots = [source.media_root for source in config.sources]
     return {
         "video_fps": prepare.options.fps,

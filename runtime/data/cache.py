@@ -9,7 +9,7 @@
                       counters.json  bad samples: how many, and where
                       contents.txt   a hash of all these arrays, which a saved position must match
 
-The key is a hash of the source (path, size and time of change of its files), the tokenizer, the encoding and on_bad. Of
+The key is a hash of the source (path, size and modification time of its files), the tokenizer, the encoding and on_bad. Of
 processes that need the same tokens at once, one encodes and the others wait. A folder gets its name only when it is
 complete, so a process that is killed leaves nothing that another would read.
 """
@@ -38,7 +38,7 @@ from patchgen.runtime.data.text import Encoder, Tokens, digest
 
 VERSION = 4
 ENCODE_BATCH_SIZE = 256  # samples per call of the tokenizer, which uses several threads
-DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) 
                 _build(folder, source, encoder, skip_bad=skip_bad)
     optional_files = {name: folder / f"{name}.npy" for name in ("targets", "splits", "labels")}
     return TokenCache(
-        tokens=_array(folder / "tokens.npy"),
-        bounds=_array(folder / "bounds.npy"),
-        **{name: _array(file) if file.exists() else None for name, file in optional_files.items()},
+        tokens=_load_mapped(folder / "tokens.npy"),
+        bounds=_load_mapped(folder / "bounds.npy"),
+        **{name: _load_mapped(file) if file.exists() else None for name, file in optional_files.items()},
         contents=(folder / "contents.txt").read_text(),
         places_file=folder / "places.txt",
         counters=Counters.from_dict(json.loads((folder / "counters.json").read_text())),
@@ -117,7 +117,7 @@ def cache_lock(file: Path) -> Iterator[FileLock]:
         lock.release()
 
 
-def _array(file: Path) -> np.ndarray:
+def _load_mapped(file: Path) -> np.ndarray:
     return np.load(file, mmap_mode="r", allow_pickle=False)
 
 
@@ -133,7 +133,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
             if not folder.exists():
                 raise
     except OSError as error:
-        if error.errno not in DISK_IS_FULL:
+        if error.errno not in DISK_FULL_ERRORS:
             raise
         raise DataError(
             f"The tokens of {source.name} do not fit into the cache folder {folder.parent}: {error.strerror}. To fix: free "
@@ -148,7 +148,7 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
     lengths = []
     per_document: dict[str, list[float]] = {"splits": [], "labels": []}
     largest_id = 0
-    any_targets, type_of_targets = False, np.dtype(bool)
+    any_targets, targets_dtype = False, np.dtype(bool)
     contents = hashlib.sha256()
     with (
         (folder / "tokens.raw").open("wb") as tokens,
@@ -162,13 +162,13 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
                 counters.add("bad", encoded.where, encoded.reason)
                 continue
             ids = encoded.ids.astype(np.uint32)
-            tokens.write(ids.data)  # `tofile` would hide the reason of an error
+            tokens.write(ids.data)  # `tofile` would hide the reason for an error
             largest_id = max(largest_id, int(encoded.ids.max()))
             any_targets |= encoded.targets is not None
-            mask = np.ones(len(encoded.ids), dtype=bool) if encoded.targets is None else encoded.targets
-            targets.write(mask.data)
-            type_of_targets = mask.dtype  # the same for all samples of an encoder
-            for part in (np.int64(len(ids)), ids, mask):
+            document_targets = np.ones(len(ids), dtype=bool) if encoded.targets is None else encoded.targets
+            targets.write(document_targets.data)
+            targets_dtype = document_targets.dtype  # the same for all samples of an encoder
+            for part in (np.int64(len(ids)), ids, document_targets):
                 contents.update(part.tobytes())
             for values, value in ((per_document["splits"], encoded.split), (per_document["labels"], encoded.label)):
                 if value is not None:
@@ -183,12 +183,12 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
 
     bounds = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
     _save(folder / "bounds.npy", bounds)
-    for name, type_ in (("splits", np.int64), ("labels", np.float64)):
+    for name, dtype in (("splits", np.int64), ("labels", np.float64)):
         if per_document[name]:
-            _save(folder / f"{name}.npy", np.array(per_document[name], dtype=type_))
+            _save(folder / f"{name}.npy", np.array(per_document[name], dtype=dtype))
     _raw_to_npy(folder / "tokens", np.uint32, np.uint16 if largest_id < 2**16 else np.uint32, int(bounds[-1]))
     if any_targets:
-        _raw_to_npy(folder / "targets", type_of_targets, type_of_targets, int(bounds[-1]))
+        _raw_to_npy(folder / "targets", targets_dtype, targets_dtype, int(bounds[-1]))
     else:
         (folder / "targets.raw").unlink()
     (folder / "contents.txt").write_text(contents.hexdigest()[:32])
@@ -215,21 +215,21 @@ def _batched(source: Source) -> Iterator[list[Record]]:
         yield batch
 
 
-def _raw_to_npy(path: Path, raw_type: Any, type_: Any, length: int) -> None:
+def _raw_to_npy(path: Path, raw_dtype: Any, dtype: Any, length: int) -> None:
     """Converts `path`.raw to `path`.npy in blocks: a source need not fit into memory."""
     raw = path.with_suffix(".raw")
-    written = np.memmap(raw, dtype=raw_type, mode="r", shape=(length,))
-    _save(path.with_suffix(".npy"), written, type_)
-    del written
+    raw_array = np.memmap(raw, dtype=raw_dtype, mode="r", shape=(length,))
+    _save(path.with_suffix(".npy"), raw_array, dtype)
+    del raw_array
     raw.unlink()
 
 
-def _save(file: Path, array: np.ndarray, type_: Any = None) -> None:
+def _save(file: Path, array: np.ndarray, dtype: Any = None) -> None:
     """Writes an array `(n,)` in blocks. Neither mapped (on a full disk, a write to a map ends the process) nor by `np.save`
-    (its error has no reason)."""
-    type_, block = np.dtype(type_ or array.dtype), 2**24
+    (its error does not say why)."""
+    dtype, block = np.dtype(dtype or array.dtype), 2**24
     with file.open("wb") as out:
-        header = {"descr": np.lib.format.dtype_to_descr(type_), "fortran_order": False, "shape": array.shape}
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": array.shape}
         np.lib.format.write_array_header_1_0(out, header)
         for start in range(0, len(array), block):
-            out.write(array[start : start + block].astype(type_).data)
+            out.write(array[start : start + block].astype(dtype).data)

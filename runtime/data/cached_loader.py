@@ -32,10 +32,10 @@ class PlannedLoader(Loader):
         num_batches: int,
     ) -> None:
         self.counters = Counters()
-        for source, described in zip(sources, config.sources, strict=True):
+        for source, source_config in zip(sources, config.sources, strict=True):
             self.counters.merge(source.counters)
             if not len(source.lengths):
-                raise DataError(f"No sample of {described.path} is left: {source.counters.summary()}.")
+                raise DataError(f"No sample of {source_config.path} is left: {source.counters.summary()}.")
         self._sources = sources
         self._latest: list[tuple[int, int]] = []
         self._pad_token_id = pad_token_id
@@ -58,7 +58,7 @@ class PlannedLoader(Loader):
             "tokens_per_batch": config.tokens_per_batch,
             "packing": config.packing,
             "pool": config.pool_tokens,
-            "longest": config.longest,
+            "longest": config.length_limit,
             "on_long": config.on_long,
         }
 
@@ -67,14 +67,14 @@ class PlannedLoader(Loader):
         if batches[0] is None:
             raise StopIteration
         self._latest = batches[self._batch_index] or []
-        samples = [(source, self._sources[source].sample(number)) for source, number in self._latest]
+        samples = [(source, self._sources[source].sample(index)) for source, index in self._latest]
         return make_batch(samples, pad_to=self._pad_to, pad_token_id=self._pad_token_id)
 
     def places(self) -> list[str]:
-        return [self._sources[source].place(number) for source, number in self._latest]
+        return [self._sources[source].place(index) for source, index in self._latest]
 
     def statistics(self) -> list[SourceStatistics]:
-        return [SourceStatistics(source.parts.ravel(), source.learned()) for source in self._sources]
+        return [SourceStatistics(source.doc_lengths.ravel(), source.num_learned()) for source in self._sources]
 
     def state_dict(self) -> dict[str, Any]:
         return {"settings": self._settings, "plan": self._plan.state_dict()}
@@ -86,4 +86,4 @@ class PlannedLoader(Loader):
     def position_of(
         self, saved: dict[str, Any] | None, all_ranks: Callable[[], list[dict[str, Any]]]
     ) -> dict[str, Any]:
-        return saved if saved is not None else all_ranks()[0]  # the plan is the same on all
+        return saved if saved is not None else all_ranks()[0]  # the plan is the same on all ranks

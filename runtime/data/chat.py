@@ -1,6 +1,6 @@
 """Conversations to tokens, with loss only on assistant turns.
 
-A chat template may mark its assistant turns (`{% generation %}`). For any other, a turn is found by rendering the
+A chat template may mark its assistant turns (`{% generation %}`). With any other, a turn is found by rendering the
 conversation without it and with it:
 
     messages[:i] + generation prompt   <|user|>Hi<|end|><|assistant|>
@@ -38,7 +38,7 @@ class ChatEncoder(SampleEncoder):
     """Conversations: a list of messages with `role` and `content` in `messages`, tools (JSON schemas) in `tools`.
 
     Args:
-        kind: of the data, for messages.
+        kind: of the data, for error messages.
         learn: which assistant turns have a loss: "all" or the "last".
         special_tokens: those that messages may contain as such; all others in messages are plain text.
     """
@@ -82,43 +82,43 @@ class ChatEncoder(SampleEncoder):
 
 
 def learned_turns(where: str, messages: list[dict[str, Any]], learn: str = "all") -> frozenset[int] | None:
-    """The indices of the messages with a loss; None: all of the assistant.
+    """The indices of the messages with a loss; None: all assistant turns.
 
     Raises:
         BadSample: a flag is not a boolean, 0 or 1, is set on a message of another role, or contradicts another flag.
     """
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    flags = {number: _flag(where, number, message) for number, message in enumerate(messages)}
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    flags = {index: _flag(where, index, message) for index, message in enumerate(messages)}
     if learn == "all" and all(flag is None for flag in flags.values()):
         return None
     default = turns if learn == "all" else turns[-1:]
-    return frozenset(number for number in turns if (number in default if flags[number] is None else flags[number]))
+    return frozenset(index for index in turns if (index in default if flags[index] is None else flags[index]))
 
 
-def _flag(where: str, number: int, message: dict[str, Any]) -> bool | None:
+def _flag(where: str, index: int, message: dict[str, Any]) -> bool | None:
     """Whether a message is flagged to have a loss or none; None: it has no flag."""
     flags = {name: message[name] for name in LEARN_FLAGS if message.get(name) is not None}
     for name, value in flags.items():
         if value not in (0, 1):
-            raise BadSample(where, f"message {number} has {name} = {value!r:.40}; expected false, true, 0 or 1")
+            raise BadSample(where, f"message {index} has {name} = {value!r:.40}; expected false, true, 0 or 1")
     values = {bool(value) for value in flags.values()}
     if len(values) > 1:
         raise BadSample(
-            where, f"message {number} has {' and '.join(f'{name} = {value}' for name, value in flags.items())}"
+            where, f"message {index} has both {' and '.join(f'{name} = {value}' for name, value in flags.items())}"
         )
     flag = values.pop() if values else None
     if flag and message["role"] != "assistant":
         raise BadSample(
-            where, f"message {number} of {message['role']!r} is flagged to have a loss; only assistant turns can"
+            where, f"message {index} of {message['role']!r} is flagged to have a loss; only assistant turns can"
         )
     return flag
 
 
 def require_messages(where: str, messages: list[Any]) -> None:
     """Raises BadSample unless `messages` are dicts with a role."""
-    for number, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadSample(where, f"message {number} is {message!r:.80}, expected a dict with a role and content")
+            raise BadSample(where, f"message {index} is {message!r:.80}, expected a dict with a role and content")
 
 
 def render_with_spans(
@@ -130,7 +130,7 @@ def render_with_spans(
     literals: Literals,
     learned: frozenset[int] | None = None,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation with special tokens marked, and the characters of the assistant turns `learned`; None: of all.
+    """The text of a conversation with special tokens marked, and the spans of the assistant turns `learned`; None: of all.
 
     Raises:
         BadSample: the template refuses the messages.
@@ -146,15 +146,15 @@ def render_with_spans(
             text = render(messages)
         spans = assistant_spans(render, messages, text, tuple(literals.tokenizer.get_added_vocab()))
     if marks is not None and learned is not None:
-        return text, _marks_of_turns(where, marks, spans, learned)
-    return text, [span for number, span in spans.items() if learned is None or number in learned]
+        return text, _marks_with_loss(where, marks, spans, learned)
+    return text, [span for index, span in spans.items() if learned is None or index in learned]
 
 
 class Renderer:
     """Renders messages by a chat template.
 
     Args:
-        options: of `render_jinja_template`.
+        options: keyword arguments of `render_jinja_template`.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -173,23 +173,23 @@ class Renderer:
 def make_renderer(
     messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals
 ) -> tuple[Renderer, list[dict[str, Any]]]:
-    """A renderer for a conversation, and its messages without empty keys and flags; special tokens in both are marked."""
+    """A renderer for a conversation, and its messages without flags and None; special tokens in messages and tools are marked."""
     # Templates would write "None" for keys with no value; transformers drops them as well.
-    plain = [
+    marked_messages = [
         {key: value for key, value in message.items() if value is not None and key not in LEARN_FLAGS}
         for message in literals.mark(messages)
     ]
     options = {"chat_template": template, "tools": literals.mark(tools)}
-    return Renderer({**literals.tokenizer.special_tokens_map, **options}), plain
+    return Renderer({**literals.tokenizer.special_tokens_map, **options}), marked_messages
 
 
-def _marks_of_turns(
+def _marks_with_loss(
     where: str, marks: list[tuple[int, int]], turns: dict[int, tuple[int, int]], learned: frozenset[int]
 ) -> list[tuple[int, int]]:
     """The template's marks that belong to turns with a loss."""
     marks_with_loss = []
     for mark in marks:
-        have_loss = {number in learned for number, (start, end) in turns.items() if start < mark[1] and mark[0] < end}
+        have_loss = {index in learned for index, (start, end) in turns.items() if start < mark[1] and mark[0] < end}
         if len(have_loss) > 1:
             raise BadSample(where, "the chat template marks turns with and without a loss as one span")
         if True in have_loss:
@@ -203,38 +203,38 @@ def marks_assistant_turns(template: str) -> bool:
 
 
 def assistant_spans(
-    render: Any, messages: list[dict[str, Any]], text: str, special: tuple[str, ...]
+    render: Any, messages: list[dict[str, Any]], text: str, added_tokens: tuple[str, ...]
 ) -> dict[int, tuple[int, int]]:
-    """The characters of each assistant turn in `text`, by the index of its message: with the token that ends the turn,
+    """The span of each assistant turn in `text`, by the index of its message: with the token that ends the turn,
     without white space after it.
 
     Args:
         render: `(messages, prompt=False) -> str`; with `prompt`, followed by the header of an assistant turn.
         text: all messages, rendered.
-        special: the special tokens, which may end a turn.
+        added_tokens: of the tokenizer; one of these may end a turn.
     """
     spans = {}
-    for number, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = render(messages[:number], prompt=True) if number else ""
-        through = render(messages[: number + 1])
-        if number and text.startswith(before) and text.startswith(through) and len(through) > len(before):
-            spans[number] = (len(before), _without_trailing_space(text, len(before), len(through), special))
+        before = render(messages[:index], prompt=True) if index else ""
+        through = render(messages[: index + 1])
+        if index and text.startswith(before) and text.startswith(through) and len(through) > len(before):
+            spans[index] = (len(before), _end_without_space(text, len(before), len(through), added_tokens))
             continue
-        bare = {"role": message["role"], "content": SENTINEL}
-        other = render_or_none(render, [*messages[:number], bare, *messages[number + 1 :]])
+        sentinel_message = {"role": message["role"], "content": SENTINEL}
+        replaced = render_or_none(render, [*messages[:index], sentinel_message, *messages[index + 1 :]])
         end_of_turn = ""
-        if other is None:
-            other = render([*messages[:number], with_other_content(message), *messages[number + 1 :]])
-            alone = render_or_none(render, [*messages[:number], bare]) or ""
-            end_of_turn = through[len(through) - common_suffix(through, alone) :].strip()
-        if SENTINEL not in other:
-            continue  # the template does not show this turn
-        start = len(before) if number and text.startswith(before) else common_prefix(text, other)
-        end = max(start, len(text) - common_suffix(text, other))
+        if replaced is None:
+            replaced = render([*messages[:index], with_sentinel_content(message), *messages[index + 1 :]])
+            through_replaced = render_or_none(render, [*messages[:index], sentinel_message]) or ""
+            end_of_turn = through[len(through) - common_suffix_length(through, through_replaced) :].strip()
+        if SENTINEL not in replaced:
+            continue  # the template does not render this turn
+        start = len(before) if index and text.startswith(before) else common_prefix_length(text, replaced)
+        end = max(start, len(text) - common_suffix_length(text, replaced))
         end = max(end, text.find(end_of_turn, end))  # after the closing brackets of the calls
-        spans[number] = (start, _with_end_token(text, end, special))
+        spans[index] = (start, _end_after_end_token(text, end, added_tokens))
     return spans
 
 
@@ -246,7 +246,7 @@ def render_or_none(render: Any, messages: list[dict[str, Any]]) -> str | None:
         return None
 
 
-def with_other_content(message: dict[str, Any]) -> dict[str, Any]:
+def with_sentinel_content(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its content, and the names and arguments of its tool calls, replaced by the sentinel."""
     calls = []
     for call in message.get("tool_calls") or []:
@@ -257,23 +257,23 @@ def with_other_content(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": SENTINEL, **({"tool_calls": calls} if calls else {})}
 
 
-def _without_trailing_space(text: str, start: int, end: int, special: tuple[str, ...]) -> int:
-    bare = text[start:end].rstrip()
-    return start + len(bare) if bare.endswith(special) else end
+def _end_without_space(text: str, start: int, end: int, added_tokens: tuple[str, ...]) -> int:
+    stripped = text[start:end].rstrip()
+    return start + len(stripped) if stripped.endswith(added_tokens) else end
 
 
-def _with_end_token(text: str, end: int, special: tuple[str, ...]) -> int:
+def _end_after_end_token(text: str, end: int, added_tokens: tuple[str, ...]) -> int:
     remaining_text = text[end:]
     following = remaining_text.lstrip()
-    token = max((token for token in special if following.startswith(token)), key=len, default=None)
+    token = max((token for token in added_tokens if following.startswith(token)), key=len, default=None)
     return end + (len(remaining_text) - len(following)) + len(token) if token else end
 
 
-def common_suffix(first: str, second: str) -> int:
-    return common_prefix(first[::-1], second[::-1])
+def common_suffix_length(first: str, second: str) -> int:
+    return common_prefix_length(first[::-1], second[::-1])
 
 
-def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
+def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """How many characters, tokens or messages at the beginning are equal."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

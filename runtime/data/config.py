@@ -94,7 +94,7 @@ class SourceConfig:
             )
 
 
-KINDS_WITH = {"learn": ("chat", "multimodal"), "video_fps": ("multimodal",), "max_frames": ("multimodal",)}
+KINDS_THAT_READ = {"learn": ("chat", "multimodal"), "video_fps": ("multimodal",), "max_frames": ("multimodal",)}
 """Fields of DataConfig that only some kinds read."""
 
 
@@ -108,13 +108,14 @@ class DataConfig:
             one, texts or conversations with labels, words with classes, questions with answers in a text, or pairs of
             similar texts
         learn: assistant turns with a loss: all, or the last of a conversation
-        tokens_per_batch: most tokens of a micro-batch, which the ranks of an SP group share
+        tokens_per_batch: the most tokens of a micro-batch, which the ranks of an SP group share
         packing: fill batches with the samples that fit best; otherwise in order
         separate_modalities: pairs of modalities that are not combined in one row; none: those that the model cannot distinguish
             in one row, as tested before the run
-        pool: size of the pool of samples that wait for a batch, in batches of tokens, without packing too; none: 64, multimodal 4
+        pool: size of the pool of samples that wait for a batch, in units of tokens_per_batch, also without packing; none: 64,
+            multimodal 4
         pad_batches: pad every batch to tokens_per_batch, so that all have one shape
-        max_length: most tokens of a sample, of a pair each half; none: tokens_per_batch, for pairs half of it
+        max_length: the most tokens of a sample, or of each half of a pair; none: tokens_per_batch, for pairs half of it
         on_long: handling of longer samples; split (plain text only) keeps all tokens
         on_bad: handling of samples that cannot be used: skip and count, or raise an error
         special_tokens: special tokens that texts may contain as such (<|box_start|>); others in texts are encoded as plain text
@@ -123,11 +124,11 @@ class DataConfig:
         shuffle: shuffle each epoch; streams keep the order of their files
         seed: of the shuffling
         cache_dir: folder of the token cache; none: ~/.cache/patchgen/data
-        num_workers: processes that prepare streamed and multimodal samples; 0: this one
+        num_workers: processes that prepare streamed and multimodal samples; 0: the training process itself
         media: options of the model's processor (min_pixels, max_pixels, fps, sampling_rate ...), for all media that have them or
             under images, videos, audios for one; multimodal only
         video_fps: frames per second to sample from videos
-        max_frames: most frames of a video
+        max_frames: the most frames of a video
     """
 
     sources: tuple[SourceConfig, ...] = (SourceConfig("builtin:stdlib"),)
@@ -168,7 +169,7 @@ class DataConfig:
             raise ValueError(
                 f"data.media has options of a processor, which data.kind = {self.kind} does not use. To fix: remove it."
             )
-        for name, kinds in KINDS_WITH.items():
+        for name, kinds in KINDS_THAT_READ.items():
             if getattr(self, name) != getattr(DataConfig, name) and self.kind not in kinds:
                 raise ValueError(
                     f"data.{name} is for kind {' or '.join(kinds)}; data.kind = {self.kind} would ignore it. To fix: remove it."
@@ -177,8 +178,8 @@ class DataConfig:
             raise ValueError("data.sources is empty: name at least one source, for example builtin:stdlib.")
         weighted = [source.path for source in self.sources if source.weight is not None]
         if weighted and len(weighted) != len(self.sources):
-            bare = [source.path for source in self.sources if source.weight is None]
-            raise ValueError(f"Give a weight to every source or to none: {weighted} have one, {bare} have none.")
+            unweighted = [source.path for source in self.sources if source.weight is None]
+            raise ValueError(f"Give a weight to every source or to none: {weighted} have one, {unweighted} have none.")
         for name in ("tokens_per_batch", "max_length", "pool", "epochs", "max_frames"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -188,13 +189,15 @@ class DataConfig:
         for name in ("num_workers", "seed"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"data.{name} must be 0 or more, not {value}.")
-        if self.longest * self.halves > self.tokens_per_batch or not self.longest:
-            of_pairs = (
-                "both halves of a pair share a batch" if self.halves > 1 else "a sample is never split over batches"
+        if self.length_limit * self.docs_per_sample > self.tokens_per_batch or not self.length_limit:
+            reason = (
+                "both halves of a pair share a batch"
+                if self.docs_per_sample > 1
+                else "a sample is never split over batches"
             )
             raise ValueError(
                 f"data.max_length = {self.max_length} does not fit into data.tokens_per_batch = {self.tokens_per_batch}: "
-                f"{of_pairs}."
+                f"{reason}."
             )
         for source in self.sources:
             if source.media_root is not None and self.kind != "multimodal":
@@ -214,19 +217,19 @@ class DataConfig:
     @property
     def source_names(self) -> list[str]:
         """Unique names of the sources, for logs and pages."""
-        plain = [source.name or source.path for source in self.sources]
+        names = [source.name or source.path for source in self.sources]
         return [
-            name if plain.count(name) == 1 else f"{name} ({plain[: number + 1].count(name)})"
-            for number, name in enumerate(plain)
+            name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
+            for index, name in enumerate(names)
         ]
 
     @property
-    def longest(self) -> int:
+    def length_limit(self) -> int:
         """The most tokens that a sample may have; of pairs, each half."""
-        return self.max_length or self.tokens_per_batch // self.halves
+        return self.max_length or self.tokens_per_batch // self.docs_per_sample
 
     @property
-    def halves(self) -> int:
+    def docs_per_sample(self) -> int:
         """The number of documents of a sample, which share a batch."""
         return len(PAIR_COLUMNS.get(self.kind, ("",)))
 

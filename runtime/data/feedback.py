@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from patchgen.runtime.data.chat import ChatEncoder, common_prefix, learned_turns
+from patchgen.runtime.data.chat import ChatEncoder, common_prefix_length, learned_turns
 from patchgen.runtime.data.problems import BadSample, DataError
 from patchgen.runtime.data.text import SampleEncoder, TextEncoder, Tokens
 
@@ -24,14 +24,14 @@ class PairEncoder(SampleEncoder):
 
     def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
         halves = [fields["chosen"], fields["rejected"]]
-        shared = common_prefix(*halves)
+        num_shared = common_prefix_length(*halves)
         encoded = []
         for name, messages in zip(("chosen", "rejected"), halves, strict=True):
             try:
                 turns = learned_turns(where, messages)
                 if turns is None:
                     turns = frozenset(range(len(messages)))
-                later = frozenset(number for number in turns if number >= shared)
+                later = frozenset(index for index in turns if index >= num_shared)
                 ids, targets = self.chat.encode_messages(where, messages, fields, later)
             except BadSample as error:
                 raise BadSample(error.where, f"{name}: {error.reason}") from error

@@ -15,7 +15,7 @@ from patchgen.runtime.data.hub import undecoded
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.records import Record
 
-ENDS = 65536  # bytes
+END_BYTES = 65536  # bytes hashed at each end of a file
 
 
 def find_files(path: str, format: str) -> list[Path]:
@@ -57,9 +57,9 @@ class Files:
         for file in self.files:
             size = file.stat().st_size
             with file.open("rb") as stream:
-                ends = stream.read(ENDS)
-                stream.seek(max(0, size - ENDS))
-                ends += stream.read(ENDS)
+                ends = stream.read(END_BYTES)
+                stream.seek(max(0, size - END_BYTES))
+                ends += stream.read(END_BYTES)
             contents.append([file.name, size, hashlib.sha256(ends).hexdigest()])
         return contents
 
@@ -69,34 +69,34 @@ class JsonLines(Files):
 
     def read(self, position: list[int] | None = None) -> Iterator[tuple[Record, list[int]]]:
         first, offset, line = position or (0, 0, 0)
-        for number in range(first, len(self.files)):
-            with self.files[number].open("rb") as stream:
+        for file_index in range(first, len(self.files)):
+            with self.files[file_index].open("rb") as stream:
                 stream.seek(offset)
                 for text in stream:
                     line += 1
                     offset += len(text)
                     if text.strip():
-                        yield Record(f"{self.files[number]}:{line}", text), [number, offset, line]
+                        yield Record(f"{self.files[file_index]}:{line}", text), [file_index, offset, line]
             offset = line = 0
 
     @functools.cached_property
     def _index(self) -> np.ndarray:
         """`(samples, 3)`: file, offset in bytes and line of each."""
         rows = []
-        for number, file in enumerate(self.files):
+        for file_index, file in enumerate(self.files):
             offset = 0
             with file.open("rb") as stream:
                 for line, text in enumerate(stream, 1):
                     if text.strip():
-                        rows.append((number, offset, line))
+                        rows.append((file_index, offset, line))
                     offset += len(text)
         return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self._index)
 
-    def __getitem__(self, number: int) -> Record:
-        file, offset, line = (int(value) for value in self._index[number])
+    def __getitem__(self, index: int) -> Record:
+        file, offset, line = (int(value) for value in self._index[index])
         with self.files[file].open("rb") as stream:
             stream.seek(offset)
             return Record(f"{self.files[file]}:{line}", stream.readline())
@@ -106,14 +106,14 @@ class TextFiles(Files):
     """One document per file."""
 
     def read(self, position: list[int] | None = None) -> Iterator[tuple[Record, list[int]]]:
-        for number in range(position[0] if position else 0, len(self.files)):
-            yield self[number], [number + 1]
+        for index in range(position[0] if position else 0, len(self.files)):
+            yield self[index], [index + 1]
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, number: int) -> Record:
-        return Record(str(self.files[number]), self.files[number])
+    def __getitem__(self, index: int) -> Record:
+        return Record(str(self.files[index]), self.files[index])
 
 
 class Parquet(Files):
@@ -123,8 +123,8 @@ class Parquet(Files):
         import pyarrow.parquet
 
         first, row = position or (0, 0)
-        for number in range(first, len(self.files)):
-            file = pyarrow.parquet.ParquetFile(self.files[number])
+        for file_index in range(first, len(self.files)):
+            file = pyarrow.parquet.ParquetFile(self.files[file_index])
             rows_before = 0
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
@@ -134,7 +134,7 @@ class Parquet(Files):
                 for batch in file.iter_batches(batch_size=256, row_groups=[group]):
                     for fields in batch.slice(min(max(row - rows_before, 0), len(batch))).to_pylist():
                         row += 1
-                        yield Record(f"{self.files[number]}, row {row}", fields), [number, row]
+                        yield Record(f"{self.files[file_index]}, row {row}", fields), [file_index, row]
                     rows_before += len(batch)
             row = 0
 
@@ -148,7 +148,7 @@ class Parquet(Files):
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
-        """`(files + 1,)`: the number of the first row of each file, and the number of all rows."""
+        """`(files + 1,)`: the index of the first row of each file, and the number of all rows."""
         import pyarrow.parquet
 
         return np.cumsum([0, *(pyarrow.parquet.read_metadata(file).num_rows for file in self.files)])
@@ -156,6 +156,6 @@ class Parquet(Files):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, number: int) -> Record:
-        file = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return Record(f"{self.files[file]}, row {number - self._starts[file] + 1}", self._table[number])
+    def __getitem__(self, index: int) -> Record:
+        file = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return Record(f"{self.files[file]}, row {index - self._starts[file] + 1}", self._table[index])

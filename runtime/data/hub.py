@@ -1,4 +1,4 @@
-"""Samples from Hugging Face datasets: saved in a folder, or on the hub, where they can be streamed."""
+"""Samples from Hugging Face datasets: in a folder or on the hub, read or streamed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class HubDataset:
         self.name = name
 
     def read(self, position: int | None = None) -> Iterator[tuple[Record, int]]:
-        for number in range(position or 0, len(self.dataset)):
-            yield self[number], number + 1
+        for index in range(position or 0, len(self.dataset)):
+            yield self[index], index + 1
 
     def fingerprint(self) -> list[Any]:
         return [self.name, self.dataset._fingerprint, len(self.dataset)]
@@ -29,8 +29,8 @@ class HubDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, number: int) -> Record:
-        return Record(f"{self.name}, row {number + 1}", self.dataset[number])
+    def __getitem__(self, index: int) -> Record:
+        return Record(f"{self.name}, row {index + 1}", self.dataset[index])
 
 
 class HubStream:
@@ -57,19 +57,19 @@ class HubStream:
 
 
 def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
-    """The dataset of `source.path`: a folder written by `save_to_disk`, or a name on the hub."""
+    """The dataset of `source.path`: a folder, written by `save_to_disk` or with data files, or a name on the hub."""
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
     name = f"{source.path}[{source.split}]"
     if Path(source.path).expanduser().is_dir():
-        dataset = _open_saved(source)
+        dataset = _open_folder(source)
     else:
         try:
             dataset = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
         except (OSError, DatasetNotFoundError) as error:
             raise DataError(
-                f"No data at {source.path}: it is not a local file or folder, and the hub has no dataset of that name: {error}"
+                f"No data at {source.path}: it is not a local file or folder, and could not be loaded from the hub: {error}"
             ) from error
     if source.streaming:
         dataset = undecoded(dataset)
@@ -90,7 +90,7 @@ def undecoded(dataset: Any) -> Any:
     return dataset
 
 
-def _open_saved(source: SourceConfig) -> Any:
+def _open_folder(source: SourceConfig) -> Any:
     import datasets
 
     path = Path(source.path).expanduser()
@@ -100,12 +100,12 @@ def _open_saved(source: SourceConfig) -> Any:
     if isinstance(dataset, datasets.DatasetDict):
         if source.split not in dataset:
             raise DataError(
-                f"{source.path} has the splits {', '.join(map(str, dataset))}, not {source.split} (source.split)."
+                f"{source.path} has the splits {', '.join(map(str, dataset))}, not {source.split} (data.sources[].split)."
             )
         return dataset[source.split]
     if source.split not in (SourceConfig.split, str(dataset.split)):
         raise DataError(
-            f"{source.path} has no splits, and the source has split = {source.split}. To fix: leave it out, or "
+            f"{source.path} has no splits, and the source has split = {source.split}. To fix: remove it, or "
             "name the folder of that split."
         )
     return dataset

@@ -16,13 +16,13 @@ from patchgen.runtime.data.collate import collate
 from patchgen.runtime.data.problems import Counters, DataError
 
 PADDING = -1
-"""The source of a document of padding."""
+"""The source index of a document of padding."""
 
 
-def join_pair(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> dict[str, Any]:
+def join_pair(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Any]:
     """Two documents `(n,)` and `(m,)` as one sample `(n + m,)`, which `make_batch` splits again."""
-    lengths = [len(half["input_ids"]) for half in (chosen, rejected)]
-    return {name: torch.cat([chosen[name], rejected[name]]) for name in chosen} | {"lengths": lengths}
+    lengths = [len(half["input_ids"]) for half in (first, second)]
+    return {name: torch.cat([first[name], second[name]]) for name in first} | {"lengths": lengths}
 
 
 def make_batch(
@@ -43,10 +43,10 @@ def make_batch(
         sources += [source] * len(halves)
         labels += [sample["label"]] * len(halves) if "label" in sample else []
     batch = collate(documents, pad_to=pad_to, pad_token_id=pad_token_id)
-    padding = len(batch["cu_seq_lens_q"]) - 1 - len(documents)
-    batch["document_sources"] = torch.tensor([*sources, *[PADDING] * padding])
+    num_padding = len(batch["cu_seq_lens_q"]) - 1 - len(documents)
+    batch["document_sources"] = torch.tensor([*sources, *[PADDING] * num_padding])
     if labels:
-        batch["document_labels"] = torch.tensor([*labels, *[math.nan] * padding], dtype=torch.float64)
+        batch["document_labels"] = torch.tensor([*labels, *[math.nan] * num_padding], dtype=torch.float64)
     return batch
 
 
@@ -68,10 +68,10 @@ class SourceStatistics:
 
 
 class Loader(ABC):
-    """Full micro-batches of one rank; `parallel.batch.slice_batch` takes the slice of a sequence-parallel rank.
+    """The unsliced micro-batches of one rank; `parallel.batch.slice_batch` takes the slice of a sequence-parallel rank.
 
-    All ranks have the same number of batches. If samples run out before all ranks have a batch, the others get a batch of
-    padding without labels.
+    All ranks have the same number of batches. If samples run out before all ranks have a batch, the ranks without one
+    get a batch of padding without labels.
 
     Attributes:
         counters: samples that were bad, skipped or truncated, by file and line.
@@ -119,17 +119,17 @@ class Loader(ABC):
         """
 
 
-UNKNOWN_BEFORE = ("video_fps", "max_frames", "media_root")
-"""Settings that older positions lack: nobody knows whether they changed, so such a run may resume."""
+SETTINGS_ADDED_LATER = ("video_fps", "max_frames", "media_root")
+"""Settings that older positions lack: whether they changed is unknown, so these do not prevent a run from resuming."""
 
 
 def require_same(expected: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raises DataError unless the `saved` settings of a position are the `expected` ones of this loader."""
-    saved = {name: expected[name] for name in UNKNOWN_BEFORE if name in expected} | saved
+    saved = {name: expected[name] for name in SETTINGS_ADDED_LATER if name in expected} | saved
     different = [name for name in expected | saved if expected.get(name) != saved.get(name)]
     if different:
         lines = "".join(f"\n  {name}: saved {saved.get(name)!r}, now {expected.get(name)!r}" for name in different)
         raise DataError(
-            f"The saved position is of other samples or settings than those of this loader, so batches would differ:{lines}\n"
-            "To fix: use the settings and data that it was saved with, or start at the beginning without it."
+            f"The saved position belongs to other samples or settings than this loader has, so batches would differ:{lines}\n"
+            "To fix: use the settings and data that it was saved with, or start from the beginning without it."
         )

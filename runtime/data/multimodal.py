@@ -74,7 +74,7 @@ class PrepareMultimodal:
             raise DataError(f"{self.processor.name} has no chat template, which data.kind = multimodal needs.")
         if isinstance(self.template, dict):
             self.template = self.template["default"]
-        self.missing = sorted(self.processor.placeholders - processor.tokenizer.get_vocab().keys())
+        self.missing_placeholders = sorted(self.processor.placeholders - processor.tokenizer.get_vocab().keys())
         self.mappers = mappers_of(config)
         self.options = MediaOptions(config, self.processor)
         self.literals = Literals(
@@ -110,15 +110,17 @@ class PrepareMultimodal:
             BadSample: it cannot be used.
         """
         messages, items = self.options.reader(where, self.config.sources[source], fields, fields["messages"])
-        text, spans = role_spans(messages, fields.get("tools") or None, template=self.template, literals=self.literals)
+        text, by_role = role_spans(
+            messages, fields.get("tools") or None, template=self.template, literals=self.literals
+        )
         ids = self._process(where, text, [], items)[0]["input_ids"].numpy()
-        within = lambda role: (self._process(where, text, role, items)[0]["labels"] != IGNORED).numpy()  # noqa: E731
-        return ids, roles_of_tokens(len(ids), spans, within)
+        within = lambda spans: (self._process(where, text, spans, items)[0]["labels"] != IGNORED).numpy()  # noqa: E731
+        return ids, roles_of_tokens(len(ids), by_role, within)
 
     def _prepare_inputs(self, where: str, sample: dict[str, Tensor]) -> Prepared:
         """A sample that a transform returned as model inputs: only its positions may be missing."""
-        names = {name: kind for kind, main in INPUTS.items() for name in (main, *OTHER_INPUTS.get(kind, ()))}
-        modalities = frozenset(names[name] for name in sample if name in names)
+        kind_of_input = {name: kind for kind, main in INPUTS.items() for name in (main, *OTHER_INPUTS.get(kind, ()))}
+        modalities = frozenset(kind_of_input[name] for name in sample if name in kind_of_input)
         self._require_separable(where, modalities)
         if "position_ids" not in sample:
             batched = {name: value[None] if RULES[name].pack_dim == -1 else value for name, value in sample.items()}
@@ -166,8 +168,8 @@ class PrepareMultimodal:
             )
         learned, is_media = alignment.overlapping(plain.spans), alignment.is_media
         if plain.literals:
-            spans_now = [(alignment.expanded(span), token) for span, token in plain.literals]
-            ids, repeats = self.literals.restore_literals(where, ids, alignment.offsets, spans_now)
+            expanded_literals = [(alignment.expanded(span), token) for span, token in plain.literals]
+            ids, repeats = self.literals.restore_literals(where, ids, alignment.offsets, expanded_literals)
             learned, is_media = np.repeat(learned, repeats), np.repeat(is_media, repeats)
             for name in outputs.keys() & RULES.keys():
                 if (rule := rule_of(name, outputs)).is_per_token:
@@ -184,11 +186,11 @@ class PrepareMultimodal:
         Raises:
             BadSample: with the token.
         """
-        replaced = [
-            place["replacement"] for alignment in outputs.get("text_replacement_offsets") or () for place in alignment
+        replacements = [
+            place["replacement"] for places in outputs.get("text_replacement_offsets") or () for place in places
         ]
-        for token in self.missing:
-            if any(token in replacement for replacement in replaced or [text]):
+        for token in self.missing_placeholders:
+            if any(token in replacement for replacement in replacements or [text]):
                 raise BadSample(
                     where,
                     f"{self.processor.name} uses the placeholder {token!r}, and the tokenizer has no such token. To fix: use the "
@@ -226,9 +228,9 @@ class PrepareMultimodal:
     def _positions(self, where: str, outputs: dict[str, Any]) -> Tensor:
         """`(n,)`; with a position function `(4, n)`: text, time, height and width."""
         ids = outputs["input_ids"]
-        text = torch.arange(ids.shape[1])
+        text_positions = torch.arange(ids.shape[1])
         if self.position_function is None:
-            return text
+            return text_positions
         available = {**outputs, "attention_mask": torch.ones_like(ids)}
         if "feature_attention_mask" in outputs:
             available["audio_seqlens"] = outputs["feature_attention_mask"].sum(-1)
@@ -244,12 +246,12 @@ class PrepareMultimodal:
         if isinstance(positions, tuple):
             positions = positions[0]
         # In their own dtype: positions may be fractional, by the seconds between frames.
-        return torch.cat([text[None].to(positions.dtype), positions.reshape(3, -1)])
+        return torch.cat([text_positions[None].to(positions.dtype), positions.reshape(3, -1)])
 
     # ------------------------------------------------------------------------------------------------- length
 
     def _apply_limit(self, where: str, sample: dict[str, Tensor], is_media: Tensor) -> Prepared:
-        length, limit = sample["input_ids"].shape[0], self.config.longest
+        length, limit = sample["input_ids"].shape[0], self.config.length_limit
         if length <= limit:
             return Prepared([sample])
         if self.config.on_long == "error":
@@ -268,6 +270,6 @@ class PrepareMultimodal:
             problem=(
                 "skipped",
                 where,
-                reason if self.config.on_long == "skip" else f"{reason}, with media among those beyond",
+                reason if self.config.on_long == "skip" else f"{reason}, and media are in the part to cut off",
             )
         )

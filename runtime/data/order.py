@@ -1,7 +1,7 @@
 """The order of samples: shuffled within each source, the sources mixed by weight.
 
-Sample k of a source with weight w comes at time (k + 1/2) / w, so that at any time t each source has given w t samples to
-within a half, and after n samples its share of n to within (S + 1) / 2 for S sources. An epoch ends when every source has
+Sample k of a source with weight w comes at time (k + 1/2) / w, so that at any time t each source has given w * t samples
+to within one half, and after n samples its share of n to within (S + 1) / 2 for S sources. An epoch ends when every source has
 been read once. Without weights, sources are weighted by size, so each sample occurs once; with weights, a source that ends
 before the others starts again in another order.
 """

@@ -29,7 +29,7 @@ class Prepared:
 
 
 class Prepare(Protocol):
-    """Picklable: runs in worker processes."""
+    """Turns a record into samples. Picklable: runs in worker processes."""
 
     def __call__(self, source: int, record: Record) -> Prepared:
         """Raises DataError for a sample that is too long if `on_long` is error."""
@@ -42,7 +42,7 @@ class PrepareText:
     Args:
         encoders: by source.
         limit: the most tokens of a document.
-        keeps_targets: skip samples of which a target would be cut off.
+        keeps_targets: skip samples that would lose a target by truncation.
     """
 
     def __init__(
@@ -66,10 +66,12 @@ class PrepareText:
             raise too_long_error(record.where, length, self.limit)
         truncates = self.on_long == "truncate"
         is_usable = (
-            truncates and _has_loss(encoded, self.limit) and not (self.keeps_targets and _loses(encoded, self.limit))
+            truncates
+            and _has_loss(encoded, self.limit)
+            and not (self.keeps_targets and _loses_targets(encoded, self.limit))
         )
         outcome: Outcome = "truncated" if is_usable else "skipped"
-        reason = reason_of_long(
+        reason = long_sample_reason(
             length, self.limit, truncates=truncates, outcome=outcome, keeps_targets=self.keeps_targets
         )
         problem = (outcome, record.where, reason)
@@ -87,8 +89,8 @@ def _halves(tokens: Tokens) -> list[Tokens]:
     """The documents of a sample: one, or the two of a pair."""
     if tokens.split is None:
         return [tokens]
-    cut = [slice(None, tokens.split), slice(tokens.split, None)]
-    return [Tokens(tokens.ids[half], None if tokens.targets is None else tokens.targets[half]) for half in cut]
+    slices = [slice(None, tokens.split), slice(tokens.split, None)]
+    return [Tokens(tokens.ids[half], None if tokens.targets is None else tokens.targets[half]) for half in slices]
 
 
 def _has_loss(tokens: Tokens, limit: int) -> bool:
@@ -96,15 +98,15 @@ def _has_loss(tokens: Tokens, limit: int) -> bool:
     return all(half.targets is None or bool(half.targets[1:limit].any()) for half in _halves(tokens))
 
 
-def _loses(tokens: Tokens, limit: int) -> bool:
+def _loses_targets(tokens: Tokens, limit: int) -> bool:
     """Whether a document has a loss after its first `limit` tokens."""
     return any(half.targets is None or bool(half.targets[limit:].any()) for half in _halves(tokens))
 
 
-def reason_of_long(length: int, limit: int, *, truncates: bool, outcome: Outcome, keeps_targets: bool) -> str:
+def long_sample_reason(length: int, limit: int, *, truncates: bool, outcome: Outcome, keeps_targets: bool) -> str:
     """As `long_reason`; with `keeps_targets`, samples are also skipped because a target would be cut off."""
     if keeps_targets and truncates and outcome == "skipped":
-        return f"{too_long_reason(length, limit)}, and not all with a loss are among the first"
+        return f"{too_long_reason(length, limit)}, and not all tokens with a loss are among the first {limit}"
     return long_reason(length, limit, truncates=truncates, outcome=outcome)
 
 

@@ -83,7 +83,7 @@ class MixedStream:
         self._readers: list[Iterator[tuple[Record, Any]] | None] = [None] * len(sources)
 
     def __iter__(self) -> Iterator[tuple[int, int, Record]]:
-        """`(number of the record, index of its source, record)`, this rank's share."""
+        """`(record number, index of its source, record)`, this rank's share."""
         while self._epochs is None or self.epoch < self._epochs:
             while (source := self._next_source()) is not None:
                 number = self._num_records
@@ -106,27 +106,27 @@ class MixedStream:
         ]
         return min(due)[1]
 
-    def _advance(self, number: int, *, needed: bool) -> tuple[bool, Record | None]:
+    def _advance(self, index: int, *, needed: bool) -> tuple[bool, Record | None]:
         """Whether the source had another record, and that record if `needed`."""
-        cursor, source = self._cursors[number], self._sources[number]
+        cursor, source = self._cursors[index], self._sources[index]
         record = None
-        if self.shuffled[number]:
-            k, numbered = cursor.position or 0, cast(Any, source)  # streams are not shuffled
-            exists = k < len(numbered)
+        if self.shuffled[index]:
+            k, indexed = cursor.position or 0, cast(Any, source)  # streams are not shuffled
+            exists = k < len(indexed)
             if exists and needed:
-                record = numbered[int(permutation(len(numbered), self._seed, self.epoch, number, cursor.lap)[k])]
+                record = indexed[int(permutation(len(indexed), self._seed, self.epoch, index, cursor.lap)[k])]
             cursor.position = k + 1
         else:
-            reader = self._readers[number]
+            reader = self._readers[index]
             if reader is None:
-                reader = self._readers[number] = source.read(cursor.position)
+                reader = self._readers[index] = source.read(cursor.position)
             record, cursor.position = next(reader, (None, None))
             exists = record is not None
         if not exists:
             if cursor.count == 0:
                 raise DataError(f"No samples in {source.name}.")
             cursor.ended, cursor.lap, cursor.position = True, cursor.lap + 1, None
-            self._readers[number] = None
+            self._readers[index] = None
             return False, None
         cursor.count += 1
         return True, record if needed else None

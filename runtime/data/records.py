@@ -25,10 +25,10 @@ class Record:
                 return {"text": self.value.read_text(encoding="utf-8")}
             fields = self.value if isinstance(self.value, dict) else json.loads(self.value.rstrip())
             # JSON may contain lone surrogates ("\\ud83d"), on which tokenizers fail; media are checked later.
-            json.dumps(fields, ensure_ascii=False, skipkeys=True, default=_no_text).encode()
+            json.dumps(fields, ensure_ascii=False, skipkeys=True, default=_as_null).encode()
         except UnicodeEncodeError as error:
-            half = error.object[error.start : error.end]
-            raise BadSample(self.where, f"not readable: {half!a} in a text is not a valid character") from error
+            surrogate = error.object[error.start : error.end]
+            raise BadSample(self.where, f"not readable: {surrogate!a} in a text is not a valid character") from error
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise BadSample(self.where, f"not readable: {error}") from error
         if not isinstance(fields, dict):
@@ -36,12 +36,12 @@ class Record:
         return fields
 
 
-def _no_text(value: Any) -> None:
-    """For values without JSON type: images, sounds, bytes, dates."""
+def _as_null(value: Any) -> None:
+    """None, for values that JSON has no type for: images, sounds, bytes, dates."""
 
 
 class Source(Protocol):
-    """Samples in a fixed order. A source with random access has `__len__` and `__getitem__(number) -> Record`, too.
+    """Samples in a fixed order. A source with random access has `__len__` and `__getitem__(index) -> Record`, too.
 
     A position is what `read` yields with each record: reading from it yields the following records.
 

@@ -4,7 +4,7 @@ The characters that change are the content of that message; all others belong to
 
     messages    user: Hi                    assistant: Hello
     rendered    <|user|>Hi<|end|><|assistant|>Hello<|end|>
-    with other  <|user|>xx<|end|><|assistant|>Hello<|end|>        user: the two characters that differ
+    replaced    <|user|>xx<|end|><|assistant|>Hello<|end|>        user: the two characters that differ
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from patchgen.runtime.data.chat import (
     SENTINEL,
-    common_prefix,
-    common_suffix,
+    common_prefix_length,
+    common_suffix_length,
     make_renderer,
     render_or_none,
-    with_other_content,
+    with_sentinel_content,
 )
 from patchgen.runtime.data.literals import Literals
 
@@ -29,25 +29,25 @@ Spans = dict[str, list[tuple[int, int]]]
 
 
 def role_spans(messages: list[dict[str, Any]], tools: Any, *, template: str, literals: Literals) -> tuple[str, Spans]:
-    """The text of a conversation with special tokens marked, and the characters of each role in it."""
+    """The text of a conversation with special tokens marked, and the spans of each role in it."""
     render, messages = make_renderer(messages, tools, template=template, literals=literals)
     text = render(messages)
     spans: Spans = {}
-    for number, message in enumerate(messages):
+    for index, message in enumerate(messages):
         parts = [{"type": "text", "text": SENTINEL}]
-        changed = (
+        replacements = (
             {"role": message["role"], "content": parts if isinstance(message.get("content"), list) else SENTINEL},
-            with_other_content(message),
+            with_sentinel_content(message),
         )
-        tries = (
-            render_or_none(render, [*messages[:number], changed_message, *messages[number + 1 :]])
-            for changed_message in changed
+        texts = (
+            render_or_none(render, [*messages[:index], replacement, *messages[index + 1 :]])
+            for replacement in replacements
         )
-        other = next((rendered for rendered in tries if rendered is not None and SENTINEL in rendered), None)
-        if other is None:
-            continue  # the template does not render this message, or refuses the changed one
-        start = common_prefix(text, other)
-        end = max(start, len(text) - common_suffix(text[start:], other[start:]))
+        replaced = next((rendered for rendered in texts if rendered is not None and SENTINEL in rendered), None)
+        if replaced is None:
+            continue  # the template does not render this message, or refuses the replacement
+        start = common_prefix_length(text, replaced)
+        end = max(start, len(text) - common_suffix_length(text[start:], replaced[start:]))
         spans.setdefault(message["role"], []).append((start, end))
     return text, spans
 
@@ -72,7 +72,7 @@ def roles_of_tokens(count: int, spans: Mapping[str, Any], within: Callable[[Any]
         within: returns `(count,)` bool, the tokens that overlap the spans of a role.
     """
     roles = [TEMPLATE] * count
-    for role, of_role in spans.items():
-        for number in np.flatnonzero(within(of_role)):
-            roles[number] = role
+    for role, spans_of_role in spans.items():
+        for index in np.flatnonzero(within(spans_of_role)):
+            roles[index] = role
     return roles

@@ -32,15 +32,15 @@ from patchgen.runtime.data.records import Record
 from patchgen.runtime.parallel import batch_fields
 
 POSITION_EVERY = 64  # records between two stream positions that are kept for resuming
-POSITION_FORMAT = 2  # version of saved positions: records are numbered across ranks
-MAX_WAITING = 16384  # samples in the pool, whatever their tokens
+POSITION_FORMAT = 2  # version of saved positions; in 2, records are numbered across ranks
+MAX_WAITING = 16384  # most samples in the pool, however few tokens they have
 
-Entry = tuple[int, int, int, Record]  # number of the record, its epoch, its source, the record
-Key = tuple[int, int]  # number of the record, index of the sample in it
+Entry = tuple[int, int, int, Record]  # record number, its epoch, its source, the record
+Key = tuple[int, int]  # record number, index of the sample in the record
 
 
 class Origin(NamedTuple):
-    """The origin of a record."""
+    """Where a record came from."""
 
     epoch: int
     source: int
@@ -54,10 +54,10 @@ class _PreparedRecords(Dataset):
         self.prepare = prepare
 
     def __reduce__(self) -> tuple:
-        # A spawned worker has to register the folders of the user's classes and the rules of their inputs first: a state is
-        # read when the call was made.
-        declared = registry.local_packages(), batch_fields.declared_rules()
-        return _in_fresh_process, declared, {"prepare": self.prepare}
+        # A spawned worker has to register the folders of the user's classes and the rules of their inputs first: pickle
+        # makes this call before it reads the state.
+        arguments = registry.local_packages(), batch_fields.declared_rules()
+        return _rebuild_in_worker, arguments, {"prepare": self.prepare}
 
     def __getitem__(self, entry: Entry) -> tuple[int, Origin, Prepared]:
         number, epoch, source, record = entry
@@ -117,11 +117,11 @@ class StreamedLoader(Loader):
         self._stream_positions = {first: self._stream.state_dict()}
         self._stream.share = share
         self._next = first
-        self._waiting: dict[int, set[int]] = {}
+        self._waiting_when_saved: dict[int, set[int]] = {}
         for number, piece in waiting:
-            self._waiting.setdefault(number, set()).add(piece)
-        self._reread_until = max(self._waiting, default=first - 1) + 1
-        self._usable_epoch: int | None = None
+            self._waiting_when_saved.setdefault(number, set()).add(piece)
+        self._reread_until = max(self._waiting_when_saved, default=first - 1) + 1
+        self._last_usable_epoch: int | None = None
         self._prepared: Iterator[tuple[int, Origin, Prepared]] | None = None
         self._loaded = state
 
@@ -154,7 +154,7 @@ class StreamedLoader(Loader):
 
     def _add_prepared(self, number: int, origin: Origin, prepared: Prepared) -> None:
         self._next = number + 1
-        waiting = self._waiting.pop(number, None)  # None: not read before
+        waiting = self._waiting_when_saved.pop(number, None)  # None: not read before
         if prepared.problem is not None and waiting is None:
             outcome, where, reason = prepared.problem
             if outcome == "bad" and self._config.on_bad == "error":
@@ -172,9 +172,9 @@ class StreamedLoader(Loader):
         """Raises if none of this rank's samples was usable in a full epoch, instead of searching endlessly."""
         if number < self._stream.share.since:  # leftover records are not a full epoch
             return
-        if self._usable_epoch is None or prepared.samples:
-            self._usable_epoch = epoch
-        elif epoch > self._usable_epoch + 1:
+        if self._last_usable_epoch is None or prepared.samples:
+            self._last_usable_epoch = epoch
+        elif epoch > self._last_usable_epoch + 1:
             raise DataError(f"No usable sample for this rank in a full epoch: {self.counters.summary()}.")
 
     def __next__(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def redistribute(states: Sequence[dict[str, Any]], index: int, count: int) -> di
             f"The saved positions are of {shares} shares of the samples, but those of {missing} are missing."
         )
     since = max(state["since"] for state in states)
-    leftover: dict[int, list[int] | None] = {}  # number of the record -> its waiting samples; None: all
+    leftover: dict[int, list[int] | None] = {}  # record number -> its waiting samples; None: all
     for share, state in by_share.items():
         leftover |= dict.fromkeys(state["left"])
         leftover |= dict.fromkeys(number for number in range(state["since"], since) if number % shares == share)
@@ -291,7 +291,7 @@ def redistribute(states: Sequence[dict[str, Any]], index: int, count: int) -> di
     }
 
 
-def _in_fresh_process(packages: dict[str, list[str]], rules: dict[str, batch_fields.FieldRule]) -> _PreparedRecords:
+def _rebuild_in_worker(packages: dict[str, list[str]], rules: dict[str, batch_fields.FieldRule]) -> _PreparedRecords:
     registry.add_packages(packages)
     batch_fields.declare(rules, "the process that started this one")
     return _PreparedRecords.__new__(_PreparedRecords)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from patchgen.runtime.data import DataError
-from patchgen.runtime.data.chat import common_prefix
+from patchgen.runtime.data.chat import common_prefix_length
 from patchgen.runtime.data.loader import make_batch
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.doctor.finding import Check, Finding, failed, first_names, not_checked, passed
@@ -61,7 +61,7 @@ def pair_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple
     if len(cut) > MAX_CUT_SHARE * len(samples):
         yield (
             f"A run truncates {len(cut)} of the first {len(samples)} answers ({cut[0].name}) to data.max_length = "
-            f"{patient.recipe.data.longest} tokens, and would compare their beginnings.",
+            f"{patient.recipe.data.length_limit} tokens, and would compare their beginnings.",
             "Raise data.max_length (and data.tokens_per_batch with it), or leave such pairs out: data.on_long: skip.",
         )
 
@@ -73,7 +73,7 @@ def _prompt(sample: Sample) -> list[int]:
 
 def _are_alike(first: Sequence[int], second: Sequence[int]) -> bool:
     """Whether two prompts are equal, up to `BOUNDARY_TOKENS` at their end."""
-    return max(len(first), len(second)) - common_prefix(first, second) <= BOUNDARY_TOKENS
+    return max(len(first), len(second)) - common_prefix_length(first, second) <= BOUNDARY_TOKENS
 
 
 def class_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple[str, str]]:

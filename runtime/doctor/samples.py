@@ -79,7 +79,7 @@ def first_samples(config: DataConfig, parts: DataParts, incompatible: ModalityPa
     """
     sources = [open_source(source) for source in config.sources]
     check_first_rows(config, sources)
-    short_config = replace(config, max_length=min(config.longest, MAX_LENGTH), on_long="truncate")
+    short_config = replace(config, max_length=min(config.length_limit, MAX_LENGTH), on_long="truncate")
     makers = parts.tokenizer, parts.processor, parts.position_function
     prepare_short, prepare_as_in_run = make_prepare(short_config, *makers), make_prepare(config, *makers)
     samples, num_tokens, problems = [], 0, []
@@ -110,7 +110,7 @@ def _samples_of(
     was_cut = prepared.problem is not None and prepared.problem[0] == "truncated"
     samples = []
     for document, half_name in zip(documents_of(fields), PAIR_COLUMNS.get(config.kind, ("",)), strict=True):
-        is_cut = was_cut and document["input_ids"].shape[-1] == min(config.longest, MAX_LENGTH)
+        is_cut = was_cut and document["input_ids"].shape[-1] == min(config.length_limit, MAX_LENGTH)
         options = {"half": half_name, "label": fields.get("label"), "is_cut_in_run": is_cut and is_cut_in_run}
         samples.append(Sample(record, document, is_cut, prepared.modalities, **options))
     return samples

@@ -216,7 +216,7 @@ def test_missing_data_is_an_error_with_the_path(tmp_path):
 
     with pytest.raises(DataError, match="No data at .*gone.jsonl"):
         build(tmp_path / "gone.jsonl")
-    with pytest.raises(DataError, match="not a local file or folder, and the hub has no dataset"):
+    with pytest.raises(DataError, match="not a local file or folder, and could not be loaded from the hub"):
         build(tmp_path / "gone")
     with pytest.raises(DataError, match="no built-in data set 'nothing'; there are stdlib"):
         build("builtin:nothing")

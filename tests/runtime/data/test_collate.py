@@ -45,7 +45,7 @@ def test_a_declared_field_of_tokens_is_padded_by_its_rule_in_samples_without_it(
 
 
 def test_a_mask_of_tokens_and_images_is_cut_with_its_tokens():
-    prepare: PrepareMultimodal = SimpleNamespace(config=SimpleNamespace(longest=3, on_long="truncate"))
+    prepare: PrepareMultimodal = SimpleNamespace(config=SimpleNamespace(length_limit=3, on_long="truncate"))
     sample = sample_of(5) | {"cross_attention_mask": torch.ones(1, 5, 1, 2), "pixel_values": torch.ones(5, 4)}
     (cut,) = PrepareMultimodal._apply_limit(prepare, "a:1", sample, torch.zeros(5, dtype=torch.bool)).samples
     assert cut["cross_attention_mask"].shape == (1, 3, 1, 2) and cut["input_ids"].tolist() == [0, 1, 2]

@@ -189,7 +189,7 @@ def test_messages_say_whether_they_are_learned(tmp_path, flags, learn, learned, 
     ("message", "reason"),
     [
         ({**ANSWER, "weight": 0.5}, "message 1 has weight = 0.5; expected false, true, 0 or 1"),
-        ({**ANSWER, "weight": 0, "train": True}, "message 1 has train = True and weight = 0"),
+        ({**ANSWER, "weight": 0, "train": True}, "message 1 has both train = True and weight = 0"),
         ({**ANSWER, "train": False}, "no assistant turn to learn from"),
         ({**ASK, "train": True}, "message 1 of 'user' is flagged to have a loss"),
     ],

@@ -17,7 +17,7 @@ from PIL import Image
 from small_processors import audio_processor, image_processor
 
 from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader, media
-from patchgen.runtime.data.loader import UNKNOWN_BEFORE
+from patchgen.runtime.data.loader import SETTINGS_ADDED_LATER
 from patchgen.runtime.data.media import MediaError, load_audio, load_image, load_video
 from patchgen.runtime.data.processors import ProcessorAdapter
 from patchgen.runtime.parallel.batch import IGNORED
@@ -264,7 +264,7 @@ def test_settings_of_media_must_not_change_when_a_run_resumes_unless_it_did_not_
     ):
         with pytest.raises(DataError, match=told):
             other.load_state_dict(state)
-        older = {name: state["settings"][name] for name in state["settings"] if name not in UNKNOWN_BEFORE}
+        older = {name: state["settings"][name] for name in state["settings"] if name not in SETTINGS_ADDED_LATER}
         other.load_state_dict({**state, "settings": older})
 
 

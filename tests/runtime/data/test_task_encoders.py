@@ -61,4 +61,4 @@ def test_a_document_whose_answer_would_be_cut_is_skipped(tmp_path, streaming):
         assert len(labels) == 4 * (answers + 1)
         assert loader.counters.counts == {"truncated" if answers else "skipped": 1}
         if not answers:
-            assert "not all with a loss are among the first" in loader.counters.summary()
+            assert "not all tokens with a loss are among the first" in loader.counters.summary()
