@@ -1,6 +1,6 @@
 """Generated data sets that need no download: for tests, benchmarks and first runs.
 
-stdlib   the sources of Python's standard library, a file a document       kind text
+stdlib   the sources of Python's standard library, a document per file     kind text
 chat     its documented functions: the signature asks, the docs answer     kind chat
 prompts  the same as prompt and completion                                 kind text
 pairs    the same; chosen: the docs, rejected: the docs in capitals        kind preference
@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from patchgen.runtime.data.builtin_media import MEDIA, SAMPLES, GeneratedSource
+from patchgen.runtime.data.builtin_media import MEDIA_SETS, NUM_SAMPLES, GeneratedSource
 from patchgen.runtime.data.files import TextFiles
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.text import digest
 
 VALIDATION_EVERY = 20
-QUESTIONS = 1000
+NUM_FUNCTIONS = 1000
 FUNCTION_SETS = ("chat", "prompts", "pairs", "labels", "tags", "answers", "similar")
-NAMES = ("stdlib", *FUNCTION_SETS, *MEDIA)
+NAMES = ("stdlib", *FUNCTION_SETS, *MEDIA_SETS)
 EXCLUDED_FOLDERS = {
     "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo",
 }  # fmt: skip
@@ -44,15 +44,15 @@ def open_builtin(name: str, split: str) -> Any:
     if name == "stdlib":
         return TextFiles(items_of_split(library_files(), split))
     if name in FUNCTION_SETS:
-        questions = documented_functions()
-        numbers = items_of_split(range(len(questions)), split)
-        make = functools.partial(function_sample, name, questions)
+        functions = documented_functions()
+        numbers = items_of_split(range(len(functions)), split)
+        make = functools.partial(function_sample, name, functions)
         # Docs depend on the version of Python, so cached tokens do as well.
-        return GeneratedSource(f"builtin:{name}", make, numbers, contents=digest([questions, make(numbers[0])]))
-    # Not every twentieth: the cases take turns by number, and multiples of twenty are all of one case.
-    validation = list(range(SAMPLES, SAMPLES + SAMPLES // VALIDATION_EVERY))
-    numbers = validation if split == "validation" else items_of_split(range(SAMPLES), split)
-    return GeneratedSource(f"builtin:{name}", MEDIA[name], numbers)
+        return GeneratedSource(f"builtin:{name}", make, numbers, contents=digest([functions, make(numbers[0])]))
+    # Not every twentieth: the kinds of sample alternate by number, and multiples of twenty are all of one kind.
+    validation = list(range(NUM_SAMPLES, NUM_SAMPLES + NUM_SAMPLES // VALIDATION_EVERY))
+    numbers = validation if split == "validation" else items_of_split(range(NUM_SAMPLES), split)
+    return GeneratedSource(f"builtin:{name}", MEDIA_SETS[name], numbers)
 
 
 def items_of_split(items: Sequence[Any], split: str) -> list[Any]:
@@ -79,7 +79,7 @@ def _is_text(file: Path) -> bool:
 
 @functools.cache
 def documented_functions() -> list[tuple[str, str]]:
-    """Signature and docs of the first QUESTIONS documented functions in the modules at the top of the standard library."""
+    """Signature and docs of the first NUM_FUNCTIONS documented functions in the modules at the top of the standard library."""
     top = Path(sysconfig.get_path("stdlib"))
     functions = (
         (f"{file.stem}.{node.name}({ast.unparse(node.args)})", docs)
@@ -88,7 +88,7 @@ def documented_functions() -> list[tuple[str, str]]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and (docs := ast.get_docstring(node))
     )
-    return list(itertools.islice(functions, QUESTIONS))
+    return list(itertools.islice(functions, NUM_FUNCTIONS))
 
 
 def function_sample(name: str, functions: list[tuple[str, str]], number: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def function_sample(name: str, functions: list[tuple[str, str]], number: int) ->
         case "pairs":
             return {"prompt": question, "chosen": docs, "rejected": docs.upper()}
         case "labels":
-            every = VALIDATION_EVERY  # whose multiples, the validation split, are all even
+            every = VALIDATION_EVERY  # its multiples, the validation split, are all even
             label = (number if number % every else number // every) % 2
             return {"text": docs.upper() if label else docs, "label": label}
         case "tags":

@@ -1,4 +1,4 @@
-"""Decodes tokens for display: full characters, in runs of one role, each media item as one unit."""
+"""Decodes tokens for display: complete characters, in runs of one role, each media item as one unit."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from patchgen.runtime.data.roles import TEMPLATE
 
-REPLACEMENT_CHARACTER = "\ufffd"  # part of a character
-MAX_TOKENS_OF_CHARACTER = 8  # tokens
+REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
+MAX_TOKENS_OF_CHARACTER = 8
 PLACEHOLDERS = {"image": "image_token", "video": "video_token", "audio": "audio_token"}
 """The attribute of a processor or tokenizer with the placeholder of each kind of media."""
 
@@ -57,11 +57,11 @@ class Decoder:
         self.tokenizer = tokenizer
         # A token decoded alone may lose the space before it; after another token it does not.
         self._anchor = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-        self._before = len(self._decode(self._anchor))
-        self._items = {}
+        self._anchor_length = len(self._decode(self._anchor))
+        self._kind_of_placeholder = {}
         for kind, name in PLACEHOLDERS.items() if processor is not None else ():
             if token := getattr(processor, name, None) or getattr(tokenizer, name, None):
-                self._items[tokenizer.convert_tokens_to_ids(str(token))] = kind
+                self._kind_of_placeholder[tokenizer.convert_tokens_to_ids(str(token))] = kind
 
     def role_runs(
         self, ids: Sequence[int], learned: Sequence[bool], targets: Sequence[int | None], roles: Sequence[str] | None
@@ -80,7 +80,7 @@ class Decoder:
     def _units(self, ids: Sequence[int], learned: Sequence[bool], targets: Sequence[int | None]) -> Iterator[Unit]:
         start = 0
         while start < len(ids):
-            item = self._items.get(ids[start], "")
+            item = self._kind_of_placeholder.get(ids[start], "")
             count = self._item_length(ids, start) if item else self._character_length(ids, start)
             unit_ids = tuple(ids[start : start + count])
             target = targets[start]
@@ -101,7 +101,7 @@ class Decoder:
         return end - start
 
     def _character_length(self, ids: Sequence[int], start: int) -> int:
-        """How many tokens from `start` on form full characters; 1 if none do."""
+        """How many tokens from `start` on form complete characters; 1 if none do."""
         for count in range(1, MAX_TOKENS_OF_CHARACTER + 1):
             if not self.text(tuple(ids[start : start + count])).endswith(REPLACEMENT_CHARACTER):
                 return count
@@ -109,7 +109,7 @@ class Decoder:
 
     @functools.lru_cache(maxsize=2**16)  # noqa: B019 - a decoder lives as long as its command
     def text(self, ids: tuple[int, ...]) -> str:
-        return self._decode([*self._anchor, *ids])[self._before :]
+        return self._decode([*self._anchor, *ids])[self._anchor_length :]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

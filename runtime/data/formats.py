@@ -45,7 +45,7 @@ LABEL = "label"
 
 
 class WrongColumns(BadSample):
-    """The columns of a row match no format, or several, as probably those of other rows do."""
+    """The columns of a row match no format, or several; other rows probably have the same columns."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def detect_row_format(where: str, row: Row, kind: str) -> str:
     """The format of the kind that the columns of a row match.
 
     Raises:
-        WrongColumns: they match none, with the nearest, or several.
+        WrongColumns: they match none, with the nearest formats, or several.
         BadSample: they match one except for a type.
     """
     matching_formats = [name for name in FORMATS_OF_KIND[kind] if not missing_columns(name, row)]
@@ -129,7 +129,7 @@ def detect_row_format(where: str, row: Row, kind: str) -> str:
     if len(named) == 1:
         raise BadSample(where, _wrong_types(named[0], row))
     raise (BadSample if named else WrongColumns)(
-        where, f"the columns {_columns_of(row)} match no row format that {_nearest(row, kind)}"
+        where, f"the columns {_columns_of(row)} match no row format that {_describe_nearest(row, kind)}"
     )
 
 
@@ -153,14 +153,14 @@ def _wrong_types(name: str, row: Row) -> str:
 
 def require_format(where: str, row: Row, name: str) -> None:
     """Raises WrongColumns if a row lacks a column of a format, BadSample if one has another type."""
-    lacks = missing_columns(name, row)
-    if lacks and FORMATS[name].required.keys() <= row.keys():
+    missing = missing_columns(name, row)
+    if missing and FORMATS[name].required.keys() <= row.keys():
         raise BadSample(where, _wrong_types(name, row))
-    if lacks:
+    if missing:
         raise WrongColumns(
             where,
-            f"row_format = {name} needs {', '.join(lacks)}; the row has {_columns_of(row)}. data.sources[].columns maps "
-            f"columns with other names, such as {{{lacks[0].split(' ')[0]}: {next(iter(row), 'name')}}}",
+            f"row_format = {name} needs {', '.join(missing)}; the row has {_columns_of(row)}. data.sources[].columns maps "
+            f"columns with other names, such as {{{missing[0].split(' ')[0]}: {next(iter(row), 'name')}}}",
         )
 
 
@@ -186,27 +186,27 @@ def _columns_of(row: Row) -> str:
     return ", ".join(f"{name} ({type_of(value)})" for name, value in row.items()) or "none"
 
 
-def _nearest(row: Row, kind: str) -> str:
-    """The three formats with the smallest share of missing columns; ties are ordered by kind, then by similar column names."""
+def _describe_nearest(row: Row, kind: str) -> str:
+    """Names the three formats with the smallest share of missing columns, ties by kind, then by similar column names."""
 
     def distance(name: str) -> tuple[float, ...]:
         missing = [column for column in FORMATS[name].required if row.get(column) is None]
-        likeness = [
+        similarities = [
             max((difflib.SequenceMatcher(None, column_name, str(column)).ratio() for column in row), default=0)
             for column_name in missing
         ]
         share = (len(missing) + len(missing_columns(name, row))) / len(
             FORMATS[name].required
         )  # a wrong type counts half
-        return share, name not in FORMATS_OF_KIND[kind], -sum(likeness) / max(1, len(likeness))
+        return share, name not in FORMATS_OF_KIND[kind], -sum(similarities) / max(1, len(similarities))
 
     descriptions = []
     for name in sorted(FORMATS, key=distance)[:3]:
-        lacks, kinds = (
+        lacking, kinds = (
             missing_columns(name, row),
             [kind_name for kind_name, names in FORMATS_OF_KIND.items() if name in names],
         )
-        difference = f"lacks {', '.join(lacks)}" if lacks else "lacks nothing"
+        difference = f"lacks {', '.join(lacking)}" if lacking else "lacks nothing"
         descriptions.append(
             f"{name} {difference}" + ("" if kind in kinds else f", and is read by data.kind = {' or '.join(kinds)}")
         )
@@ -220,7 +220,7 @@ def _nearest(row: Row, kind: str) -> str:
 
 
 def fields_of(where: str, row: Row, name: str, kind: str) -> dict[str, Any]:
-    """The fields for the encoders of a row in the format `name`.
+    """The fields that encoders read, from a row in the format `name`.
 
     Returns:
         kind text: `text`, or `prompt` and `completion`; chat, multimodal: `messages`, `tools`, lists of media;
@@ -233,7 +233,7 @@ def fields_of(where: str, row: Row, name: str, kind: str) -> dict[str, Any]:
     if name == "text" or kind == "text":
         fields = {column: row[column] for column in (*FORMATS[name].required, LABEL) if column in row}
         if any(not isinstance(fields[column], str) for column in FORMATS[name].required):
-            raise BadSample(where, f"prompt and completion are {MESSAGES}: set data.kind to chat")
+            raise BadSample(where, f"prompt or completion is a {MESSAGES}, expected a text; or set data.kind to chat")
     elif name not in _TO_MESSAGES:
         fields = {column: row[column] for column in FORMATS[name].required}
     else:
@@ -384,8 +384,8 @@ def _with_media(row: Row, *, all_marks_are_media: bool) -> dict[str, Any]:
     """Messages with parts of chat templates, and lists of media.
 
     Args:
-        all_marks_are_media: every mark is a placeholder. Otherwise only those of a kind without parts and with as many
-            items as marks: a question about `<video>` in HTML has no video.
+        all_marks_are_media: every mark, such as `<image>`, is a placeholder. Otherwise only those of a kind without parts and
+            with as many items as marks: a question about `<video>` in HTML has no video.
     """
     items = {}
     for kind, name in MEDIA_COLUMNS.items():
@@ -394,13 +394,17 @@ def _with_media(row: Row, *, all_marks_are_media: bool) -> dict[str, Any]:
             items[name] = list(media) if isinstance(media, list | tuple) else [media]
     contents = [message.get("content") for message in row["messages"] if isinstance(message, Mapping)]
     marks = [mark for text in contents if isinstance(text, str) for mark in MARKS.findall(text)]
-    parts = {
-        part.get("type") for some in contents if isinstance(some, list) for part in some if isinstance(part, Mapping)
+    kinds_of_parts = {
+        part.get("type")
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if isinstance(part, Mapping)
     }
     kinds = {
         kind
         for kind, name in MEDIA_COLUMNS.items()
-        if all_marks_are_media or (kind not in parts and marks.count(kind) == len(items.get(name, ())))
+        if all_marks_are_media or (kind not in kinds_of_parts and marks.count(kind) == len(items.get(name, ())))
     }
     messages = [
         {**message, "content": _parts(message.get("content"), kinds)} if isinstance(message, Mapping) else message
@@ -420,11 +424,11 @@ def _parts(content: Any, kinds: set[str]) -> Any:
         return content
     pieces = MARKS.split(content)  # text, kind, text, kind, ..., text
     parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(pieces):
-        if number % 2 and piece in kinds:
+    for index, piece in enumerate(pieces):
+        if index % 2 and piece in kinds:
             parts.append({"type": piece})
             continue
-        text = f"<{piece}>" if number % 2 else piece
+        text = f"<{piece}>" if index % 2 else piece
         if text and parts and "text" in parts[-1]:
             parts[-1]["text"] += text
         elif text:
@@ -435,8 +439,8 @@ def _parts(content: Any, kinds: set[str]) -> Any:
 def _part(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("image_url", "video_url", "audio_url"):
-        address, media = part[kind], kind.removesuffix("_url")
-        return {"type": media, media: address["url"] if isinstance(address, Mapping) else address}
+        url, media = part[kind], kind.removesuffix("_url")
+        return {"type": media, media: url["url"] if isinstance(url, Mapping) else url}
     if kind == "input_audio":
         sound = part[kind]
         return {"type": "audio", "audio": f"data:audio/{sound['format']};base64,{sound['data']}"}

@@ -44,7 +44,7 @@ class Literals:
 
     Args:
         kept: special tokens that the data may contain as such.
-        placeholders: of media; never used as stand-in.
+        placeholders: of media; never used as a stand-in.
 
     Raises:
         DataError: a token of `kept` is not a special token of the tokenizer.
@@ -58,16 +58,17 @@ class Literals:
             if name not in special:
                 near = difflib.get_close_matches(name, special, n=3, cutoff=0.5) or sorted(special)[:8]
                 raise DataError(
-                    f"data.special_tokens names {name!r}, which is not a special token of the tokenizer. Near: {', '.join(near)}."
+                    f"data.special_tokens names {name!r}, which is not a special token of the tokenizer. Its special tokens "
+                    f"are, for example, {', '.join(near)}."
                 )
         longest_first = sorted(special.keys() - set(self.kept), key=len, reverse=True)
         self._literal = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._warned: set[str] = set()
-        plain = (tokenizer.pad_token, tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
+        candidates = (tokenizer.pad_token, tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
         self._stand_in = next(
             (
                 name
-                for name in plain
+                for name in candidates
                 if name in special
                 and name not in placeholders
                 and not (special[name].lstrip or special[name].rstrip or special[name].single_word)
@@ -129,8 +130,8 @@ class Literals:
         pieces.append(text[last:])
         return PlainText("".join(pieces), [(shifted(start), shifted(end)) for start, end in spans], literals)
 
-    def ids(self, where: str, token: str) -> list[int]:
-        """The tokens of the characters of a special token.
+    def ids_as_text(self, where: str, token: str) -> list[int]:
+        """The ids of a special token's characters, encoded as plain text.
 
         Raises:
             BadSample: the tokenizer ignores `split_special_tokens`.
@@ -144,10 +145,10 @@ class Literals:
         self, where: str, text: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """The ids `(n,)` int64 of a rendered text, and which of them overlap `spans` `(n,)` bool."""
-        ids, number = self.encode_numbered(where, text, spans, add_special_tokens=add_special_tokens)
-        return ids, number > 0
+        ids, span_numbers = self.encode_with_span_numbers(where, text, spans, add_special_tokens=add_special_tokens)
+        return ids, span_numbers > 0
 
-    def encode_numbered(
+    def encode_with_span_numbers(
         self, where: str, text: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """`encode`, with the number of the first span that each token overlaps, from 1, `(n,)` int64; 0: none."""
@@ -156,35 +157,35 @@ class Literals:
             plain.text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
         )
         ids, offsets = np.array(encoded["input_ids"], dtype=np.int64), encoded["offset_mapping"]
-        number = numbers_of_spans(offsets, plain.spans)
+        span_numbers = numbers_of_spans(offsets, plain.spans)
         if not plain.literals:
-            return ids, number
+            return ids, span_numbers
         ids, repeats = self.restore_literals(where, ids, offsets, plain.literals)
-        return ids, np.repeat(number, repeats)
+        return ids, np.repeat(span_numbers, repeats)
 
     def restore_literals(
         self, where: str, ids: np.ndarray, offsets: Offsets, literals: Sequence[tuple[Span, str]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The ids with each stand-in replaced by those of its literal, and how many ids replace each of `ids` `(n,)`."""
         repeats = np.ones(len(ids), dtype=np.int64)
-        texts: dict[int, list[int]] = {}
+        replacements: dict[int, list[int]] = {}
         for span, token in literals:
-            places = np.flatnonzero(mask_of_spans(offsets, [span]))
-            if len(places) != 1:
+            positions = np.flatnonzero(mask_of_spans(offsets, [span]))
+            if len(positions) != 1:
                 raise BadSample(where, f"{token!r} in a text, whose stand-in is not a single token")
-            texts[int(places[0])] = literal_ids = self.ids(where, token)
-            repeats[places[0]] = len(literal_ids)
-        parts = [texts.get(number, [token_id]) for number, token_id in enumerate(ids.tolist())]
+            replacements[int(positions[0])] = literal_ids = self.ids_as_text(where, token)
+            repeats[positions[0]] = len(literal_ids)
+        parts = [replacements.get(position, [token_id]) for position, token_id in enumerate(ids.tolist())]
         return np.array([token_id for part in parts for token_id in part], dtype=np.int64), repeats
 
 
 def mask_of_spans(offsets: Offsets, spans: Sequence[Span]) -> np.ndarray:
-    """`(n,)` bool: whether each token, of the characters `offsets`, overlaps a span."""
+    """`(n,)` bool: whether each token, with the characters `offsets`, overlaps a span."""
     return numbers_of_spans(offsets, spans) > 0
 
 
 def numbers_of_spans(offsets: Offsets, spans: Sequence[Span]) -> np.ndarray:
-    """`(n,)` int64: the number of the first span, from 1, that each token, of the characters `offsets`, overlaps; 0: none."""
+    """`(n,)` int64: the number of the first span, from 1, that each token, with the characters `offsets`, overlaps; 0: none."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     numbers = np.zeros(len(starts), dtype=np.int64)
     for number, (start, end) in enumerate(spans, 1):

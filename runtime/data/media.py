@@ -88,7 +88,7 @@ def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[
     """Frames of a video.
 
     Args:
-        value: as above; an array `(frames, height, width, 3)` uint8 has `fps` frames per second.
+        value: as in the module's docstring; an array `(frames, height, width, 3)` uint8 has `fps` frames per second.
         fps: frames per second to sample, evenly; fewer if they would exceed `max_frames`.
 
     Returns:
@@ -98,15 +98,15 @@ def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[
     from av.error import FFmpegError
 
     if isinstance(value, np.ndarray):
-        indices = _sampled(len(value), fps, fps=fps, max_frames=max_frames)
+        indices = _sample_indices(len(value), fps, fps=fps, max_frames=max_frames)
         return value[indices], _metadata(len(value), fps, indices, value.shape[1:3])
     try:
         total, rate = _count_packets(value, root)
         rate = rate or fps
-        indices = _sampled(total, rate, fps=fps, max_frames=max_frames)
+        indices = _sample_indices(total, rate, fps=fps, max_frames=max_frames)
         frames, decoded = _decode(value, root, indices)
         if decoded != total:  # packets without a frame, or with several: now the number is known
-            indices = _sampled(decoded, rate, fps=fps, max_frames=max_frames)
+            indices = _sample_indices(decoded, rate, fps=fps, max_frames=max_frames)
             frames, _ = _decode(value, root, indices)
     except (FFmpegError, OSError) as error:
         raise MediaError(f"no readable video: {error}") from error
@@ -114,7 +114,7 @@ def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[
 
 
 def _count_packets(value: Any, root: Path) -> tuple[int, float]:
-    """The number of packets of a video, mostly that of its frames, without decoding; frames per second, 0: not known."""
+    """The number of packets of a video, usually that of its frames, without decoding; frames per second, 0: not known."""
     import av
 
     with av.open(open_value(value, root), "r") as container:
@@ -125,7 +125,7 @@ def _count_packets(value: Any, root: Path) -> tuple[int, float]:
 
 
 def _decode(value: Any, root: Path, indices: Sequence[int]) -> tuple[list[np.ndarray], int]:
-    """The frames with these indices, as `(height, width, 3)` uint8, and the number of all; others are not kept or converted."""
+    """The frames with these indices, `(height, width, 3)` uint8, and the number of all frames; others are not kept."""
     import av
 
     wanted, frames, total = set(indices), [], 0
@@ -137,7 +137,7 @@ def _decode(value: Any, root: Path, indices: Sequence[int]) -> tuple[list[np.nda
     return frames, total
 
 
-def _sampled(total: int, rate: float, *, fps: float, max_frames: int) -> list[int]:
+def _sample_indices(total: int, rate: float, *, fps: float, max_frames: int) -> list[int]:
     """The indices of frames to use of a video of `total` frames, `rate` per second."""
     if not total:
         raise MediaError("a video without frames")

@@ -34,7 +34,7 @@ class MediaItems:
         return frozenset(kind for kind, items in items_by_kind.items() if items)
 
     def num_parts(self, kind: str) -> int:
-        """How many parts of the messages these items of a kind belong to; sounds of videos have no own part."""
+        """How many parts of the messages these items of a kind belong to; sounds of videos have no part of their own."""
         return {"image": len(self.images), "video": len(self.videos), "audio": self.video_of_audio.count(None)}[kind]
 
 
@@ -60,7 +60,7 @@ class MediaReader:
         Raises:
             BadSample: an item cannot be read, or there are more or fewer items than parts.
         """
-        lists = {kind: iter(as_list(fields.get(name))) for kind, name in MEDIA_COLUMNS.items()}
+        unused_items = {kind: iter(as_list(fields.get(name))) for kind, name in MEDIA_COLUMNS.items()}
         items = MediaItems()
         out = []
         for message in messages:
@@ -70,13 +70,13 @@ class MediaReader:
                 for part in content:
                     kind = part.get("type") if isinstance(part, dict) else None
                     if kind in MEDIA_COLUMNS:
-                        self._add(items, where, source, part, lists[kind])
+                        self._add(items, where, source, part, unused_items[kind])
                         part = {"type": kind}
                     parts.append(part)
                 message = {**message, "content": parts}
             out.append(message)
-        for kind, unused_items in lists.items():
-            num_unused = len(list(unused_items))
+        for kind, remaining in unused_items.items():
+            num_unused = len(list(remaining))
             if num_unused:
                 count = items.num_parts(kind)
                 raise BadSample(

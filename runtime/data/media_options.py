@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.media_items import MediaItems, MediaReader
 from patchgen.runtime.data.problems import DataError
-from patchgen.runtime.data.processors import PARTS, ProcessorAdapter
+from patchgen.runtime.data.processors import SUB_PROCESSORS, ProcessorAdapter
 
 FIXED_OPTIONS = {
     "do_sample_frames": "data.media.fps or data.video_fps, and data.max_frames, determine which frames are sampled",
@@ -47,7 +47,7 @@ class MediaOptions:
             modality: processor.option_names(modality) - FIXED_OPTIONS.keys() for modality in processor.modalities
         }
         for key, value in config.media.items():
-            if key not in PARTS:
+            if key not in SUB_PROCESSORS:
                 for modality in self._modalities_with(key, names):
                     self.options_of[modality].setdefault(key, value)
                 continue
@@ -69,12 +69,12 @@ class MediaOptions:
 
     def _modalities_with(self, key: str, names: Mapping[str, frozenset[str]], prefix: str = "") -> list[str]:
         """The modalities that have the option `key`."""
-        takers = [modality for modality, known in names.items() if key in known]
-        if takers:
-            return takers
+        matching = [modality for modality, known in names.items() if key in known]
+        if matching:
+            return matching
         if key in FIXED_OPTIONS:
             raise DataError(f"data.media.{prefix}{key} cannot be set: {FIXED_OPTIONS[key]}.")
-        known = sorted(set().union(*names.values()) | (PARTS.keys() if not prefix else set()))
+        known = sorted(set().union(*names.values()) | (SUB_PROCESSORS.keys() if not prefix else set()))
         near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
         suggestion = f"Near: {', '.join(near)}" if near else f"There are: {', '.join(known)}"
         raise DataError(
@@ -83,12 +83,13 @@ class MediaOptions:
         )
 
     def _require_types(self, modality: str, options: dict[str, Any]) -> None:
-        typed = next(iter(self.processor.option_types(modality)), None)
-        if typed is None or not options:
+        typed_dict = next(iter(self.processor.option_types(modality)), None)
+        if typed_dict is None or not options:
             return
         try:
             validate_typed_dict(
-                typed, {name: option_value for name, option_value in options.items() if name in typed.__annotations__}
+                typed_dict,
+                {name: value for name, value in options.items() if name in typed_dict.__annotations__},
             )
         except StrictDataclassError as error:
             raise DataError(
@@ -126,11 +127,11 @@ class MediaOptions:
         silence = np.zeros(() if self.sampling_rate is None else self.sampling_rate, dtype=np.float32)
         metadata = {"total_num_frames": 8, "fps": self.fps, "duration": 8 / self.fps, "frames_indices": [*range(8)]}
         trials = {
-            "images": lambda part: part(images=[picture], return_tensors="pt", **self.options_of["images"]),
-            "videos": lambda part: part(
+            "images": lambda process: process(images=[picture], return_tensors="pt", **self.options_of["images"]),
+            "videos": lambda process: process(
                 videos=[np.stack([picture] * 8)], return_tensors="pt", **self._of_videos([metadata])
             ),
-            "audios": lambda part: part([silence], return_tensors="pt", **self._of_audios()),
+            "audios": lambda process: process([silence], return_tensors="pt", **self._of_audios()),
         }
         for modality in self.processor.modalities:
             try:

@@ -121,12 +121,12 @@ def make_preview(
         prepare: `PrepareMultimodal` of the loader, which finds the roles of its samples.
     """
     decoder = Decoder(tokenizer, processor)
-    find = _role_finder(config, tokenizer, prepare)
+    find_roles = _role_finder(config, tokenizer, prepare)
     batches = [(batch, loader.places()) for batch in itertools.islice(loader, rows)]
     records = _records(config, batches)
-    preview_rows = [_row(batch, places, config, decoder, records, find) for batch, places in batches]
-    of_all = loader.statistics()
-    statistics = of_all or _statistics_of_rows(preview_rows, config.source_names)
+    preview_rows = [_row(batch, places, config, decoder, records, find_roles) for batch, places in batches]
+    loader_statistics = loader.statistics()
+    statistics = loader_statistics or _statistics_of_rows(preview_rows, config.source_names)
     figures = [
         Figures(name, len(of_source.lengths), int(of_source.lengths.sum()), of_source.learned)
         for name, of_source in zip(config.source_names, statistics, strict=True)
@@ -137,7 +137,7 @@ def make_preview(
         budget=config.tokens_per_batch,
         rows=preview_rows,
         figures=figures,
-        scope="all samples" if of_all is not None else f"the {len(preview_rows)} rows shown",
+        scope="all samples" if loader_statistics is not None else f"the {len(preview_rows)} rows shown",
         histogram=histogram(np.concatenate([of_source.lengths for of_source in statistics])),
         problems="" if problems == ALL_USED else problems,
         sources=config.source_names,
@@ -162,31 +162,33 @@ def _row(
     config: DataConfig,
     decoder: Decoder,
     records: Mapping[tuple[int, str], Record],
-    find: RoleFinder,
+    find_roles: RoleFinder,
 ) -> Row:
     bounds, sources = batch["cu_seq_lens_q"].tolist(), batch["document_sources"].tolist()
-    rows = slice_batch(dict(batch), sp=1, sp_rank=0)
-    ids, targets = batch["input_ids"][0].tolist(), rows["shift_labels"][0].tolist()
+    unsliced = slice_batch(dict(batch), sp=1, sp_rank=0)
+    ids, targets = batch["input_ids"][0].tolist(), unsliced["shift_labels"][0].tolist()
     learned = [False, *(target != IGNORED for target in targets[:-1])]
-    others = [None, *(t if t not in (IGNORED, i) else None for t, i in zip(targets[:-1], ids[1:], strict=True))]
+    other_targets = [None, *(t if t not in (IGNORED, i) else None for t, i in zip(targets[:-1], ids[1:], strict=True))]
     labels = batch["document_labels"].tolist() if "document_labels" in batch else [None] * len(sources)
     names, halves = config.source_names, PAIR_COLUMNS.get(config.kind, ("",))
     documents = []
-    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
-        window, source = slice(start, end), sources[number]
-        padding = source == PADDING
-        place, half = ("", "") if padding else (places[number // len(halves)], halves[number % len(halves)])
-        roles = None if padding else _roles(ids[window], source, records.get((source, place)), half, find)
+    for index, (start, end) in enumerate(itertools.pairwise(bounds)):
+        window, source = slice(start, end), sources[index]
+        is_padding = source == PADDING
+        place, half = ("", "") if is_padding else (places[index // len(halves)], halves[index % len(halves)])
+        roles = None if is_padding else _roles(ids[window], source, records.get((source, place)), half, find_roles)
         documents.append(
             Document(
-                source="" if padding else names[source],
+                source="" if is_padding else names[source],
                 where=place,
                 half=half,
-                label=None if padding else labels[number],
+                label=None if is_padding else labels[index],
                 start=start,
                 tokens=end - start,
                 learned=sum(learned[window]),
-                role_runs=[] if padding else decoder.role_runs(ids[window], learned[window], others[window], roles),
+                role_runs=[]
+                if is_padding
+                else decoder.role_runs(ids[window], learned[window], other_targets[window], roles),
             )
         )
     shapes = {
@@ -220,22 +222,26 @@ def _records(
         for source, place in zip(batch["document_sources"][::halves], places, strict=False)
     }
     record_of_place = {}
-    for number, described in enumerate(config.sources):
-        missing = {place for source, place in samples if source == number}
-        records = (record for record, _ in open_source(described).read()) if missing and config.kind != "text" else ()
+    for source_index, source_config in enumerate(config.sources):
+        missing = {place for source, place in samples if source == source_index}
+        records = (
+            (record for record, _ in open_source(source_config).read()) if missing and config.kind != "text" else ()
+        )
         for record in records:
             if record.where in missing:
                 missing.remove(record.where)
-                record_of_place[number, record.where] = record
+                record_of_place[source_index, record.where] = record
             if not missing:
                 break
     return record_of_place
 
 
-def _roles(ids: Sequence[int], source: int, record: Record | None, half: str, find: RoleFinder) -> list[str] | None:
-    """The role of each token; None: not known. A truncated sample is a prefix of what `find` encodes."""
+def _roles(
+    ids: Sequence[int], source: int, record: Record | None, half: str, find_roles: RoleFinder
+) -> list[str] | None:
+    """The role of each token; None: not known. A truncated sample is a prefix of what `find_roles` encodes."""
     try:
-        ids_and_roles = find(source, record, half) if record is not None else None
+        ids_and_roles = find_roles(source, record, half) if record is not None else None
     except BadSample:
         return None
     return (
@@ -250,7 +256,7 @@ def _role_finder(config: DataConfig, tokenizer: Any, prepare: Any) -> RoleFinder
     mappers: list[Mapper] = mappers_of(config)
     literals = Literals(tokenizer, kept=config.special_tokens)
 
-    def find(source: int, record: Record, half: str) -> tuple[np.ndarray, list[str]] | None:
+    def find_roles(source: int, record: Record, half: str) -> tuple[np.ndarray, list[str]] | None:
         fields = mappers[source](record.where, record.fields())
         if isinstance(fields, ModelInputs) or not isinstance(messages := fields.get(half or "messages"), list):
             return None
@@ -260,4 +266,4 @@ def _role_finder(config: DataConfig, tokenizer: Any, prepare: Any) -> RoleFinder
         template = tokenizer.get_chat_template(None, tools=tools)
         return tokens_with_roles(messages, tools, template=template, literals=literals, where=record.where)
 
-    return find
+    return find_roles

@@ -8,7 +8,7 @@ from markupsafe import Markup, escape
 from patchgen.runtime.data.preview import Preview
 
 HUES = (215, 32, 285, 190, 325, 52, 250, 12)
-"""Of sources, repeated if there are more; none is near the green of tokens with a loss."""
+"""The hues of sources, repeated if there are more; none is near the green of tokens with a loss."""
 
 
 def as_page(preview: Preview, *, title: str) -> str:

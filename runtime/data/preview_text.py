@@ -16,7 +16,7 @@ from patchgen.runtime.data.preview import Document, Preview
 
 OPEN, CLOSE, LINE_END = "【", "】", "⏎"
 GREEN, DIM, BOLD, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
-BAR = 40
+BAR_WIDTH = 40
 
 
 def as_text(preview: Preview, *, colour: bool) -> str:
@@ -62,15 +62,15 @@ def _figures(preview: Preview) -> list[str]:
 
 
 def _cells(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    for number, (cell, width) in enumerate(zip(line, widths, strict=True)):
-        yield cell.rjust(width) if number else cell.ljust(width)
+    for column, (cell, width) in enumerate(zip(line, widths, strict=True)):
+        yield cell.rjust(width) if column else cell.ljust(width)
 
 
 def _histogram(bins: Sequence[tuple[int, int, int]]) -> list[str]:
-    most = max((count for _, _, count in bins), default=1)
+    highest = max((count for _, _, count in bins), default=1)
     width = max((len(f"{last:,}") for _, last, _ in bins), default=1)
     return [
-        f"{first:>{width},} to {last:>{width},}  {'█' * round(count / most * BAR) or ('▏' if count else '')} {count:,}"
+        f"{first:>{width},} to {last:>{width},}  {'█' * round(count / highest * BAR_WIDTH) or ('▏' if count else '')} {count:,}"
         for first, last, count in bins
     ]
 
@@ -90,10 +90,10 @@ def _document(number: int, document: Document, colour: bool) -> list[str]:
     lines = [_bold("   ".join(word for word in words if word), colour)]
     width = max((len(run.role) for run in document.role_runs), default=0)
     for run in document.role_runs:
-        lead = f"  {run.role:<{width}} │ " if width else "  │ "
+        prefix = f"  {run.role:<{width}} │ " if width else "  │ "
         parts = "".join(_text_of(run, colour)).removesuffix("\n").split("\n")
         lines += [
-            (lead if not place else f"  {'':<{width}} │ " if width else "  │ ") + part
+            (prefix if not place else f"  {'':<{width}} │ " if width else "  │ ") + part
             for place, part in enumerate(parts)
         ]
     return lines
@@ -104,7 +104,7 @@ def _text_of(run: RoleRun, colour: bool) -> Iterator[str]:
     for learned, units in itertools.groupby(run.units, lambda unit: unit.learned):
         text = "".join(map(_display, units))
         if colour:
-            # Each line is coloured separately, because each has its own lead.
+            # Each line is coloured separately, because each has its own prefix.
             style = GREEN if learned else DIM
             yield "\n".join(f"{style}{part}{PLAIN}" if part else "" for part in text.split("\n"))
         else:

@@ -16,13 +16,13 @@ from transformers import ProcessorMixin
 from patchgen.runtime.data.problems import DataError
 
 AUDIO_NAMES = ("audio", "audios")
-PARTS = {
+SUB_PROCESSORS = {
     "images": ("image_processor",),
     "videos": ("video_processor",),
     "audios": ("feature_extractor", "audio_processor"),
 }
-SECTIONS = {"images": "images_kwargs", "videos": "videos_kwargs", "audios": "audio_kwargs"}
-"""The name of each modality's options in transformers."""
+KWARGS_NAMES = {"images": "images_kwargs", "videos": "videos_kwargs", "audios": "audio_kwargs"}
+"""The argument of transformers' processors that holds the options of each modality."""
 PLACEHOLDERS = ("image_token", "video_token", "audio_token", "boi_token", "boa_token")
 
 
@@ -44,11 +44,11 @@ class ProcessorAdapter:
         self._parameters = frozenset(inspect.signature(processor.__call__).parameters)
         audio = next((name for name in AUDIO_NAMES if name in self._parameters), AUDIO_NAMES[0])
         self._names = {"images": "images", "videos": "videos", "audios": audio}
-        self.modalities = tuple(name for name in PARTS if self.sub_processor(name) is not None)
+        self.modalities = tuple(name for name in SUB_PROCESSORS if self.sub_processor(name) is not None)
 
     def sub_processor(self, modality: str) -> Any:
         """The image, video or audio processor, or None."""
-        sub_processors = (getattr(self.processor, name, None) for name in PARTS[modality])
+        sub_processors = (getattr(self.processor, name, None) for name in SUB_PROCESSORS[modality])
         return next((sub_processor for sub_processor in sub_processors if sub_processor is not None), None)
 
     @property
@@ -65,7 +65,7 @@ class ProcessorAdapter:
     def option_types(self, modality: str) -> list[Any]:
         """The typed dicts of the options of a modality: the sub-processor's, then the processor's."""
         of_processor = getattr(getattr(self.processor, "valid_processor_kwargs", None), "__annotations__", {})
-        types = (getattr(self.sub_processor(modality), "valid_kwargs", None), of_processor.get(SECTIONS[modality]))
+        types = (getattr(self.sub_processor(modality), "valid_kwargs", None), of_processor.get(KWARGS_NAMES[modality]))
         return [option_type for option_type in types if hasattr(option_type, "__annotations__")]
 
     def option_names(self, modality: str) -> frozenset[str]:
@@ -107,5 +107,5 @@ class ProcessorAdapter:
         present = {self._names[name]: list(items) for name, items in media.items() if len(items)}
         if not isinstance(self.processor, ProcessorMixin):
             options = {name: value for name, value in options.items() if name in self._parameters}
-        call: dict[str, Any] = {"text": [text], **present, "return_tensors": "pt", **options}
-        return dict(self.processor(**call))
+        arguments: dict[str, Any] = {"text": [text], **present, "return_tensors": "pt", **options}
+        return dict(self.processor(**arguments))

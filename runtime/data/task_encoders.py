@@ -38,12 +38,16 @@ class TaggedEncoder(TaskEncoder):
         marked = [self.text.literals.mark(word) for word in words]
         starts = [0, *itertools.accumulate(len(word) + 1 for word in marked)]
         spans = [(start, start + len(word)) for start, word in zip(starts, marked, strict=False)]
-        ids, number = self.text.literals.encode_numbered(where, " ".join(marked), spans, add_special_tokens=True)
-        is_first = (number > 0) & (np.diff(number, prepend=0) != 0)
-        classes = np.array([0, *(tag + 1 for tag in tags)], dtype=np.int32)[np.where(is_first, number, 0)]
+        ids, word_numbers = self.text.literals.encode_with_span_numbers(
+            where, " ".join(marked), spans, add_special_tokens=True
+        )
+        is_first = (word_numbers > 0) & (np.diff(word_numbers, prepend=0) != 0)
+        classes = np.array([0, *(tag + 1 for tag in tags)], dtype=np.int32)[np.where(is_first, word_numbers, 0)]
         ids, classes = self.text.with_end_token(ids, classes, 0)
         if classes[-1]:
-            raise BadSample(where, "a tag on the last token, and the tokenizer has no end-of-sequence token")
+            raise BadSample(
+                where, "a tag on the last token, which needs an end-of-sequence token after it (data.append_eos)"
+            )
         return Tokens(ids, np.roll(classes, 1))
 
 
@@ -55,7 +59,7 @@ class AnswerEncoder(TaskEncoder):
         texts, starts = (list(answers.get(name) or ()) for name in ("text", "answer_start"))
         if not texts or not starts:
             raise BadSample(
-                where, "answers without a text and an answer_start: questions without an answer have no targets"
+                where, "answers without a text or an answer_start: questions without an answer have no targets"
             )
         end = starts[0] + len(texts[0])
         if not texts[0] or context[starts[0] : end] != texts[0]:

@@ -48,7 +48,7 @@ class SampleEncoder(ABC):
     """Encodes samples one at a time."""
 
     def encode(self, samples: Sequence[tuple[str, dict[str, Any]]], **options: Any) -> list[Tokens | BadSample]:
-        """One result per sample `(where, fields)`; `options` of `tokens`."""
+        """One result per sample `(where, fields)`; `options` are passed to `tokens`."""
         results: list[Tokens | BadSample] = []
         for where, fields in samples:
             try:
@@ -90,7 +90,7 @@ class TextEncoder(SampleEncoder):
             return self._completion(where, fields["prompt"], fields["completion"])
         text = required_field(where, fields, "text", str)
         ids = (encoded or {}).get(text)
-        if ids is None and self.literals.mark(text) == text:  # by any tokenizer: no token's characters are asked for
+        if ids is None and self.literals.mark(text) == text:  # without offsets, which some tokenizers do not return
             ids = self.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
         if ids is None:
             ids = self.literals.encode(where, self.literals.mark(text), add_special_tokens=True)[0].tolist()

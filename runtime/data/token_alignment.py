@@ -49,9 +49,9 @@ def alignment_of_processor(where: str, outputs: dict[str, Any]) -> TokenAlignmen
     if "text_replacement_offsets" not in outputs or "offset_mapping" not in outputs:
         return None
     places = (outputs["text_replacement_offsets"] or [[]])[0]
-    for number, place in enumerate(places):
+    for index, place in enumerate(places):
         if place["new_span"][0] == place["new_span"][1]:
-            raise BadSample(where, f"item {number}, {_article(place['type'])}, is too small for a token")
+            raise BadSample(where, f"item {index}, {_article(place['type'])}, is too small for a token")
     offsets = np.array(outputs["offset_mapping"][0]).reshape(-1, 2)
 
     def expanded(span: Span) -> Span:
@@ -87,11 +87,11 @@ def alignment_by_matching(
     offsets = text_tokens["offset_mapping"]
     forward = _matches(text_tokens["input_ids"], ids)
     backward = _matches(text_tokens["input_ids"][::-1], ids[::-1])
-    last_text, last = len(offsets) - 1, len(ids) - 1
-    backward = {last_text - text_place: last - place for text_place, place in backward.items()}
-    for number in np.flatnonzero(mask_of_spans(offsets, needed)).tolist():
-        if number not in forward or forward[number] != backward.get(number):
-            start, end = offsets[number]
+    last_text_index, last_index = len(offsets) - 1, len(ids) - 1
+    backward = {last_text_index - text_index: last_index - index for text_index, index in backward.items()}
+    for text_index in np.flatnonzero(mask_of_spans(offsets, needed)).tolist():
+        if text_index not in forward or forward[text_index] != backward.get(text_index):
+            start, end = offsets[text_index]
             raise BadSample(
                 where,
                 f"the processor returns other tokens than the text has around {text[start:end]!r} (character {start}), so it is "
@@ -99,8 +99,8 @@ def alignment_by_matching(
             )
     token_offsets = np.zeros((len(ids), 2), dtype=np.int64)
     is_media = np.ones(len(ids), dtype=bool)
-    for number, place in forward.items():
-        token_offsets[place], is_media[place] = offsets[number], False
+    for text_index, index in forward.items():
+        token_offsets[index], is_media[index] = offsets[text_index], False
     return TokenAlignment(token_offsets, lambda span: span, is_media)
 
 

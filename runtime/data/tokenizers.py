@@ -59,7 +59,7 @@ def _train(path: Path, texts: Iterator[str], vocab_size: int) -> None:
     special_tokens = [PADDING, END]
     smallest = len(alphabet) + len(special_tokens)
     if vocab_size < smallest:
-        raise ValueError(f"vocab_size = {vocab_size}; bytes and special tokens alone are {smallest}.")
+        raise ValueError(f"vocab_size = {vocab_size} is too small: bytes and special tokens alone take {smallest}.")
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
     )

@@ -72,9 +72,9 @@ class Transform:
             InvalidReturn: it returns neither.
         """
         with as_bad_sample(f"the transform {self.spec}", where, "the row"):
-            returned = load(self.spec)(row)
+            returned = load_function(self.spec)(row)
         if isinstance(returned, Mapping) and "input_ids" in returned:
-            return ModelInputs(_inputs(where, self.spec, returned))
+            return ModelInputs(_checked_inputs(where, self.spec, returned))
         shorthand, name, expected = _SHORTHANDS.get(self.kind, (dict, "", "a row"))
         if shorthand is not dict and isinstance(returned, shorthand):
             returned = {name: returned}
@@ -95,7 +95,7 @@ class Transform:
 
     def fingerprint(self) -> list[str]:
         """Changes when the file of the function changes."""
-        file = inspect.getsourcefile(load(self.spec))
+        file = inspect.getsourcefile(load_function(self.spec))
         content = Path(file).read_bytes() if file else self.spec.encode()
         return [self.spec, hashlib.sha256(content).hexdigest()]
 
@@ -105,7 +105,7 @@ _SHORTHANDS: dict[str, tuple[type, str, str]] = {
     "chat": (list, "messages", "a list of messages"),
     "multimodal": (list, "messages", "a list of messages"),
 }
-"""What a transform may return instead of a row: its type, the column that it becomes, and its name in messages."""
+"""What a transform may return instead of a row: its type, the column that it becomes, and its name in error messages."""
 
 Mapper = Transform | Rows
 
@@ -168,7 +168,7 @@ def check_first_rows(config: DataConfig, sources: Sequence[Source]) -> None:
     """
     for mapper, source in zip(mappers_of(config), sources, strict=True):
         if isinstance(mapper, Transform):
-            load(mapper.spec)
+            load_function(mapper.spec)
         failures, rows = [], 0
         for record, _ in itertools.islice(source.read(), FIRST_ROWS):
             try:
@@ -190,7 +190,7 @@ def check_first_rows(config: DataConfig, sources: Sequence[Source]) -> None:
 
 
 @functools.cache
-def load(spec: str) -> Callable[[dict[str, Any]], Any]:
+def load_function(spec: str) -> Callable[[dict[str, Any]], Any]:
     """The function of `module:function` or `path/to/file.py:function`.
 
     Raises:
@@ -225,7 +225,7 @@ def _imported(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _inputs(where: str, spec: str, returned: Mapping[str, Any]) -> dict[str, Tensor]:
+def _checked_inputs(where: str, spec: str, returned: Mapping[str, Any]) -> dict[str, Tensor]:
     """The checked model inputs: tokens `(n,)`, positions `(n,)` or `(4, n)`, media unchanged."""
 
     def wrong(reason: str) -> InvalidReturn:
@@ -271,7 +271,7 @@ def _inputs(where: str, spec: str, returned: Mapping[str, Any]) -> dict[str, Ten
             out["position_ids"] = torch.cat([torch.arange(len(ids))[None].to(positions.dtype), positions])
     out["input_ids"], out["labels"] = out["input_ids"].long(), out["labels"].long()
     if not bool((out["labels"][1:] != IGNORED).any()):
-        raise BadSample(where, f"the transform {spec} returned labels without any loss (all are -100)")
+        raise BadSample(where, f"the transform {spec} returned labels without any loss (all after the first are -100)")
     return out
 
 

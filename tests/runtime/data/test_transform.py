@@ -11,7 +11,7 @@ from PIL import Image
 from small_processors import byte_tokenizer, image_processor, template
 
 from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader, train_tokenizer
-from patchgen.runtime.data.transform import Transform, load
+from patchgen.runtime.data.transform import Transform, load_function
 from patchgen.runtime.parallel.batch import IGNORED
 
 TOKENIZER = byte_tokenizer(template(), {})
@@ -192,4 +192,4 @@ def test_a_spec_without_both_halves_is_refused(spec):
 def test_a_file_that_the_users_module_lacks_is_not_told_as_the_module(tmp_path):
     (tmp_path / "own.py").write_text("open('words.txt')\n\ndef fields(row):\n    return row\n")
     with pytest.raises(DataError, match=r"own.py cannot be imported: FileNotFoundError.*words.txt"):
-        load(f"{tmp_path / 'own.py'}:fields")
+        load_function(f"{tmp_path / 'own.py'}:fields")
