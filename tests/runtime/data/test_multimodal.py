@@ -142,7 +142,7 @@ def test_a_long_sample_is_cut_unless_media_would_be(tmp_path, folder):
     (batch,) = loader
     assert batch["input_ids"].shape == (1, 200)
     assert loader.counters.counts == {"truncated": 1, "skipped": 1}
-    assert "with media among those beyond" in loader.counters.summary()
+    assert "and media are in the part to cut off" in loader.counters.summary()
 
 
 def test_images_of_parquet_and_saved_datasets(tmp_path, folder):
