@@ -1,4 +1,4 @@
-"""Python as HTML, a string per line, in few classes: a page of 4,000 lines has to open at once."""
+"""Python source as HTML, one string per line, with few CSS classes: a page of 4,000 lines has to open at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Token(Protocol):
     def __hash__(self) -> int: ...
 
 
-CLASSES: dict[Token, str] = {
+CSS_CLASSES: dict[Token, str] = {
     Keyword: "k",
     Operator.Word: "k",
     String: "s",
@@ -37,25 +37,25 @@ def highlighted(text: str) -> list[str]:
     lines: list[list[str]] = [[]]
     lexer = find_lexer_class_by_name("python")(stripnl=False, ensurenl=False)
     for token, value in lexer.get_tokens(text.removesuffix("\n")):
-        kind = _class_of(token)
+        css_class = _css_class(token)
         for number, part in enumerate(value.split("\n")):
             if number:
                 lines.append([])
             if part:
                 html = str(escape(part))
-                lines[-1].append(f'<i class="{kind}">{html}</i>' if kind and part.strip() else html)
+                lines[-1].append(f'<i class="{css_class}">{html}</i>' if css_class and part.strip() else html)
     return ["".join(parts) for parts in lines]
 
 
 def struck(line: str) -> str:
-    """The HTML of a removed line, struck through except for its indentation (inside a string that is part of it)."""
+    """The HTML of a removed line, struck through except for its indentation; whole if it starts inside a string."""
     code = line.lstrip(" ")
     return f"{line[: len(line) - len(code)]}<s>{code}</s>" if code else line
 
 
-def _class_of(token: Token | None) -> str:
+def _css_class(token: Token | None) -> str:
     while token is not None:
-        if token in CLASSES:
-            return CLASSES[token]
+        if token in CSS_CLASSES:
+            return CSS_CLASSES[token]
         token = token.parent
     return ""

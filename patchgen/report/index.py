@@ -17,10 +17,19 @@ from patchgen.templates import render
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A row of the table: `passes` has hits per pass, `notes`, `unread` and `changed` are counts, `ranks` is as `rank_results`."""
+    """A row of the table.
+
+    Attributes:
+        refusal: why the model has no page; empty if it has one.
+        passes: the number of hits of each pass.
+        notes, changed: how many notes the passes wrote, and how many lines the generated file changes.
+        unread: how many names of the training path the census could not read (`census.UNREAD`).
+        ranks: as `rank_results` returns it.
+        files: kind -> path relative to the page.
+    """
 
     name: str
-    refusal: str  # why it has no page; empty if it has one
+    refusal: str
     verdict: str
     upstream: str
     releases: tuple[str, ...]
@@ -30,7 +39,7 @@ class ModelRow:
     unread: int
     changed: int
     ranks: dict[str, str]
-    files: dict[str, str]  # kind -> path relative to the page
+    files: dict[str, str]
 
 
 def row(name: str, folder: Path, refusal: str = "") -> ModelRow:
@@ -60,5 +69,5 @@ def row(name: str, folder: Path, refusal: str = "") -> ModelRow:
 
 def page(rows: list[ModelRow]) -> str:
     """The text of the page."""
-    proven = sum(one.verdict == "proven" for one in rows)
+    proven = sum(model.verdict == "proven" for model in rows)
     return render("report_index.jinja", title="patchgen", rows=rows, proven=proven, hues=hues())

@@ -1,4 +1,5 @@
-"""The origin of each line of a generated file: the upstream line, or the pass that wrote it; and the pass that removed the others.
+"""The origin of each line of a generated file: an upstream line, or the pass that wrote it; and which pass removed each other
+upstream line.
 
 The passes of a generation are traced one by one: a line that a pass leaves unchanged keeps its origin.
 
@@ -48,11 +49,11 @@ def trace(generated: Generated) -> list[Row]:
         lines = _lines_after(lines, lines_of(text), name, removed)
     rows, last = list[Row](), 0
     for number, line in enumerate(lines, start=1):
-        for gone in range(last + 1, line.origin):
-            rows.append(Row(gone, 0, removed[gone]))
+        for left in range(last + 1, line.origin):
+            rows.append(Row(left, 0, removed[left]))
         last = max(last, line.origin)
         rows.append(Row(line.origin, number, line.by))
-    return rows + [Row(gone, 0, removed[gone]) for gone in range(last + 1, len(upstream) + 1)]
+    return rows + [Row(left, 0, removed[left]) for left in range(last + 1, len(upstream) + 1)]
 
 
 def lines_of(text: str) -> list[str]:
@@ -82,13 +83,13 @@ def _lines_after(lines: list[_Line], texts: Sequence[str], by: str, removed: dic
 
 
 def _uncommented(text: str) -> str:
-    """A line without the comment on its operation, which FINISH adds: the line still counts as its pass's; "" without one."""
+    """The line as its pass wrote it, before FINISH added a comment on its operation; empty if it has no such comment."""
     mark, parenthesis, _ = text.partition(" (")
     return mark if parenthesis and mark.lstrip().startswith("# patchgen: ") else text.rpartition("  # ")[0]
 
 
 def diff_blocks(before: Sequence[str], after: Sequence[str]) -> list[tuple[str, slice, slice]]:
-    """The blocks that difflib finds (kind, lines before, lines after); equal ends, which are most of a file, are cut off first."""
+    """The blocks that difflib finds (kind, lines before, lines after); equal starts and ends are split off first."""
     start = _prefix_length(zip(before, after, strict=False))
     shorter = min(len(before), len(after)) - start
     end = min(_prefix_length(zip(reversed(before), reversed(after), strict=False)), shorter)

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from patchgen.runtime.verify.record_types import Provenance
 
 GOLDEN_ANGLE = 137.508
+"""Degrees between the hues of consecutive passes."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the sidebar, with a link unless `anchor` is empty."""
+    """A line of the sidebar: a site or symbol, what was done there, and the anchor that it links to (empty: no link)."""
 
     text: str
     what: str
@@ -35,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class PassEntry:
-    """A pass in the sidebar."""
+    """A pass in the sidebar: its hits, and the sites in `upstream` where upstream already does its work."""
 
     name: str
     purpose: str
@@ -46,15 +47,15 @@ class PassEntry:
 
 
 def hues() -> dict[str, int]:
-    """The hue of each pass, far from those of its neighbours."""
+    """The hue of each pass in degrees, far from those of its neighbours."""
     return {kind.name: round(number * GOLDEN_ANGLE) % 360 for number, kind in enumerate(all_passes())}
 
 
 def page(name: str) -> str:
-    """The page of a committed model, as generation gives it now.
+    """The page of a committed model, generated again with the present generator.
 
     Raises:
-        PatchgenError: it does not generate, or the file that it was generated from no longer exists.
+        PatchgenError: generation refuses it, or the file that it was generated from no longer exists.
     """
     model = CommittedModel(name)
     generated = regenerated(model)
@@ -90,7 +91,7 @@ def regenerated(model: CommittedModel) -> Generated:
 
 
 def differing(model: CommittedModel, generated: Generated) -> list[str]:
-    """The committed files that differ from what generation gives now."""
+    """The names of the committed files that differ from those generated now."""
     files = {model.folder / name: text for name, text in generated.files.items()}
     return [path.name for path, text in files.items() if not path.is_file() or path.read_bytes() != text.encode()]
 
@@ -126,7 +127,7 @@ def anchor_of(symbol: str, code: Code) -> str:
 
 
 def _census(census: Mapping[str, str], code: Code) -> dict[str, list[Entry]]:
-    """Reason -> the classes and functions of the training path that have it; those in passes first."""
+    """Reason -> the classes and functions of the training path that have it; those that passes rewrite first."""
     groups: dict[str, list[Entry]] = {COVERED: []}
     for symbol, reason in census.items():
         kind, _, detail = reason.partition(": ")

@@ -32,7 +32,7 @@ class Table:
 
 
 def verdict(model: CommittedModel) -> str:
-    """The status of the proof in one process; outdated if it is of another text, or made with other sources."""
+    """The status of the proof in one process; outdated if the file or the sources of the proof have changed since."""
     proof = model.current_proof
     if proof is None:
         return OUTDATED if model.proof else NOT_PROVEN
@@ -46,19 +46,19 @@ def releases(model: CommittedModel) -> list[str]:
 
 
 def tables(model: CommittedModel) -> list[Table]:
-    """The records of the current file; `verdict` reports a proof of another text."""
-    one, on_ranks = model.current_proof, model.current_rank_proofs
-    found = [] if one is None else _in_one_process(one)
-    if on_ranks:
-        rows = tuple(_layout(model, name, proof) for name, proof in on_ranks.items())
+    """The records of the present file; those of a changed file are left out: `verdict` calls them outdated."""
+    proof, rank_proofs = model.current_proof, model.current_rank_proofs
+    found = [] if proof is None else _in_one_process(proof)
+    if rank_proofs:
+        rows = tuple(_layout(model, name, layout_proof) for name, layout_proof in rank_proofs.items())
         found.append(Table("on ranks", "On ranks", ("layout", "inputs", "loss", "gradient", "towers", "holds"), rows))
     return found
 
 
 def _in_one_process(proof: ProofRecord) -> list[Table]:
     tables = [_eager_form(proof)]
-    if path := proof.get("training"):
-        tables.append(_as_a_run_computes(path))
+    if training := proof.get("training"):
+        tables.append(_as_a_run_computes(training))
     seams = tuple(
         (s["seam"], s["implementation"], s["status"], str(s["calls"]), _difference([s["gradient"]]), s["reason"])
         for s in proof["seams"]
@@ -72,7 +72,7 @@ def _in_one_process(proof: ProofRecord) -> list[Table]:
     }
     rows = (
         *((name, str(why)) for name, why in left_out.items()),
-        *(("failed", str(one)) for one in proof["failures"]),
+        *(("failed", str(failure)) for failure in proof["failures"]),
     )
     return [*tables, Table("not compared", "Not compared", ("what", "why"), rows)] if rows else tables
 
@@ -96,13 +96,18 @@ def _eager_form(proof: ProofRecord) -> Table:
     return Table("eager form", f"{proof['head']} against upstream, in eager form", columns, rows)
 
 
-def _as_a_run_computes(path: TrainingRecord) -> Table:
+def _as_a_run_computes(training: TrainingRecord) -> Table:
     checks = tuple(
-        (name, _number(check.get("loss")), _number(check.get("logits")), _number(check.get("gradient")))
-        for name, check in path.get("checks", {}).items()
+        (
+            name,
+            _shown_difference(check.get("loss")),
+            _shown_difference(check.get("logits")),
+            _shown_difference(check.get("gradient")),
+        )
+        for name, check in training.get("checks", {}).items()
     )
-    seams = ", ".join(f"{seam} {kernel}" for seam, kernel in path.get("seams", {}).items()) or "no seams"
-    caption = f"As a run computes: {path.get('attention')}, {seams}"
+    seams = ", ".join(f"{seam} {kernel}" for seam, kernel in training.get("seams", {}).items()) or "no seams"
+    caption = f"As a run computes: {training.get('attention')}, {seams}"
     return Table("as a run computes", caption, ("check", "loss", "logits", "gradients"), checks)
 
 
@@ -111,7 +116,8 @@ def _difference(parts: Sequence[DifferenceRecord]) -> str:
     return "equal" if all(part["equal"] for part in parts) else max((p["relative"] for p in parts), key=float)
 
 
-def _number(text: str | None) -> str:
+def _shown_difference(text: str | None) -> str:
+    """A recorded difference as the tables show it: "equal" for 0, empty for none."""
     return "" if text is None else "equal" if float(text) == 0 else text
 
 
@@ -119,7 +125,7 @@ def _layout(model: CommittedModel, name: str, proof: LayoutRecord) -> tuple[str,
     cases = proof["cases"]
     failed = [case for case, found in cases.items() if "failed" in found]
     differences = ([found["loss"] for found in cases.values()], [found["gradient"] for found in cases.values()])
-    worst = [_number(max(found, key=float, default=None)) for found in differences]
+    worst = [_shown_difference(max(found, key=float, default=None)) for found in differences]
     towers = "; ".join(f"{tower}: {how}" for tower, how in proof.get("towers", {}).items())
     holds = records.proof_holds(model.name, name, records.required_key())
     outcome = f"{len(failed)} of {len(cases)} failed: {', '.join(failed)}" if failed else f"{len(cases)} equal"

@@ -1,4 +1,4 @@
-"""Aligned lines as HTML, in sections that a browser lays out when they come into view, and the sites among them."""
+"""Aligned lines as HTML, in sections that a browser lays out when they come into view, with the sites that passes changed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ PRUNE = "prune"
 PLUMBING = (PRUNE, "absolute_imports", FINISH)
 """Steps that change every file: shown, but not as sites to jump to."""
 SECTION_ROWS = 48
+"""The most rows of a section of unchanged or dropped lines."""
 Cell = tuple[int, str]
-"""A line's number (0: no line) and the pass that changed it."""
+"""A line's number (0: no line) and the pass that changed it (empty: none)."""
 
 
 @dataclass
 class Site:
-    """Adjacent lines that passes changed."""
+    """Adjacent lines that passes changed, and the class or function that they are in."""
 
     key: str  # its anchor in the page
     symbol: str
@@ -51,7 +52,7 @@ def symbols(text: str) -> list[tuple[int, int, str]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 name = f"{owner}{child.name}"
-                start = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+                start = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
                 found.append((start, child.end_lineno or child.lineno, name))
                 if isinstance(child, ast.ClassDef):
                     visit(child, f"{name}.")
@@ -96,7 +97,9 @@ class _SectionWriter:
     ) -> None:
         self._left, self._right, self._hues = left, right, hues
         self._left_symbols, self._right_symbols = left_symbols, right_symbols
-        self._starts = {start for start, _, _ in right_symbols}, {start for start, _, _ in left_symbols}
+        self._left_starts, self._right_starts = (
+            {start for start, _, _ in symbols_of_side} for symbols_of_side in (left_symbols, right_symbols)
+        )
         self.sites: list[Site] = []
 
     def anchors(self) -> dict[str, str]:
@@ -115,7 +118,7 @@ class _SectionWriter:
         ]
         title = ", ".join(names) or "upstream's lines"
         body = "".join(
-            self._section([(one, (0, "")) for one in lines[start : start + SECTION_ROWS]])
+            self._section([(line, (0, "")) for line in lines[start : start + SECTION_ROWS]])
             for start in range(0, len(lines), SECTION_ROWS)
         )
         yield f'<details class="gone"><summary>{escape(title)}: {len(lines)} lines dropped, not reached</summary>{body}</details>'
@@ -133,10 +136,10 @@ class _SectionWriter:
             yield self._section(cells)
             return
         key = f"s{len(self.sites)}"
-        line, table = next(
+        line, file_symbols = next(
             ((row.right, self._right_symbols) for row in rows if row.right), (rows[0].left, self._left_symbols)
         )
-        symbol = next((name for start, end, name in reversed(table) if start <= line <= end), "the file")
+        symbol = next((name for start, end, name in reversed(file_symbols) if start <= line <= end), "the file")
         self.sites.append(Site(key, symbol, line, passes))
         title = escape(f"{', '.join(passes)}: {symbol}")
         hue = self._hues.get(passes[0], 0)
@@ -148,9 +151,9 @@ class _SectionWriter:
 
     def _row(self, left: Cell, right: Cell) -> str:
         anchor = ""
-        if right[0] in self._starts[0]:
+        if right[0] in self._right_starts:
             anchor = f' id="R{right[0]}"'
-        elif left[0] in self._starts[1] and not right[0]:
+        elif left[0] in self._left_starts and not right[0]:
             anchor = f' id="L{left[0]}"'
         changed = " x" if left[1] or right[1] else "" if right[0] else " o"
         old, new = self._cell(left, self._left, "l"), self._cell(right, self._right, "g")

@@ -1,4 +1,4 @@
-"""A move to another release, a page per model: old upstream, new upstream and the newly generated code, site by site."""
+"""A move to another release, one page per model: old upstream, new upstream and the newly generated code, site by site."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block:
     """A site as the page shows it.
 
     Attributes:
-        columns: their titles; the third, if any, is the newly generated code, or for a hand edit its code.
+        columns: their titles; the third, if any, is the newly generated code or, for a hand edit, the code of the edit.
     """
 
     key: str
@@ -38,7 +38,7 @@ CONTEXT = 6
 
 def index(found: Upgrade) -> str:
     """The page over all models that `upgrade.compare` compared."""
-    counts = {name: sum(one.verdict == verdict for one in found.models) for verdict, name in VERDICT_NAMES.items()}
+    counts = {name: sum(model.verdict == verdict for model in found.models) for verdict, name in VERDICT_NAMES.items()}
     return render("report_upgrade_index.jinja", found=found, verdict_names=VERDICT_NAMES, counts=counts, same=SAME)
 
 
@@ -51,21 +51,21 @@ def page(model: ModelUpgrade) -> str:
 def _block(key: str, site: Site, model: ModelUpgrade) -> Block:
     third, text = ("the edit", site.edit) if site.edit else ("generated then", site.generated_then)
     columns = (f"upstream {model.old}", f"upstream {model.new}", third)
-    texts = [textwrap.dedent(one) for one in (site.old_upstream, site.new_upstream, text)]
+    texts = [textwrap.dedent(source) for source in (site.old_upstream, site.new_upstream, text)]
     return Block(key, site, columns if text else columns[:2], _table(texts, (site.old_line, site.new_line, 1)))
 
 
-def align(old: Sequence[str], new: Sequence[str], then: Sequence[str]) -> list[Aligned]:
+def align(old: Sequence[str], new: Sequence[str], generated: Sequence[str]) -> list[Aligned]:
     """The lines of three texts in rows: beside each line of the new one, the line of either other that it equals or replaces.
 
-    Further lines of `old` and `then` are in rows without the new text, above its next line.
+    Further lines of `old` and `generated` are in rows without the new text, above its next line.
     """
-    before, after = _partners(old, new), _partners(then, new)
+    old_partners, generated_partners = _partners(old, new), _partners(generated, new)
     rows: list[Aligned] = []
     i = k = 0
     for line in range(len(new) + 1):
-        left = before.get(line) if line < len(new) else len(old)
-        right = after.get(line) if line < len(new) else len(then)
+        left = old_partners.get(line) if line < len(new) else len(old)
+        right = generated_partners.get(line) if line < len(new) else len(generated)
         only_left = range(i, left) if left is not None else ()
         only_right = range(k, right) if right is not None else ()
         rows += [(a, None, b) for a, b in zip_longest(only_left, only_right)]
@@ -84,7 +84,7 @@ def _partners(other: Sequence[str], new: Sequence[str]) -> dict[int, int]:
     return found
 
 
-def _table(texts: Sequence[str], firsts: Sequence[int]) -> Markup:
+def _table(texts: Sequence[str], first_lines: Sequence[int]) -> Markup:
     """The rows of three texts, or of two if the third is empty."""
     columns = 3 if texts[2] else 2
     plain, html = [lines_of(text) for text in texts], [highlighted(text) for text in texts]
@@ -100,19 +100,19 @@ def _table(texts: Sequence[str], firsts: Sequence[int]) -> Markup:
                 continue
             shown = f' class="w{" l" if column == 0 else ""}" style="--h:{HUES[column]}"' if marks[column] else ""
             text = struck(html[column][line]) if marks[column] and column == 0 else html[column][line]
-            cells.append(f"<b>{line + firsts[column]}</b><pre{shown}>{text}</pre>")
+            cells.append(f"<b>{line + first_lines[column]}</b><pre{shown}>{text}</pre>")
         rows.append(f'<div class="r{" x" if any(marks) else ""}">{"".join(cells)}</div>')
     return Markup(f'<section style="--n:{len(rows)}">{"".join(rows)}</section>')
 
 
 HUES = (4, 140, 215)
-"""Hues of the lines that the new release dropped, that it added, that passes wrote."""
+"""Hues of the lines that the new release dropped, of those that it added, and of those that passes wrote."""
 
 
 def _in_view(
     rows: Sequence[Aligned], texts: Sequence[Sequence[str]], columns: int
 ) -> Iterator[tuple[list[bool], Aligned, int]]:
-    """Per row near a difference: the columns that differ, the row, and 0; per stretch left out: its length in place of the 0."""
+    """Per row near a difference: the columns to mark, the row, and 0; per stretch left out: its length in place of the 0."""
     marks = [_marks(row, texts)[:columns] for row in rows]
     changed = [number for number, found in enumerate(marks) if any(found)]
     visible = {near for number in changed for near in range(number - CONTEXT, number + CONTEXT + 1)}
@@ -126,5 +126,5 @@ def _in_view(
 
 def _marks(row: Aligned, texts: Sequence[Sequence[str]]) -> list[bool]:
     """Whether each column is marked: old and new if they differ, the generated one if it differs from the new."""
-    old, new, then = (None if line is None else text[line] for line, text in zip(row, texts, strict=True))
-    return [old != new, old != new, then != new]
+    old, new, generated = (None if line is None else text[line] for line, text in zip(row, texts, strict=True))
+    return [old != new, old != new, generated != new]

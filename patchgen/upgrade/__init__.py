@@ -1,4 +1,4 @@
-"""The changes of a move to another release: found, judged, and applied."""
+"""Moving to another release of transformers: its changes are found, judged and applied."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def compare(
     """Compares committed models with those generated from another release; several models in parallel processes.
 
     Args:
-        models: their folders in `root`.
+        models: the names of their folders in `root`.
         to: a version, a wheel or a folder; all releases are fetched before the first comparison.
+        jobs: the most processes.
         reviewed: targets of hand edits that a person compared with the new release.
         root: the folder of generated models; by default `provenance.generated_root()`.
-        on_model: called with each comparison as it is finished.
+        on_model: called with the comparison of each model, in the order of `models`.
 
     Raises:
         PatchgenError: a release, or the record of a model, cannot be read.

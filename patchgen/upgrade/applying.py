@@ -34,8 +34,12 @@ PROOF = "verify.json"
 
 @dataclass
 class MoveResult:
-    """What `move` did: the models that are at the new release now, with the status of their proof, and why the others are not
-    (model -> reason)."""
+    """What `move` did.
+
+    Attributes:
+        moved: the models that are at the new release now -> the status of their proof.
+        held_back: the other models -> why they were not moved.
+    """
 
     moved: dict[str, str] = field(default_factory=dict[str, str])
     held_back: dict[str, str] = field(default_factory=dict[str, str])
@@ -43,7 +47,14 @@ class MoveResult:
 
 @dataclass(frozen=True)
 class MoveContext:
-    """What every model of a move needs: the release, its Python, the staging folder, the folder to write."""
+    """What every model of a move needs.
+
+    Attributes:
+        python: a Python with the target release.
+        staging: the folder in the cache where models are generated and proven.
+        root: the folder of generated models, which the move writes.
+        reviewed: targets of hand edits that a person compared with the target release.
+    """
 
     target: releases.LocatedRelease
     python: Path
@@ -65,7 +76,7 @@ def move(
 ) -> MoveResult:
     """Moves every model that needs no person: each is regenerated, proven, and written with its proof. Installs nothing here.
 
-    A model is held back if its proof fails, unless its status is the one that it had before.
+    A model that is not proven is held back, unless the status of its proof is that of the committed file's.
 
     Args:
         to: the release, as `releases.find` takes it.
@@ -103,7 +114,7 @@ def _staging(to: str, root: Path) -> Path:
 
 
 def _generated(models: list[ModelUpgrade], context: MoveContext) -> Iterator[Generated]:
-    """Each model generated from the release, while processes prove those before it."""
+    """Generates the models one by one from the release, while earlier ones are being proven."""
     for model in models:
         record = provenance.read(context.root / model.model)
         if record["upstream"]["version"] is None:
@@ -117,7 +128,7 @@ def _move_one(generated: Generated, context: MoveContext) -> tuple[str, str]:
     """Proves and writes one model; returns the status of its proof, and the outcome as a message.
 
     Raises:
-        PatchgenError: it was not written; with the reason.
+        PatchgenError: it was not written, for the reason in the message.
     """
     start = time.perf_counter()
     folder, staging = context.root / generated.model, context.staging / generated.model
@@ -125,9 +136,9 @@ def _move_one(generated: Generated, context: MoveContext) -> tuple[str, str]:
     if _has_current_proof(folder, generated, context):
         provenance.write(generated, folder, reviewed=context.reviewed)
         status = _proof_in(folder)["status"]
-        return status, f"moved already, {status}"
+        return status, f"already moved, {status}"
     provenance.write(generated, staging, force=True, reviewed=[edit.target for edit in generated.config.edits])
-    outcome = "proven before"
+    outcome = "proven earlier"
     if not _has_current_proof(staging, generated, context):
         prove(context.python, staging, context.jobs)
         outcome = "proven"
@@ -149,7 +160,7 @@ def _proof_in(folder: Path) -> dict[str, Any]:
 
 
 def _has_current_proof(folder: Path, generated: Generated, context: MoveContext) -> bool:
-    """Whether a folder has a proof record, of any status, of this very text, with the target release, by today's prover."""
+    """Whether a folder has a proof, of any status, of this generated text with the target release, made by the present prover."""
     if not (folder / PROOF).is_file():
         return False
     proof = _proof_in(folder)
@@ -166,7 +177,7 @@ def prove(python: Path, folder: Path, jobs: int, variables: Mapping[str, str] | 
         variables: additional environment variables.
 
     Raises:
-        PatchgenError: the prover wrote no proof; with its last message.
+        PatchgenError: the prover wrote no proof; the message ends with its last line of output.
     """
     (folder / PROOF).unlink(missing_ok=True)
     threads = str(max((os.cpu_count() or 1) // max(jobs, 1), 1))
@@ -181,26 +192,26 @@ def prove(python: Path, folder: Path, jobs: int, variables: Mapping[str, str] | 
         )
 
 
-# ------------------------------------------------------------------------------------- a committed file beside another release
+# --------------------------------------------------------------------------------------- a committed file with another release
 
 
 def prove_against(model: str, to: str, root: Path, python: Path | None = None) -> tuple[bool, str]:
     """Proves a committed file, unchanged, with another release. Its `verify.json` then lists the release if the eager comparison
-    passes, as `report.write_proof` does; otherwise, or if there is no proof at all, the release is removed.
+    passes, as `verify.report.write_proof` does; if it fails, or the prover writes no proof, the release is no longer listed.
 
     Returns:
         Whether it is proven, and the status and reason of the proof.
 
     Raises:
-        PatchgenError: the release or its environment is unavailable, the prover wrote no proof, or the present `verify.json`
-            proves another text.
+        PatchgenError: the release or its environment is unavailable, the prover wrote no proof, or the existing `verify.json`
+            is of a different version of the file.
     """
     target = releases.find(to)
     version = target.release.version
     source, staging = root / model, _staging(to, root) / f"{model}-as-committed"
     before = _proof_in(source) if (source / PROOF).is_file() else None
     if before is not None:
-        _refuse_another_text(before, source, model)
+        _require_proof_of_present_text(before, source, model)
     staging.mkdir(parents=True, exist_ok=True)
     copied = [*source.glob("*.py"), source / "provenance.json"]
     provenance.write_whole({staging / path.name: path.read_text(encoding="utf-8") for path in copied})
@@ -212,20 +223,21 @@ def prove_against(model: str, to: str, root: Path, python: Path | None = None) -
             _list_release(source, before, version, is_equal=False)
         raise
     proof = _proof_in(staging)
-    _refuse_another_text(proof, source, model)  # the models that it builds may be others in the staging folder
+    _require_proof_of_present_text(proof, source, model)  # its language model may be another beside the copy
     _list_release(source, before or proof, version, is_equal=version in proof["transformers"])
     return proof["status"] == PROVEN, f"{proof['status']} {proof['reason']}".strip()
 
 
-def _refuse_another_text(proof: dict[str, Any], folder: Path, model: str) -> None:
+def _require_proof_of_present_text(proof: dict[str, Any], folder: Path, model: str) -> None:
     if proof.get("sha256") != digest(folder / f"modeling_{model}.py"):
         raise PatchgenError(
-            f"{model}: {PROOF} proves another text. To fix: prove it with its own release: patchgen verify {model}"
+            f"{model}: {PROOF} is the proof of a different version of modeling_{model}.py, or of the language model that it "
+            f"builds. To fix: prove the present files with their own release: patchgen verify {model}"
         )
 
 
 def _list_release(folder: Path, proof: dict[str, Any], version: str, *, is_equal: bool) -> None:
-    """Writes a proof that lists a release as one that its file runs with, or no longer lists it."""
+    """Writes a proof with a release added to those that the file runs with (`is_equal`), or removed from them."""
     listed: set[str] = set(proof["transformers"]) - {version} | ({version} if is_equal else set())
     proof["transformers"] = sorted(listed, key=_version_key)
     provenance.write_whole({folder / PROOF: json.dumps(proof, indent=2) + "\n"})

@@ -31,15 +31,19 @@ PLUMBING = ("prune", "absolute_imports", "hand_edits")
 
 @dataclass(frozen=True)
 class Texts:
-    """The four texts of a model: upstream's file and the generated one, now and after the move."""
+    """The four texts of a model: upstream's file of the old and new release, and the generated file now and after the move."""
 
     old: Upstream
     new: Upstream
     now: str
-    then: str  # empty if generation refuses
+    then: str  # the text after the move; empty if generation refuses
 
     def of(self, symbol: str, *, with_members: bool = True) -> dict[str, Any]:
-        """The four texts of one symbol, and its lines; of a class only the head, unless `with_members`."""
+        """Arguments of `Site`: the source of one symbol in the four texts, and its line in upstream's files.
+
+        Args:
+            with_members: for a class, its whole source rather than only its head.
+        """
         sides = {"old_upstream": self.old.text, "new_upstream": self.new.text}
         sides |= {"generated_now": self.now, "generated_then": self.then}
         symbols_and_texts = {name: (symbols_of(text).get(symbol), text) for name, text in sides.items()}
@@ -66,7 +70,7 @@ def compare_model(
     """Compares a committed model with the one generated from release `to`. Writes nothing.
 
     Args:
-        model: its folder in `root`.
+        model: the name of its folder in `root`.
         to: a version, a wheel or a folder.
         reviewed: targets of hand edits that a person compared with the new release.
         config: the model's config; by default its file in `model_configs`.
@@ -146,6 +150,7 @@ def _drift_of_model(texts: Texts, record: Provenance, then: Provenance | None, c
 
 
 def _kept(side: Mapping[str, Symbol], name: str, owner: str, kept: set[str]) -> Symbol | None:
+    """The symbol, unless it is missing or belongs to a class or function that is not in `kept`."""
     symbol = side.get(name)
     is_definition = symbol is not None and any(isinstance(n, ast.ClassDef | ast.FunctionDef) for n in symbol.nodes)
     return symbol if owner in kept or not (is_definition or name != owner) else None
@@ -154,9 +159,9 @@ def _kept(side: Mapping[str, Symbol], name: str, owner: str, kept: set[str]) -> 
 def _passes_at(name: str, owner: str, record: Provenance, then: Provenance | None) -> tuple[tuple[str, ...], str]:
     """The passes that have a site in a symbol, or else elsewhere in its class, and the reason to list the symbol."""
     hits = _hits(record) | (_hits(then) if then else {})
-    at = [step for step, site in hits if site == name]
-    if at:
-        return tuple(dict.fromkeys(at)), f"a site of {', '.join(dict.fromkeys(at))}"
+    in_symbol = dict.fromkeys(step for step, site in hits if site == name)
+    if in_symbol:
+        return tuple(in_symbol), f"a site of {', '.join(in_symbol)}"
     in_class = dict.fromkeys(step for step, site in hits if site.partition(".")[0] == owner)
     if in_class:
         return (
@@ -171,14 +176,16 @@ def _hits(record: Provenance) -> dict[tuple[str, str], str]:
     hits: dict[tuple[str, str], str] = {}
     for step in record["passes"]:
         kind = pass_named(step["name"])
-        rewrites = kind is not None and issubclass(kind, SitePass)
-        for hit in (*step["hits"], *(step["upstream"] if rewrites else ())) if step["name"] not in PLUMBING else ():
+        is_site_pass = kind is not None and issubclass(kind, SitePass)
+        for hit in (
+            (*step["hits"], *(step["upstream"] if is_site_pass else ())) if step["name"] not in PLUMBING else ()
+        ):
             hits[step["name"], hit["site"]] = hit["what"]
     return hits
 
 
 def _with_edits(sites: list[Site], edits: list[Site], texts: Texts) -> list[Site]:
-    """The sites with those of hand edits: a change under a hand edit is reviewed with the edit."""
+    """The sites of hand edits, then the others; a change in code that an edit replaces is listed with the edit's verdict."""
     targets = {edit.symbol: edit for edit in edits}
     result: list[Site] = []
     for site in sites:
@@ -197,7 +204,7 @@ def _with_edits(sites: list[Site], edits: list[Site], texts: Texts) -> list[Site
 
 
 def _refused(error: PatchgenError, sites: list[Site], texts: Texts) -> list[Site]:
-    """The generator's refusal, at the sites that a pass missed, or else at the changed symbols where the pass had a site."""
+    """The generator's refusal, at the symbols where a pass missed its site, or else at changed symbols where it had one."""
     name = error.pass_name if isinstance(error, PassMismatch) else ""
     if any(site.verdict == PERSON and name in site.passes for site in sites):
         return []  # a hand edit that lost its target is listed with it
@@ -214,11 +221,11 @@ def _changed_hits(record: Provenance, then: Provenance, texts: Texts) -> list[Si
     """Passes with more, fewer or other hits, and symbols with another reason in the census."""
     old, new = _hits(record), _hits(then)
     path, found = texts.new.path, list[Site]()
-    for step, place in dict.fromkeys((*old, *new)):
-        before, after = (side.get((step, place), "nothing") for side in (old, new))
+    for step, hit_site in dict.fromkeys((*old, *new)):
+        before, after = (side.get((step, hit_site), "nothing") for side in (old, new))
         if before != after:
-            symbol = "" if place == "module" else place
-            reason = f"{step} at {place}: {before} -> {after}"
+            symbol = "" if hit_site == "module" else hit_site
+            reason = f"{step} at {hit_site}: {before} -> {after}"
             found.append(Site("model", "hits", path, symbol, (step,), REVIEW, reason, **texts.of(symbol)))
     for symbol, after in then["census"].items():
         before = record.get("census", {}).get(symbol, after)
@@ -229,7 +236,7 @@ def _changed_hits(record: Provenance, then: Provenance, texts: Texts) -> list[Si
 
 
 def _differently_generated(sites: Iterable[Site], texts: Texts) -> Iterator[Site]:
-    """Symbols that are generated differently for no reason listed so far: code elsewhere changed, or the generator."""
+    """Symbols that are generated differently although no site so far explains it: code elsewhere changed, or the generator."""
     listed = {site.symbol for site in sites} | {site.symbol.partition(".")[0] for site in sites}
     now, then = symbols_of(texts.now), symbols_of(texts.then)
     for name in dict.fromkeys((*now, *then)):

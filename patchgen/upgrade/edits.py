@@ -1,4 +1,4 @@
-"""Drift under hand edits: the code that an edit replaces changed since the edit was written."""
+"""Drift under hand edits: the code that an edit replaces has changed since the edit was written or reviewed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def drift_under_edits(
     edits: Sequence[Edit], record: Provenance, old: Upstream, new: Upstream, reviewed: Collection[str]
 ) -> Iterator[Site]:
-    """A site for each edit whose target changed or is gone, or whose added method the new release has.
+    """A site for each edit whose target changed or is gone, or that adds a method which the new release has itself.
 
     The target is compared with the hash in the record, taken when the edit was written or last reviewed; without one, with
     the release that the committed file was generated from.
@@ -33,11 +33,11 @@ def drift_under_edits(
         before, after = (target_of(edit, module) for module in parsed)
         if not before and not after:
             continue
-        present = next(iter(targets_record((edit,), parsed[0] if before else parsed[1])))
-        known = recorded.get((present["verb"], present["target"]), present if before else None)
-        if after and known is not None and content_hash(*after) == known["upstream"]:
+        current = next(iter(targets_record((edit,), parsed[0] if before else parsed[1])))
+        reference = recorded.get((current["verb"], current["target"]), current if before else None)
+        if after and reference is not None and content_hash(*after) == reference["upstream"]:
             continue
-        is_reviewed = edit.target in reviewed or (known is not None and known["edit"] != present["edit"])
+        is_reviewed = edit.target in reviewed or (reference is not None and reference["edit"] != current["edit"])
         yield Site(
             place="model",
             kind="hand edit",
@@ -45,7 +45,7 @@ def drift_under_edits(
             symbol=edit.target,
             passes=("hand_edits",),
             verdict=REVIEW if after and is_reviewed else PERSON,
-            reason=_reason(present["verb"], edit, is_gone=not after, is_reviewed=is_reviewed),
+            reason=_reason(current["verb"], edit, is_gone=not after, is_reviewed=is_reviewed),
             old_upstream=_text(edit, before, parsed[0]),
             new_upstream=_text(edit, after, parsed[1]),
             edit=getattr(edit, "code", "").strip("\n"),

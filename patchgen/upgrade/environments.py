@@ -18,8 +18,9 @@ from patchgen.errors import UpstreamNotFound
 from patchgen.upgrade.releases import LocatedRelease
 from patchgen.wheels import cache_directory
 
-READY = "patchgen_ready"
-PATHS = "patchgen_shared.pth"
+READY_FILE = "patchgen_ready"
+"""Marks an environment whose creation finished."""
+PATH_FILE = "patchgen_shared.pth"
 
 
 def python_for(target: LocatedRelease, python: Path | None = None) -> Path:
@@ -49,7 +50,7 @@ def _environment(target: LocatedRelease) -> Path:
     name = f"transformers-{target.release.version}-{hashlib.sha256(stamp.encode()).hexdigest()[:8]}"
     folder = cache_directory() / "environments" / name
     python = folder / "bin" / "python"
-    if (folder / READY).is_file():
+    if (folder / READY_FILE).is_file():
         return python
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -58,12 +59,12 @@ def _environment(target: LocatedRelease) -> Path:
     if target.wheel is not None:
         pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
         _run([*pip, "install", "--quiet", str(target.wheel)], target)
-    (folder / READY).touch()
+    (folder / READY_FILE).touch()
     return python
 
 
 def _share_packages(folder: Path, target: LocatedRelease) -> None:
-    """Adds the release's folder, if any, and this environment's packages to another one's path, after its own packages."""
+    """Appends the release's folder, if any, and the running environment's packages to the new environment's import path."""
     site = next(folder.glob("lib/python*/site-packages"))
     checkout = Path(__file__).parents[2]  # the folder that patchgen is imported from
     paths = [
@@ -71,13 +72,13 @@ def _share_packages(folder: Path, target: LocatedRelease) -> None:
         checkout,
         *map(Path, dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))),
     ]
-    (site / PATHS).write_text(
+    (site / PATH_FILE).write_text(
         "".join(f"{path}\n" for path in dict.fromkeys(paths) if path is not None), encoding="utf-8"
     )
 
 
 def environment_variables() -> dict[str, str]:
-    """The environment variables of this process, without those that would put another transformers before an environment's."""
+    """The environment variables of this process, without those that would make a Python import another transformers."""
     return {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     }

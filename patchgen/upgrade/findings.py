@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 SAME, REVIEW, PERSON = 0, 10, 20
-"""Verdicts, also the exit codes of `patchgen upgrade`: only comments changed, regenerates but needs review, needs a person."""
+"""Verdicts, also the exit codes of `patchgen upgrade`: at most comments changed; regenerates, to review; needs a person."""
 VERDICT_NAMES = {SAME: "same", REVIEW: "regenerates, review", PERSON: "needs a person"}
 
 
@@ -22,10 +22,11 @@ class Site:
         symbol: "LlamaMLP.forward", "LlamaConfig.hidden_act", "create_causal_mask"; empty for the whole file.
         passes: those that have or had a site there; without any, upstream's code is copied.
         reason: why it is listed, or why generation refuses.
-        old_upstream, new_upstream, generated_now, generated_then: the source of the symbol; empty if there is none.
-        edit: for a hand edit its code, the third side.
-        old_line, new_line: in upstream's files, from 1; 0 if there is none.
-        is_run: of a helper, whether training can run the change and no other site reports it; True elsewhere.
+        old_upstream, new_upstream, generated_now, generated_then: the source of the symbol in upstream's old and new file, and
+            in the generated file before and after the move; empty if it is not there.
+        edit: the code of a hand edit; otherwise empty.
+        old_line, new_line: where it starts in upstream's old and new file, from 1; 0 if it is not there.
+        is_run: for a helper, whether training can run the change and no other site reports it; otherwise True.
     """
 
     place: str

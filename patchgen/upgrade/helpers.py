@@ -1,4 +1,4 @@
-"""Drift outside the modeling file: in its configuration, and in the imported code that it leads to."""
+"""Drift outside the modeling file: in its configuration, and in the imported code that it uses, directly or indirectly."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def drift_of_helpers(
     before: Library, after: Library, old: Upstream, new: Upstream, kept: tuple[set[str], set[str]]
 ) -> list[Site]:
     """Changed symbols of configurations and imported files that the kept code leads to, and names that imports bind to
-    something else. Symbols that training does not run are included, and marked.
+    something else. Symbols that training does not run are included, with `Site.is_run` False.
 
     Args:
         kept: the classes and functions that generation keeps, of the old modeling file and of the new one.
     """
     reached, run = (
         [
-            library.helpers_of(_inside(upstream), upstream.text, names, follows)
+            library.helpers_of(_path_in_package(upstream), upstream.text, names, follows)
             for library, upstream, names in zip((before, after), (old, new), kept, strict=True)
         ]
         for follows in (None, training_follows)
@@ -53,7 +53,7 @@ def drift_of_helpers(
     return sorted(found, key=lambda site: (order.index(site.place), site.reason.count("->"), site.file, site.symbol))
 
 
-def _inside(upstream: Upstream) -> str:
+def _path_in_package(upstream: Upstream) -> str:
     """The file's path in the package; a user's file gets one as if it were in the folder of its model."""
     path = upstream.path.removeprefix("transformers/")
     return path if "/" in path else f"models/{upstream.model}/{path}"
@@ -69,7 +69,7 @@ def _symbols(library: Library, places: dict[SymbolPlace, SymbolPlace | None]) ->
 
 
 def _only_moved(old: dict[SymbolPlace, Symbol], new: dict[SymbolPlace, Symbol]) -> set[SymbolPlace]:
-    """Symbols that are unchanged, but in another file now: their old and their new places."""
+    """The old and the new place of each symbol that is unchanged but in another file now."""
     added: dict[str, list[SymbolPlace]] = {}
     for place in new:
         if place not in old:
@@ -85,7 +85,7 @@ def _only_moved(old: dict[SymbolPlace, Symbol], new: dict[SymbolPlace, Symbol]) 
 def _is_listed_with_its_class(
     place: SymbolPlace, a: Symbol | None, b: Symbol | None, before: Library, after: Library
 ) -> bool:
-    """Whether a member was added or is gone together with its class."""
+    """Whether a member was added or removed together with its class, which is listed itself."""
     owner, _, member = place[1].partition(".")
     if not member or (a is not None and b is not None):
         return False
@@ -95,14 +95,14 @@ def _is_listed_with_its_class(
 def _differs_in_annotation_only(place: SymbolPlace, a: Symbol | None, b: Symbol | None) -> bool:
     """Whether only a field's annotation changed, outside configurations, whose values are checked against their annotations."""
     is_checked = place[0].rpartition("/")[2].startswith("configuration_")
-    return not is_checked and a is not None and b is not None and a.form == b.form
+    return not is_checked and a is not None and b is not None and a.fingerprint == b.fingerprint
 
 
 def _route(place: SymbolPlace, reached: list[dict[SymbolPlace, SymbolPlace | None]]) -> str:
     """How the model's file leads to a symbol: `create_causal_mask -> sdpa_mask`."""
-    reached_symbols = reached[0] if place in reached[0] else reached[1]
+    predecessors = reached[0] if place in reached[0] else reached[1]
     names = [place[1]]
-    while (via := reached_symbols[place]) is not None:
+    while (via := predecessors[place]) is not None:
         names.append(via[1])
         place = via
     return " -> ".join(reversed(names))
@@ -139,9 +139,9 @@ def _rebound_names(
 ) -> Iterator[Site]:
     """Names that code reads and an import now binds to something else, in the modeling file and in the files it leads to."""
     explanation = "the code that reads it is unchanged, but an import binds it to something else"
-    was, now = (read_file(_inside(upstream), upstream.text) for upstream in (old, new))
-    for name, texts in _rebound(was, now, before, after):
-        if any(reader.partition(".")[0] in kept[0] & kept[1] for reader in _readers(name, now)):
+    old_file, new_file = (read_file(_path_in_package(upstream), upstream.text) for upstream in (old, new))
+    for name, texts in _rebound(old_file, new_file, before, after):
+        if any(reader.partition(".")[0] in kept[0] & kept[1] for reader in _readers(name, new_file)):
             yield Site("model", "changed", new.path, name, (), REVIEW, explanation, *texts)
     for path in sorted({path for path, _ in reached[0].keys() & reached[1].keys()}):
         files, place = (before.require_file(path), after.require_file(path)), "config" if is_config(path) else "helper"
@@ -158,29 +158,29 @@ def _rebound_names(
                 yield replace(site, is_run=is_run)
 
 
-def _rebound(a: File, b: File, before: Library, after: Library) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Each name whose imports differ -> what they bind it to, old and new."""
-    for name in sorted(a.names.origins.keys() & b.names.origins.keys()):
-        old, new = (set(file.names.origins[name]) for file in (a, b))
-        if old != new and not _is_same_elsewhere(old, new, before, after):
+def _rebound(old_file: File, new_file: File, before: Library, after: Library) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Each name that imports bind to something else now -> what they bind it to, as text: old and new."""
+    for name in sorted(old_file.names.origins.keys() & new_file.names.origins.keys()):
+        old, new = (set(file.names.origins[name]) for file in (old_file, new_file))
+        if old != new and not _only_moved_elsewhere(old, new, before, after):
             yield name, (f"{name}: {', '.join(sorted(old))}", f"{name}: {', '.join(sorted(new))}")
 
 
-def _is_same_elsewhere(old: set[str], new: set[str], before: Library, after: Library) -> bool:
+def _only_moved_elsewhere(old: set[str], new: set[str], before: Library, after: Library) -> bool:
     """Whether the imported symbols are unchanged, but in another file now."""
-    forms: list[set[tuple[str, str]]] = []
+    contents: list[set[tuple[str, str]]] = []
     for library, names in ((before, old), (after, new)):
         places = [library.locate(name) for name in names]
         symbols = [
             _symbol(library, (located[0], located[1][0])) if located and located[1] else None for located in places
         ]
-        forms.append(
+        contents.append(
             {
-                (name.rpartition(".")[2], symbol.form if symbol else name)
+                (name.rpartition(".")[2], symbol.fingerprint if symbol else name)
                 for name, symbol in zip(names, symbols, strict=True)
             }
         )
-    return forms[0] == forms[1]
+    return contents[0] == contents[1]
 
 
 def _readers(name: str, file: File) -> list[str]:
@@ -193,12 +193,12 @@ def _readers(name: str, file: File) -> list[str]:
 
 
 def missing_imports(generated: str, library: Library, path: str) -> Iterator[Site]:
-    """Names that the generated file would import and the release does not have, such as those of a hand edit."""
+    """Names that the generated file would import but the release does not have: those of a hand edit, for example."""
     for node in ast.walk(ast.parse(generated)):
         module, names = (node.module or "", node.names) if isinstance(node, ast.ImportFrom) else ("", [])
         for alias in names if module.partition(".")[0] == "transformers" else ():
             if alias.name != "*" and _is_missing(f"{module}.{alias.name}", module, library):
-                reason = f"the generated file imports {alias.name} from {module}, and {library.release.origin} has no such name"
+                reason = f"the generated file imports {alias.name} from {module}, but {library.release.origin} has no such name"
                 yield Site("helper", "gone", path, alias.name, (), PERSON, reason)
 
 
@@ -212,6 +212,8 @@ def _is_missing(dotted: str, module: str, library: Library) -> bool:
 
 
 def _has_unlisted_names(file: File) -> bool:
-    """Whether a file has names that its text does not list: by a star import or as a lazy module."""
-    stars = any(isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(ast.parse(file.text)))
-    return stars or "__getattr__" in file.symbols or "_LazyModule" in file.text
+    """Whether a file can define names that its text does not show: by a star import or as a lazy module."""
+    has_star_import = any(
+        isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(ast.parse(file.text))
+    )
+    return has_star_import or "__getattr__" in file.symbols or "_LazyModule" in file.text

@@ -1,4 +1,4 @@
-"""The text of an upgrade: on the terminal, and as a commit message."""
+"""An upgrade as text: on the terminal, and as a commit message."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def show_model(found: ModelUpgrade, console: Console, *, verbose: bool) -> None:
 
 
 def _show_site(site: Site, console: Console, shown: set[tuple[str, ...]]) -> None:
-    """Prints a site; a change that was shown with another site, as when hits of a pass changed there, is not repeated."""
+    """Prints a site. A change that was shown with an earlier site of the same symbol is not repeated."""
     where = f"{site.file}:{site.new_line or site.old_line}" if site.new_line or site.old_line else site.file
     passes = f" [{', '.join(site.passes)}]" if site.passes else ""
     style = STYLES[site.verdict] if site.verdict == PERSON else "bold"
@@ -57,7 +57,7 @@ def _show_site(site: Site, console: Console, shown: set[tuple[str, ...]]) -> Non
     sides = (site.old_upstream, site.new_upstream, site.generated_now, site.generated_then, site.edit)
     change = (site.file, site.symbol, *sides)
     if any(sides) and change in shown:
-        console.print("    its code: shown above", style="dim", markup=False)
+        console.print("    the change is shown above", style="dim", markup=False)
         return
     shown.add(change)
     labels = ("old upstream", "new upstream")
@@ -102,7 +102,7 @@ def commit_message(
     models = {model.model: model for model in found.models}
     names = ", ".join(written) if len(written) < 4 else f"{len(written)} models"
     parts = [f"Generated from transformers {found.new}: {names}"]
-    parts.append(textwrap.fill(f"They were generated from {found.old}. {_proven_ones(written)}", 72))
+    parts.append(textwrap.fill(f"They were generated from {found.old}. {_proof_summary(written)}", 72))
     same = [name for name in written if not models[name].sites]
     if same:
         parts.append(textwrap.fill(f"Only comments changed in {', '.join(same)}.", 72))
@@ -119,15 +119,15 @@ def commit_message(
     return "\n\n".join(parts) + "\n"
 
 
-def _proven_ones(written: Mapping[str, str]) -> str:
+def _proof_summary(written: Mapping[str, str]) -> str:
     """Which models are proven, and the status of the others, which they had before."""
     proven = [name for name, status in written.items() if status == PROVEN]
     others = [f"{name} ({status})" for name, status in written.items() if status != PROVEN]
     equal = "proven equal to the release's own class: loss, logits, every gradient."
     if not others:
         return f"Each is {equal}"
-    named = f"{', '.join(proven)}: {equal} " if proven else ""
-    return f"{named}Not proven as training runs them, as before: {', '.join(others)}."
+    proven_sentence = f"{', '.join(proven)}: {equal} " if proven else ""
+    return f"{proven_sentence}Not proven as training runs them, as before: {', '.join(others)}."
 
 
 def _changes(model: ModelUpgrade) -> Iterator[str]:

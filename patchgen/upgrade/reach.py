@@ -5,7 +5,7 @@
 
 A class that is reached leads to its bases, its fields, its special methods (`__init__`, `__call__`), `forward`, and whatever
 `self.NAME` in these stands for. The auto classes are not followed: they list every model. A table in which code looks up the
-name of the model's class, such as that of the losses, leads to its entries for classes of the model, if it has any.
+name of the model's class, as upstream does to choose the loss, leads only to its entries for the model's classes, if any.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from patchgen.source import bound_names
 from patchgen.upgrade.symbols import Symbol, symbols_of_statements
 from patchgen.upstream import Release
 
-AUTO = "models/auto/"
+AUTO_CLASSES = "models/auto/"
 CLASS_NAMES = ("self.__class__.__name__", "type(self).__name__")
 SymbolPlace = tuple[str, str]
 """A file of the package and a symbol in it: ("masking_utils.py", "create_causal_mask")."""
 Follows = Callable[[SymbolPlace, SymbolPlace], bool]
+"""Whether the step from one symbol to another counts."""
 
 
 def is_config(path: str) -> bool:
@@ -51,8 +52,8 @@ class Library:
         self.release = release
         self.file = functools.cache(self._file)
         self._find = functools.cache(self._locate)
-        self._reached: dict[SymbolPlace, tuple[SymbolPlace, ...]] = {}
-        self._by_class: set[SymbolPlace] = set()  # tables in which code looks up the name of its class
+        self._successors: dict[SymbolPlace, tuple[SymbolPlace, ...]] = {}
+        self._class_tables: set[SymbolPlace] = set()  # see `_looked_up_tables`
 
     def _file(self, path: str) -> File | None:
         text = self.release.read(path)
@@ -66,7 +67,7 @@ class Library:
         return file
 
     def locate(self, dotted: str) -> tuple[str, list[str]] | None:
-        """The file that a dotted name of the package leads to, through re-exports, and the remaining parts; None without one."""
+        """The file that defines a dotted name of the package, through re-exports, and the parts of the name after it; or None."""
         return self._find(dotted)
 
     def _locate(self, dotted: str, depth: int = 0) -> tuple[str, list[str]] | None:
@@ -92,15 +93,15 @@ class Library:
     def reached_from(
         self, roots: Iterable[SymbolPlace], classes: Iterable[str] = (), follows: Follows | None = None
     ) -> dict[SymbolPlace, SymbolPlace | None]:
-        """Every symbol that roots lead to, roots included -> the symbol that led there first.
+        """Every symbol that roots lead to, roots included -> the symbol that led there first; None for roots.
 
         Args:
-            classes: names of the model's classes; tables by class name lead to their entries for these.
+            classes: names of the model's classes; tables by class name lead only to their entries for these.
             follows: whether the step from one symbol to another counts; by default every step does.
         """
         roots, classes = list(roots), list(classes)
         found = self._closure(roots, {}, follows)
-        entries = {table: self._entries(table, classes) for table in self._by_class & found.keys()}
+        entries = {table: self._entries(table, classes) for table in self._class_tables & found.keys()}
         entries = {table: places for table, places in entries.items() if places}
         return self._closure(roots, entries, follows) if entries else found
 
@@ -111,16 +112,16 @@ class Library:
         pending = list(predecessors)
         while pending:
             place = pending.pop()
-            if place not in self._reached:
-                self._reached[place] = tuple(self._leads_to(place))
-            for other in entries.get(place, self._reached[place]):
+            if place not in self._successors:
+                self._successors[place] = tuple(self._leads_to(place))
+            for other in entries.get(place, self._successors[place]):
                 if other not in predecessors and (follows is None or follows(place, other)):
                     predecessors[other] = place
                     pending.append(other)
         return predecessors
 
     def _entries(self, table: SymbolPlace, classes: list[str]) -> list[SymbolPlace]:
-        """A table's entries for classes: their key is a part of a class name, "ForCausalLM" for example."""
+        """What a table's entries for these classes name: those with a key that is part of a class name, such as "ForCausalLM"."""
         file = self.require_file(table[0])
         values = [getattr(node, "value", None) for node in file.symbols[table[1]].nodes]
         dicts = [value for value in values if isinstance(value, ast.Dict)]
@@ -133,6 +134,7 @@ class Library:
         return [place for value in entries for place in self._names_in(file, value, with_annotations=False)]
 
     def _leads_to(self, place: SymbolPlace) -> Iterator[SymbolPlace]:
+        """The symbols that one symbol leads to directly."""
         path, name = place
         file = self.require_file(path)
         symbol = file.symbols.get(name)
@@ -143,21 +145,21 @@ class Library:
         if is_class:
             yield from ((path, member_name) for member_name in self._members(file, owner))
         for node in symbol.nodes:
-            for table in _tables_by_class(node):
-                self._by_class |= set(self._names_in(file, table, with_annotations=False))
+            for table in _looked_up_tables(node):
+                self._class_tables |= set(self._names_in(file, table, with_annotations=False))
             yield from self._names_in(file, node, with_annotations=False)
             for attribute in _self_attributes(node) if member else ():
-                yield from self.members_of(path, owner, attribute)
+                yield from self.attribute_definition(path, owner, attribute)
 
     def _members(self, file: File, owner: str) -> Iterator[str]:
         """The members that a class leads to."""
-        takes_all = is_config(file.path)
+        is_configuration = is_config(file.path)
         for name, symbol in file.symbols.items():
-            of, _, member = name.partition(".")
-            if of == owner and member:
+            class_name, _, member = name.partition(".")
+            if class_name == owner and member:
                 is_method = any(isinstance(node, FunctionNode) for node in symbol.nodes)
                 is_called = member == "forward" or (member.startswith("__") and member.endswith("__"))
-                if takes_all or not is_method or is_called:
+                if is_configuration or not is_method or is_called:
                     yield name
 
     def _names_in(self, file: File, node: ast.AST, *, with_annotations: bool) -> Iterator[SymbolPlace]:
@@ -171,7 +173,7 @@ class Library:
 
     def _places_of(self, file: File, meaning: str) -> Iterator[SymbolPlace]:
         located = self._locate_in(file, meaning[1:].split("."), 0) if meaning.startswith(".") else self.locate(meaning)
-        if located is None or not located[1] or located[0].startswith(AUTO):
+        if located is None or not located[1] or located[0].startswith(AUTO_CLASSES):
             return
         path, (name, *attributes) = located
         yield path, name
@@ -184,13 +186,13 @@ class Library:
         for node in symbol.nodes:
             value = getattr(node, "value", None)
             if isinstance(node, ast.ClassDef):
-                yield from self.members_of(path, name, attribute)
+                yield from self.attribute_definition(path, name, attribute)
             elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(value, ast.Call):
                 for place in self._names_in(self.require_file(path), value.func, with_annotations=False):
-                    yield from self.members_of(*place, attribute)
+                    yield from self.attribute_definition(*place, attribute)
 
-    def members_of(self, path: str, owner: str, attribute: str) -> list[SymbolPlace]:
-        """The definition of an attribute in a class, or in the first of its bases that has it, breadth first; or none."""
+    def attribute_definition(self, path: str, owner: str, attribute: str) -> list[SymbolPlace]:
+        """The place that defines an attribute: in a class, or in the first of its bases that has it, breadth first; or none."""
         visited, pending = set[SymbolPlace](), [(path, owner)]
         while pending:
             place = pending.pop(0)
@@ -215,7 +217,7 @@ class Library:
         Args:
             path: the file's path in the package.
             text: its source.
-            kept: its classes and functions that are followed.
+            kept: those of its classes and functions whose code counts.
             follows: as `reached_from` takes it.
         """
         file, kept = read_file(path, text), set(kept)
@@ -252,7 +254,7 @@ class Library:
                     if meaning.startswith("."):
                         pending.append(meaning[1:])
                     elif (found := self.locate(meaning)) and found[1]:
-                        yield from self.members_of(found[0], found[1][0], attribute)
+                        yield from self.attribute_definition(found[0], found[1][0], attribute)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -296,7 +298,7 @@ def _expressions(node: ast.AST, with_annotations: bool) -> Iterator[ast.expr]:
             pending += [child for child in (value if is_list(value) else [value]) if isinstance(child, ast.AST)]
 
 
-def _tables_by_class(node: ast.AST) -> Iterator[ast.expr]:
+def _looked_up_tables(node: ast.AST) -> Iterator[ast.expr]:
     """The tables in which code looks up the name of its class: `kind = self.__class__.__name__`, then `kind in TABLE`."""
     assigned = (child for child in ast.walk(node) if isinstance(child, ast.Assign))
     names = {

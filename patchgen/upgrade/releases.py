@@ -22,7 +22,8 @@ PACKAGE = "transformers"
 
 @dataclass(frozen=True)
 class LocatedRelease:
-    """A release and what an environment needs to run it: a wheel, a folder on the path, or nothing if it is installed here."""
+    """A release and what another environment needs to import it: a wheel to install, a folder for its path, or neither if the
+    release is installed here."""
 
     release: Release
     wheel: Path | None = None
@@ -40,7 +41,7 @@ def find(where: str) -> LocatedRelease:
     A version that is not installed is downloaded into the cache once.
 
     Raises:
-        UpstreamNotFound: there is none; lists where it was searched.
+        UpstreamNotFound: there is none; the message says where it was searched for.
     """
     path = Path(where)
     if path.is_dir():
@@ -104,7 +105,7 @@ def installed() -> str:
 
 
 def user_source(model: str, record: Provenance) -> Path:
-    """The file or folder that a model outside any release was generated from, by the command in its record.
+    """The file or folder that a model outside any release was generated from, as the command in its record names it.
 
     Raises:
         UpstreamNotFound: it does not exist.
@@ -113,7 +114,7 @@ def user_source(model: str, record: Provenance) -> Path:
     path = Path(arguments[arguments.index("--source") + 1])
     if not path.exists():
         raise UpstreamNotFound(
-            f"{model} was generated from {path}, which does not exist. To fix: run this in the folder from which the path "
-            f"was given, in `{record['command']}`."
+            f"{model} was generated from {path}, which does not exist. To fix: run this in the folder that the path is "
+            f"relative to: it is an argument of `{record['command']}`."
         )
     return path

@@ -18,13 +18,14 @@ Definition = ast.ClassDef | FunctionNode
 
 @dataclass(frozen=True)
 class Symbol:
-    """A function, a method, a field, a module's constant, or the head of a class (its decorators, bases, and the rest).
+    """A function, a method, a field, a module's constant, or the head of a class: decorators, bases, what is no member.
 
     Attributes:
         nodes: its definitions; a property and its setter are one symbol.
         content: the nodes that decide whether it is unchanged.
-        annotation: that of a field, apart from its value: a parameter of `__init__` that became a field may have gained one.
-        class_node: the class with its members, which are symbols themselves; only the head counts as content.
+        annotation: of a field; compared only if both sides have one, because a parameter of `__init__` that became a field may
+            have gained it.
+        class_node: for the head of a class, the whole class; its members are symbols themselves and no part of `content`.
     """
 
     name: str
@@ -34,8 +35,8 @@ class Symbol:
     class_node: ast.ClassDef | None = None
 
     @functools.cached_property
-    def form(self) -> str:
-        """The hash of its normal form."""
+    def fingerprint(self) -> str:
+        """The hash of its content, without comments, docstrings and formatting."""
         return content_hash(*self.content)
 
     @property
@@ -43,9 +44,10 @@ class Symbol:
         return min((node.lineno for node in self.nodes if isinstance(node, ast.stmt | ast.expr | ast.arg)), default=0)
 
     def same_as(self, other: Symbol) -> bool:
+        """Whether neither the content nor an annotation that both have differs."""
         annotations = [symbol.annotation for symbol in (self, other) if symbol.annotation is not None]
-        differs = len(annotations) == 2 and content_hash(annotations[0]) != content_hash(annotations[1])
-        return self.form == other.form and not differs
+        annotation_differs = len(annotations) == 2 and content_hash(annotations[0]) != content_hash(annotations[1])
+        return self.fingerprint == other.fingerprint and not annotation_differs
 
     def text(self, source: str, *, with_members: bool = False) -> str:
         """Its source, decorators included; of a class only the head, unless `with_members`."""
@@ -58,7 +60,7 @@ class Symbol:
 def symbols_of(text: str, *, is_config: bool = False) -> Mapping[str, Symbol]:
     """`name -> symbol` of a file: "scale", "Layer", "Layer.forward", "LayerConfig.hidden_size".
 
-    In a configuration, a default in the signature of `__init__` has the same name as one in a field.
+    In a configuration, a parameter of `__init__` with a default is the same symbol as the field of its name.
     """
     return symbols_of_statements(ast.parse(text).body, is_config=is_config)
 
@@ -69,12 +71,12 @@ def symbols_of_statements(nodes: list[ast.stmt], *, is_config: bool) -> dict[str
     others: list[ast.stmt] = []
     for node in nodes:
         if isinstance(node, ast.ClassDef):
-            symbols.update((symbol.name, symbol) for symbol in _of_class(node, is_config))
+            symbols.update((symbol.name, symbol) for symbol in _class_symbols(node, is_config))
         elif isinstance(node, ast.Import | ast.ImportFrom) or _is_docstring(node):
             continue
         elif names := bound_names(node):
             symbols.update(
-                (name, _bound(name, node, symbols.get(name))) for name in names if not _is_imported(node, name)
+                (name, _module_symbol(name, node, symbols.get(name))) for name in names if not _is_imported(node, name)
             )
         else:
             others.append(node)
@@ -82,7 +84,7 @@ def symbols_of_statements(nodes: list[ast.stmt], *, is_config: bool) -> dict[str
     return symbols | ({OTHER: Symbol(OTHER, tuple(others), tuple(others))} if others else {})
 
 
-def _bound(name: str, node: ast.stmt, earlier: Symbol | None) -> Symbol:
+def _module_symbol(name: str, node: ast.stmt, earlier: Symbol | None) -> Symbol:
     """The symbol that a module-level statement binds: a function, a constant, or one of several in an `if` or `try`."""
     inside = [n for n in ast.walk(node) if isinstance(n, Definition) and n is not node and n.name == name]
     nodes = tuple(inside or [node])
@@ -91,7 +93,7 @@ def _bound(name: str, node: ast.stmt, earlier: Symbol | None) -> Symbol:
     return Symbol(name, nodes, nodes)
 
 
-def _of_class(node: ast.ClassDef, is_config: bool) -> Iterator[Symbol]:
+def _class_symbols(node: ast.ClassDef, is_config: bool) -> Iterator[Symbol]:
     members: dict[str, list[ast.stmt]] = {}
     others: list[ast.stmt] = []
     for statement in node.body:
@@ -106,13 +108,13 @@ def _of_class(node: ast.ClassDef, is_config: bool) -> Iterator[Symbol]:
     init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     init = init if is_config else None
     for name, statements in members.items():
-        yield _member(f"{node.name}.{name}", statements, init)
-    for argument, default in _defaults(init) if init is not None else ():
+        yield _member_symbol(f"{node.name}.{name}", statements, init)
+    for argument, default in _parameters_with_defaults(init) if init is not None else ():
         if argument.arg not in members:
             yield Symbol(f"{node.name}.{argument.arg}", (argument, default), (default,), argument.annotation)
 
 
-def _member(name: str, statements: list[ast.stmt], init: ast.FunctionDef | None) -> Symbol:
+def _member_symbol(name: str, statements: list[ast.stmt], init: ast.FunctionDef | None) -> Symbol:
     """A method or a field; `init` is the `__init__` of a configuration class."""
     nodes = tuple(statements)
     if len(nodes) == 1 and isinstance(nodes[0], ast.Assign | ast.AnnAssign):
@@ -121,7 +123,7 @@ def _member(name: str, statements: list[ast.stmt], init: ast.FunctionDef | None)
     return Symbol(name, nodes, (_without_defaults(init),) if init is not None and statements == [init] else nodes)
 
 
-def _defaults(function: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr]]:
+def _parameters_with_defaults(function: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr]]:
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     yield from zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True)
@@ -130,9 +132,9 @@ def _defaults(function: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr]]:
 
 
 def _without_defaults(init: ast.FunctionDef) -> ast.FunctionDef:
-    """A copy of `__init__` without the parameters that have defaults: these are symbols of their own."""
+    """A copy of `__init__` without the parameters that have defaults, which are symbols of their own."""
     init = copy.deepcopy(init)
-    with_default = {argument.arg for argument, _ in _defaults(init)}
+    with_default = {argument.arg for argument, _ in _parameters_with_defaults(init)}
     init.args.args = [argument for argument in init.args.args if argument.arg not in with_default]
     init.args.kwonlyargs = [argument for argument in init.args.kwonlyargs if argument.arg not in with_default]
     init.args.defaults, init.args.kw_defaults = [], [None] * len(init.args.kwonlyargs)

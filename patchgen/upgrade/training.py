@@ -1,7 +1,7 @@
-"""Which imported helpers training, or building a model, can run, and which are only reached through code that it does not run.
+"""Which imported helpers training, or building a model, can run, and which are reached only through code that it does not run.
 
 The closure of `reach.py` assumes that code runs whatever it names. Much of that is reached only through a few places of
-transformers: decoding, checks for installed packages, checks of the name of a kernel that the run chooses itself. A symbol
+transformers: decoding, checks for installed packages, checks of names of kernels, which the run chose itself. A symbol
 that is also reached another way, or that the modeling file names itself, counts as run.
 """
 
@@ -30,9 +30,9 @@ LEADS_OUTSIDE_TRAINING = {
         "PreTrainedModel._check_and_adjust_experts_implementation",
     ): "checks a name that the run chose",
 }
-"""Symbols that count as run, although what they call computes nothing in training -> what it does instead."""
+"""Symbols that count as run, but not for what they call, which computes nothing in training -> what it does instead."""
 
 
 def training_follows(place: SymbolPlace, other: SymbolPlace) -> bool:
-    """Whether training that runs `place` may run `other`, which `place` leads to."""
+    """Whether training that runs `place` can run `other`, to which `place` leads."""
     return place not in LEADS_OUTSIDE_TRAINING and not other[0].startswith(tuple(NOT_TRAINING))

@@ -141,7 +141,7 @@ def test_a_model_that_was_moved_without_a_proof_is_not_called_proven(models: Pat
     result = applying.move(
         found, version, models, reviewed=[], python=Path(sys.executable), jobs=1, report=told.append
     )
-    assert result.moved == {MODEL: "generated"} and told[-1].endswith("moved already, generated")
+    assert result.moved == {MODEL: "generated"} and told[-1].endswith("already moved, generated")
 
 
 @pytest.mark.parametrize(
@@ -191,6 +191,6 @@ def test_a_model_moves_with_its_proof_and_a_second_run_has_nothing_to_do(
     assert f"Generated from transformers {wheels.installed_version()}: {MODEL}" in result.output
     assert COMMENT.new in (models / MODEL / f"modeling_{MODEL}.py").read_text()
     assert json.loads((models / MODEL / "verify.json").read_text())["status"] == "proven"
-    assert "moved already, proven" in invoke("upgrade", "--to", release, "--apply").output
+    assert "already moved, proven" in invoke("upgrade", "--to", release, "--apply").output
     is_proven, outcome = prove_against(MODEL, release, models, Path(sys.executable))
     assert is_proven and outcome.startswith("proven")

@@ -81,7 +81,7 @@ def test_a_change_of_several_sites_is_shown_once(found: ModelUpgrade):
     show_model(replace(found, sites=(site, again, other)), console, verbose=False)
     shown = console.file.getvalue()
     assert [
-        shown.count(words) for words in ("+new = 1", "+newer = 1", "two at A.forward", "its code: shown above")
+        shown.count(words) for words in ("+new = 1", "+newer = 1", "two at A.forward", "the change is shown above")
     ] == [
         1,
         1,
