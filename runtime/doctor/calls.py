@@ -1,4 +1,7 @@
-"""Calls of a model as the trainer makes them, on one rank: its loss, logits and gradients of a packed row."""
+"""Runs a model as the trainer does, on one rank: its loss, logits and gradients for a packed row.
+
+Arguments named `kernels` map seams to the implementations that run there; every other seam runs eager code.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ def model_inputs(row: Mapping[str, Any], device: torch.device) -> dict[str, Any]
 
 
 @contextlib.contextmanager
-def using_kernels(chosen: Mapping[str, str]) -> Iterator[None]:
-    """Selects these kernels, eager code for every other seam, and no other ranks."""
-    with all_eager(), seams.using(**chosen), parallel.using(None):
+def using_kernels(kernels: Mapping[str, str]) -> Iterator[None]:
+    """Selects these kernels, eager code for every other seam, and a single rank."""
+    with all_eager(), seams.using(**kernels), parallel.using(None):
         yield
 
 
@@ -62,10 +65,10 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         model.train(before)
 
 
-def loss(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> float:
-    """The mean loss per label of a packed row, without router loss and dropout."""
+def loss(model: nn.Module, row: Mapping[str, Any], kernels: Mapping[str, str]) -> float:
+    """The mean loss per label of a packed row, without router loss or dropout."""
     with torch.no_grad(), without_dropout(model):
-        return float(_loss(model, row, chosen))
+        return float(_loss(model, row, kernels))
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,7 @@ class GradientSummary:
 
     Attributes:
         is_zero: whether every element is 0.
-        transposition_gains: of each square matrix in the parameter, how much transposing it would lower the loss, to first
-            order.
+        transposition_gains: how much transposing each square matrix of the parameter would lower the loss, to first order.
     """
 
     norm: float
@@ -84,9 +86,9 @@ class GradientSummary:
 
 
 def gradient_summaries(
-    model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]
+    model: nn.Module, row: Mapping[str, Any], kernels: Mapping[str, str]
 ) -> dict[str, GradientSummary]:
-    """A summary of each gradient of a row, by parameter; gradients are freed as soon as they are summarised."""
+    """A summary of each parameter's gradient for a row; gradients are freed as soon as they are summarised."""
     summaries: dict[str, GradientSummary] = {}
     model.zero_grad(set_to_none=True)
     with contextlib.ExitStack() as hooks:
@@ -94,8 +96,8 @@ def gradient_summaries(
             if p.requires_grad:
                 hook = functools.partial(_summarise, name, summaries)
                 hooks.enter_context(p.register_post_accumulate_grad_hook(hook))
-        loss = _loss(model, row, chosen)
-        with using_kernels(chosen):  # also when layers are recomputed
+        loss = _loss(model, row, kernels)
+        with using_kernels(kernels):  # also when layers are recomputed
             loss.backward()
     return summaries
 
@@ -105,35 +107,37 @@ def _summarise(name: str, summaries: dict[str, GradientSummary], parameter: nn.P
     gradient, gains = parameter.grad, ()
     assert gradient is not None, "the hook runs after accumulation"
     if parameter.ndim > 1 and parameter.shape[-1] == parameter.shape[-2]:
-        weights, steps = (matrices.reshape(-1, *matrices.shape[-2:]) for matrices in (parameter.detach(), gradient))
+        weights, gradients = (
+            matrices.reshape(-1, *matrices.shape[-2:]) for matrices in (parameter.detach(), gradient)
+        )
         gains = tuple(
-            -float((step.float() * (weight.mT - weight).float()).sum())
-            for weight, step in zip(weights, steps, strict=True)
+            -float((matrix_gradient.float() * (weight.mT - weight).float()).sum())
+            for weight, matrix_gradient in zip(weights, gradients, strict=True)
         )
     summaries[name] = GradientSummary(float(gradient.float().norm()), not bool(gradient.any()), gains)
     parameter.grad = None
 
 
-def _loss(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> Tensor:
+def _loss(model: nn.Module, row: Mapping[str, Any], kernels: Mapping[str, str]) -> Tensor:
     inputs = model_inputs(row, next(model.parameters()).device)
-    items = (inputs["shift_labels"] != IGNORED).sum().clamp(min=1)
-    with using_kernels(chosen), losses.step(items, router_loss=False):
-        return model(**inputs, num_items_in_batch=items, use_cache=False).loss
+    num_items = (inputs["shift_labels"] != IGNORED).sum().clamp(min=1)
+    with using_kernels(kernels), losses.step(num_items, router_loss=False):
+        return model(**inputs, num_items_in_batch=num_items, use_cache=False).loss
 
 
 @torch.no_grad()
-def logits(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> Tensor:
+def logits(model: nn.Module, row: Mapping[str, Any], kernels: Mapping[str, str]) -> Tensor:
     """The logits `(S, V)` of a packed row of S tokens, over V tokens of the vocabulary, on the CPU in fp32, without dropout."""
     inputs = without_labels(model_inputs(row, next(model.parameters()).device))
-    with using_kernels(chosen), without_dropout(model):
+    with using_kernels(kernels), without_dropout(model):
         return model(**inputs, use_cache=False).logits[0].float().cpu()
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
     """The norm of the difference over the norm of `expected`; infinite instead of NaN."""
     actual, expected = actual.double(), expected.double()
-    share = float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
-    return float("inf") if math.isnan(share) else share
+    relative = float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+    return float("inf") if math.isnan(relative) else relative
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""Does the chat template fit the tokenizer, and can the assistant's turns be found in it?"""
+"""Does the chat template fit the tokenizer, and can the assistant's turns be found in what it writes?"""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked,
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
-WITHOUT = ("text", "classification", *TASK_ENCODERS)
+KINDS_WITHOUT_TEMPLATE = ("text", "classification", *TASK_ENCODERS)
 """Kinds of data that a tokenizer without a chat template can encode."""
 QUESTION, ANSWER = "Where is the river?", "Behind the hill."
 REFUSALS = (TemplateError, TypeError, ValueError)
 """What a template raises on messages that it does not support."""
 SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:start|end)_of_\w{1,30}>")
-"""How templates write special tokens."""
+"""What special tokens look like in templates."""
 ADVICE = (
     "Take the chat template that comes with these weights (chat_template.jinja, or chat_template in "
-    "tokenizer_config.json); a base model without one learns any that the tokenizer has tokens for."
+    "tokenizer_config.json); a base model without one can learn any whose special tokens the tokenizer has."
 )
 
 
@@ -41,7 +41,7 @@ class Turn:
     Attributes:
         header: the text between question and answer, from which generation starts.
         header_ids: the tokens of the header.
-        end_id: the special token at the end of the turn that has a loss; None: there is none.
+        end_id: the special token that ends the part of the turn with a loss; None: there is none.
     """
 
     header: str
@@ -50,7 +50,7 @@ class Turn:
 
 
 class ChatTemplate(Check):
-    """Its marks are special tokens, its generation prompt begins its turns, and its turns end with a special token."""
+    """Its markers are special tokens, its generation prompt begins its turns, and its turns end with a special token."""
 
     name = "chat template"
 
@@ -59,8 +59,10 @@ class ChatTemplate(Check):
         if kind == "text":
             return not_checked("data.kind = text uses no chat template.")
         template = template_of(patient)
-        if template is None and kind in WITHOUT:
-            return not_checked(f"the tokenizer has no template, and data.kind = {kind} needs none for plain texts.")
+        if template is None and kind in KINDS_WITHOUT_TEMPLATE:
+            return not_checked(
+                f"the tokenizer has no chat template, and data.kind = {kind} needs none for plain texts."
+            )
         if template is None:
             return failed(f"data.kind = {kind}, and the tokenizer has no chat template.", ADVICE)
         problems = [
@@ -72,7 +74,7 @@ class ChatTemplate(Check):
             return failed(" ".join(problems), ADVICE)
         turn = find_turn(patient)
         if turn is None:
-            return not_checked("the header of the assistant's turn cannot be found in it.")
+            return not_checked("the header of the assistant's turn cannot be found in what the template writes.")
         end = patient.tokenizer.convert_ids_to_tokens(turn.end_id)
         return passed(f"The assistant's turn begins after {turn.header!r} and ends with {end!r}.")
 
@@ -91,7 +93,7 @@ def find_turn(patient: Patient) -> Turn | None:
         return None
     conversation = messages(patient)
     try:
-        _, prompt, text = renders(tokenizer, template, conversation)
+        _, prompt, text = rendered_texts(tokenizer, template, conversation)
         _, spans = render_with_spans("probe", conversation, None, template=template, literals=Literals(tokenizer))
     except (*REFUSALS, BadSample):
         return None
@@ -99,19 +101,19 @@ def find_turn(patient: Patient) -> Turn | None:
         return None
     start, end = spans[-1]
     header = prompt[prompt.find(QUESTION) + len(QUESTION) :]
-    ends = tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
-    ids = tokenizer(header, add_special_tokens=False)["input_ids"] if header else []
-    last = ends[-1] if ends and ends[-1] in special_ids(tokenizer) else None
-    return Turn(header, tuple(ids), last)
+    turn_ids = tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
+    header_ids = tokenizer(header, add_special_tokens=False)["input_ids"] if header else []
+    end_id = turn_ids[-1] if turn_ids and turn_ids[-1] in special_ids(tokenizer) else None
+    return Turn(header, tuple(header_ids), end_id)
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """The special and added tokens."""
+    """The ids of the special and added tokens."""
     return set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
 
 
 def messages(patient: Patient) -> list[dict[str, Any]]:
-    """A question and its answer; multimodal content is a list of parts, because many such templates take nothing else."""
+    """A question and its answer; multimodal content is a list of parts, because many templates for it take nothing else."""
     has_parts = patient.recipe.data.kind == "multimodal"
     return [
         {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
@@ -119,31 +121,31 @@ def messages(patient: Patient) -> list[dict[str, Any]]:
     ]
 
 
-def renders(tokenizer: Any, template: str, conversation: list[dict[str, Any]]) -> tuple[str, str, str]:
+def rendered_texts(tokenizer: Any, template: str, conversation: list[dict[str, Any]]) -> tuple[str, str, str]:
     """The rendered question alone, with the generation prompt, and with the answer."""
 
-    def render(part: list[dict[str, Any]], prompt: bool = False) -> str:
+    def render(shown_messages: list[dict[str, Any]], prompt: bool = False) -> str:
         options = {**tokenizer.special_tokens_map, "chat_template": template, "tools": None}
-        return render_jinja_template([part], add_generation_prompt=prompt, **options)[0][0]
+        return render_jinja_template([shown_messages], add_generation_prompt=prompt, **options)[0][0]
 
     return render(conversation[:1]), render(conversation[:1], prompt=True), render(conversation)
 
 
 def _conflicting_files(source: str) -> Iterable[str]:
-    """Two different templates in one folder: programs differ in which one they read."""
+    """Two different templates in one folder: it depends on the program which one it reads."""
     folder = Path(source)
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if not file.is_file() or not config.is_file():
         return
     other = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
     if isinstance(other, str) and other.strip() != file.read_text(encoding="utf-8").strip():
-        yield f"{file} and chat_template in {config} are different: transformers reads the first, other programs the second."
+        yield f"{file} and chat_template in {config} differ: transformers reads the first, other programs the second."
 
 
 def _unknown_tokens(patient: Patient, template: str) -> Iterable[str]:
-    """Special tokens in the template of another model, which this tokenizer splits."""
+    """Special tokens that the template writes and this tokenizer splits, as when it is the template of another model."""
     try:
-        text = renders(patient.tokenizer, template, messages(patient))[2]
+        text = rendered_texts(patient.tokenizer, template, messages(patient))[2]
     except REFUSALS as error:
         yield f"The template refuses a question with its answer: {error}."
         return
@@ -152,21 +154,22 @@ def _unknown_tokens(patient: Patient, template: str) -> Iterable[str]:
     if unknown:
         pieces = len(patient.tokenizer(unknown[0], add_special_tokens=False)["input_ids"])
         yield (
-            f"It writes {', '.join(map(repr, unknown))}, for which the tokenizer has no token ({unknown[0]!r} becomes {pieces} "
-            "pieces of text): it is the template of another model."
+            f"The template writes {', '.join(map(repr, unknown))}, for which the tokenizer has no token ({unknown[0]!r} "
+            f"becomes {pieces} ordinary tokens): it is the template of another model."
         )
 
 
 def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
+    """Why training on the assistant's turn would not teach what generation needs: where it begins, and where it ends."""
     tokenizer, conversation = patient.tokenizer, messages(patient)
     try:
-        bare, prompt, text = renders(tokenizer, template, conversation)
+        bare, prompt, text = rendered_texts(tokenizer, template, conversation)
     except REFUSALS:  # reported by `_unknown_tokens`
         return
     try:
         _, spans = render_with_spans("probe", conversation, None, template=template, literals=Literals(tokenizer))
     except BadSample as error:
-        yield f"The assistant's turn cannot be searched for in it: {error.reason}."
+        yield f"The assistant's turn cannot be located in what the template writes: {error.reason}."
         return
     if not text.startswith(prompt):
         yield (
@@ -175,11 +178,11 @@ def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
         )
     answered = [span for span in spans if ANSWER in text[slice(*span)]]
     if not answered:
-        yield "The assistant's turn is not found in it: no token would have a loss."
+        yield "The assistant's turn is not found in what the template writes: no token would have a loss."
         return
     start, end = answered[-1]
     if text.startswith(prompt) and start < len(prompt):
-        yield f"It marks {text[start : len(prompt)]!r} as the assistant's, which is part of the generation prompt."
+        yield f"The template marks {text[start : len(prompt)]!r} as the assistant's, which is part of the generation prompt."
     after = text[start:end].partition(ANSWER)[2]
     ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
     if not ids or ids[-1] not in special_ids(tokenizer):

@@ -1,4 +1,4 @@
-"""Does the model compute the same packed and alone, with and without kernels, and do its routers compute in fp32?"""
+"""Does the model compute the same for packed documents as for single ones, and with kernels as without; do routers use fp32?"""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
 MAX_DOCUMENTS = 4
-MIN_NUMBERS = 16
-"""Fewer numbers may all fit into bfloat16 by chance."""
+MIN_VALUES = 16
+"""Fewer values may all fit into bfloat16 by chance."""
 
 
 class Packing(Check):
@@ -41,25 +41,26 @@ class Packing(Check):
         tolerance, start, worst = patient.expected_trace.logits_tolerance, 0, (0.0, 0)
         for number, document in enumerate(documents):
             alone = calls.logits(patient.model, patient.rows([document]), patient.kernels)
-            share = calls.difference(packed[start : start + len(alone)], alone)
-            worst = max(worst, (share, number))
+            difference = calls.difference(packed[start : start + len(alone)], alone)
+            worst = max(worst, (difference, number))
             start += len(alone)
-        share, number = worst
-        if share > tolerance:
+        difference, number = worst
+        if difference > tolerance:
             return failed(
-                f"Document {number + 1} of {len(documents)} in one row ({documents[number].record}) has other logits than alone: "
-                f"they differ by {share:.1e}, relative; {tolerance:.0e} is rounding. It sees the others.",
-                "Its attention, or another layer that mixes tokens, does not stop where documents end: leave model.attention out; "
-                "if the modeling file attends by itself, it must take cu_seq_lens_q, or model.separate_documents: true keeps "
-                "documents in rows of their own.",
+                f"Document {number + 1} of {len(documents)} ({documents[number].record}) has other logits in a packed row than "
+                f"alone: the relative difference is {difference:.1e}, and rounding explains {tolerance:.0e}. It sees the other "
+                "documents.",
+                "The attention, or another layer that mixes tokens, does not stop where documents end: leave model.attention "
+                "out; if the modeling file computes attention itself, it must take cu_seq_lens_q, or "
+                "model.separate_documents: true keeps documents in rows of their own.",
             )
         return passed(
-            f"The logits of {len(documents)} documents in one row and alone differ by {share:.0e}, relative."
+            f"{len(documents)} documents have the same logits in one row as alone; relative difference {difference:.0e}."
         )
 
 
 def _halves(sample: Sample) -> list[Sample]:
-    """A text sample cut into two documents; other samples are returned as they are."""
+    """A text sample cut into two documents; one with media, or with fewer than 4 tokens, is returned as it is."""
     fields = sample.fields
     if (
         set(fields) != {"input_ids", "labels", "position_ids"}
@@ -80,12 +81,14 @@ class Kernels(Check):
     name = "kernels"
 
     def run(self, patient: Patient) -> Finding:
-        chosen = {seam: name for seam, name in patient.kernels.items() if name != seams.EAGER}  # eager code calls none
-        counts, silent = count_kernel_calls(patient.model, patient.row, chosen)
-        for seam, paths in silent.items():
+        kernels = {
+            seam: name for seam, name in patient.kernels.items() if name != seams.EAGER
+        }  # eager code calls none
+        counts, inactive = count_kernel_calls(patient.model, patient.row, kernels)
+        for seam, paths in inactive.items():
             if paths:
                 return failed(
-                    f"{seam} = '{chosen[seam]}' is inactive: {first_names(paths)} ran without calling it.",
+                    f"{seam} = '{kernels[seam]}' is inactive: {first_names(paths)} ran without calling it.",
                     "The branch with the seam was not taken: generate the modeling file again (`patchgen generate`), and check "
                     "experts_implementation in the config.",
                 )
@@ -93,28 +96,28 @@ class Kernels(Check):
 
     @staticmethod
     def _against_eager(patient: Patient, counts: dict[str, int]) -> Finding:
-        model, chosen = patient.model, patient.kernels
-        summary = ", ".join(f"{seam} '{chosen[seam]}' {count} x" for seam, count in counts.items()) or "no kernels"
+        model, kernels = patient.model, patient.kernels
+        summary = ", ".join(f"{seam} '{kernels[seam]}' {count} x" for seam, count in counts.items()) or "no kernels"
         summary = f"attention '{model.config._attn_implementation}', {summary}"
         tolerance = calls.tolerance(patient.dtype)
         with calls.eager_attention(model):
-            eager = calls.loss(model, patient.row, {})
-        share = abs(patient.loss - eager) / max(abs(eager), 1e-12)
-        actual = traces.record_with(model, patient.probe, traces.watched(model), chosen)
+            eager_loss = calls.loss(model, patient.row, {})
+        difference = abs(patient.loss - eager_loss) / max(abs(eager_loss), 1e-12)
+        actual = traces.record_with_kernels(model, patient.probe, traces.recorded_paths(model), kernels)
         divergence = patient.expected_trace.first_divergence(actual)
         if divergence is not None:
             return failed(
-                f"{summary}: {divergence.path} is the first whose output differs from eager code by more than rounding: "
-                f"{divergence.share:.1e}, relative.",
-                "Name eager or another implementation for that seam (kernels) or another model.attention, and report the shapes.",
+                f"{summary}: {divergence.path} is the first whose output differs from eager code by more than rounding; "
+                f"relative difference {divergence.relative_difference:.1e}.",
+                "Choose eager or another implementation of that seam (kernels), or another model.attention, and report it.",
             )
-        if not share <= tolerance:
+        if not difference <= tolerance:
             return failed(
-                f"{summary}: the loss is {patient.loss:.5f}, and {eager:.5f} by eager code.",
-                "Every layer agrees, so it is the loss: set kernels.causal_lm_loss: eager.",
+                f"{summary}: the loss is {patient.loss:.5f}, and {eager_loss:.5f} by eager code.",
+                "Every layer agrees, so the difference is in the loss kernel: set kernels.causal_lm_loss: eager.",
             )
         return passed(
-            f"{summary}; the loss differs by {share:.0e} from eager code, no layer by more than {tolerance:.0e}."
+            f"{summary}; the loss differs by {difference:.0e} from eager code, no layer by more than {tolerance:.0e}."
         )
 
 
@@ -132,10 +135,10 @@ class Router(Check):
                 f"the run computes in {str(patient.dtype).removeprefix('torch.')}, as its routers then do."
             )
         for path, values in router_outputs(patient, paths):
-            if values.numel() >= MIN_NUMBERS and torch.equal(values, values.bfloat16().float()):
+            if values.numel() >= MIN_VALUES and torch.equal(values, values.bfloat16().float()):
                 return failed(
-                    f"{path} computes in float32, and all {values.numel()} numbers of its routing fit into bfloat16: they were "
-                    "rounded before, and tokens near a tie go to other experts.",
+                    f"{path} computes in float32, but all {values.numel()} of its values fit into bfloat16: they were "
+                    "rounded on the way, and tokens near a tie go to other experts.",
                     "Remove the cast from the router's forward in the modeling file, or from the code that wraps it.",
                 )
         return passed(f"The routers of {len(paths)} layers compute in float32.")

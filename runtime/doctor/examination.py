@@ -80,8 +80,8 @@ CHECKS: tuple[type[Check], ...] = (
     Step,
     Layout,
 )
-"""In the order in which they run, from what needs least."""
-SIGNS = {PASSED: "passed", FAILED: "FAILED", NOT_CHECKED: "-"}
+"""In the order in which they run: those that need least come first."""
+STATUS_LABELS = {PASSED: "passed", FAILED: "FAILED", NOT_CHECKED: "-"}
 WIDTH = 120
 
 
@@ -131,7 +131,7 @@ class Report:
         for entry in self.entries:
             if entry.finding.details:
                 lines += ["", f"{entry.check}:", textwrap.indent(entry.finding.details, "  ")]
-        counts = {status: sum(entry.finding.status == status for entry in self.entries) for status in SIGNS}
+        counts = {status: sum(entry.finding.status == status for entry in self.entries) for status in STATUS_LABELS}
         lines += ["", ", ".join(f"{count} {status}" for status, count in counts.items()) + "."]
         return "\n".join(lines)
 
@@ -140,7 +140,7 @@ def format_entry(entry: Entry) -> str:
     """A row of the table, with its advice, if it has any."""
     width, finding = max(len(check.name) for check in CHECKS), entry.finding
     text = f"not checked: {finding.summary}" if finding.status == NOT_CHECKED else finding.summary
-    lines = [*_wrapped(f"{entry.check:<{width}}  {SIGNS[finding.status]:<6}  ", text)]
+    lines = [*_wrapped(f"{entry.check:<{width}}  {STATUS_LABELS[finding.status]:<6}  ", text)]
     if finding.advice:
         lines += _wrapped(" " * (width + 2) + "to fix  ", finding.advice)
     return "\n".join(lines)
@@ -157,8 +157,8 @@ def examine(
 
     Args:
         skip: names of checks that do not run.
-        memory: limit of a model's size in bytes; a larger model is loaded layer by layer. None: nine tenths of the free
-            memory.
+        memory: the most bytes that a model may take; a larger model is loaded layer by layer. None: nine tenths of the
+            free memory.
         on_entry: called with each entry as soon as its check has run.
 
     Raises:
@@ -181,34 +181,34 @@ def _run_check(check: Check, patient: Patient) -> Finding:
     """The finding of a check; errors become findings."""
     patient.current_check = check.name
     try:
-        # Output of a starting run must not get into the table or its JSON.
+        # What checks print must not get into the table or its JSON.
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             return check.run(patient)
-    except MissingPart as needs:
-        return not_checked(str(needs))
+    except MissingPart as reason:
+        return not_checked(str(reason))
     except (RecipeError, DataError, CheckpointError) as error:
-        return failed(str(error), "As the message says; `patchgen train` would refuse it, too.")
+        return failed(str(error), "Fix what this error names: `patchgen train` would refuse it, too.")
     except (TrainingStopped, NonFiniteGradient) as error:
         return failed(
             str(error),
-            "`patchgen train` would stop there, too: look at the samples of this step, at the weights, and at optim.",
+            "`patchgen train` would stop there, too: look at the samples of this step, at the weights and the optimizer.",
         )
     except Exception as error:  # the other checks still run
         return failed(
             one_line(f"{type(error).__name__}: {error}"),
-            "This is not a refusal but an error in the modeling file, in the code of the data, or in the doctor.",
+            "This is not a refusal but an unexpected error: in the modeling file, in the code of the data, or in the doctor.",
         )
 
 
 def require_names(names: Collection[str]) -> None:
-    """Raises RecipeError for a name of no check, with the closest name."""
+    """Raises RecipeError for a name that no check has, with the closest one."""
     known = [check.name for check in CHECKS]
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise RecipeError(
-                f"There is no check '{name}'.{f' Near: {near[0]}.' if near else ''} Checks: {', '.join(known)}."
+                f"There is no check '{name}'.{f' Closest: {near[0]}.' if near else ''} Checks: {', '.join(known)}."
             )
 
 

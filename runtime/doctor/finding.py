@@ -72,5 +72,5 @@ class Check(ABC):
 
         Raises:
             MissingPart: a part is missing, or the check cannot run here; the finding becomes "not checked".
-            RecipeError, DataError, CheckpointError: the check has failed with this message.
+            RecipeError, DataError, CheckpointError: the finding becomes "failed", with this message.
         """

@@ -1,4 +1,4 @@
-"""Recorded calls of the kernels behind the seams of a model."""
+"""Records the calls of the kernels behind the seams of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patchgen.runtime.doctor import calls
 from patchgen.runtime.parallel import report
 
 FLAGS = {"is_gated": True, "is_interleaved": False, "is_transposed": False}
-"""Flags of `ops.fused_moe`, with its defaults."""
+"""Flags of `ops.fused_moe` -> their defaults there."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ExpertCall:
 
 @contextlib.contextmanager
 def observed(on_call: Callable[[str, tuple, dict[str, Any]], None]) -> Iterator[None]:
-    """Passes the seam and the arguments of each kernel call to `on_call`."""
+    """Within the block, passes the seam and the arguments of each kernel call to `on_call`."""
     original = seams.implementation
 
     def implementation(seam: str) -> Callable:
@@ -60,8 +60,8 @@ def observed(on_call: Callable[[str, tuple, dict[str, Any]], None]) -> Iterator[
         seams.implementation = original
 
 
-def expert_calls(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> list[ExpertCall]:
-    """The calls of experts kernels in a forward of the row; empty if experts are eager."""
+def expert_calls(model: nn.Module, row: Mapping[str, Any], kernels: Mapping[str, str]) -> list[ExpertCall]:
+    """The calls of the expert kernel in a forward pass of the row; empty if experts run eager code."""
     recorded: list[ExpertCall] = []
 
     def on_call(seam: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -70,35 +70,35 @@ def expert_calls(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, 
             recorded.append(ExpertCall(args[3], **flags))
 
     with observed(on_call):
-        calls.loss(model, row, chosen)
+        calls.loss(model, row, kernels)
     return recorded
 
 
 def count_kernel_calls(
-    model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]
+    model: nn.Module, row: Mapping[str, Any], kernels: Mapping[str, str]
 ) -> tuple[dict[str, Counter], dict[str, list[str]]]:
     """The number of calls of each kernel by the path of the calling module, and the modules that ran without calling the
     kernels of their seams."""
-    users = report.seam_users(model)
-    counts = {seam: Counter() for seam in chosen}
+    classes_of_seams = report.seam_users(model)
+    counts = {seam: Counter() for seam in kernels}
     stack: list[str] = []
-    ran: dict[str, list[str]] = {seam: [] for seam in chosen}
+    ran: dict[str, list[str]] = {seam: [] for seam in kernels}
 
     def on_call(seam: str, args: tuple, kwargs: dict[str, Any]) -> None:
         if seam in counts:
             counts[seam][stack[-1] if stack else ""] += 1
 
-    def leave(paths_of_seams: list[list[str]], *_: Any) -> None:
+    def record_exit(paths_of_seams: list[list[str]], *_: Any) -> None:
         path = stack.pop()
         for paths in paths_of_seams:
             paths.append(path)
 
     with contextlib.ExitStack() as hooks:
         for path, module in model.named_modules():
-            paths_of_seams = [ran[seam] for seam in chosen if type(module).__name__ in users.get(seam, ())]
+            paths_of_seams = [ran[seam] for seam in kernels if type(module).__name__ in classes_of_seams.get(seam, ())]
             if paths_of_seams:
                 hooks.enter_context(module.register_forward_pre_hook(lambda *_, path=path: stack.append(path)))
-                hooks.enter_context(module.register_forward_hook(functools.partial(leave, paths_of_seams)))
+                hooks.enter_context(module.register_forward_hook(functools.partial(record_exit, paths_of_seams)))
         hooks.enter_context(observed(on_call))
-        calls.loss(model, row, chosen)
-    return counts, {seam: [path for path in dict.fromkeys(ran[seam]) if not counts[seam][path]] for seam in chosen}
+        calls.loss(model, row, kernels)
+    return counts, {seam: [path for path in dict.fromkeys(ran[seam]) if not counts[seam][path]] for seam in kernels}

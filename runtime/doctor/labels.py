@@ -1,4 +1,4 @@
-"""Are labels unshifted ids, with a loss on answers and nowhere else? Shows the first samples."""
+"""Are labels unshifted ids or classes, with a loss on the answers and nowhere else? Shows the first samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.data import DataError
-from patchgen.runtime.doctor.chat_template import WITHOUT, Turn, find_turn, special_ids
+from patchgen.runtime.doctor.chat_template import KINDS_WITHOUT_TEMPLATE, Turn, find_turn, special_ids
 from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
 from patchgen.runtime.doctor.objective_data import class_problems, pair_problems
 from patchgen.runtime.doctor.samples import Sample, transform_outputs
@@ -17,18 +17,19 @@ from patchgen.runtime.parallel.batch import IGNORED
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
-NUM_SHOWN = 2
+NUM_SHOWN_SAMPLES = 2
 MAX_LABELS = 10
 SHOWN_CHARACTERS = 400
 MAX_UNKNOWN_SHARE = 0.01
+"""The share of tokens that may be unknown to the tokenizer."""
 LABEL_ADVICE = (
     "Let the transform of this source return labels equal to the ids, -100 for tokens without a loss: the model shifts them "
     "itself."
 )
 MIN_REPEATED = 4
-"""Repetitions of a special token from which on it is shown once, with their number."""
+"""A special token that is repeated at least so often is shown once, with the number of repetitions."""
 MAX_OFFSET = 3
-"""Tokens by which a mask may be off and still be recognised."""
+"""The most tokens by which a mask may be off and still be recognised as off."""
 
 
 class Data(Check):
@@ -42,7 +43,8 @@ class Data(Check):
         except DataError as error:
             shifted = next(filter(None, map(shift_problem, transform_outputs(patient.recipe.data))), None)
             return failed(
-                f"{error}{f' The {shifted}' if shifted else ''}", LABEL_ADVICE if shifted else "As the message says."
+                f"{error}{f' The {shifted}' if shifted else ''}",
+                LABEL_ADVICE if shifted else "Fix what this error names.",
             )
         ids = [token for sample in samples for token in sample.ids]
         unknown = patient.tokenizer.unk_token_id
@@ -63,13 +65,13 @@ class Labels(Check):
 
     def run(self, patient: Patient) -> Finding:
         samples = patient.samples
-        details = "\n".join(show(sample, patient.tokenizer) for sample in samples[:NUM_SHOWN])
+        details = "\n".join(shown_sample(sample, patient.tokenizer) for sample in samples[:NUM_SHOWN_SAMPLES])
         for sample in samples if patient.recipe.data.kind != "token_classes" else ():
             problem = shift_problem(sample)
             if problem is not None:
                 return failed(f"{sample.name}: {problem}", LABEL_ADVICE, details)
         for problem, advice in (
-            *_masks(patient, samples),
+            *_mask_problems(patient, samples),
             *pair_problems(samples, patient),
             *class_problems(samples, patient),
         ):
@@ -78,21 +80,22 @@ class Labels(Check):
 
 
 def _label_summary(samples: Sequence[Sample]) -> str:
-    """Which labels the samples have."""
+    """Which labels the samples have, or how many of their tokens have a loss."""
     counts = Counter(sample.label for sample in samples if sample.label is not None)
     if counts:
         summary = ", ".join(f"{label:g} ({count} x)" for label, count in sorted(counts.items())[:MAX_LABELS])
         more = f" and {len(counts) - MAX_LABELS} more" if len(counts) > MAX_LABELS else ""
         return f"{len(samples)} samples have the labels {summary}{more}."
     total = sum(len(sample.ids) for sample in samples)
-    learned = sum(label != IGNORED for sample in samples for label in sample.labels)
+    num_labels = sum(label != IGNORED for sample in samples for label in sample.labels)
     pairs = sum(sample.half == "chosen" for sample in samples)
     what = f"{pairs} pairs, each with one prompt," if pairs else f"{len(samples)} samples"
-    return f"{learned} of {total} tokens in {what} have a loss."
+    return f"{num_labels} of {total} tokens in {what} have a loss."
 
 
-def _masks(patient: Patient, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
-    if patient.recipe.data.kind in WITHOUT:
+def _mask_problems(patient: Patient, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
+    """Samples whose labels do not cover exactly the answers, with advice."""
+    if patient.recipe.data.kind in KINDS_WITHOUT_TEMPLATE:
         return
     turn = find_turn(patient)
     for sample in samples:
@@ -106,43 +109,43 @@ def _masks(patient: Patient, samples: Sequence[Sample]) -> Iterator[tuple[str, s
 
 
 def shift_problem(sample: Sample) -> str | None:
-    """How labels differ from the ids; None: they do not."""
+    """How the labels with a loss differ from the ids; None: they do not."""
     ids, labels = sample.ids, sample.labels
     if all(label in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
         return None
-    learned = [place for place, label in enumerate(labels) if label != IGNORED]
+    labelled = [position for position, label in enumerate(labels) if label != IGNORED]
     for distance, direction, neighbour in ((1, "left", "next"), (-1, "right", "previous")):
-        inside = [place for place in learned if 0 <= place + distance < len(ids)]
-        if inside and all(labels[place] == ids[place + distance] for place in inside):
+        inside = [position for position in labelled if 0 <= position + distance < len(ids)]
+        if inside and all(labels[position] == ids[position + distance] for position in inside):
             return (
                 f"labels are shifted to the {direction} by one already: each is the id of the {neighbour} token. The model "
                 "shifts them again and would learn the wrong token."
             )
-    place = next(place for place in learned if labels[place] != ids[place])
-    return f"the label of token {place} is {labels[place]}, and the token is {ids[place]}."
+    wrong = next(position for position in labelled if labels[position] != ids[position])
+    return f"the label of token {wrong} is {labels[wrong]}, and the token is {ids[wrong]}."
 
 
-def runs(labels: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Start and end of each run of tokens with a loss."""
+def labelled_spans(labels: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Start and end of each span of consecutive tokens with a loss."""
     start = None
-    for place, label in enumerate([*labels, IGNORED]):
+    for position, label in enumerate([*labels, IGNORED]):
         if label != IGNORED and start is None:
-            start = place
+            start = position
         elif label == IGNORED and start is not None:
-            yield start, place
+            yield start, position
             start = None
 
 
 def _mask_problem(sample: Sample, turn: Turn | None, tokenizer: Any) -> str:
-    """Where the runs with a loss do not begin after the header of a turn, or do not stop with its end token; empty: nowhere."""
+    """How the first wrong span of labels misses the header or the end token of its turn; empty: none does."""
     ids, labels = sample.ids, sample.labels
-    learned = list(runs(labels))
-    if len(ids) > 1 and learned == [(0, len(ids))]:
+    spans = list(labelled_spans(labels))
+    if len(ids) > 1 and spans == [(0, len(ids))]:
         return "every token has a loss, those of the user included."
     if turn is None:
         return ""
     header, size = list(turn.header_ids), len(turn.header_ids)
-    for start, end in learned:
+    for start, end in spans:
         if size and ids[max(0, start - size) : start] != header:
             for off in (*range(1, MAX_OFFSET + 1), *range(-MAX_OFFSET, 0)):
                 if start + off >= size and ids[start + off - size : start + off] == header:
@@ -163,13 +166,13 @@ def _mask_problem(sample: Sample, turn: Turn | None, tokenizer: Any) -> str:
     return ""
 
 
-def show(sample: Sample, tokenizer: Any) -> str:
+def shown_sample(sample: Sample, tokenizer: Any) -> str:
     """A sample as text, with the tokens that have a loss in double brackets, or with its label."""
-    parts, shown_to = [], 0
-    for start, end in runs(sample.labels) if sample.label is None else ():
-        parts += [_text(sample.ids[shown_to:start], tokenizer), f"[[{_text(sample.ids[start:end], tokenizer)}]]"]
-        shown_to = end
-    text = "".join([*parts, _text(sample.ids[shown_to:], tokenizer)])
+    parts, shown_end = [], 0
+    for start, end in labelled_spans(sample.labels) if sample.label is None else ():
+        parts += [_text(sample.ids[shown_end:start], tokenizer), f"[[{_text(sample.ids[start:end], tokenizer)}]]"]
+        shown_end = end
+    text = "".join([*parts, _text(sample.ids[shown_end:], tokenizer)])
     shortened = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
     label = "" if sample.label is None else f", label {sample.label:g}"
     return f"{sample.name}{label}: {shortened}"

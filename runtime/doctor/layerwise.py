@@ -29,7 +29,7 @@ from patchgen.runtime.parallel import buffers, sharding
 Change = tuple[Tensor, Callable[[], Tensor]]
 """A tensor of a model, and a function that computes other values for it."""
 Read = Callable[[Mapping[str, Tensor]], None]
-"""Fills tensors of a model, by their names in its state dict."""
+"""Fills tensors of a model with their weights; they are given by their names in its state dict."""
 
 
 class DoesNotFit(Exception):
@@ -41,13 +41,13 @@ class Layerwise:
 
     Args:
         read: fills tensors of the model; called again each time that a layer is loaded.
-        limit: the most bytes of parameters that are loaded at once.
+        limit: the most bytes of parameters that may be loaded at once.
 
     Attributes:
-        loaded_bytes: at present.
+        loaded_bytes: of the parameters that are loaded now.
 
     Raises:
-        DoesNotFit: with the least bytes that are needed.
+        DoesNotFit: even one layer at a time exceeds the limit; the message says how many bytes it takes.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, read: Read, limit: int) -> None:
@@ -60,15 +60,15 @@ class Layerwise:
         if least > limit:
             raise DoesNotFit(f"the largest layer and the parameters outside the layers take {format_bytes(least)}")
         _compute_buffers(model, device)
-        new = _replaced(model, device)
+        new = _replace_parameters(model, device)
         self._layer_of = {id(new[old]): number for old, number in layer_of.items()}
-        self._own: list[dict[str, nn.Parameter]] = [{} for _ in self._layers]
+        self._layer_parameters: list[dict[str, nn.Parameter]] = [{} for _ in self._layers]
         outside = {}
         for name, parameter in model.named_parameters():
             number = self._layer_of.get(id(parameter))
-            (outside if number is None else self._own[number])[name] = parameter
+            (outside if number is None else self._layer_parameters[number])[name] = parameter
         self._changes: dict[int, dict[int, Change]] = {}
-        self._loaded: list[int] = []  # the last is the one that computes
+        self._loaded: list[int] = []  # the last is the layer that computes now
         self.loaded_bytes = 0
         self._fill(outside)
         saved = model.state_dict()
@@ -77,25 +77,25 @@ class Layerwise:
             layer.forward = self._loading_forward(number, layer.forward)
 
     def read_all(self) -> None:
-        """Loads each layer once, to raise what cannot be read."""
+        """Loads each layer once, so that errors in reading any of them are raised here."""
         for number in range(len(self._layers)):
             self._load(number)
 
     @contextlib.contextmanager
     def changed(self, changes: Sequence[Change]) -> Iterator[None]:
-        """Other values in some tensors within the block, in those of a layer whenever it is loaded."""
+        """A block in which some tensors have other values; those of a layer get them whenever the layer is loaded."""
         in_layers = [change for change in changes if id(change[0]) in self._layer_of]
         outside = [change for change in changes if id(change[0]) not in self._layer_of]
         for parameter, compute in in_layers:
             number = self._layer_of[id(parameter)]
-            self._drop(number)
+            self._free(number)
             self._changes.setdefault(number, {})[id(parameter)] = parameter, compute
         try:
             with changed(outside):
                 yield
         finally:
             for number in list(self._changes):
-                self._drop(number)
+                self._free(number)
             self._changes.clear()
 
     def _loading_forward(self, number: int, forward: Callable) -> Callable:
@@ -115,18 +115,18 @@ class Layerwise:
         return checkpointed
 
     def _load(self, number: int) -> None:
-        """Frees memory and reads a layer. The latest are freed first, because the next pass begins with the first layer."""
+        """Reads a layer, and frees others for it: the latest first, because the next pass begins with the first layer."""
         if number in self._loaded:
             self._loaded.remove(number)
             self._loaded.append(number)
             return
-        needed = _bytes(self._own[number].values())
+        needed = _bytes(self._layer_parameters[number].values())
         while self._loaded and self.loaded_bytes + needed > self._limit:
-            self._drop(self._loaded[-1])
-        self._fill(self._own[number])
+            self._free(self._loaded[-1])
+        self._fill(self._layer_parameters[number])
         self._loaded.append(number)
         changes = list(self._changes.get(number, {}).values())
-        _set(changes, _values(changes))
+        _copy_values(changes, _compute_values(changes))
 
     def _fill(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.loaded_bytes += _bytes(parameters.values())
@@ -134,34 +134,34 @@ class Layerwise:
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
         self._read({name: parameter.data for name, parameter in parameters.items()})
 
-    def _drop(self, number: int) -> None:
+    def _free(self, number: int) -> None:
         if number not in self._loaded:
             return
         self._loaded.remove(number)
-        for parameter in self._own[number].values():
-            parameter.data = _absent(parameter, self._device)
-        self.loaded_bytes -= _bytes(self._own[number].values())
+        for parameter in self._layer_parameters[number].values():
+            parameter.data = _unloaded(parameter, self._device)
+        self.loaded_bytes -= _bytes(self._layer_parameters[number].values())
 
 
 @contextlib.contextmanager
 def changed(changes: Sequence[Change]) -> Iterator[None]:
-    """Other values in loaded tensors within the block; all are computed before any is set."""
-    values = _values(changes)
+    """A block in which some loaded tensors have other values; all are computed before any is copied."""
+    values = _compute_values(changes)
     before = [tensor.detach().clone() for tensor, _ in changes]
     try:
-        _set(changes, values)
+        _copy_values(changes, values)
         yield
     finally:
-        _set(changes, before)
+        _copy_values(changes, before)
 
 
 @torch.no_grad()
-def _values(changes: Sequence[Change]) -> list[Tensor]:
+def _compute_values(changes: Sequence[Change]) -> list[Tensor]:
     return [compute() for _, compute in changes]
 
 
 @torch.no_grad()
-def _set(changes: Sequence[Change], values: Sequence[Tensor]) -> None:
+def _copy_values(changes: Sequence[Change], values: Sequence[Tensor]) -> None:
     for (tensor, _), value in zip(changes, values, strict=True):
         tensor.data.copy_(value)  # not seen by autograd
 
@@ -170,7 +170,7 @@ def _bytes(parameters: Any) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
 
 
-def _absent(parameter: Tensor, device: torch.device) -> Tensor:
+def _unloaded(parameter: Tensor, device: torch.device) -> Tensor:
     """A tensor of this shape without memory: all its elements are one NaN."""
     return torch.full((), float("nan"), dtype=parameter.dtype, device=device).expand(parameter.shape)
 
@@ -182,8 +182,8 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
     buffers.compute_buffers(model)
 
 
-def _replaced(model: nn.Module, device: torch.device) -> dict[int, nn.Parameter]:
-    """Replaces meta parameters by unloaded ones on the device, tied ones once; returns them by the id of the old ones."""
+def _replace_parameters(model: nn.Module, device: torch.device) -> dict[int, nn.Parameter]:
+    """Replaces meta parameters by unloaded ones on the device, tied ones once; returns the new ones by the id of the old."""
     new: dict[int, nn.Parameter] = {}
     old = []  # kept alive, so that no id is reused
     for module in model.modules():
@@ -192,6 +192,6 @@ def _replaced(model: nn.Module, device: torch.device) -> dict[int, nn.Parameter]
                 continue
             if id(parameter) not in new:
                 old.append(parameter)
-                new[id(parameter)] = nn.Parameter(_absent(parameter, device), requires_grad=parameter.requires_grad)
+                new[id(parameter)] = nn.Parameter(_unloaded(parameter, device), requires_grad=parameter.requires_grad)
             module._parameters[name] = new[id(parameter)]
     return new

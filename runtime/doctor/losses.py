@@ -33,13 +33,13 @@ MIN_GAIN = 0.05
 """By how much a change must lower the loss: this many nats, or this share of a loss above 1."""
 MIN_SCALAR_GAIN = 0.3
 """The same for a scale or a rotary base: another value may fit a text slightly better by chance."""
-SAME = 1e-3
-"""Two alternatives whose losses differ by fewer nats are equal: the one that was tried first is reported."""
+MIN_DIFFERENCE = 1e-3
+"""Of alternatives whose losses differ by fewer nats, the one that was tried first is reported."""
 SCALES = (100.0, 10.0, 0.1, 0.01)
-BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
+ROTARY_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 NUM_TRANSPOSED = 6
-"""Square matrices that are tried transposed: those whose gradient promises most."""
-TOO_LOW = 0.3
+"""How many square matrices are tried transposed: those for which the gradient predicts the largest gain."""
+MIN_RANDOM_SHARE = 0.3
 """A loss of random weights below this share of ln V shows that the model sees the tokens that it should predict."""
 
 
@@ -49,11 +49,11 @@ class FirstLoss(Check):
     name = "first loss"
 
     def run(self, patient: Patient) -> Finding:
-        loss, size = patient.loss, patient.config.get_text_config().vocab_size
-        uniform_loss = math.log(size)
+        loss, vocab_size = patient.loss, patient.config.get_text_config().vocab_size
+        uniform_loss = math.log(vocab_size)
         summary = f"{loss:.3f} nats per label; ln V = {uniform_loss:.2f}"
         limit = patient.recipe.train.first_loss_limit
-        refusal = first_loss.Expected(size, limit).refusal(loss)
+        refusal = first_loss.Expected(vocab_size, limit).refusal(loss)
         trained_limit = first_loss.TRAINED_FACTOR * uniform_loss
         if not math.isfinite(loss):
             return failed(
@@ -63,15 +63,15 @@ class FirstLoss(Check):
         if refusal:
             return failed(f"{summary}: implausibly high.", refusal)
         if not patient.is_trained:
-            if loss < TOO_LOW * uniform_loss:
+            if loss < MIN_RANDOM_SHARE * uniform_loss:
                 return failed(
                     f"{summary}: implausibly low for random weights.",
-                    "The model sees the tokens that it predicts: look at its mask.",
+                    "The model sees the tokens that it predicts: look at its attention mask.",
                 )
             return passed(f"{summary}, with random weights{'' if patient.checkpoint is None else ' in some parts'}.")
         if loss > (trained_limit if limit is None else limit):
             return failed(
-                f"{summary}: these weights are hardly better than untrained ones on these tokens.",
+                f"{summary}: these weights are hardly better than untrained ones on these samples.",
                 "Look at the failures of tokenizer, labels, weights and alternatives in this table; if these weights were never "
                 "trained, or not on data of this kind, set train.first_loss_limit.",
             )
@@ -84,7 +84,14 @@ class FirstLoss(Check):
 
 @dataclass(frozen=True)
 class Alternative:
-    """A changed model: what was changed, how to fix the fault if it is better by `min_gain`, and the new values of tensors."""
+    """A change of the model.
+
+    Attributes:
+        what: the change, as in "the loss is 0.051 with ...".
+        advice: how to fix the fault, if the loss is lower by `min_gain`.
+        changes: the tensors and their other values.
+        min_gain: as `MIN_GAIN`.
+    """
 
     what: str
     advice: str
@@ -108,7 +115,7 @@ class Alternatives(Check):
                 changed_loss = calls.loss(patient.model, patient.row, patient.kernels)
             tried.append(f"{changed_loss:.3f} with {alternative.what}")
             if changed_loss < min(loss - alternative.min_gain * max(1.0, loss), trained_limit) and (
-                best is None or changed_loss < best[0] - SAME
+                best is None or changed_loss < best[0] - MIN_DIFFERENCE
             ):
                 best = changed_loss, alternative
         details = "\n".join(tried)
@@ -118,7 +125,7 @@ class Alternatives(Check):
 
 
 def alternatives(patient: Patient) -> Iterator[Alternative]:
-    """All changes that are tried; each applies to the original model."""
+    """All changes that are tried, each on the unchanged model."""
     model = patient.model
     yield from _scaled_heads(model)
     yield from _tied(model)
@@ -167,10 +174,10 @@ def _rotary(model: PreTrainedModel) -> Iterator[Alternative]:
     known = [(module, base) for module, base in bases if base is not None]
     if not known:
         return
-    now = known[0][1]
-    for base in (base for base in BASES if not math.isclose(base, now, rel_tol=0.1)):
+    config_base = known[0][1]
+    for base in (base for base in ROTARY_BASES if not math.isclose(base, config_base, rel_tol=0.1)):
         yield Alternative(
-            f"rope_theta = {base:g} (the config has {now:g})",
+            f"rope_theta = {base:g} (the config has {config_base:g})",
             "The weights were trained with another rotary base: take the config.json that came with them, and check "
             "model.overrides.",
             [(module.get_buffer("inv_freq"), functools.partial(_frequencies, module, base)) for module, _ in known],
@@ -193,7 +200,7 @@ def _frequencies(module: nn.Module, base: float) -> Tensor:
 
 
 def _swapped(patient: Patient) -> Iterator[Alternative]:
-    """Gate and up swapped: in stacked experts, or two linear layers of one shape in a module."""
+    """Gate and up swapped: in stacked experts, or any two linear layers of one shape in a module with an activation."""
     advice = (
         "Gate and up were swapped when these weights were written, and `silu(gate(x)) * up(x)` is not symmetric. Write them "
         "again, gate first."
@@ -210,8 +217,8 @@ def _swapped(patient: Patient) -> Iterator[Alternative]:
         linears = [(name, linear) for name, linear in module.named_children() if type(linear) is nn.Linear]
         if getattr(module, "act_fn", None) is None:
             continue
-        for place, (name, first_linear) in enumerate(linears):
-            for other_name, other in linears[place + 1 :]:
+        for number, (name, first_linear) in enumerate(linears):
+            for other_name, other in linears[number + 1 :]:
                 if (
                     first_linear.weight.shape == other.weight.shape
                     and first_linear.bias is None
@@ -231,27 +238,27 @@ def _swap(first: Tensor, second: Tensor) -> list[Change]:
 
 
 def _transposed(patient: Patient) -> Iterator[Alternative]:
-    """Square matrices transposed: their shape does not show their orientation."""
+    """Single square matrices transposed: their shape does not show their orientation."""
     parameters = dict(patient.model.named_parameters())
     squares = [
-        (gain, name, place)
+        (gain, name, index)
         for name, summary in patient.gradient_summaries.items()
-        for place, gain in enumerate(summary.transposition_gains)
+        for index, gain in enumerate(summary.transposition_gains)
     ]
-    for _, name, place in sorted(squares, key=lambda one: -one[0])[:NUM_TRANSPOSED]:
+    for _, name, index in sorted(squares, key=lambda square: -square[0])[:NUM_TRANSPOSED]:
         parameter = parameters[name]
         yield Alternative(
-            f"{name}[{place}] transposed" if parameter.ndim > 2 else f"{name} transposed",
+            f"{name}[{index}] transposed" if parameter.ndim > 2 else f"{name} transposed",
             "This matrix is stored transposed in the checkpoint: transpose it where the weights were written (linear layers "
             "are [out, in]; stacked experts as in the model's class).",
-            [(parameter, functools.partial(_with_transposed, parameter, place))],
+            [(parameter, functools.partial(_with_transposed, parameter, index))],
         )
 
 
 @torch.no_grad()
-def _with_transposed(parameter: nn.Parameter, place: int) -> Tensor:
+def _with_transposed(parameter: nn.Parameter, index: int) -> Tensor:
     """A parameter with one of its square matrices transposed."""
     values = parameter.detach().clone()
-    matrix = values.view(-1, *values.shape[-2:])[place]
+    matrix = values.view(-1, *values.shape[-2:])[index]
     matrix.copy_(matrix.mT.clone())
     return values

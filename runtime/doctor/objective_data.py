@@ -1,4 +1,4 @@
-"""Labelled data: preference pairs and classified texts; and what the objective requires of other models."""
+"""Labelled data: preference pairs and classified texts; and whether a teacher or the pairs fit the objective."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 BOUNDARY_TOKENS = 2
 """Tokens at the end of equal prompts that may differ, because they may contain a part of the answer."""
 MAX_CUT_SHARE = 0.05
-"""The share of documents that a run may truncate."""
+"""The share of the first samples that a run may truncate."""
 SHOWN_CHARACTERS = 60
+"""Characters of a prompt that are shown: its last."""
 MIN_PAIRS = 4
-EXCHANGED_MARGIN = 1.0
-"""Nats per token by which rejected answers must be likelier than chosen ones for the two to count as exchanged."""
+"""Fewer pairs do not show whether chosen and rejected are swapped."""
+SWAPPED_MARGIN = 1.0
+"""Nats per token by which rejected answers must be likelier than chosen ones for the two to count as swapped."""
 
 
 def pairs_of(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
@@ -43,7 +45,7 @@ def pair_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple
     pairs, tokenizer = pairs_of(samples), patient.tokenizer
     for pair in pairs:
         prompts = [_prompt(sample) for sample in pair]
-        if not _are_alike(*prompts):
+        if not _are_equal_prompts(*prompts):
             texts = [repr(tokenizer.decode(ids)[-SHOWN_CHARACTERS:]) for ids in prompts]
             yield (
                 f"{pair[0].record}: chosen and rejected do not answer the same prompt: one ends with {texts[0]}, the other with "
@@ -51,33 +53,33 @@ def pair_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple
                 "Pair answers to one prompt: all messages before the answer must be equal, the system message included.",
             )
         for half in pair:
-            learned = [token for token, label in zip(half.ids, half.labels, strict=True) if label != IGNORED]
-            if not tokenizer.decode(learned, skip_special_tokens=True).strip():
+            answer = [token for token, label in zip(half.ids, half.labels, strict=True) if label != IGNORED]
+            if not tokenizer.decode(answer, skip_special_tokens=True).strip():
                 yield (
-                    f"{half.name}: the answer is empty: the tokens with a loss are {tokenizer.decode(learned)!r}.",
+                    f"{half.name}: the answer is empty: the tokens with a loss are {tokenizer.decode(answer)!r}.",
                     "Leave such pairs out, or check the columns that data.sources[].columns names.",
                 )
     cut = [sample for sample in samples if sample.half and sample.is_cut_in_run]
     if len(cut) > MAX_CUT_SHARE * len(samples):
         yield (
             f"A run truncates {len(cut)} of the first {len(samples)} answers ({cut[0].name}) to data.max_length = "
-            f"{patient.recipe.data.length_limit} tokens, and would compare their beginnings.",
+            f"{patient.recipe.data.length_limit} tokens, and would compare only their beginnings.",
             "Raise data.max_length (and data.tokens_per_batch with it), or leave such pairs out: data.on_long: skip.",
         )
 
 
 def _prompt(sample: Sample) -> list[int]:
     """The tokens before the first one with a loss."""
-    return sample.ids[: next(place for place, label in enumerate(sample.labels) if label != IGNORED)]
+    return sample.ids[: next(position for position, label in enumerate(sample.labels) if label != IGNORED)]
 
 
-def _are_alike(first: Sequence[int], second: Sequence[int]) -> bool:
+def _are_equal_prompts(first: Sequence[int], second: Sequence[int]) -> bool:
     """Whether two prompts are equal, up to `BOUNDARY_TOKENS` at their end."""
     return max(len(first), len(second)) - common_prefix_length(first, second) <= BOUNDARY_TOKENS
 
 
 def class_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple[str, str]]:
-    """Labels without a class, with the message of a run."""
+    """Labels without a class, in the words of the error that would end a run."""
     objective = choose.objective_of(patient.recipe.objective)
     for sample in (sample for sample in samples if sample.label is not None):
         batch = make_batch([(0, {**sample.fields, "label": sample.label})], pad_to=None, pad_token_id=0)
@@ -86,7 +88,7 @@ def class_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tupl
         except DataError as error:
             yield (
                 f"{sample.record}: {error}",
-                "Number classes from 0 and set objective.options.num_labels to how many there are; 1 is for numbers.",
+                "Number classes from 0 and set objective.options.num_labels to how many there are; 1 is for regression.",
             )
 
 
@@ -101,7 +103,7 @@ class ObjectiveCheck(Check):
             return _teacher(patient, teacher)
         if recipe.data.kind == "preference":
             return _preferences(patient)
-        return passed(f"{recipe.objective.name} does not compare the model with others.")
+        return passed(f"{recipe.objective.name} has neither a teacher nor pairs to check.")
 
 
 def _teacher(patient: Patient, teacher: Recipe) -> Finding:
@@ -140,9 +142,9 @@ def _preferences(patient: Patient) -> Finding:
     summary = (
         f"The chosen answer is likelier per token in {likelier} of {len(pairs)} pairs, by {mean:+.2f} nats on average"
     )
-    if len(pairs) >= MIN_PAIRS and not likelier and mean < -EXCHANGED_MARGIN:
+    if len(pairs) >= MIN_PAIRS and not likelier and mean < -SWAPPED_MARGIN:
         return failed(
-            f"{summary}: chosen and rejected are probably exchanged.",
+            f"{summary}: chosen and rejected are probably swapped.",
             "Look at the pairs above and at the columns that the source names. If the rejected answers are this model's own "
             "samples, nothing is wrong: --skip objective.",
         )
@@ -159,6 +161,6 @@ def likelihoods(patient: Patient, pairs: Sequence[tuple[Sample, Sample]]) -> lis
         log_probabilities = logits[start : start + len(document.ids)].log_softmax(-1)
         start += len(document.ids)
         labels = document.fields["labels"]
-        learned = (labels[1:] != IGNORED).nonzero()[:, 0]
-        means.append(float(log_probabilities[learned, labels[learned + 1]].mean()))
+        predicting = (labels[1:] != IGNORED).nonzero()[:, 0]  # each predicts the token after it
+        means.append(float(log_probabilities[predicting, labels[predicting + 1]].mean()))
     return list(zip(means[::2], means[1::2], strict=True))

@@ -47,24 +47,24 @@ class NotEnoughMemory(MissingPart):
     """The memory of this machine is too small for a part."""
 
 
-def cached_part(named: str) -> Callable[[Callable[[Any], Any]], property]:
-    """A property that is built once. An error is raised once as it is, then as `MissingPart` with the name of the check that
-    reported it."""
+def cached_part(description: str) -> Callable[[Callable[[Any], Any]], property]:
+    """A property that is built once. An error is raised as it is the first time, later as a `MissingPart` with the name of the
+    check that reported it."""
 
-    def decorate(make: Callable[[Any], Any]) -> property:
-        @functools.wraps(make)
+    def decorate(build: Callable[[Any], Any]) -> property:
+        @functools.wraps(build)
         def get(self: Patient) -> Any:
-            if make.__name__ in self.failures:
-                raise MissingPart(f"it needs {named}: {self.failures[make.__name__]}.")
-            if make.__name__ not in self.made:
+            if build.__name__ in self.failures:
+                raise MissingPart(f"it needs {description}: {self.failures[build.__name__]}.")
+            if build.__name__ not in self.built:
                 try:
-                    self.made[make.__name__] = make(self)
+                    self.built[build.__name__] = build(self)
                 except Exception as error:
                     if isinstance(error, MissingPart) and not isinstance(error, NotEnoughMemory):
                         raise
-                    self.failures[make.__name__] = f"see '{self.current_check}'"
+                    self.failures[build.__name__] = f"see '{self.current_check}'"
                     raise
-            return self.made[make.__name__]
+            return self.built[build.__name__]
 
         return property(get)
 
@@ -75,7 +75,8 @@ class Patient:
     """A recipe with its checkpoint and data.
 
     Attributes:
-        recipe: as given; the proof sets its attention, document separation and the modalities that share no row.
+        recipe: as given; the proof sets its attention, whether documents have rows of their own, and the modalities that
+            share no row.
         proof_has_run: whether the proof has set them.
         device: the first GPU, or the CPU.
         scratch: a folder that is deleted at the end.
@@ -84,6 +85,8 @@ class Patient:
         memory: the most bytes that models may take; None: nine tenths of the free memory.
         layerwise: the weights of a model that is loaded layer by layer; None: it is loaded at once.
         weights: the checkpoint that `layerwise` reads; None: weights are random.
+        built: the parts that were built, by name.
+        failures: the parts that cannot be built -> why, or which check reported it.
     """
 
     def __init__(self, recipe: Recipe, *, memory: int | None = None) -> None:
@@ -91,7 +94,7 @@ class Patient:
         self.layerwise: Layerwise | None = None
         self.weights: IncrementalLoader | None = None
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        self.made: dict[str, Any] = {}
+        self.built: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
         self._scratch = tempfile.TemporaryDirectory(prefix="patchgen-doctor-")
 
@@ -104,7 +107,7 @@ class Patient:
         """The dtype in which layers compute in the run."""
         return models.compute_dtype(self.recipe, self.device.type)
 
-    @cached_part("the place of the weights")
+    @cached_part("the location of the weights")
     def checkpoint(self) -> Path | str | None:
         return models.find_weights(self.recipe.model)
 
@@ -128,13 +131,13 @@ class Patient:
 
     @cached_part("the data")
     def samples(self) -> list[Sample]:
-        """The first documents of each source, at least one; of pairs both halves, the chosen one first."""
+        """The first documents of the sources; of pairs both halves, the chosen one first."""
         incompatible = self.recipe.data.separate_modalities or () if self.proof_has_run else ANY_TWO
         return first_samples(self.recipe.data, self.parts, incompatible)
 
     @property
     def documents(self) -> list[Sample]:
-        """The samples, for a language-model head.
+        """The samples of a model with a language-model head.
 
         Raises:
             MissingPart: the model has another head.
@@ -155,7 +158,7 @@ class Patient:
         pad = self.tokenizer.pad_token_id
         return collate([sample.fields for sample in samples], pad_to=None, pad_token_id=0 if pad is None else pad)
 
-    @cached_part("the shape of the model")
+    @cached_part("the structure of the model")
     def blueprint(self) -> PreTrainedModel:
         """The model on the meta device, frozen as the recipe says."""
         return models.build_on_meta(self.recipe)
@@ -182,7 +185,7 @@ class Patient:
         return model.train()
 
     def fits_in_memory(self, model: PreTrainedModel) -> bool:
-        """Whether all weights fit into memory at once."""
+        """Whether all of its parameters fit into memory at once."""
         return sum(p.numel() for p in model.parameters()) * self.dtype.itemsize <= self.available_bytes
 
     def load_layerwise(
@@ -196,10 +199,10 @@ class Patient:
         for module in sharding.kept_in_fp32(model, self.dtype):
             module.float()
         folder = models.weights_folder(self.recipe.model)
-        parts = None if folder is None else IncrementalLoader(model, folder, **options)
-        read = parts.read if parts else lambda tensors: initialise(model, list(tensors), seed=options["seed"])
+        loader = None if folder is None else IncrementalLoader(model, folder, **options)
+        read = loader.read if loader else lambda tensors: initialise(model, list(tensors), seed=options["seed"])
         try:
-            return Layerwise(model, self.device, read, self.available_bytes), parts
+            return Layerwise(model, self.device, read, self.available_bytes), loader
         except layerwise.DoesNotFit as error:
             raise NotEnoughMemory(
                 f"{error}, and {self._memory_limit_text}: use a machine with more memory."
@@ -228,20 +231,20 @@ class Patient:
     @property
     def probe(self) -> dict[str, Any]:
         """One sample, with media if any has them, as the trainer passes it to the model."""
-        richest = max(self.documents, key=lambda sample: len(sample.fields))
-        return calls.model_inputs(self.rows([richest]), self.device)
+        sample = max(self.documents, key=lambda document: len(document.fields))
+        return calls.model_inputs(self.rows([sample]), self.device)
 
     @cached_part("the outputs of the model's layers")
     def expected_trace(self) -> traces.ExpectedTrace:
-        """The outputs of the layers for the probe, with eager kernels."""
-        model, probe, paths = self.model, self.probe, traces.watched(self.model)
+        """The outputs of the layers for the probe, computed by eager code."""
+        model, probe, paths = self.model, self.probe, traces.recorded_paths(self.model)
         perturbed = traces.record_perturbed(model, probe, paths)
         return traces.ExpectedTrace(traces.record(model, probe, paths), perturbed, calls.tolerance(self.dtype))
 
     def release(self) -> None:
         """Frees the model's memory; parts that were computed with it are kept."""
-        if "model" in self.made:
-            del self.made["model"]
+        if "model" in self.built:
+            del self.built["model"]
             self.layerwise = self.weights = None
             gc.collect()
         self.failures |= {"model": "its memory was freed for the next check"}

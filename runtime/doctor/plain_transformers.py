@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from patchgen.runtime.doctor.patient import Patient
 
-OURS = ("labels", "shift_labels", "position_ids", "real_tokens")
-"""Fields that plain transformers computes itself, or does not take."""
+RUNTIME_FIELDS = ("labels", "shift_labels", "position_ids", "real_tokens")
+"""Fields of a batch that plain transformers computes itself, or does not take."""
 BFLOAT16_ROUNDING = 2.0**-8
 
 
@@ -43,7 +43,9 @@ class Export(Check):
             return _export_in_parts(patient)
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         if size > 0.9 * (free := shutil.disk_usage(patient.scratch).free):
-            return not_checked(f"it takes {size / 2**30:.1f} GiB, and {patient.scratch} has {free / 2**30:.1f} GiB.")
+            return not_checked(
+                f"the export takes {size / 2**30:.1f} GiB, and {patient.scratch} has {free / 2**30:.1f} GiB free."
+            )
         folder = patient.scratch / "export"
         export_pretrained(model, folder, source=models.weights_folder(patient.recipe.model))
         inputs, paths = plain_inputs(patient), list(expected_trace.expected.outputs)
@@ -54,10 +56,8 @@ class Export(Check):
         plain_trace, missing = _trace_of(upstream, folder, patient, inputs, paths, config)
         shutil.rmtree(folder)
         if missing:
-            return failed(f"upstream's class does not find {missing} in the export.", ADVICE)
-        return _compared(
-            patient, expected_trace, plain_trace, f"The export, loaded by upstream's {upstream.__name__},"
-        )
+            return failed(f"Upstream's {upstream.__name__} does not find {missing} in the export.", ADVICE)
+        return _compare(patient, expected_trace, plain_trace, f"The export, loaded by upstream's {upstream.__name__},")
 
 
 class PlainTransformers(Check):
@@ -74,13 +74,13 @@ class PlainTransformers(Check):
         if not patient.fits_in_memory(patient.blueprint):
             plain_trace = _trace_in_layers(upstream, patient, inputs, paths)
             summary = f"Upstream's {upstream.__name__}, with the checkpoint's weights loaded one layer after another,"
-            return _compared(patient, expected_trace, plain_trace, summary)
+            return _compare(patient, expected_trace, plain_trace, summary)
         folder = models.weights_folder(patient.recipe.model)
         assert folder is not None, "patient.checkpoint is not None"
         plain_trace, missing = _trace_of(upstream, folder, patient, inputs, paths, patient.blueprint.config)
         if missing:
             return not_checked(f"upstream's {upstream.__name__} does not find {missing} in {folder}.")
-        return _compared(
+        return _compare(
             patient, expected_trace, plain_trace, f"The checkpoint, loaded by upstream's {upstream.__name__},"
         )
 
@@ -94,7 +94,7 @@ def _export_in_parts(patient: Patient) -> Finding:
         return failed(" ".join(wrong[:3]) + (f" And {len(wrong) - 3} more." if len(wrong) > 3 else ""), ADVICE)
     return passed(
         "An export has the checkpoint's tensors, by name, shape and value; because the model is larger than memory, it was not "
-        "written and not loaded in plain transformers."
+        "written, nor loaded in plain transformers."
     )
 
 
@@ -131,8 +131,8 @@ def upstream_class(patient: Patient) -> type[PreTrainedModel]:
 
 
 def plain_inputs(patient: Patient) -> dict[str, Any]:
-    """The probe with the arguments of plain transformers."""
-    return {name: value for name, value in patient.probe.items() if name not in OURS}
+    """The probe, reduced to the arguments that plain transformers takes."""
+    return {name: value for name, value in patient.probe.items() if name not in RUNTIME_FIELDS}
 
 
 def _trace_of(
@@ -143,10 +143,10 @@ def _trace_of(
     paths: Sequence[str],
     config: PreTrainedConfig | None,
 ) -> tuple[traces.Trace, str]:
-    """The trace of upstream's class with the weights of a folder, and the parameters that were missing.
+    """The trace of upstream's class with the weights of a folder, and the first parameters that the folder lacks (empty: none).
 
     Args:
-        config: instead of the folder's own.
+        config: used instead of the folder's; None: the folder's.
     """
     loaded: Any = upstream.from_pretrained(
         folder,
@@ -162,17 +162,17 @@ def _trace_of(
     return traces.record_plain(model, inputs, paths), first_names(sorted(info["missing_keys"]))
 
 
-def _compared(patient: Patient, generated_trace: traces.ExpectedTrace, plain: traces.Trace, subject: str) -> Finding:
+def _compare(patient: Patient, generated_trace: traces.ExpectedTrace, plain: traces.Trace, subject: str) -> Finding:
     divergence = generated_trace.first_divergence(plain)
-    share = calls.difference(plain.logits, generated_trace.expected.logits)
+    difference = calls.difference(plain.logits, generated_trace.expected.logits)
     if divergence is None:
-        how = f"within {share:.0e}, relative" if share else "bit for bit"
+        how = f"within a relative difference of {difference:.0e}" if difference else "bit for bit"
         return passed(f"{subject} computes the same logits {how}.")
-    is_bfloat16 = divergence.share < BFLOAT16_ROUNDING and patient.dtype == torch.float32
-    note = " (a rounding error of bfloat16: one side casts to it)" if is_bfloat16 else ""
+    is_bfloat16_rounding = divergence.relative_difference < BFLOAT16_ROUNDING and patient.dtype == torch.float32
+    note = " (a rounding error of bfloat16: one side casts to it)" if is_bfloat16_rounding else ""
     return failed(
         f"{subject} computes something else: {divergence.path} is the first that "
-        f"differs, by {divergence.share:.1e}, relative{note}; "
-        f"the logits differ by {share:.1e}.",
+        f"differs, with a relative difference of {divergence.relative_difference:.1e}{note}; "
+        f"that of the logits is {difference:.1e}.",
         ADVICE,
     )

@@ -30,11 +30,14 @@ from patchgen.runtime.train.setup import DataParts
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Loss and gradient norm of a step over all ranks, and the seconds of a second step, when kernels are warm.
+    """What `measure_step` measured: on the first step, and on a second one, when kernels are warm.
 
     Attributes:
+        loss, norm: of the first step.
+        seconds: of the second step.
+        tokens, flops: of one step.
         state_bytes: of the parameters, gradients and optimizer states of this rank.
-        peak_bytes: of the device; None on a CPU.
+        peak_bytes: the peak memory of the device; None on a CPU.
     """
 
     loss: float
@@ -46,30 +49,33 @@ class StepFigures:
     peak_bytes: int | None
 
 
-def one_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int = 1) -> StepFigures:
+def measure_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int = 1) -> StepFigures:
     """Takes two steps of a recipe on this rank; every rank calls it.
 
     Args:
         scratch: a folder that all ranks can write to; the caller deletes it.
-        groups: read the batches of this many batch groups, as the layout to compare with: each reads its own part of a stream.
+        groups: how many batch groups the compared layout has: this rank reads the batches of all of them. Each group reads its
+            own part of the data.
     """
     from patchgen.runtime.train.trainer import Trainer
 
     log = replace(recipe.log, directory=str(scratch / "step"), trackers=())
-    # In one call: a recipe that evaluates every few steps and has nothing to read then is refused.
+    # In one `replace`, because a recipe with eval_every and without eval_data is refused.
     recipe = replace(recipe, log=log, eval_data=None, train=replace(recipe.train, eval_every=0))
     trainer = Trainer(recipe, device)
-    loader = trainer.loader if groups == 1 else _Groups(recipe, trainer.parts, groups, trainer.num_micro_batches)
+    loader = (
+        trainer.loader if groups == 1 else _LoaderOfGroups(recipe, trainer.parts, groups, trainer.num_micro_batches)
+    )
     feed = trainer.feed(loader, trainer.num_micro_batches)
     with parallel.using(trainer.state):
         batches = feed.next()
         if isinstance(batches, End):
             raise DataError("The data ended before the first step.")
-        if trainer.learning.table is not None:  # of these batches alone: a run reads all of its data
+        if trainer.learning.table is not None:  # from these batches; a run reads all of its data for it
             trainer.learning.fill_table(batches.micro_batches)
             reshard(trainer.model)
         loss = float(all_reduce(trainer.forward_backward(batches), operation="add up the loss"))
-        gradients = sum(_bytes(p.grad) for p in trainer.model.parameters() if p.grad is not None)
+        gradient_bytes = sum(_bytes(p.grad) for p in trainer.model.parameters() if p.grad is not None)
         norm, _ = trainer.update()
         started = time.perf_counter()
         trainer.forward_backward(batches)
@@ -84,7 +90,7 @@ def one_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int
         if isinstance(value, torch.Tensor)
     ]
     state_bytes = (
-        gradients
+        gradient_bytes
         + sum(map(_bytes, trainer.model.parameters()))
         + sum(_bytes(tensor) for tensor in states if tensor.ndim)
     )
@@ -92,15 +98,17 @@ def one_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int
     return StepFigures(loss, norm, seconds, batches.tokens, batches.flops, state_bytes, peak)
 
 
-class _Groups:
-    """The batches of several batch groups as one loader: in each step those of the first, then those of the next."""
+class _LoaderOfGroups:
+    """A loader of several batch groups' batches: in each step those of the first group, then those of the next."""
 
     def __init__(self, recipe: Recipe, parts: DataParts, groups: int, num_micro_batches: int) -> None:
         self._loaders = [setup.loader_of_group(recipe.data, parts, index, groups) for index in range(groups)]
-        self._each = num_micro_batches // groups
+        self._micro_batches_per_group = num_micro_batches // groups
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        while step := [row for loader in self._loaders for row in itertools.islice(loader, self._each)]:
+        while step := [
+            row for loader in self._loaders for row in itertools.islice(loader, self._micro_batches_per_group)
+        ]:
             yield from step
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,7 +124,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 def main() -> None:
     recipe = from_dict(json.loads(sys.argv[1]))
     with launch.process_group() as device:
-        figures = one_step(recipe, device, Path(sys.argv[2]))
+        figures = measure_step(recipe, device, Path(sys.argv[2]))
         if dist.get_rank() == 0:
             print(json.dumps(asdict(figures)), flush=True)
 

@@ -21,13 +21,13 @@ from patchgen.runtime.data.transform import FIRST_ROWS, ModelInputs, Transform, 
 from patchgen.runtime.train.setup import DataParts
 
 MAX_TOKENS = 2048
-"""Of all samples together: enough for a meaningful loss, few enough to keep all logits."""
+"""The most tokens of all samples together: enough for a meaningful loss, few enough to keep all logits."""
 MAX_LENGTH = 512
-"""Tokens of one sample; longer ones are truncated."""
+"""The most tokens of one sample; longer ones are truncated."""
 MAX_RECORDS = 64
 ModalityPairs = Collection[tuple[str, str]]
 ANY_TWO: ModalityPairs = tuple(itertools.combinations(get_args(Modality), 2))
-"""Before the proof has found which modalities the model distinguishes: no two of them share a row."""
+"""All pairs of modalities: until the proof has found which ones the model distinguishes, no two share a row."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Sample:
 
     Attributes:
         record: the file and line of its record.
-        is_cut: whether it was truncated here.
+        is_cut: whether the doctor truncated it.
         modalities: which of image, video and audio it contains.
         half: which half of a pair it is (`formats.PAIR_COLUMNS`); else empty.
-        label: of the document; None: it has none.
+        label: the class or score of the document; None: its tokens have labels.
         is_cut_in_run: whether a run truncates it as well.
     """
 
@@ -80,8 +80,8 @@ def first_samples(config: DataConfig, parts: DataParts, incompatible: ModalityPa
     sources = [open_source(source) for source in config.sources]
     check_first_rows(config, sources)
     short_config = replace(config, max_length=min(config.length_limit, MAX_LENGTH), on_long="truncate")
-    makers = parts.tokenizer, parts.processor, parts.position_function
-    prepare_short, prepare_as_in_run = make_prepare(short_config, *makers), make_prepare(config, *makers)
+    encoders = parts.tokenizer, parts.processor, parts.position_function
+    prepare_short, prepare_as_in_run = make_prepare(short_config, *encoders), make_prepare(config, *encoders)
     samples, num_tokens, problems = [], 0, []
     for source_index, record in _in_turn(sources):
         prepared, is_cut_in_run = _prepare_for_doctor(prepare_short, prepare_as_in_run, source_index, record)
@@ -99,14 +99,14 @@ def first_samples(config: DataConfig, parts: DataParts, incompatible: ModalityPa
                 num_tokens += len(fields["input_ids"])
     if not samples:
         first = problems[0] if problems else "the sources are empty"
-        raise DataError(f"No record of the data gives a sample. First problem: {first}.")
+        raise DataError(f"None of the first records of the data gives a sample. First problem: {first}.")
     return samples
 
 
 def _samples_of(
     record: str, fields: dict[str, Any], prepared: Prepared, config: DataConfig, *, is_cut_in_run: bool
 ) -> list[Sample]:
-    """The document of a record, or the two of a pair; after truncation, documents of exactly the limit count as cut."""
+    """The document of a record, or the two of a pair; if it was truncated, documents of exactly the limit count as cut."""
     was_cut = prepared.problem is not None and prepared.problem[0] == "truncated"
     samples = []
     for document, half_name in zip(documents_of(fields), PAIR_COLUMNS.get(config.kind, ("",)), strict=True):

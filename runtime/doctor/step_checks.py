@@ -21,7 +21,7 @@ import torch
 from patchgen.runtime import launch
 from patchgen.runtime.doctor.finding import Check, Finding, failed, format_bytes, passed
 from patchgen.runtime.doctor.patient import MissingPart
-from patchgen.runtime.doctor.rank_step import StepFigures, one_step
+from patchgen.runtime.doctor.rank_step import StepFigures, measure_step
 from patchgen.runtime.train import flops, memory
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict
@@ -32,14 +32,16 @@ if TYPE_CHECKING:
 MAX_CPU_PARAMETERS = 100_000_000
 """The largest model that is compared on gloo ranks of the CPU."""
 MAX_CPU_RANKS = 4
-RANKS_SECONDS = 600
+RANKS_TIMEOUT = 600
+"""Seconds in which the ranks must have finished."""
 POLL_SECONDS = 0.1
 MAX_OVER_ESTIMATE = 1.5
-"""How far over its estimate the memory of a step may be."""
+"""How many times its estimate the memory of a step may be."""
 WORKSPACE = 2**28
 """Bytes that libraries and kernels take in addition, whatever the size of the model."""
 RANK_TOLERANCE = 1e-3
-HALF_TOLERANCE = 3e-2
+"""The largest relative difference of the loss on ranks in fp32; ten times as much for the gradient norm."""
+RANK_TOLERANCE_16_BIT = 3e-2
 
 
 class Step(Check):
@@ -49,7 +51,7 @@ class Step(Check):
 
     def run(self, patient: Patient) -> Finding:
         figures, estimate = single_rank_figures(patient), estimate_of(patient, 1)
-        unexamined = left_out(patient.recipe, _ranks_or_one(patient))
+        note = unexamined_options(patient.recipe, _ranks_or_one(patient))
         summary = f"A step of {figures.tokens} tokens took {figures.seconds:.2f} s"
         peak = patient.recipe.log.peak_tflops or flops.peak_tflops(patient.device)
         summary += f", {figures.flops / figures.seconds / 1e12 / peak:.0%} of the device's peak" if peak else ""
@@ -58,17 +60,17 @@ class Step(Check):
             summary += f"; parameters, gradients and optimizer take {format_bytes(measured)}"
             if not math.isclose(measured, estimated, rel_tol=0.05, abs_tol=1 << 20):
                 return failed(
-                    f"{summary}, and the estimate is {format_bytes(estimated)}.{unexamined}",
+                    f"{summary}, and the estimate is {format_bytes(estimated)}.{note}",
                     "The estimate of --dry-run is wrong for this model: report it, and plan with the figure measured here.",
                 )
-            return passed(f"{summary}, as estimated (a CPU's peak is not measured).{unexamined}")
+            return passed(f"{summary}, as estimated (a CPU's peak is not measured).{note}")
         summary += f" and {format_bytes(figures.peak_bytes)}; the estimate is {format_bytes(estimate.total)}"
         if figures.peak_bytes > MAX_OVER_ESTIMATE * estimate.total + WORKSPACE:
             return failed(
-                f"{summary}.{unexamined}",
+                f"{summary}.{note}",
                 "Plan with the figure measured here; parallel.activation_checkpointing: full needs less.",
             )
-        return passed(f"{summary}.{unexamined}")
+        return passed(f"{summary}.{note}")
 
 
 class Layout(Check):
@@ -80,11 +82,11 @@ class Layout(Check):
         ranks = ranks_for(patient)
         one_rank = single_rank_figures(patient)
         all_ranks = step_on_ranks(single_step(patient.recipe, ranks), ranks)
-        tolerance = RANK_TOLERANCE if patient.dtype == torch.float32 else HALF_TOLERANCE
+        tolerance = RANK_TOLERANCE if patient.dtype == torch.float32 else RANK_TOLERANCE_16_BIT
         summary = (
             f"On {ranks} ranks (sp {patient.recipe.parallel.sp}, ep {patient.recipe.parallel.ep}) the loss is {all_ranks.loss:.5f} "
-            f"and the norm of the gradient {all_ranks.norm:.4g}; on one {one_rank.loss:.5f} and {one_rank.norm:.4g}."
-            + left_out(patient.recipe, ranks)
+            f"and the gradient norm {all_ranks.norm:.4g}; on one rank {one_rank.loss:.5f} and {one_rank.norm:.4g}."
+            + unexamined_options(patient.recipe, ranks)
         )
         same_loss = math.isclose(one_rank.loss, all_ranks.loss, rel_tol=tolerance)
         if not (same_loss and math.isclose(one_rank.norm, all_ranks.norm, rel_tol=10 * tolerance)):
@@ -103,8 +105,8 @@ def single_step(recipe: Recipe, ranks: int) -> Recipe:
     return replace(recipe, train=replace(train, profile_steps=0, profile_start=10))
 
 
-def left_out(recipe: Recipe, ranks: int) -> str:
-    """What `single_step` switched off and a run has, as sentences that follow a finding's; empty if it is nothing."""
+def unexamined_options(recipe: Recipe, ranks: int) -> str:
+    """Sentences, to append to a finding, about options of a run that `single_step` switched off; empty if there are none."""
     step, sentences = single_step(recipe, ranks).train, []
     if recipe.train.cuda_graph:
         sentences.append(" train.cuda_graph was off: capture was not examined.")
@@ -116,29 +118,29 @@ def left_out(recipe: Recipe, ranks: int) -> str:
     return "".join(sentences)
 
 
-def estimate_of(patient: Patient, world: int) -> memory.Estimate:
-    """The memory estimate of `--dry-run` for one of `world` ranks, without sp, ep and replicas."""
+def estimate_of(patient: Patient, world_size: int) -> memory.Estimate:
+    """The memory estimate of `--dry-run` for one of `world_size` ranks, without sp, ep and replicas."""
     recipe = replace(patient.recipe, parallel=replace(patient.recipe.parallel, sp=1, ep=1, dp_replicate=1))
-    layout = models.parallel_config(recipe.parallel, world)
+    layout = models.parallel_config(recipe.parallel, world_size)
     options = models.sharding_options(recipe.parallel, patient.device)
-    fused_loss = memory.has_fused_loss(patient.made.get("kernels", {}))
+    fused_loss = memory.has_fused_loss(patient.built.get("kernels", {}))
     return memory.estimate(patient.blueprint, recipe, layout, options.param_dtype, fused_loss)
 
 
 def single_rank_figures(patient: Patient) -> StepFigures:
-    """A step on one rank in this process, cached for two checks."""
-    if "step" not in patient.made:
+    """A step on one rank in this process, measured once for both checks."""
+    if "step" not in patient.built:
         patient.release()
         gc.collect()
         estimate = estimate_of(patient, 1)
         patient.require_memory(estimate.total, "parameters, gradients, optimizer and activations of one rank")
-        section = replace(patient.recipe.parallel, sp=1, ep=1, dp_replicate=1)
+        one_rank = replace(patient.recipe.parallel, sp=1, ep=1, dp_replicate=1)
         ranks = _ranks_or_one(patient)
-        recipe = replace(single_step(patient.recipe, ranks), parallel=section)
+        recipe = replace(single_step(patient.recipe, ranks), parallel=one_rank)
         groups = models.parallel_config(patient.recipe.parallel, ranks).num_batches if ranks > 1 else 1
         with launch.process_group() as device:
-            patient.made["step"] = one_step(recipe, device, patient.scratch, groups=groups)
-    return patient.made["step"]
+            patient.built["step"] = measure_step(recipe, device, patient.scratch, groups=groups)
+    return patient.built["step"]
 
 
 def _ranks_or_one(patient: Patient) -> int:
@@ -149,57 +151,60 @@ def _ranks_or_one(patient: Patient) -> int:
 
 
 def ranks_for(patient: Patient) -> int:
-    """How many ranks the layout is compared on.
+    """On how many ranks the layout is compared: the fewest that it allows, at least two.
 
     Raises:
         MissingPart: this machine has too few devices, or the model is too large for ranks of its CPU.
     """
-    section = patient.recipe.parallel
-    least = max(2, section.sp * section.dp_replicate, section.ep, section.sp)
-    while least <= MAX_CPU_RANKS or least <= torch.cuda.device_count():
+    parallel = patient.recipe.parallel
+    ranks = max(2, parallel.sp * parallel.dp_replicate, parallel.ep, parallel.sp)
+    while ranks <= MAX_CPU_RANKS or ranks <= torch.cuda.device_count():
         try:
-            models.parallel_config(section, least)
+            models.parallel_config(parallel, ranks)
             break
         except RecipeError:
-            least += 1
+            ranks += 1
     else:
-        raise MissingPart(f"the layout (sp {section.sp}, ep {section.ep}) needs more ranks than this check can start.")
+        raise MissingPart(
+            f"the layout (sp {parallel.sp}, ep {parallel.ep}) needs more ranks than this check can start."
+        )
     if patient.device.type == "cuda":
-        if torch.cuda.device_count() < least:
-            raise MissingPart(f"the layout needs {least} GPUs, and this machine has {torch.cuda.device_count()}.")
-        return least
+        if torch.cuda.device_count() < ranks:
+            raise MissingPart(f"the layout needs {ranks} GPUs, and this machine has {torch.cuda.device_count()}.")
+        return ranks
     size = sum(p.numel() for p in patient.blueprint.parameters())
     if size > MAX_CPU_PARAMETERS:
         limit = MAX_CPU_PARAMETERS / 1e6
         raise MissingPart(f"the model has {size / 1e6:.0f} M parameters; ranks on a CPU take at most {limit:.0f} M.")
-    return least
+    return ranks
 
 
 def step_on_ranks(recipe: Recipe, ranks: int) -> StepFigures:
-    """A step on ranks of this machine, each a process.
+    """A step on several ranks, each a process on this machine.
 
     Raises:
-        RuntimeError: a rank failed, with its last error.
+        RuntimeError: a rank failed; with the last error of each.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    with socket.socket() as free_port:
+        free_port.bind(("localhost", 0))
+        common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port.getsockname()[1]), "WORLD_SIZE": str(ranks)}
     common = {"OMP_NUM_THREADS": "1", **os.environ, **common}
     environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     with tempfile.TemporaryDirectory(prefix="patchgen-step-") as scratch:  # deleted here: ranks may be killed
         command = [sys.executable, "-m", "patchgen.runtime.doctor.rank_step", json.dumps(to_dict(recipe)), scratch]
-        printed = run_ranks(command, environments, RANKS_SECONDS)
+        printed = run_ranks(command, environments, RANKS_TIMEOUT)
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(f"A step on {ranks} ranks failed: rank 0 printed no figures.")
     return StepFigures(**json.loads(lines[-1]))
 
 
-def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]], seconds: float) -> str:
-    """The output of the first of several processes. When one fails, the others, which may wait for it, are killed.
+def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float) -> str:
+    """Runs a command as several ranks and returns the output of rank 0. When one fails, the others, which may wait for it, are
+    killed.
 
     Raises:
-        RuntimeError: one failed, or they took longer than `seconds`, with the last error of each.
+        RuntimeError: one failed, or they took longer than `timeout` seconds; with the last error of each.
     """
     with contextlib.ExitStack() as stack:
         files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in environments]
@@ -208,20 +213,20 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]],
             for (out, err), environment in zip(files, environments, strict=True)
         ]
         try:
-            failed_first = _wait(running, seconds)
+            failure = _wait(running, timeout)
         finally:
             for process in running:
                 process.kill()
                 process.wait()
-        if failed_first:
+        if failure:
             errors = (f"rank {rank}: {_last_error(_text(err))}" for rank, (_, err) in enumerate(files))
-            raise RuntimeError(f"A step on {len(running)} ranks failed: {failed_first} ({' / '.join(errors)})")
+            raise RuntimeError(f"A step on {len(running)} ranks failed: {failure} ({' / '.join(errors)})")
         return _text(files[0][0])
 
 
-def _wait(running: Sequence[subprocess.Popen], seconds: float) -> str:
-    """Waits until all have ended; returns which failed first, or that they timed out; empty: all succeeded."""
-    end = time.monotonic() + seconds
+def _wait(running: Sequence[subprocess.Popen], timeout: float) -> str:
+    """Waits until all ranks have ended; returns which failed first, or that they timed out; empty: all succeeded."""
+    end = time.monotonic() + timeout
     while time.monotonic() < end:
         codes = [process.poll() for process in running]
         if failed_ranks := [rank for rank, code in enumerate(codes) if code]:
@@ -229,7 +234,7 @@ def _wait(running: Sequence[subprocess.Popen], seconds: float) -> str:
         if None not in codes:
             return ""
         time.sleep(POLL_SECONDS)
-    return f"after {seconds:.0f} s not all had ended"
+    return f"some were still running after {timeout:.0f} s"
 
 
 def _text(file: IO[str]) -> str:

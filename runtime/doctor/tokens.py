@@ -1,4 +1,4 @@
-"""Does the tokenizer belong to the model, and is its padding distinguished from text?"""
+"""Does the tokenizer belong to the model, and is padding told apart from text?"""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _generation_config(patient: Patient) -> Mapping[str, Any]:
 
 
 def _stop_problems(patient: Patient) -> Iterable[str]:
-    """An end token that the model's configs do not have: the tokenizer is that of another model."""
+    """An end token that the model's configs do not have, which points to the tokenizer of another model."""
     end, stops = patient.tokenizer.eos_token_id, stop_tokens(patient)
     if patient.checkpoint is not None and end is not None and stops and end not in stops:
         names = ", ".join(f"{token} ({patient.tokenizer.convert_ids_to_tokens(token)!r})" for token in sorted(stops))
@@ -66,7 +66,7 @@ def _stop_problems(patient: Patient) -> Iterable[str]:
 
 
 def _placeholder_problems(patient: Patient) -> Iterable[str]:
-    """Placeholders of media that the processor writes and the model does not look for."""
+    """Placeholders of media that the processor writes but the model does not look for."""
     processor, tokenizer = patient.parts.processor, patient.tokenizer
     for kind in MEDIA if processor is not None else ():
         expected = getattr(patient.config, f"{kind}_token_id", None)
@@ -77,7 +77,8 @@ def _placeholder_problems(patient: Patient) -> Iterable[str]:
 
 
 def _placeholder_ids(processor: Any, tokenizer: Any, kind: str) -> set[int]:
-    """The ids for a kind of media: gemma3's processor has the start of an image, its tokenizer the placeholder."""
+    """All ids that may be the placeholder of a kind of media: gemma3's processor names the start of an image, its tokenizer the
+    placeholder."""
     token = getattr(processor, f"{kind}_token", None)
     ids = [getattr(owner, f"{kind}_token_id", None) for owner in (processor, tokenizer)]
     ids.append(tokenizer.convert_tokens_to_ids(token) if token is not None else None)
@@ -115,5 +116,5 @@ class Padding(Check):
                 "The tokenizer has no pad token; rows are filled with 0, which has no labels and is not attended to."
             )
         is_end = pad == tokenizer.eos_token_id
-        what = " (also its end token: where labels are masked by id, ends are never learned)" if is_end else ""
+        what = " (also its end token: where labels are masked by id, the end token is never learned)" if is_end else ""
         return passed(f"{token!r} = {pad}{what}.")

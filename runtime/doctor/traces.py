@@ -24,9 +24,9 @@ from patchgen.runtime.verify.training_inputs import without_labels
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DEPTH = 2
+MAX_DEPTH = 2
 MAX_ROUNDING = 0.3
-"""Rounding explains no larger relative difference."""
+"""The largest relative difference that can be attributed to rounding."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class Trace:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first module whose output differs by more than rounding, and by how much, relative."""
+    """The first module (or "the logits") whose output differs by more than rounding, and its relative difference."""
 
     path: str
-    share: float
+    relative_difference: float
 
 
-def watched(model: nn.Module) -> list[str]:
+def recorded_paths(model: nn.Module) -> list[str]:
     """The paths of the layers and of their modules, two levels deep."""
     layers = {id(layer) for layer in sharding.find_layers(model, None)}
     roots = [path for path, module in model.named_modules() if id(module) in layers]
     paths = []
     for root in roots:
         for path, _ in model.get_submodule(root).named_modules(prefix=root):
-            if path.count(".") - root.count(".") <= DEPTH:
+            if path.count(".") - root.count(".") <= MAX_DEPTH:
                 paths.append(path)
     return paths
 
@@ -61,12 +61,14 @@ def watched(model: nn.Module) -> list[str]:
 def record(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
     """The trace of a generated model with eager kernels and attention."""
     with calls.eager_attention(model):
-        return record_with(model, inputs, paths, {})
+        return record_with_kernels(model, inputs, paths, {})
 
 
-def record_with(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str], chosen: Mapping[str, str]) -> Trace:
+def record_with_kernels(
+    model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str], kernels: Mapping[str, str]
+) -> Trace:
     """The trace of a generated model with these kernels and its own attention."""
-    with calls.using_kernels(chosen):
+    with calls.using_kernels(kernels):
         return record_plain(model, without_labels(inputs), paths)
 
 
@@ -91,7 +93,7 @@ def record_plain(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[st
 
 
 def record_perturbed(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
-    """As `record`, with token embeddings perturbed by eps: how far rounding errors propagate."""
+    """As `record`, with token embeddings perturbed by the eps of their dtype: how far rounding errors propagate."""
     generator = torch.Generator().manual_seed(0)
 
     def perturb(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
@@ -104,10 +106,10 @@ def record_perturbed(model: PreTrainedModel, inputs: Mapping[str, Any], paths: S
 
 @dataclass(frozen=True)
 class ExpectedTrace:
-    """An eager trace, and how far rounding errors move it.
+    """An eager trace, and the same with perturbed embeddings, which shows how far rounding errors move it.
 
-    In 16 bits a token near a tie goes to other experts, and later layers propagate that: a fixed tolerance would be too
-    small for deep models, or too large for shallow ones.
+    In 16 bits a token near a tie is routed to other experts, and later layers propagate that: a fixed tolerance would be
+    too small for deep models, or too large for shallow ones.
     """
 
     expected: Trace
@@ -120,17 +122,17 @@ class ExpectedTrace:
             other = actual.outputs.get(path)
             if other is None or other.numel() != output.numel():
                 continue
-            share = calls.difference(other.flatten(), output.flatten())
+            difference = calls.difference(other.flatten(), output.flatten())
             perturbed = self.perturbed.outputs[path]
-            if not share <= self._bound(calls.difference(perturbed.flatten(), output.flatten())):
-                return Divergence(path, share)
-        share = calls.difference(actual.logits, self.expected.logits)
-        return None if share <= self.logits_tolerance else Divergence("the logits", share)
+            if not difference <= self._bound(calls.difference(perturbed.flatten(), output.flatten())):
+                return Divergence(path, difference)
+        difference = calls.difference(actual.logits, self.expected.logits)
+        return None if difference <= self.logits_tolerance else Divergence("the logits", difference)
 
     @property
     def logits_tolerance(self) -> float:
-        """How far rounding may move the logits."""
+        """The largest relative difference of the logits that rounding explains."""
         return self._bound(calls.difference(self.perturbed.logits, self.expected.logits))
 
-    def _bound(self, moved: float) -> float:
-        return min(MAX_ROUNDING, max(self.tolerance, ROUNDING_FACTOR * moved))
+    def _bound(self, perturbation: float) -> float:
+        return min(MAX_ROUNDING, max(self.tolerance, ROUNDING_FACTOR * perturbation))

@@ -44,7 +44,7 @@ class Weights(Check):
             return failed(str(error), _advice(patient, str(error)))
         folder = models.weights_folder(patient.recipe.model)
         assert folder is not None, "patient.checkpoint is not None"
-        for problem, advice in (*_rounded(patient, folder), *_untrained(patient, model)):
+        for problem, advice in (*_rounded_weights(patient, folder), *_untrained_tokens(patient, model)):
             return failed(problem, advice)
         tied = "tied to the embeddings" if _is_tied(model) else "a matrix of its own"
         count = sum(p.numel() for p in model.parameters())
@@ -69,7 +69,9 @@ def _advice(patient: Patient, error: str) -> str:
         and tuple(stored[name].shape) == (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
     ]  # fmt: skip
     if transposed:
-        return f"{first_names(transposed)} are stored transposed: exchange their last two dimensions where they were written."
+        return (
+            f"{first_names(transposed)} are stored transposed: swap their last two dimensions where they were written."
+        )
     head = next(
         (name for name, p in patient.blueprint.named_parameters(remove_duplicate=False) if _is_head(patient, p)), None
     )
@@ -87,7 +89,7 @@ def _is_head(patient: Patient, parameter: nn.Parameter) -> bool:
     return head is not None and parameter is head.weight
 
 
-def _rounded(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
+def _rounded_weights(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
     """Weights and buffers that the checkpoint stores in float32 beside 16-bit ones, and the recipe rounds."""
     stored, state = read_folder(folder), patient.blueprint.state_dict()
     sizes: Counter[torch.dtype] = Counter()
@@ -119,7 +121,7 @@ def _rounded(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 @torch.no_grad()
-def _untrained(patient: Patient, model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+def _untrained_tokens(patient: Patient, model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Tokens of the data with untrained embeddings: rows that are zero, or equal to others."""
     try:
         ids = sorted({token for sample in patient.samples for token in sample.ids})
@@ -130,18 +132,18 @@ def _untrained(patient: Patient, model: PreTrainedModel) -> Iterator[tuple[str, 
     configs = (patient.config, patient.config.get_text_config())
     placeholders = {
         value for part in configs for value in vars(part).values() if type(value) is int
-    }  # of media, or no ids
+    }  # ids of media placeholders, and every other number of the config
     used = [token for token in ids if token < weight.shape[0] and token not in placeholders]
     rows = weight[torch.tensor(used, device=weight.device)].float().cpu()
-    empty = [token for token, row in zip(used, rows, strict=True) if not row.any()]
-    _, which, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
-    alike = [token for token, place in zip(used, which.tolist(), strict=True) if counts[place] > 1]
-    wrong, what = (empty, "embeddings of zeros") if empty else (alike, "equal embeddings")
+    zeros = [token for token, row in zip(used, rows, strict=True) if not row.any()]
+    _, group_of_row, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    duplicated = [token for token, group in zip(used, group_of_row.tolist(), strict=True) if counts[group] > 1]
+    wrong, what = (zeros, "embeddings of zeros") if zeros else (duplicated, "equal embeddings")
     if wrong:
         shown = first_names([f"{patient.tokenizer.convert_ids_to_tokens(token)!r} = {token}" for token in wrong])
         yield (
-            f"{len(wrong)} of the {len(used)} tokens in the first samples have {what} ({shown}): they were never trained, and "
-            "the vocabulary was cut or padded.",
+            f"{len(wrong)} of the {len(used)} tokens in the first samples have {what} ({shown}): they were never trained, "
+            "or the vocabulary was cut or padded.",
             "Take the checkpoint with its full vocabulary, or a tokenizer without these tokens.",
         )
 
@@ -154,7 +156,7 @@ class TrainedParameters(Check):
     def run(self, patient: Patient) -> Finding:
         if patient.recipe.lora is not None:
             return passed(
-                f"Adapters alone: {lora_targets.find_targets(patient.blueprint, patient.recipe.lora).summary}."
+                f"Only adapters train: {lora_targets.find_targets(patient.blueprint, patient.recipe.lora).summary}."
             )
         model, patterns = patient.blueprint, patient.recipe.model.freeze
         sizes = {name: p.numel() for name, p in model.named_parameters()}
@@ -175,10 +177,11 @@ class TrainedParameters(Check):
                 f"{summary}: {first_names(unnamed)} are frozen, and the recipe freezes nothing: the code of the model does.",
                 "Remove requires_grad = False from the modeling file, and generate it again.",
             )
-        return self._reached(patient, summary, trained)
+        return self._gradients_arrive(patient, summary, trained)
 
     @staticmethod
-    def _reached(patient: Patient, summary: str, trained: set[str]) -> Finding:
+    def _gradients_arrive(patient: Patient, summary: str, trained: set[str]) -> Finding:
+        """Whether gradients reach every trained matrix of the layers."""
         try:
             gradients = patient.gradient_summaries
         except MissingPart as error:
@@ -195,8 +198,8 @@ class TrainedParameters(Check):
                 f"{summary}, but no gradient reaches {first_names(dead)}.",
                 "Look for detach(), no_grad() or a branch that is never taken in the forward of these modules.",
             )
-        size = math.hypot(*(summary_of_gradient.norm for summary_of_gradient in gradients.values()))
-        return passed(f"{summary}; the norm of their gradient is {size:.3g}.")
+        norm = math.hypot(*(summary_of_gradient.norm for summary_of_gradient in gradients.values()))
+        return passed(f"{summary}; the norm of their gradient is {norm:.3g}.")
 
 
 def _layer_parameters(model: PreTrainedModel) -> list[nn.Parameter]:

@@ -290,7 +290,7 @@ FAULTS = {
     "wrong tokenizer": Fault(wrong_tokenizer, "tokenizer", r"tokenizer of another model"),
     "other vocabulary": Fault(other_vocabulary, "first loss", r"hardly better than untrained|implausibly high"),
     "wrong rope": Fault(wrong_rope, "alternatives", r"rope_theta = 10000 \(the config has 5e\+06\)"),
-    "leaking packing": Fault(leaking_packing, "packing", r"It sees the others"),
+    "leaking packing": Fault(leaking_packing, "packing", r"It sees the other documents"),
     "inactive kernel": Fault(inactive_kernel, "kernels", r"fused_moe = 'auto' is inactive: .*mlp.experts"),
     "swapped gate and up": Fault(swapped_gate_and_up, "alternatives", r"gate and up of all experts swapped"),
     "swapped in the file": Fault(swapped_in_the_file, "kernels", r"layers\.0\.mlp\.experts is the first"),

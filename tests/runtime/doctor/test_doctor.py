@@ -15,7 +15,7 @@ from small_processors import byte_tokenizer
 from patchgen.runtime.doctor import CHECKS, examine
 from patchgen.runtime.doctor.chat_template import ChatTemplate
 from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, failed, not_checked, passed
-from patchgen.runtime.doctor.labels import runs, shift_problem
+from patchgen.runtime.doctor.labels import labelled_spans, shift_problem
 from patchgen.runtime.doctor.patient import Patient
 from patchgen.runtime.doctor.samples import ANY_TWO, MAX_LENGTH, Sample, fits_in_row_with
 from patchgen.runtime.doctor.step_checks import run_ranks, single_step
@@ -88,7 +88,7 @@ def test_a_long_prompt_is_not_cut_before_its_answer(toy, tmp_path):
 
 def shown(sample, patient):
     """The sample as text, what is learned between double brackets."""
-    (start, end), decode = next(runs(sample.labels)), patient.tokenizer.decode
+    (start, end), decode = next(labelled_spans(sample.labels)), patient.tokenizer.decode
     return f"{decode(sample.ids[:start])}[[{decode(sample.ids[start:end])}]]{decode(sample.ids[end:])}"
 
 
@@ -115,7 +115,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it():
         RuntimeError, match=r"rank 1 was the first to end.*rank 0: no error / rank 1: ValueError: of rank 1"
     ):
         run_ranks([sys.executable, "-S", "-c", script], ranks, 300)
-    with pytest.raises(RuntimeError, match=r"after 0 s not all had ended"):
+    with pytest.raises(RuntimeError, match=r"some were still running after 0 s"):
         run_ranks([sys.executable, "-S", "-c", script], ranks[:1], 0.2)
 
 
@@ -140,14 +140,19 @@ UNSEARCHABLE = (
         ("classification", None, NOT_CHECKED, "needs none for plain texts"),
         ("preference", None, FAILED, "no chat template"),
         ("chat", None, FAILED, "no chat template"),
-        ("chat", UNSEARCHABLE, FAILED, "turn cannot be searched for in it: the chat template refuses the messages"),
+        (
+            "chat",
+            UNSEARCHABLE,
+            FAILED,
+            "turn cannot be located in what the template writes: the chat template refuses the messages",
+        ),
     ],
 )
 def test_a_chat_template_is_judged_by_what_its_data_are(toy, kind, template, status, words):
     values = json.loads(json.dumps(toy.values))
     values["data"]["kind"] = kind
     patient = Patient(from_dict(values))
-    patient.made["parts"] = DataParts(byte_tokenizer(template, {}))
+    patient.built["parts"] = DataParts(byte_tokenizer(template, {}))
     found = ChatTemplate().run(patient)
     patient.close()
     assert found.status == status, found
@@ -172,7 +177,7 @@ def test_a_model_that_does_not_fit_is_reported_with_both_sizes(toy, monkeypatch)
 
 
 def test_a_check_that_does_not_exist_is_refused(toy):
-    with pytest.raises(RecipeError, match="There is no check 'kernel'. Near: kernels"):
+    with pytest.raises(RecipeError, match="There is no check 'kernel'. Closest: kernels"):
         examine(from_dict(toy.values), skip=["kernel"])
 
 
@@ -237,5 +242,5 @@ def test_a_processor_whose_mark_in_the_text_is_another_token_than_its_places_is_
 
 
 def test_runs_of_tokens_with_a_loss():
-    assert list(runs([-100, 1, 2, -100, 3])) == [(1, 3), (4, 5)]
-    assert list(runs([-100])) == []
+    assert list(labelled_spans([-100, 1, 2, -100, 3])) == [(1, 3), (4, 5)]
+    assert list(labelled_spans([-100])) == []

@@ -34,7 +34,7 @@ def pairs() -> list[dict[str, Any]]:
     return [pair(river, f"In {city}.", f"In {WRONG}.") for river, city in RIVERS]
 
 
-def exchanged(row: dict[str, Any]) -> dict[str, Any]:
+def swapped(row: dict[str, Any]) -> dict[str, Any]:
     return {"chosen": row["rejected"], "rejected": row["chosen"]}
 
 
@@ -88,7 +88,7 @@ LONG = "In Dresden, " + "behind the hill and " * 6 + "the river."
 @pytest.mark.parametrize(
     ("spoil", "data", "check", "words"),
     [
-        (exchanged, {}, "objective", "in 0 of 8 pairs.*probably exchanged"),
+        (swapped, {}, "objective", "in 0 of 8 pairs.*probably swapped"),
         (
             lambda row: row | {"rejected": pair("Rhine", "", f"In {WRONG}.")["rejected"]},
             {},
@@ -109,7 +109,7 @@ LONG = "In Dresden, " + "behind the hill and " * 6 + "the river."
             "A run truncates 6 of the first 12 answers.*data.max_length = 96",
         ),
     ],
-    ids=["exchanged", "prompts that differ", "empty", "no answer", "truncated"],
+    ids=["swapped", "prompts that differ", "empty", "no answer", "truncated"],
 )
 def test_a_fault_planted_in_pairs_is_found(toy, tmp_path, spoil: Callable, data, check, words):
     report = examined(toy, tmp_path, [spoil(row) for row in pairs()], "dpo", data=data)

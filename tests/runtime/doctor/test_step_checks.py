@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from patchgen.runtime.doctor import rank_step, step_checks
-from patchgen.runtime.doctor.step_checks import Layout, Step, StepFigures, left_out, single_step
+from patchgen.runtime.doctor.step_checks import Layout, Step, StepFigures, single_step, unexamined_options
 from patchgen.runtime.train import trainer
 from patchgen.runtime.train.feed import micro_batches_per_step
 from patchgen.runtime.train.recipe import Recipe, from_dict
@@ -33,7 +33,7 @@ def test_a_recipe_with_evaluations_takes_its_step_without_them(tmp_path, monkeyp
 
     monkeypatch.setattr(trainer, "Trainer", build)
     with pytest.raises(Built) as built:
-        rank_step.one_step(recipe_of(train={"eval_every": 2}, eval_data={}), torch.device("cpu"), tmp_path)
+        rank_step.measure_step(recipe_of(train={"eval_every": 2}, eval_data={}), torch.device("cpu"), tmp_path)
     (recipe,) = built.value.args
     assert (recipe.train.eval_every, recipe.eval_data) == (0, None)
 
@@ -43,8 +43,8 @@ def test_one_rank_takes_the_batches_of_several_whatever_the_recipe_counts_over_a
     train = single_step(recipe, 2).train
     assert micro_batches_per_step(train.batches_per_step, 1, router_loss=train.router_loss) == 2
     assert single_step(recipe, 1).train.router_loss == "global"  # a single batch
-    assert left_out(recipe_of(), 2) == ""
-    assert "router_loss" not in left_out(recipe, 1)
+    assert unexamined_options(recipe_of(), 2) == ""
+    assert "router_loss" not in unexamined_options(recipe, 1)
 
 
 @pytest.mark.parametrize("check", [Step(), Layout()])

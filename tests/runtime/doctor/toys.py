@@ -134,7 +134,7 @@ def learn(model: Any, patient: Patient, steps: int) -> int:
     """Plain transformers learns the samples by heart, all of them in each step; returns the first layer's busiest expert."""
     samples, rows = patient.samples, []
     for sample in samples:
-        patient.made["samples"] = [sample]
+        patient.built["samples"] = [sample]
         rows.append(plain_inputs(patient))
     patient.close()
     longest = max(row["input_ids"].shape[1] for row in rows)
