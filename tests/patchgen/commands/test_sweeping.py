@@ -51,12 +51,20 @@ def test_a_type_of_the_other_kind_says_how_it_is_swept(start, tmp_path):
     [
         (["--sp", "4"], "--sp 4 does not divide --world 2.*give --world 4, or a multiple"),
         (["--sp", "2", "--ep", "3", "--world", "4"], "--ep 3 does not divide --world 4.*give --world 6"),
+        (["--world", "4"], "--world is the number of ranks of a layout.*give --sp or --ep"),
+        (["--sp", "2", "--transformers", "5.20.0"], "with the installed release.*omit --transformers"),
     ],
 )
 def test_sizes_that_do_not_fit_the_ranks_are_refused_before_a_row_says_no(sizes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         invoke("sweep", *sizes, "--only", "qwen3", "--output", str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def test_types_of_which_none_can_be_compared_on_ranks_are_no_success(tmp_path, capsys):
+    """A dense model has no experts to share."""
+    assert sweeping.sweep_ranks("text", ["llama"], 1, 2, 2, tmp_path, fresh=False) == 1
+    assert "None of llama can be compared with ep2" in " ".join(capsys.readouterr().out.split())
 
 
 class CrashingPool:
