@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from patchgen.runtime.data.media_parts import MEDIA_COLUMNS, messages_with_parts
 from patchgen.runtime.data.problems import BadSample
 
 Row = Mapping[str, Any]
-MARKS = re.compile("<(image|video|audio)>")
 ROLES = {
     "human": "user",
     "user": "user",
@@ -39,9 +38,11 @@ ROLES = {
     "observation": "tool",
     "function_call": "assistant",
 }
-MEDIA_COLUMNS = {"image": "images", "video": "videos", "audio": "audios"}
 TEXT, MESSAGES, TURNS, TURN = "text", "list of {role, content}", "list of {from, value}", "{from, value}"
+EMPTY_LIST = "list of nothing"
 LABEL = "label"
+PROMPT_COLUMNS = ("prompt", "conversations", "instruction")
+"""The columns that could each be the prompt of a pair."""
 
 
 class WrongColumns(BadSample):
@@ -50,21 +51,31 @@ class WrongColumns(BadSample):
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Required columns, each with its possible types, and optional ones."""
+    """Required columns and optional ones, each with its possible types; none: what a chat template takes."""
 
     required: dict[str, tuple[str, ...]]
-    optional: tuple[str, ...] = ()
+    optional: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 FORMATS = {
     "text": RowFormat({"text": (TEXT,)}),
-    "prompt_completion": RowFormat({"prompt": (TEXT, MESSAGES), "completion": (TEXT, MESSAGES)}, ("tools",)),
-    "messages": RowFormat({"messages": (MESSAGES,)}, ("system", "tools")),
-    "sharegpt": RowFormat({"conversations": (TURNS,)}, ("system", "tools")),
-    "alpaca": RowFormat({"instruction": (TEXT,), "output": (TEXT,)}, ("input", "system", "history")),
+    "prompt_completion": RowFormat({"prompt": (TEXT, MESSAGES), "completion": (TEXT, MESSAGES)}, {"tools": ()}),
+    "messages": RowFormat({"messages": (MESSAGES,)}, {"system": (TEXT,), "tools": ()}),
+    "sharegpt": RowFormat({"conversations": (TURNS,)}, {"system": (TEXT,), "tools": ()}),
+    "alpaca": RowFormat(
+        {"instruction": (TEXT,), "output": (TEXT,)},
+        {"input": (TEXT,), "system": (TEXT,), "history": (f"list of list of {TEXT}",)},
+    ),
     "preference": RowFormat(
         {"chosen": (TEXT, MESSAGES, TURNS, TURN), "rejected": (TEXT, MESSAGES, TURNS, TURN)},
-        ("prompt", "conversations", "instruction", "input", "system", "tools"),
+        {
+            "prompt": (TEXT, MESSAGES),
+            "conversations": (TURNS,),
+            "instruction": (TEXT,),
+            "input": (TEXT,),
+            "system": (TEXT,),
+            "tools": (),
+        },
     ),
     "tags": RowFormat({"tokens": (f"list of {TEXT}",), "tags": ("list of int",)}),
     "question": RowFormat({"question": (TEXT,), "context": (TEXT,), "answers": ("mapping",)}),
@@ -110,6 +121,13 @@ def rename_columns(where: str, row: Row, columns: Mapping[str, str]) -> dict[str
     return other_columns | {name: row[actual] for name, actual in columns.items()}
 
 
+def with_chosen_prompt(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row of a pair without the columns that could also be its prompt, if `columns` names one to use."""
+    if not any(name in columns for name in PROMPT_COLUMNS):
+        return row
+    return {name: value for name, value in row.items() if name not in PROMPT_COLUMNS or name in columns}
+
+
 def detect_row_format(where: str, row: Row, kind: str) -> str:
     """The format of the kind that the columns of a row match.
 
@@ -145,10 +163,22 @@ def missing_columns(name: str, row: Row) -> list[str]:
 
 def _wrong_types(name: str, row: Row) -> str:
     return "; ".join(
-        f"column {column!r} holds {type_of(row[column])}, expected {' or '.join(types)} (row format {name})"
+        _wrong_type(name, column, row[column], types)
         for column, types in FORMATS[name].required.items()
         if type_of(row[column]) not in types
     )
+
+
+def _wrong_type(name: str, column: str, value: Any, types: tuple[str, ...]) -> str:
+    return f"column {column!r} holds {type_of(value)}, expected {' or '.join(types)} (row format {name})"
+
+
+def _require_optional_types(where: str, row: Row, name: str) -> None:
+    """Raises BadSample if an optional column of a format has another type; None and an empty list are no value."""
+    for column, types in FORMATS[name].optional.items():
+        value = row.get(column)
+        if value is not None and types and type_of(value) not in (*types, EMPTY_LIST):
+            raise BadSample(where, _wrong_type(name, column, value, types))
 
 
 def require_format(where: str, row: Row, name: str) -> None:
@@ -229,7 +259,9 @@ def fields_of(where: str, row: Row, name: str, kind: str) -> dict[str, Any]:
 
     Raises:
         BadSample: a column has a value that its format does not allow.
+        WrongColumns: two columns could be the same field.
     """
+    _require_optional_types(where, row, name)
     if name == "text" or kind == "text":
         fields = {column: row[column] for column in (*FORMATS[name].required, LABEL) if column in row}
         if any(not isinstance(fields[column], str) for column in FORMATS[name].required):
@@ -241,7 +273,7 @@ def fields_of(where: str, row: Row, name: str, kind: str) -> dict[str, Any]:
         if "tools" in row:
             fields["tools"] = _tools(where, row["tools"])
     if kind == "multimodal":
-        fields = _with_media(fields, all_marks_are_media=name == "sharegpt")
+        fields = _with_media(where, fields, all_marks_are_media=name == "sharegpt")
     if kind == "classification" and (isinstance(row.get(LABEL), bool) or not isinstance(row.get(LABEL), int | float)):
         raise BadSample(where, f"data.kind = classification needs label as a number; the row has {_columns_of(row)}")
     return fields
@@ -274,11 +306,12 @@ def _from_prompt(where: str, row: Row) -> dict[str, Any]:
 
 
 def _from_preference(where: str, row: Row) -> dict[str, Any]:
-    present = [name for name in ("prompt", "conversations", "instruction") if row.get(name) is not None]
+    present = [name for name in PROMPT_COLUMNS if row.get(name) is not None]
     if len(present) > 1:
-        raise BadSample(
+        raise WrongColumns(
             where,
-            f"{' and '.join(present)} could each be the prompt: choose one, columns: {{prompt: {present[0]}}}",
+            f"{' and '.join(present)} could each be the prompt, expected one of them. To fix: name the one to use in "
+            f"data.sources[].columns, as {{{present[0]}: {present[0]}}}",
         )
     if not present:
         prompt = []
@@ -323,8 +356,8 @@ def _with_system(where: str, system: Any, messages: list[Any]) -> list[Any]:
 
 def _from_turn(where: str, turn: Any) -> dict[str, Any]:
     """The message of a ShareGPT turn, with its other keys (`train`, `weight`)."""
-    if not isinstance(turn, Mapping) or turn.get("from") not in ROLES:
-        who = turn.get("from") if isinstance(turn, Mapping) else turn
+    who = turn.get("from") if isinstance(turn, Mapping) else turn
+    if not isinstance(turn, Mapping) or not isinstance(who, str) or who not in ROLES:
         raise BadSample(where, f"a turn from {who!r:.60}; expected one of {', '.join(ROLES)}")
     other_fields = {name: value for name, value in turn.items() if name not in ("from", "value")}
     if turn["from"] != "function_call":
@@ -380,68 +413,36 @@ def _role_and_content(message: Any) -> tuple[Any, Any]:
 # ------------------------------------------------------------------------------------------------------------ media
 
 
-def _with_media(row: Row, *, all_marks_are_media: bool) -> dict[str, Any]:
-    """Messages with parts of chat templates, and lists of media.
-
-    Args:
-        all_marks_are_media: every mark, such as `<image>`, is a placeholder. Otherwise only those of a kind without parts and
-            with as many items as marks: a question about `<video>` in HTML has no video.
-    """
+def _with_media(where: str, row: Row, *, all_marks_are_media: bool) -> dict[str, Any]:
+    """Messages with parts of chat templates, and lists of media; arguments as of `messages_with_parts`."""
     items = {}
     for kind, name in MEDIA_COLUMNS.items():
-        media = row.get(name) if row.get(name) is not None else row.get(kind)
+        media = _media_of(where, row, kind)
         if media is not None:
-            items[name] = list(media) if isinstance(media, list | tuple) else [media]
-    contents = [message.get("content") for message in row["messages"] if isinstance(message, Mapping)]
-    marks = [mark for text in contents if isinstance(text, str) for mark in MARKS.findall(text)]
-    kinds_of_parts = {
-        part.get("type")
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-        if isinstance(part, Mapping)
-    }
-    kinds = {
-        kind
-        for kind, name in MEDIA_COLUMNS.items()
-        if all_marks_are_media or (kind not in kinds_of_parts and marks.count(kind) == len(items.get(name, ())))
-    }
-    messages = [
-        {**message, "content": _parts(message.get("content"), kinds)} if isinstance(message, Mapping) else message
-        for message in row["messages"]
-    ]
+            items[name] = media
+    messages = messages_with_parts(where, row["messages"], items, all_marks_are_media=all_marks_are_media)
     other_columns = {
         name: value for name, value in row.items() if name not in (*MEDIA_COLUMNS, *MEDIA_COLUMNS.values())
     }
     return {**other_columns, "messages": messages, **items}
 
 
-def _parts(content: Any, kinds: set[str]) -> Any:
-    """Marks in a text as parts, and OpenAI's parts as those of templates; other content unchanged."""
-    if isinstance(content, list):
-        return [_part(part) for part in content]
-    if not isinstance(content, str) or not any(mark in kinds for mark in MARKS.findall(content)):
-        return content
-    pieces = MARKS.split(content)  # text, kind, text, kind, ..., text
-    parts: list[dict[str, Any]] = []
-    for index, piece in enumerate(pieces):
-        if index % 2 and piece in kinds:
-            parts.append({"type": piece})
-            continue
-        text = f"<{piece}>" if index % 2 else piece
-        if text and parts and "text" in parts[-1]:
-            parts[-1]["text"] += text
-        elif text:
-            parts.append({"type": "text", "text": text})
-    return parts
+def _media_of(where: str, row: Row, kind: str) -> list[Any] | None:
+    """The items of a kind, from the column of one (`image`) or of several (`images`); None: the row has neither.
 
-
-def _part(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("image_url", "video_url", "audio_url"):
-        url, media = part[kind], kind.removesuffix("_url")
-        return {"type": media, media: url["url"] if isinstance(url, Mapping) else url}
-    if kind == "input_audio":
-        sound = part[kind]
-        return {"type": "audio", "audio": f"data:audio/{sound['format']};base64,{sound['data']}"}
-    return part
+    Raises:
+        WrongColumns: both have items, and using one would drop the others silently.
+    """
+    columns = (MEDIA_COLUMNS[kind], kind)
+    lists = [
+        list(media) if isinstance(media, list | tuple) else [media]
+        for media in (row.get(column) for column in columns)
+        if media is not None
+    ]
+    if all(lists) and len(lists) > 1:
+        raise WrongColumns(
+            where,
+            f"both {kind} and {columns[0]} have media, expected one of them. To fix: with data.sources[].columns = "
+            f"{{{columns[0]}: {kind}}} only {kind} is used; or drop one in a data.sources[].transform",
+        )
+    return max(lists, key=len, default=None)

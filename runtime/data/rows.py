@@ -29,6 +29,8 @@ class Rows:
             name = formats.detect_row_format(where, row, self.kind)
         else:
             formats.require_format(where, row, name)
+        if name == "preference":
+            row = formats.with_chosen_prompt(row, self.source.columns)
         fields = formats.fields_of(where, row, name, self.kind)
         for column in ("messages", "chosen", "rejected"):
             if self.kind != "text" and isinstance(fields.get(column), list):

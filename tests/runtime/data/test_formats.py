@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from small_processors import byte_tokenizer, template
 
 from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader
-from patchgen.runtime.data.formats import COLUMNS, FORMATS, FORMATS_OF_KIND, detect_row_format, missing_columns
+from patchgen.runtime.data.formats import (
+    COLUMNS,
+    FORMATS,
+    FORMATS_OF_KIND,
+    WrongColumns,
+    detect_row_format,
+    missing_columns,
+)
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.rows import Rows
 from patchgen.runtime.parallel.batch import IGNORED
@@ -237,6 +244,49 @@ def test_columns_of_several_formats_are_refused_with_the_key(tmp_path):
     assert told(batch)[0][1] == "Hello<|im_end|>"
 
 
+OF_OTHER_TYPES = {
+    "alpaca": ({"input": 3}, {"system": ["a"]}, {"history": 3}, {"history": [["Hi", 3]]}),
+    "messages": ({"system": 3},),
+    "sharegpt": ({"system": {"a": 1}},),
+}
+
+
+@pytest.mark.parametrize(("name", "column"), [(name, more) for name, many in OF_OTHER_TYPES.items() for more in many])
+def test_an_optional_column_of_another_type_is_a_bad_sample(name, column):
+    (found,) = column
+    with pytest.raises(BadSample, match=rf"x: column '{found}' holds .*, expected .* \(row format {name}\)"):
+        Rows(SourceConfig("x"), "chat")("x", CHATS[name] | column)
+
+
+@pytest.mark.parametrize("column", [{"prompt": 3}, {"conversations": 3}, {"instruction": 3}, {"input": 3}])
+def test_a_prompt_of_another_type_is_a_bad_sample(column):
+    with pytest.raises(BadSample, match="x: column '.*' holds int, expected "):
+        Rows(SourceConfig("x"), "preference")("x", PAIRS["whole"] | column)
+
+
+def test_optional_columns_without_a_value_are_no_columns():
+    row = CHATS["alpaca"] | {"input": None, "system": None, "history": []}
+    assert Rows(SourceConfig("x"), "chat")("x", row)["messages"] == [ASK, ANSWER]
+    assert Rows(SourceConfig("x"), "preference")("x", PAIRS["whole"] | {"prompt": []})["chosen"] == [ASK, ANSWER]
+
+
+def test_a_turn_from_a_list_is_a_bad_sample():
+    row = {"conversations": [TURNS[0], {"from": ["gpt"], "value": "Hello"}]}
+    with pytest.raises(BadSample, match=r"a turn from \['gpt'\]; expected one of human"):
+        Rows(SourceConfig("x"), "chat")("x", row)
+
+
+@pytest.mark.parametrize("chosen", ["prompt", "instruction"])
+def test_of_two_prompts_the_one_that_columns_names_is_used(tmp_path, chosen):
+    """As the error advises: the other column stayed in the row, so the same error came again."""
+    row = {"prompt": "prompt?", "instruction": "instruction?", "chosen": "Hello", "rejected": "Go"}
+    with pytest.raises(DataError, match=r"prompt and instruction could each be the prompt.*\{prompt: prompt\}"):
+        batches(tmp_path, "preference", row, on_bad="skip")
+    for columns in ({chosen: chosen}, {"prompt": chosen}):
+        (batch,) = batches(tmp_path, "preference", row, source={"columns": columns})
+        assert f"user\n{chosen}?<|im_end|>" in told(batch)[0][0]
+
+
 def test_a_row_format_under_the_key_format_is_an_error_with_the_right_key():
     values = {"model": {"source": "qwen3"}, "data": {"sources": [{"path": "x", "format": "sharegpt"}]}}
     with pytest.raises(
@@ -352,6 +402,35 @@ def test_parts_of_openai_bring_their_items():
         {"type": "text", "text": "What is <image>?"},
     ]
     assert found["messages"][1] == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_url"}, "a part image_url .* without its item, expected .*url"),
+        ({"type": "image_url", "image_url": {"detail": "low"}}, "a part image_url .* without its item"),
+        ({"type": "video_url", "video_url": None}, "a part video_url .* without its item"),
+        ({"type": "input_audio", "input_audio": {"data": "BB"}}, "a part input_audio .* without its item, .*format"),
+        ({"type": "input_audio", "input_audio": {"format": "wav"}}, "a part input_audio .* without its item"),
+        ({"type": "input_audio", "input_audio": "BB"}, "a part input_audio .* without its item"),
+        ({"type": ["image"]}, "a part of the type .* in the messages, expected a text"),
+    ],
+)
+def test_a_part_without_its_item_is_a_bad_sample(part, reason):
+    """It is skipped or refused with file and line as `on_bad` says; a KeyError ended the run without either."""
+    row = {"messages": [{"role": "user", "content": [part]}, ANSWER]}
+    with pytest.raises(BadSample, match=f"a.jsonl:3: {reason}"):
+        Rows(SourceConfig("x"), "multimodal")("a.jsonl:3", row)
+
+
+@pytest.mark.parametrize(("one", "many"), [("image", "images"), ("video", "videos"), ("audio", "audios")])
+def test_a_row_with_media_in_two_columns_of_a_kind_is_refused_and_none_is_dropped(one, many):
+    row = {"messages": [ASK, ANSWER], one: "a", many: ["b"]}
+    with pytest.raises(WrongColumns, match=f"both {one} and {many} have media.*To fix: .*{{{many}: {one}}}"):
+        Rows(SourceConfig("x"), "multimodal")("x", row)
+    assert Rows(SourceConfig("x", columns={many: one}), "multimodal")("x", row)[many] == ["a"]
+    assert Rows(SourceConfig("x"), "multimodal")("x", {**row, many: []})[many] == ["a"]
+    assert Rows(SourceConfig("x"), "multimodal")("x", {**row, one: None})[many] == ["b"]
 
 
 @pytest.mark.parametrize(("recipe", "model_type"), [("qwen3_vl_8b", "qwen3_vl"), ("qwen3_omni_30b", "qwen3_omni_moe")])
