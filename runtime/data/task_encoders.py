@@ -8,10 +8,13 @@ similar   one sample of both texts, the anchor first
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
+from patchgen.runtime.data.formats import type_of
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.text import SampleEncoder, TextEncoder, Tokens
 
@@ -41,6 +44,7 @@ class TaggedEncoder(TaskEncoder):
         ids, word_numbers = self.text.literals.encode_with_span_numbers(
             where, " ".join(marked), spans, add_special_tokens=True
         )
+        self._require_all_words(where, words, word_numbers)
         is_first = (word_numbers > 0) & (np.diff(word_numbers, prepend=0) != 0)
         classes = np.array([0, *(tag + 1 for tag in tags)], dtype=np.int32)[np.where(is_first, word_numbers, 0)]
         ids, classes = self.text.with_end_token(ids, classes, 0)
@@ -50,25 +54,55 @@ class TaggedEncoder(TaskEncoder):
             )
         return Tokens(ids, np.roll(classes, 1))
 
+    def _require_all_words(self, where: str, words: list[str], word_numbers: np.ndarray) -> None:
+        """Raises BadSample if a word has no token of its own (it is empty, or the tokenizer drops it): its tag would be lost.
+
+        Args:
+            word_numbers: by token, the number of its word, from 1; 0: none.
+        """
+        missing = sorted({*range(1, len(words) + 1)} - set(word_numbers.tolist()))
+        if missing:
+            raise BadSample(
+                where,
+                f"token {missing[0] - 1} is {words[missing[0] - 1]!r:.60}, of which the tokenizer makes no token, so its tag "
+                "would be lost; expected words with text",
+            )
+
 
 class AnswerEncoder(TaskEncoder):
     """A `question`, and a `context` with `answers` in it: `text` and `answer_start`, of which the first is used."""
 
     def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
-        context, answers = fields["context"], fields["answers"]
-        texts, starts = (list(answers.get(name) or ()) for name in ("text", "answer_start"))
-        if not texts or not starts:
-            raise BadSample(
-                where, "answers without a text or an answer_start: questions without an answer have no targets"
-            )
-        end = starts[0] + len(texts[0])
-        if not texts[0] or context[starts[0] : end] != texts[0]:
-            raise BadSample(where, f"the answer {texts[0]!r:.60} is not in the context at {starts[0]}")
-        pieces = (f"{fields['question']}\n{context[: starts[0]]}", texts[0], context[end:])
+        context = fields["context"]
+        text, start = self._first_answer(where, fields["answers"])
+        end = start + len(text)
+        if not text or start < 0 or context[start:end] != text:
+            raise BadSample(where, f"the answer {text!r:.60} is not in the context at {start}")
+        pieces = (f"{fields['question']}\n{context[:start]}", text, context[end:])
         before, answer, after = map(self.text.literals.mark, pieces)
         span = (len(before), len(before) + len(answer))
         ids, learned = self.text.literals.encode(where, before + answer + after, [span], add_special_tokens=True)
         return Tokens(*self.text.with_end_token(ids, learned, False))
+
+    def _first_answer(self, where: str, answers: Mapping[str, Any]) -> tuple[str, int]:
+        """The text of the first answer, and where it starts in the context.
+
+        Raises:
+            BadSample: there is none, or of another type.
+        """
+        first: dict[str, Any] = {}
+        for name, expected in (("text", "list of text"), ("answer_start", "list of int")):
+            values = answers.get(name)
+            if values is None or (isinstance(values, list | tuple) and not values):
+                raise BadSample(
+                    where, "answers without a text or an answer_start: questions without an answer have no targets"
+                )
+            type_ = str if name == "text" else Integral
+            is_list = isinstance(values, list | tuple)
+            if not is_list or isinstance(values[0], bool) or not isinstance(values[0], type_):
+                raise BadSample(where, f"answers holds {name} as {type_of(values)}, expected {expected}")
+            first[name] = values[0]
+        return first["text"], int(first["answer_start"])
 
 
 class SimilarEncoder(TaskEncoder):

@@ -47,6 +47,35 @@ def test_every_word_and_tag_is_checked(tmp_path, row):
         batches_of(tmp_path, [{"tokens": ["a", "b"], "tags": [0, 1.5]}], kind="token_classes")
 
 
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ({"text": "wrote", "answer_start": 4}, "answers holds text as text, expected list of text"),
+        ({"text": "A", "answer_start": [0]}, "answers holds text as text, expected list of text"),
+        ({"text": ["wrote"], "answer_start": 4}, "answers holds answer_start as int, expected list of int"),
+        (
+            {"text": ["wrote"], "answer_start": ["4"]},
+            "answers holds answer_start as list of text, expected list of int",
+        ),
+        ({"text": [3], "answer_start": [4]}, "answers holds text as list of int, expected list of text"),
+        ({"text": ["wrote"], "answer_start": [-6]}, "the answer 'wrote' is not in the context at -6"),
+        ({"text": [], "answer_start": []}, "answers without a text or an answer_start"),
+    ],
+)
+def test_answers_of_other_types_are_bad_samples(tmp_path, answers, reason):
+    """A text instead of a list was read as a list of its letters, or ended the run with a TypeError."""
+    row = {"question": "Who?", "context": "Ada wrote.", "answers": answers}
+    with pytest.raises(DataError, match=f"rows.jsonl:1: {reason}"):
+        batches_of(tmp_path, [row], kind="answers")
+
+
+@pytest.mark.parametrize("words", [["", "b"], ["a", ""], ["a", "", "b"]])
+def test_a_word_without_a_token_is_a_bad_sample_and_its_tag_is_not_lost(tmp_path, words):
+    row = {"tokens": words, "tags": [1] * len(words)}
+    with pytest.raises(DataError, match=rf"rows.jsonl:1: token {words.index('')} is '', of which .* no token"):
+        batches_of(tmp_path, [row], kind="token_classes")
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_document_whose_answer_would_be_cut_is_skipped(tmp_path, streaming):
     """The last token with a target is the end of the answer, so half an answer teaches a wrong end."""
