@@ -95,8 +95,7 @@ class Transform:
 
     def fingerprint(self) -> list[str]:
         """Changes when the file of the function changes."""
-        file = inspect.getsourcefile(load_function(self.spec))
-        content = Path(file).read_bytes() if file else self.spec.encode()
+        content = b"".join(file.read_bytes() for file in _source_files(self.spec)) or self.spec.encode()
         return [self.spec, hashlib.sha256(content).hexdigest()]
 
 
@@ -217,6 +216,29 @@ def load_function(spec: str) -> Callable[[dict[str, Any]], Any]:
     return function
 
 
+def _source_files(spec: str) -> list[Path]:
+    """The files that a transform depends on: that of the function.
+
+    Of an object that is called instead (`functools.partial`, one with `__call__`, a decorated function) also the file that
+    makes it, which has its arguments; none for functions that are built in.
+    """
+    function = load_function(spec)
+    definition: Any = function
+    while isinstance(definition, functools.partial):
+        definition = definition.func
+    definition = inspect.unwrap(definition)
+    if not (inspect.isroutine(definition) or inspect.isclass(definition)):
+        definition = type(definition)
+    try:
+        files = [inspect.getsourcefile(definition)]
+    except TypeError:  # built in, such as an operator.itemgetter
+        files = []
+    if definition is not function:
+        place = spec.rpartition(":")[0]
+        files.insert(0, place if place.endswith(".py") else _imported(place).__file__)
+    return [Path(file).expanduser() for file in dict.fromkeys(files) if file]
+
+
 def _imported(name: str) -> ModuleType:
     """Imports a module, also from the current folder."""
     here = str(Path.cwd())
@@ -241,9 +263,9 @@ def _checked_inputs(where: str, spec: str, returned: Mapping[str, Any]) -> dict[
         if value is None:
             raise wrong(f"{name} as {_describe(raw)}, expected a tensor of numbers")
         fields[name] = value
-    ids = fields["input_ids"] = (
-        fields["input_ids"].reshape(-1) if 1 in fields["input_ids"].shape[:-1] else fields["input_ids"]
-    )
+    ids = fields["input_ids"]
+    if ids.ndim > 1 and ids.shape[:-1].numel() == 1:
+        ids = fields["input_ids"] = ids.reshape(-1)
     if ids.ndim != 1 or not len(ids):
         raise wrong(f"input_ids of shape {tuple(ids.shape)}, expected (n,) or (1, n)")
     out = {}

@@ -16,6 +16,9 @@ from patchgen.runtime.parallel.batch import IGNORED
 
 TOKENIZER = byte_tokenizer(template(), {})
 CODE = """
+import functools
+import operator
+
 import torch
 
 def messages(row):
@@ -57,6 +60,22 @@ def no_numbers(row): return {"input_ids": ["a"], "labels": [1]}
 def masked(row): return {"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 0]}
 def odd_positions(row): return {"input_ids": [1, 2], "labels": [1, 2], "position_ids": [[0, 1]] * 5}
 def raises(row): return row["gone"]
+def two_rows(row): return {"input_ids": torch.ones(1, 2, 3, dtype=torch.long), "labels": [1] * 6}
+
+class Asker:
+    def __call__(self, row):
+        return messages(row)
+
+def with_role(role, row):
+    return [{"role": role, "content": row["q"]}, {"role": "assistant", "content": row["a"]}]
+
+def logged(function):
+    return functools.wraps(function)(lambda row: function(row))
+
+asker = Asker()
+partial = functools.partial(with_role, "user")
+decorated = logged(messages)
+first = operator.itemgetter("q")
 not_a_function = 3
 """
 
@@ -142,8 +161,9 @@ WRONG = {
     "no_numbers": r"returned input_ids as list \['a'\], expected a tensor of numbers",
     "masked": "returned an attention_mask with zeros",
     "odd_positions": r"returned position_ids of shape \(5, 2\), expected \(n,\), \(3, n\) or \(4, n\)",
+    "two_rows": r"returned input_ids of shape \(1, 2, 3\), expected \(n,\) or \(1, n\)",
     "raises": "refuses the row: KeyError: 'gone'.*All of the first 5 rows of",
-    "not_a_function": "own.py has no function 'not_a_function'; its functions: fields, inputs, masked,",
+    "not_a_function": "own.py has no function 'not_a_function'; its functions: decorated, fields, inputs,",
     "gone.py:f": "there is no file gone.py",
     "gone_module:f": "gone_module cannot be imported: ModuleNotFoundError.*searched on Python.s path and in /",
 }
@@ -181,6 +201,25 @@ def test_tokens_are_made_anew_where_the_function_changed(folder):
     assert pickle.loads(pickle.dumps(made)) == made
     (folder / "own.py").write_text(CODE + "\n")
     assert made.fingerprint() != before
+
+
+@pytest.mark.parametrize("name", ["asker", "partial", "decorated"])
+def test_an_object_that_is_called_is_a_transform_too(folder, name):
+    """Its fingerprint raised a TypeError without the name of the source, after the first rows had passed."""
+    assert learned(loader_of(folder, name)) == "".join(f"a{n}<|im_end|>" for n in range(5))
+
+
+@pytest.mark.parametrize("name", ["asker", "partial", "decorated", "first"])
+def test_tokens_are_made_anew_where_an_object_that_is_called_changed(folder, name):
+    (folder / f"use_{name}.py").write_text(f"from code_{name} import {name}\n")
+    (folder / f"code_{name}.py").write_text(CODE)
+    transform = Transform(f"use_{name}:{name}", SourceConfig("x", transform="a:b"), "chat")
+    before = transform.fingerprint()
+    (folder / f"use_{name}.py").write_text(f"from code_{name} import {name}  # changed\n")
+    changed = transform.fingerprint()
+    assert changed != before
+    (folder / f"code_{name}.py").write_text(CODE + "\n")
+    assert (transform.fingerprint() != changed) == (name != "first")  # built in: only the file that names it is known
 
 
 @pytest.mark.parametrize("spec", ["module", "module:", ":function"])
