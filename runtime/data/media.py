@@ -15,6 +15,10 @@ from typing import Any
 
 import numpy as np
 
+MAX_BYTES_OF_SAMPLE = 4
+"""Of sounds as integers: 8, 16 or 32 bits."""
+VIDEO_DIMENSIONS = 4  # frames, height, width, colours
+
 
 class MediaError(Exception):
     """An image, a sound or a video cannot be read."""
@@ -45,6 +49,8 @@ def load_image(value: Any, root: Path) -> Any:
     from PIL import Image
 
     if isinstance(value, np.ndarray):
+        if value.dtype not in (np.uint8, np.bool_):  # PIL would cut other values off at 0 and 255
+            raise MediaError(f"an image as an array of {value.dtype}, expected uint8")
         value = Image.fromarray(value)
     if isinstance(value, Image.Image):
         return value.convert("RGB")
@@ -62,7 +68,7 @@ def load_audio(value: Any, root: Path, *, sampling_rate: int | None) -> np.ndarr
 
     resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate)
     if isinstance(value, dict) and "array" in value:
-        array = np.asarray(value["array"], dtype=np.float32)
+        array = _as_float(np.asarray(value["array"]))
         if not array.size:
             raise MediaError("a sound without samples")
         if value["sampling_rate"] == sampling_rate and array.ndim == 1:
@@ -84,6 +90,21 @@ def load_audio(value: Any, root: Path, *, sampling_rate: int | None) -> np.ndarr
     return np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames]).astype(np.float32, copy=False)
 
 
+def _as_float(array: np.ndarray) -> np.ndarray:
+    """The samples of a sound as float32; integers are scaled from the full range of their type to [-1, 1]."""
+    if array.dtype.kind not in "iu" or not array.size:
+        return array.astype(np.float32, copy=False)
+    if array.dtype.itemsize > MAX_BYTES_OF_SAMPLE:  # a list of numbers, of which the type is lost
+        if np.abs(array).max() > 1:
+            raise MediaError(
+                f"a sound with integers up to {np.abs(array).max()} of unknown range, expected numbers in [-1, 1] or an array of "
+                "int16"
+            )
+        return array.astype(np.float32)
+    half = 2 ** (array.dtype.itemsize * 8 - 1)
+    return ((array.astype(np.float64) - (half if array.dtype.kind == "u" else 0)) / half).astype(np.float32)
+
+
 def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[np.ndarray, dict[str, Any]]:
     """Frames of a video.
 
@@ -98,6 +119,10 @@ def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[
     from av.error import FFmpegError
 
     if isinstance(value, np.ndarray):
+        if value.dtype != np.uint8 or value.ndim != VIDEO_DIMENSIONS:
+            raise MediaError(
+                f"a video as an array {value.shape} of {value.dtype}, expected (frames, height, width, 3) of uint8"
+            )
         indices = _sample_indices(len(value), fps, fps=fps, max_frames=max_frames)
         return value[indices], _metadata(len(value), fps, indices, value.shape[1:3])
     try:

@@ -290,6 +290,39 @@ def test_media_values_of_all_forms(tmp_path):
         load_video(b"no video", tmp_path, fps=2.0, max_frames=4)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "uint8"])
+def test_integer_samples_of_a_sound_are_scaled_to_one(tmp_path, dtype):
+    """They reached the model unscaled, up to 32767."""
+    limits, middle = np.iinfo(dtype), 128 if dtype == "uint8" else 0
+    array = np.array([limits.min, middle, limits.max], dtype=dtype)
+    sound = load_audio({"array": array, "sampling_rate": 16000}, tmp_path, sampling_rate=16000)
+    assert sound.dtype == np.float32
+    assert sound.tolist() == pytest.approx([-1, 0, 1], abs=0.01)
+    stereo = load_audio({"array": np.stack([array] * 2), "sampling_rate": 16000}, tmp_path, sampling_rate=16000)
+    assert stereo.tolist() == pytest.approx(sound.tolist(), abs=1e-4)
+
+
+def test_samples_of_a_list_are_taken_as_they_are_unless_their_range_is_unknown(tmp_path):
+    for array in ([0, 1, -1], [0.5, -0.5, 0]):
+        found = load_audio({"array": array, "sampling_rate": 16000}, tmp_path, sampling_rate=16000)
+        assert found.tolist() == array
+    with pytest.raises(
+        MediaError, match=r"integers up to 900 of unknown range, expected numbers in \[-1, 1\] or .* int16"
+    ):
+        load_audio({"array": [0, 900], "sampling_rate": 16000}, tmp_path, sampling_rate=16000)
+
+
+def test_pictures_and_videos_as_arrays_of_other_types_are_refused(tmp_path):
+    """PIL cuts the values of other arrays off, so a picture of floats in [0, 1] became a black one."""
+    with pytest.raises(MediaError, match="an image as an array of float32, expected uint8"):
+        load_image(np.full((4, 5), 0.5, dtype=np.float32), tmp_path)
+    for frames in (np.zeros((3, 4, 5, 3), dtype=np.float32), np.zeros((3, 4, 5), dtype=np.uint8)):
+        with pytest.raises(
+            MediaError, match=r"a video as an array \(3, 4, 5.*, expected \(frames, height, width, 3\)"
+        ):
+            load_video(frames, tmp_path, fps=2.0, max_frames=4)
+
+
 def test_absent_inputs_and_the_names_of_sounds():
     adapter = ProcessorAdapter(audio_processor())
     assert adapter.modalities == ("audios",)
