@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,36 +59,58 @@ class HubStream:
 
 def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
     """The dataset of `source.path`: a folder, written by `save_to_disk` or with data files, or a name on the hub."""
-    import datasets
-    from datasets.exceptions import DatasetNotFoundError
-
     name = f"{source.path}[{source.split}]"
-    if Path(source.path).expanduser().is_dir():
-        dataset = _open_folder(source)
-    else:
-        try:
-            dataset = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
-        except (OSError, DatasetNotFoundError) as error:
-            raise DataError(
-                f"No data at {source.path}: it is not a local file or folder, and could not be loaded from the hub: {error}"
-            ) from error
+    is_folder = Path(source.path).expanduser().is_dir()
+    dataset = _open_folder(source) if is_folder else _load(source, source.path)
     if source.streaming:
         dataset = undecoded(dataset)
         return HubStream(dataset if hasattr(dataset, "load_state_dict") else dataset.to_iterable_dataset(), name)
     return HubDataset(undecoded(dataset), name)
 
 
+def _load(source: SourceConfig, path: str) -> Any:
+    """The split of `datasets.load_dataset`.
+
+    Raises:
+        DataError: there are no such data, or they have no such split or subset.
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return datasets.load_dataset(path, source.subset, split=source.split, streaming=source.streaming)
+    except OSError as error:
+        is_folder = Path(path).is_dir()
+        reason = "the folder" if is_folder else "it is not a local file or folder, and"
+        place = "by datasets" if is_folder else "from the hub"
+        raise DataError(f"No data at {source.path}: {reason} could not be loaded {place}: {error}") from error
+    except (ValueError, DatasetsError) as error:  # an unknown split or subset is a ValueError
+        raise DataError(
+            f"{source.path} cannot be loaded with split = {source.split}, subset = {source.subset}: {error}. To fix: set "
+            "data.sources[].split and subset to those that the dataset has."
+        ) from error
+
+
 def undecoded(dataset: Any) -> Any:
     """The dataset with media as bytes or paths, so that unreadable media are bad samples and do not stop the iteration."""
+    for name, feature in (dataset.features or {}).items():
+        changed = _undecoded_feature(feature)
+        if changed != feature:
+            dataset = dataset.cast_column(name, changed)
+    return dataset
+
+
+def _undecoded_feature(feature: Any) -> Any:
+    """The feature with its media not decoded, also those in lists and mappings."""
     import datasets
 
-    media = (datasets.Image, datasets.Audio, datasets.Video)
-    for name, feature in (dataset.features or {}).items():
-        if isinstance(feature, media):
-            dataset = dataset.cast_column(name, type(feature)(decode=False))
-        elif isinstance(feature, datasets.List) and isinstance(feature.feature, media):
-            dataset = dataset.cast_column(name, datasets.List(type(feature.feature)(decode=False)))
-    return dataset
+    if isinstance(feature, datasets.Image | datasets.Audio | datasets.Video):
+        return dataclasses.replace(feature, decode=False)
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return dataclasses.replace(feature, feature=_undecoded_feature(feature.feature))
+    if isinstance(feature, Mapping):
+        return {name: _undecoded_feature(part) for name, part in feature.items()}
+    return feature
 
 
 def _open_folder(source: SourceConfig) -> Any:
@@ -95,7 +118,12 @@ def _open_folder(source: SourceConfig) -> Any:
 
     path = Path(source.path).expanduser()
     if not any((path / mark).exists() for mark in ("dataset_info.json", "dataset_dict.json", "state.json")):
-        return datasets.load_dataset(str(path), source.subset, split=source.split, streaming=source.streaming)
+        return _load(source, str(path))
+    if source.subset is not None:
+        raise DataError(
+            f"{source.path} was saved by datasets and has no subsets, and the source has subset = {source.subset}. To fix: "
+            "remove it, or name the folder of that subset."
+        )
     dataset = datasets.load_from_disk(str(path))
     if isinstance(dataset, datasets.DatasetDict):
         if source.split not in dataset:

@@ -12,6 +12,7 @@ from patchgen.runtime.data.hub import open_dataset
 from patchgen.runtime.data.problems import DataError
 
 READERS = {"jsonl": JsonLines, "parquet": Parquet, "text": TextFiles}
+GLOB_CHARACTERS = "*?["
 
 
 def open_source(source: SourceConfig) -> Any:
@@ -36,7 +37,10 @@ def open_source(source: SourceConfig) -> Any:
 
 
 def detect_format(path: str) -> str:
-    """The format by suffix; `datasets` for a folder written by `datasets`, and for a name that is not a file."""
+    """The format by suffix; `datasets` for a folder written by `datasets`, and for a name that is not a file.
+
+    Raises DataError for files without a known suffix.
+    """
     place = Path(path).expanduser()
     if place.is_dir():
         if any((place / mark).exists() for mark in ("dataset_info.json", "dataset_dict.json")):
@@ -52,7 +56,7 @@ def detect_format(path: str) -> str:
         )
     if place.suffix in SUFFIXES:
         return SUFFIXES[place.suffix]
-    if place.exists():
+    if place.exists() or any(character in path for character in GLOB_CHARACTERS):  # names on the hub have none of them
         raise DataError(
             f"{path} has no known suffix ({', '.join(SUFFIXES)}). To fix: set the source's format; decompress or convert "
             "files of other formats."

@@ -89,6 +89,39 @@ def test_formats_are_found_by_suffix(folder):
         open_source(SourceConfig(str(folder / "splits"), split="validation"))
 
 
+@pytest.mark.parametrize("pattern", ["*.csv", "*", "**/part?", "part[0-9]"])
+def test_a_glob_without_a_known_suffix_is_not_looked_up_on_the_hub(folder, pattern):
+    path = str(folder / "lines" / pattern)
+    with pytest.raises(DataError, match=r"has no known suffix \(.jsonl.*To fix: set the source's format"):
+        open_source(SourceConfig(path))
+    if pattern == "*":
+        assert len(open_source(SourceConfig(path, format="jsonl"))) == len(ROWS)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("asked", [{"split": "validation"}, {"subset": "en"}])
+def test_a_split_or_subset_that_a_dataset_lacks_is_refused_with_the_source(folder, tmp_path, asked, streaming):
+    """`datasets` raises a ValueError that does not name the source."""
+    path = tmp_path / "data"
+    path.mkdir()
+    (path / "README.md").write_text("---\nconfigs:\n- config_name: de\n  data_files: one.jsonl\n---\n")
+    (path / "one.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    source = {"subset": "de", "format": "datasets", "streaming": streaming}
+    assert len(list(open_source(SourceConfig(str(path), **source)).read())) == 1
+    told = "validation" if "split" in asked else "en"
+    with pytest.raises(
+        DataError, match=rf"{path} cannot be loaded with split = .*{told}[\s\S]*To fix: set data.sources"
+    ):
+        open_source(SourceConfig(str(path), **{**source, **asked}))
+
+
+@pytest.mark.parametrize("name", ["saved", "splits"])
+def test_a_subset_of_a_saved_dataset_is_refused(folder, name):
+    """It was ignored."""
+    with pytest.raises(DataError, match="has no subsets, and the source has subset = en"):
+        open_source(SourceConfig(str(folder / name), subset="en"))
+
+
 @pytest.mark.parametrize("asked", [{"split": "validation"}, {"subset": "en"}])
 @pytest.mark.parametrize("name", ["lines", "parquet", "texts"])
 def test_a_split_of_files_that_have_none_is_refused(folder, name, asked):
@@ -177,6 +210,24 @@ def test_media_of_parquet_are_not_decoded_and_rows_are_named_by_their_file(tmp_p
     assert records[2].where == f"{tmp_path}/b.parquet, row 1"
     assert [record.fields()["text"] for record in records] == ["1", "2", "3"]
     assert records[2].fields()["image"]["bytes"] == b"no image"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_media_inside_lists_and_mappings_are_not_decoded_either(tmp_path, streaming):
+    """One that cannot be read ended the iteration."""
+    import datasets
+
+    image = {"bytes": b"no image", "path": None}
+    nested = {"parts": datasets.List({"type": datasets.Value("string"), "image": datasets.Image(mode="RGB")})}
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "nested": nested, "lists": datasets.List(datasets.List(datasets.Image()))}
+    )
+    rows = {"text": ["1"], "nested": [{"parts": [{"type": "image", "image": image}]}], "lists": [[[image], []]]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    source = open_source(SourceConfig(str(tmp_path / "saved"), streaming=streaming))
+    ((record, _),) = source.read()
+    assert record.fields()["nested"]["parts"][0]["image"]["bytes"] == b"no image"
+    assert record.fields()["lists"][0][0]["bytes"] == b"no image"
 
 
 def test_the_validation_split_has_all_cases():
