@@ -150,7 +150,7 @@ def _settings(
         "encodings": digest(encoder_fingerprints),
         "weights": stream.weights,
         "shuffled": stream.shuffled,
-        "seed": config.seed,
+        "seed": config.seed if any(stream.shuffled) else None,
         "tokens_per_batch": config.tokens_per_batch,
         "packing": config.packing,
         "pool": config.pool_tokens,

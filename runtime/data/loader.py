@@ -126,6 +126,8 @@ SETTINGS_ADDED_LATER = ("video_fps", "max_frames", "media_root")
 def require_same(expected: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raises DataError unless the `saved` settings of a position are the `expected` ones of this loader."""
     saved = {name: expected[name] for name in SETTINGS_ADDED_LATER if name in expected} | saved
+    if not any(saved.get("shuffled", [True])):
+        saved["seed"] = None  # older positions have one also where nothing is shuffled
     different = [name for name in expected | saved if expected.get(name) != saved.get(name)]
     if different:
         lines = "".join(f"\n  {name}: saved {saved.get(name)!r}, now {expected.get(name)!r}" for name in different)

@@ -157,6 +157,21 @@ def test_a_position_of_another_rank_is_refused(corpus):
         different.position_of(None, lambda: [one.state_dict(), other.state_dict()])
 
 
+def test_a_seed_matters_to_a_position_only_where_something_is_shuffled(corpus):
+    (first,) = make_loaders(corpus, 1, streaming=True)
+    next(first)
+    state = first.state_dict()
+    older = {**state, "settings": {**state["settings"], "seed": 0}}
+    for saved in (state, older):
+        (other,) = make_loaders(corpus, 1, streaming=True, seed=5)
+        other.load_state_dict(saved)
+    sources = (corpus[0].sources[0], SourceConfig(corpus[0].sources[1].path, streaming=True))
+    (shuffled,) = make_loaders(corpus, 1, sources=sources)
+    (reseeded,) = make_loaders(corpus, 1, sources=sources, seed=5)
+    with pytest.raises(DataError, match="seed: saved 0, now 5"):
+        reseeded.load_state_dict(shuffled.state_dict())
+
+
 def test_ranks_that_share_sequences_count_once_among_the_positions(corpus):
     """Two SP groups of two ranks become four groups: each sample once."""
     pairs = [make_loaders(corpus, 2, streaming=True, tokens_per_batch=64, pool=1) for _ in range(2)]
