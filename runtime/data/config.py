@@ -189,16 +189,7 @@ class DataConfig:
         for name in ("num_workers", "seed"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"data.{name} must be 0 or more, not {value}.")
-        if self.length_limit * self.docs_per_sample > self.tokens_per_batch or not self.length_limit:
-            reason = (
-                "both halves of a pair share a batch"
-                if self.docs_per_sample > 1
-                else "a sample is never split over batches"
-            )
-            raise ValueError(
-                f"data.max_length = {self.max_length} does not fit into data.tokens_per_batch = {self.tokens_per_batch}: "
-                f"{reason}."
-            )
+        self._require_fitting_lengths()
         for source in self.sources:
             if source.media_root is not None and self.kind != "multimodal":
                 raise ValueError(
@@ -212,6 +203,24 @@ class DataConfig:
         if self.on_long == "split" and self.kind != "text":
             raise ValueError(
                 f"data.on_long = split is only for plain text; for kind {self.kind} it must be skip, truncate or error."
+            )
+
+    def _require_fitting_lengths(self) -> None:
+        """Raises ValueError if a sample may be longer than a batch."""
+        if self.tokens_per_batch < self.docs_per_sample:
+            raise ValueError(
+                f"data.tokens_per_batch = {self.tokens_per_batch} is less than one token for each half of a pair (data.kind = "
+                f"{self.kind}), which share a batch. To fix: set it to {self.docs_per_sample} or more."
+            )
+        if self.length_limit * self.docs_per_sample > self.tokens_per_batch:
+            reason = (
+                "both halves of a pair share a batch"
+                if self.docs_per_sample > 1
+                else "a sample is never split over batches"
+            )
+            raise ValueError(
+                f"data.max_length = {self.max_length} does not fit into data.tokens_per_batch = {self.tokens_per_batch}: "
+                f"{reason}. To fix: set data.max_length to {self.tokens_per_batch // self.docs_per_sample} or less."
             )
 
     @property

@@ -73,13 +73,21 @@ class PrepareMultimodal:
         if self.template is None:
             raise DataError(f"{self.processor.name} has no chat template, which data.kind = multimodal needs.")
         if isinstance(self.template, dict):
-            self.template = self.template["default"]
+            self.template = self._default_template(self.template)
         self.missing_placeholders = sorted(self.processor.placeholders - processor.tokenizer.get_vocab().keys())
         self.mappers = mappers_of(config)
         self.options = MediaOptions(config, self.processor)
         self.literals = Literals(
             self.processor.tokenizer, kept=config.special_tokens, placeholders=self.processor.placeholders
         )
+
+    def _default_template(self, templates: dict[str, str]) -> str:
+        if "default" not in templates:
+            raise DataError(
+                f"{self.processor.name} has the chat templates {', '.join(templates)}, and data.kind = multimodal needs one named "
+                "default. To fix: set the processor's chat_template to the one to use."
+            )
+        return templates["default"]
 
     def __call__(self, source: int, record: Record) -> Prepared:
         try:

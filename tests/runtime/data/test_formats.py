@@ -115,6 +115,9 @@ def test_the_halves_of_a_pair_are_cut_alone_and_share_a_row(tmp_path, streaming)
         batches(tmp_path, "preference", *rows, on_long="error", **changes)
     with pytest.raises(ValueError, match="both halves of a pair share a batch"):
         DataConfig(kind="preference", tokens_per_batch=64, max_length=40)
+    for length in (None, 1):
+        with pytest.raises(ValueError, match="tokens_per_batch = 1 is less than one token for each half of a pair"):
+            DataConfig(kind="preference", tokens_per_batch=1, max_length=length)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

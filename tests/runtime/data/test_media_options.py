@@ -21,6 +21,18 @@ def options(processor, media):
     return PrepareMultimodal(config, processor, None).options
 
 
+def test_templates_without_a_default_are_refused_by_name():
+    processor = image_processor()
+    templates = {"rag": processor.chat_template or processor.tokenizer.chat_template}
+    processor.chat_template = templates
+    with pytest.raises(
+        DataError, match="LlavaProcessor has the chat templates rag, and .* one named default. To fix: "
+    ):
+        options(processor, {})
+    processor.chat_template = templates | {"default": templates["rag"]}
+    options(processor, {})
+
+
 SIZE = {"height": 56, "width": 56}
 
 
