@@ -25,6 +25,7 @@ from patchgen.runtime.parallel.sequence import key_value_repeats
 from patchgen.runtime.train import lora, lora_targets, run_plan, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
+from patchgen.runtime.verify.verdict import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,9 +66,7 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
         with _as_recipe_error(f"parallel.ep = {layout.ep}"):
             sharding.check_plan(model, sharding.expert_paths(model), layout.ep)
     if layout.sp > 1:
-        with _as_recipe_error(f"parallel.sp = {layout.sp}"):
-            for name, heads in _attention_heads(models.build_on_meta(recipe)).items():
-                key_value_repeats(*heads, layout.sp, where=name)
+        _require_divisible_heads(recipe, layout.sp)
     _require_weights(recipe, model)
     if folder.is_dir():
         setup.data_parts(recipe)  # refuses a missing tokenizer and tokens without an embedding
@@ -80,6 +79,20 @@ def _require_weights(recipe: Recipe, model: PreTrainedModel) -> None:
         match_checkpoint(model, weights, **models.allowed_differences(recipe, model))
 
 
+def _require_divisible_heads(recipe: Recipe, sp: int) -> None:
+    """Refuses sequence slices that do not divide the attention heads; warns if these cannot be counted here."""
+    head_counts, failure = _attention_heads(models.build_on_meta(recipe))
+    with _as_recipe_error(f"parallel.sp = {sp}"):
+        for name, heads in head_counts.items():
+            key_value_repeats(*heads, sp, where=name)
+    if not head_counts:
+        warnings.warn(
+            f"parallel.sp = {sp}: whether it divides the attention heads of '{recipe.model.source}' cannot be checked here, so "
+            f"only the ranks check it: {failure}.",
+            stacklevel=3,
+        )
+
+
 @contextlib.contextmanager
 def _as_recipe_error(setting: str) -> Iterator[None]:
     """Turns a ValueError into a RecipeError that names the recipe's key."""
@@ -89,8 +102,9 @@ def _as_recipe_error(setting: str) -> Iterator[None]:
         raise RecipeError(f"{setting}: {error}") from error
 
 
-def _attention_heads(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Path of each attention module -> its numbers of query and key heads, counted by running the forward on the meta device.
+def _attention_heads(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]], str]:
+    """Path of each attention module -> its numbers of query and key heads, counted by running the forward on the meta device;
+    and why some of them may be missing.
 
     Experts return their input: routing depends on values, and meta tensors have none. If another layer depends on values,
     the forward ends there, and the ranks check the remaining layers.
@@ -102,13 +116,23 @@ def _attention_heads(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
         head_counts[paths[id(module)]] = query.shape[1], key.shape[1]
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    ALL_ATTENTION_FUNCTIONS.register(HEAD_COUNTER, count)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(HEAD_COUNTER, lambda *args, **options: None)
+    failure = "no layer calls the attention that is chosen by name"
     model.config._attn_implementation = HEAD_COUNTER
     for path in sharding.expert_paths(model):
         experts = model.get_submodule(path.rpartition(".")[0])
         experts.forward = lambda hidden_states, *args, **options: hidden_states
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
-    with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, AttributeError):
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    return head_counts
+    ALL_ATTENTION_FUNCTIONS[HEAD_COUNTER] = count
+    # Masks are looked up in what `register` adds, which transformers has no function to remove.
+    ALL_MASK_ATTENTION_FUNCTIONS.register(HEAD_COUNTER, lambda *args, **options: None)
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        failure = (
+            f"the forward on the meta device ends with {type(error).__name__}: {one_line(error).removesuffix('.')}"
+        )
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[HEAD_COUNTER]
+        del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[HEAD_COUNTER]
+    return head_counts, failure

@@ -19,7 +19,7 @@ from torch import nn
 
 from patchgen.runtime import seams
 from patchgen.runtime.parallel import ParallelConfig, sharding
-from patchgen.runtime.train import lora_targets
+from patchgen.runtime.train import lora_targets, optimizers
 from patchgen.runtime.train.flops import experts_per_token
 from patchgen.runtime.train.recipe import Recipe
 
@@ -61,13 +61,15 @@ def estimate(
     """
     itemsize = (compute_dtype or getattr(torch, recipe.model.dtype)).itemsize
     experts = set(sharding.expert_paths(model))
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    of_muon = optimizers.muon_matrices(model, trainable) if recipe.optim.name == "muon" else {}
     stored, trained, states = 0, 0, 0
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         share = -(-parameter.numel() // layout.num_shards) * parameter.element_size()
         stored += share
         if parameter.requires_grad and recipe.lora is None:
             trained += share
-            states += share * (1 if recipe.optim.name == "muon" and parameter.ndim == 2 else 2)
+            states += share * (1 if name in of_muon else 2)
     if recipe.lora is not None:  # in fp32, with AdamW's two states, or Muon's one for matrices
         replicated, sharded = lora_targets.num_adapter_parameters(model, recipe.lora)
         adapters = 4 * (replicated + -(-sharded // layout.num_shards))

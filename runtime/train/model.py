@@ -27,6 +27,7 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.parts import part_files
 from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
+from patchgen.runtime.train.weight_sources import find_weights, is_model_type, weights_folder
 from patchgen.runtime.verify import head_kinds
 from patchgen.runtime.verify.verdict import one_line
 
@@ -36,16 +37,6 @@ if TYPE_CHECKING:
 
     class ShardedModel(PreTrainedModel, FSDPModule):
         """A model after `fully_shard`, which changes its class in place."""
-
-
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-
-
-def is_model_type(source: str) -> bool:
-    """Whether `model.source` is a bare model type; a folder of that name in the working directory takes precedence."""
-    from transformers import CONFIG_MAPPING
-
-    return source in CONFIG_MAPPING and not Path(source).is_dir()
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -190,34 +181,6 @@ def _require_applied(config: PreTrainedConfig, overrides: Mapping[str, Any], whe
             _require_applied(inner, value, f"{where}.{name}")
         elif not isinstance(value, Mapping | list) and inner != value:
             raise RecipeError(f"{where}.{name} = {value!r}, but {type(config).__name__} changed it to {inner!r}.")
-
-
-def find_weights(model: ModelConfig) -> Path | str | None:
-    """Where weights come from: a folder, or a model name on the Hub; None: random weights. Downloads nothing."""
-    if model.weights == "random":
-        return None
-    folder = Path(model.source if model.weights == "auto" else model.weights)
-    if folder.is_dir():
-        if any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
-            return folder
-        if model.weights != "auto":
-            raise RecipeError(f"model.weights = '{folder}' contains no *.safetensors files.")
-        return None
-    if model.weights != "auto":
-        raise RecipeError(
-            f"model.weights must be 'auto', 'random' or a folder, and '{model.weights}' is not a folder."
-        )
-    return None if is_model_type(model.source) else model.source
-
-
-def weights_folder(model: ModelConfig) -> Path | None:
-    """The folder to load weights from, downloaded if they are on the Hub; None: random weights."""
-    weights = find_weights(model)
-    if not isinstance(weights, str):
-        return weights
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(weights, allow_patterns=["*.safetensors", "*.json"]))
 
 
 def build_on_meta(recipe: Recipe) -> PreTrainedModel:

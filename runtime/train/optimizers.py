@@ -92,7 +92,7 @@ def build(model: PreTrainedModel, config: OptimConfig) -> torch.optim.Optimizer:
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     require_effective_groups(model, config)
-    matrices = _muon_matrices(model, trainable) if config.name == "muon" else {}
+    matrices = muon_matrices(model, trainable) if config.name == "muon" else {}
     others = {name: parameter for name, parameter in trainable.items() if name not in matrices}
     parts: list[torch.optim.Optimizer] = []
     if matrices:
@@ -138,7 +138,7 @@ def parameter_groups(trainable: dict[str, nn.Parameter], config: OptimConfig, *,
     ]
 
 
-def _muon_matrices(model: PreTrainedModel, trainable: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def muon_matrices(model: PreTrainedModel, trainable: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The parameters for Muon: the matrices of layers, without embeddings and head, whose rows are tokens; torch's Muon
     refuses the three dimensions of stacked experts."""
     token_matrices = {

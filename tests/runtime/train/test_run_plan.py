@@ -13,7 +13,7 @@ from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel import ParallelConfig
-from patchgen.runtime.train import attention_choice, checks, memory, model, preflight, run_plan
+from patchgen.runtime.train import attention_choice, checks, memory, model, optimizers, preflight, run_plan
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
 from patchgen.runtime.verify.small_config import small_config
 
@@ -175,6 +175,22 @@ def test_weights_that_do_not_fit_are_known_from_their_headers(tmp_path):
         checks.require_runnable(recipe_of(model={"source": str(tmp_path), "overrides": {}}), 1)
 
 
+@pytest.mark.parametrize("key", ["source", "weights"])
+def test_weights_in_another_format_are_refused_with_the_way_to_convert_them(key, tmp_path):
+    """With `auto`, too: random weights instead of them would be trained without a word."""
+    given = ModelConfig(source=str(tmp_path)) if key == "source" else ModelConfig("qwen3_moe", weights=str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    (tmp_path / "training_args.bin").write_bytes(b"")
+    if key == "source":
+        assert model.find_weights(given) is None, "no weights"
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    with pytest.raises(
+        RecipeError, match=rf"model\.{key} = .*: pytorch_model-00001.*save_pretrained.*weights: random"
+    ):
+        model.find_weights(given)
+    assert model.find_weights(replace(given, weights="random")) is None
+
+
 def test_a_folder_with_the_name_of_a_type_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model.build_on_meta(recipe_of()).config.save_pretrained(tmp_path / "qwen3_moe")
@@ -189,9 +205,27 @@ def test_a_folder_with_the_name_of_a_type_is_told(tmp_path, monkeypatch):
 def test_heads_are_those_that_attention_gets(name):
     """In every layer: what a rank counts when it exchanges them."""
     built = model.build_on_meta(from_dict({"model": {"source": name}, "data": {}}))
-    found = checks._attention_heads(built)
+    found, _ = checks._attention_heads(built)
     assert len(found) == built.config.num_hidden_layers
     assert {query for query, _ in found.values()} == {built.config.num_attention_heads}
+
+
+def test_heads_are_counted_without_a_trace_in_transformers():
+    checks._attention_heads(model.build_on_meta(recipe_of()))
+    for functions in (checks.ALL_ATTENTION_FUNCTIONS, checks.ALL_MASK_ATTENTION_FUNCTIONS):
+        assert checks.HEAD_COUNTER not in functions.valid_keys()
+
+
+def test_heads_that_cannot_be_counted_are_warned_of_with_the_reason(monkeypatch):
+    recipe = recipe_of(parallel={"sp": 2})
+
+    def depends_on_values(*_arguments, **_options):
+        raise RuntimeError("no values on the meta device")
+
+    monkeypatch.setattr(type(model.build_on_meta(recipe)), "forward", depends_on_values)
+    with pytest.warns(UserWarning, match=r"parallel.sp = 2: .*'qwen3_moe' cannot be checked.*no values on the meta"):
+        checks._require_divisible_heads(recipe, 2)
+    assert checks.HEAD_COUNTER not in checks.ALL_ATTENTION_FUNCTIONS
 
 
 def test_large_heads_get_an_attention_that_takes_them(monkeypatch):
@@ -298,6 +332,21 @@ def test_parameters_gradients_and_states_are_those_of_live_tensors():
     assert (found.gradients, found.optimizer) == (trained, 2 * trained)
     halves = memory.estimate(live, recipe, ParallelConfig(dp_shard=2, ep=2), torch.bfloat16, fused_loss=True)
     assert halves.parameters == pytest.approx(found.parameters / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_optimizer_states_are_as_large_as_those_of_a_live_optimizer(name):
+    """Muon leaves embeddings, head, norms and stacked experts to AdamW, which keeps two states of each."""
+    recipe = recipe_of(optim={"name": name})
+    meta = model.build_on_meta(recipe)
+    live = type(meta)._from_config(meta.config)
+    optimizer = optimizers.build(live, recipe.optim)
+    for parameter in live.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    tensors = [tensor for state in optimizer.state.values() for key, tensor in state.items() if key != "step"]
+    found = memory.estimate(meta, recipe, ParallelConfig(), None, fused_loss=True)
+    assert found.optimizer == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_activations_are_of_the_size_that_autograd_keeps():
