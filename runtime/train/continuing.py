@@ -12,31 +12,34 @@ from typing import Any
 import yaml
 
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps
-from patchgen.runtime.train.recipe import ObjectiveConfig, Recipe, RecipeError, flatten, to_dict
+from patchgen.runtime.train.recipe import Recipe, RecipeError, flatten, from_dict, to_dict
 
 RECIPE = "recipe.yaml"
 # Prefixes of keys: another value would change the trained parameters or their optimizer state. An objective's reference is
 # the model before its run, so that model must not have been trained with another objective.
 FIXED_KEYS = ("optim.name.", "lora.", "objective.name.")
 FREE_KEYS = ("lora.dropout", "lora.merge")  # exceptions
-MISSING_IN_OLD_RECIPES = {"objective.name": ObjectiveConfig().name}
 
 
-def changes(recipe: Recipe) -> str:
-    """The differences between a recipe and that of its run's newest complete checkpoint, one line per key; "" if none.
+def changes(recipe: Recipe, step: int | None = None) -> str:
+    """The differences between a recipe and that of a checkpoint of its run, one line per key; "" if none.
+
+    Args:
+        step: of the checkpoint; None: the newest complete one, whose content may still turn out to be damaged.
 
     Raises:
         RecipeError: a fixed key differs.
     """
     saved_steps = SavedSteps(recipe.directory / "checkpoints")
-    steps = saved_steps.complete_steps()
-    if not steps:
+    if step is None:
+        step = next(reversed(saved_steps.complete_steps()), None)
+    if step is None:
         return ""
-    folder = saved_steps.folder_of(steps[-1])
+    folder = saved_steps.folder_of(step)
     before = _read(folder / RECIPE)
     if before is None:
         return ""
-    before, now = MISSING_IN_OLD_RECIPES | before, flatten(to_dict(recipe))
+    now = flatten(to_dict(recipe))
     keys = [key for key in before | now if before.get(key) != now.get(key)]
     lines = {key: f"{key}: {_show(before, key)} -> {_show(now, key)}" for key in keys}
     fixed = [line for key, line in lines.items() if f"{key}.".startswith(FIXED_KEYS) and key not in FREE_KEYS]
@@ -55,7 +58,24 @@ def _read(file: Path) -> dict[str, Any] | None:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    return flatten(values) if isinstance(values, dict) else None
+    return flatten(_with_defaults(values)) if isinstance(values, dict) else None
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """A saved recipe with the defaults of keys that it lacks: it was saved before there were such keys, and trained as their
+    defaults say. Without them a new key of `lora` would count as a change, and the run could not be resumed."""
+    required: dict[str, Any] = {"model": {"source": ""}, "data": {}}
+    without_options = to_dict(from_dict(required))
+    # Sections that are null by default (lora, eval_data) have defaults only where the recipe has the section.
+    optional = {name: {} for name, value in without_options.items() if value is None and values.get(name) is not None}
+    defaults = to_dict(from_dict(required | optional | ({"teacher": {"source": ""}} if "teacher" in optional else {})))
+    merged = {
+        name: defaults[name] | section
+        if isinstance(section, dict) and isinstance(defaults.get(name), dict)
+        else section
+        for name, section in values.items()
+    }
+    return defaults | merged
 
 
 def _show(values: dict[str, Any], key: str) -> str:

@@ -39,29 +39,40 @@ class RunCheckpoints:
             RecipeError: on all ranks, if this recipe cannot continue the checkpoint.
             CheckpointError: every complete checkpoint is damaged.
         """
-        decision = False, "", ""
-        if dist.get_rank() == 0:  # decides for all ranks
-            try:
-                decision = self.checkpointer.latest() is not None, continuing.changes(self.recipe), ""
-            except RecipeError as error:
-                decision = False, "", str(error)
-        has_checkpoint, changes_text, refusal = broadcast_object(decision)
-        if refusal:
-            raise RecipeError(refusal)
+        has_checkpoint = broadcast_object(dist.get_rank() == 0 and self.checkpointer.latest() is not None)
         if not has_checkpoint:
             return self.loader.state_dict()
-        if changes_text and dist.get_rank() == 0:
-            print(changes_text, flush=True)
+        self._changes()  # refuses before anything is loaded
         groups = self.optimizer.param_groups
         recipe_options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         saved = self.checkpointer.load(model=self.model, optimizer=self.optimizer)
         for group, options in zip(groups, recipe_options, strict=True):
             group.update(options)  # the current recipe overrides the saved options
+        # The checkpoint that was loaded may be an older one than the newest, whose content may be damaged.
+        if (changes := self._changes(saved["step"])) and dist.get_rank() == 0:
+            print(changes, flush=True)
         own_position = saved["rank"]["loader"] if saved["rank"] is not None else None
         position = self.loader.position_of(own_position, lambda: [rank["loader"] for rank in saved["ranks"]])
         self.saved_step = saved["step"]
         self.loader.load_state_dict(position)
         return position
+
+    def _changes(self, step: int | None = None) -> str:
+        """`continuing.changes`, read by rank 0 for all ranks.
+
+        Raises:
+            RecipeError: on all ranks, if this recipe cannot continue the checkpoint.
+        """
+        answer = "", ""
+        if dist.get_rank() == 0:
+            try:
+                answer = continuing.changes(self.recipe, step), ""
+            except RecipeError as error:
+                answer = "", str(error)
+        changes, refusal = broadcast_object(answer)
+        if refusal:
+            raise RecipeError(refusal)
+        return changes
 
     def save(self, step: int, position: dict[str, Any], *, asynchronous: bool) -> None:
         """Saves a checkpoint; `position` is the loader's after the steps taken so far."""

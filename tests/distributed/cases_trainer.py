@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import time
@@ -40,6 +41,13 @@ def train(values: dict) -> tuple[list[float], list[float], Summary]:
     trainer = Trainer(from_dict(values), torch.device("cpu"), (kept,))
     summary = trainer.run()
     return [record.loss for record in kept.steps], [record.grad_norm for record in kept.steps], summary
+
+
+def train_and_print(values: dict) -> tuple[list[float], str]:
+    """Losses of a run, and what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        losses, *_ = train(values)
+    return losses, told.getvalue()
 
 
 def train_and_log(values: dict) -> tuple[list[float], Summary]:

@@ -151,7 +151,9 @@ def test_what_changed_is_told_and_another_optimizer_refused(trainer_folder, tmp_
     changed = {**values, "train": {**values["train"], "steps": 8}}
     told = continuing.changes(recipes.from_dict(changed))
     assert told == "Resumed with a recipe that differs from step-00000006's:\n  train.steps: 6 -> 8"
-    assert len(one_rank.run(cases.train, changed)[0][0]) == 4, "from step 4: step 6 is damaged"
+    losses, told = one_rank.run(cases.train_and_print, changed)[0]
+    assert len(losses) == 4, "from step 4: step 6 is damaged"
+    assert "differs from step-00000004's:\n  train.steps: 6 -> 8" in told and "step-00000006's" not in told
 
 
 def test_a_save_that_fails_ends_the_run_or_not_as_the_recipe_says(trainer_folder, tmp_path, one_rank):

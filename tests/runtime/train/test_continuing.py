@@ -1,0 +1,53 @@
+"""What has changed since a checkpoint, in the words of a recipe, whatever release saved it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from patchgen.runtime.checkpoint.saved_steps import SavedSteps
+from patchgen.runtime.train import continuing
+from patchgen.runtime.train.recipe import RecipeError, from_dict, to_dict
+
+
+@pytest.fixture
+def values(tmp_path, monkeypatch) -> dict:
+    monkeypatch.setattr(SavedSteps, "complete_steps", lambda self: [4, 6])
+    return {"model": {"source": "qwen3"}, "data": {}, "lora": {"rank": 4}, "log": {"directory": str(tmp_path)}}
+
+
+def save(values: dict, step: int, *missing: str) -> None:
+    """Saves a recipe as an earlier release did, which lacked some keys."""
+    saved, folder = to_dict(from_dict(values)), Path(values["log"]["directory"], "checkpoints")
+    for key in missing:
+        section, _, name = key.partition(".")
+        saved[section].pop(name) if name else saved.pop(section)
+    folder = folder / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / continuing.RECIPE).write_text(yaml.safe_dump(saved))
+
+
+def test_a_key_that_a_saved_recipe_lacks_had_its_default(values):
+    save(values, 6, "lora.rslora", "lora.layers_to_transform", "objective", "train.cuda_graph", "eval_data")
+    assert continuing.changes(from_dict(values)) == ""
+    other = {**values, "lora": {"rank": 4, "rslora": True}}
+    with pytest.raises(RecipeError, match=r"(?s)cannot be resumed .*lora.rslora: False -> True\n"):
+        continuing.changes(from_dict(other))
+
+
+def test_a_run_from_before_there_were_adapters_had_none(values):
+    whole = {name: section for name, section in values.items() if name != "lora"}
+    save(whole, 6, "lora", "teacher")
+    assert continuing.changes(from_dict(whole)) == ""
+    with pytest.raises(RecipeError, match="cannot be resumed .* adapters"):
+        continuing.changes(from_dict(values))
+
+
+def test_changes_are_those_since_the_checkpoint_that_is_named(values):
+    save(values | {"optim": {"lr": 1.0}}, 4)
+    save(values | {"optim": {"lr": 2.0}}, 6)
+    recipe = from_dict(values | {"optim": {"lr": 3.0}})
+    assert continuing.changes(recipe).endswith("from step-00000006's:\n  optim.lr: 2.0 -> 3.0")
+    assert continuing.changes(recipe, 4).endswith("from step-00000004's:\n  optim.lr: 1.0 -> 3.0")
