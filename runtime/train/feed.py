@@ -9,6 +9,7 @@ any rank's data ended or failed, whether any rank was asked to stop, and the cou
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime import model_calls
-from patchgen.runtime.data import DataError
+from patchgen.runtime.data import DataError, Loader
 from patchgen.runtime.data.agreement import raise_on_all_ranks
 from patchgen.runtime.objectives.base import NextToken, Objective, sources_of
 from patchgen.runtime.objectives.reference import keys_of
@@ -196,6 +197,31 @@ class Feed:
         for row in counted:
             by_source += sources.count(row, self.num_sources)
         return counts + by_source.flatten().tolist()
+
+
+def require_first_step(feed: Feed, loader: Loader) -> None:
+    """Refuses evaluation data that have no loss, before the run trains for hours until its first evaluation (collective).
+
+    Args:
+        loader: of the feed, at its start, where it is left.
+
+    Raises:
+        DataError: on all ranks.
+    """
+    start = copy.deepcopy(loader.state_dict())
+    with torch.random.fork_rng(devices=[]):  # workers draw their seed from it, and training must not depend on this
+        try:
+            first = feed.next()
+        except DataError as error:
+            raise DataError(f"eval_data: {error}") from error
+    read = loader.counters.summary()
+    loader.load_state_dict(start)
+    if isinstance(first, End):
+        raise DataError(
+            f"eval_data: the data end before each of the {feed.state.config.num_batches} batch groups has a batch, so there "
+            f"is no loss to evaluate. What was read: {read}. To fix: give eval_data more samples, or lower "
+            "eval_data.tokens_per_batch."
+        )
 
 
 def document_lengths(row: dict[str, Any]) -> Iterable[int]:

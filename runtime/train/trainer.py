@@ -37,7 +37,7 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import first_loss, flops, lora, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.captured import CapturedStep
-from patchgen.runtime.train.feed import Batches, End, Feed, StepBatches, micro_batches_per_step
+from patchgen.runtime.train.feed import Batches, End, Feed, StepBatches, micro_batches_per_step, require_first_step
 from patchgen.runtime.train.recipe import Recipe, to_dict
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.run_checkpoints import RunCheckpoints
@@ -125,6 +125,8 @@ class Trainer:
             for listener in self.listeners:
                 cleanup.callback(listener.close)
             stop = cleanup.enter_context(StopRequest())
+            if self.eval_loader is not None:
+                require_first_step(self.feed(self.eval_loader, 1), self.eval_loader)
             self.compute_reference(stop.requested)
             position = self.checkpoints.resume()
             self.first_step = self.step = self.checkpoints.saved_step
@@ -311,9 +313,8 @@ class Trainer:
         self.model.train()
         reshard(self.model)
         if not num_items:
-            raise ValueError(
-                f"The batches of the evaluation contain no {self.learning.objective.per}, so they have no loss. "
-                "Check the samples of eval_data."
+            raise DataError(
+                f"eval_data: no batch has a {self.learning.objective.per}, so there is no loss to evaluate."
             )
         mean = float(all_reduce(total, operation="add up the evaluation loss")) / num_items
         by_source = self.eval_source_losses.figures(counts.tolist()) if self.eval_source_losses else None

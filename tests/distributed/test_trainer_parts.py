@@ -156,6 +156,18 @@ def test_what_changed_is_told_and_another_optimizer_refused(trainer_folder, tmp_
     assert "differs from step-00000004's:\n  train.steps: 6 -> 8" in told and "step-00000006's" not in told
 
 
+def test_evaluation_data_of_which_nothing_can_be_used_end_the_run_before_its_first_step(
+    trainer_folder, tmp_path, one_rank
+):
+    (tmp_path / "bad.jsonl").write_text('{"text": ""}\n' * 3)
+    values = cases.recipe_of(trainer_folder, log={"directory": str(tmp_path / "run")})
+    source = {"path": str(tmp_path / "bad.jsonl"), "streaming": True}  # others are refused when they are tokenized
+    values["eval_data"] = {**values["data"], "sources": [source], "on_bad": "skip"}
+    told, _ = one_rank.run(cases.data_error, values)[0]
+    assert re.search("eval_data: the data end before .* What was read: .*3 bad.* To fix: give eval_data more", told)
+    assert not list((tmp_path / "run").glob("*.jsonl")), "no step was taken"
+
+
 def test_a_save_that_fails_ends_the_run_or_not_as_the_recipe_says(trainer_folder, tmp_path, one_rank):
     for on_failed in ("stop", "continue"):
         values = cases.recipe_of(

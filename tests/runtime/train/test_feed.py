@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from patchgen.runtime.data import DataError
+from patchgen.runtime.data import Counters, DataError
 from patchgen.runtime.objectives.classification import Classification
+from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.train import feed
 from patchgen.runtime.train.feed import End, Feed, StepBatches
 
@@ -26,9 +27,14 @@ class Rows:
     def state_dict(self) -> dict:
         return {"place": self.place}
 
+    def load_state_dict(self, state: dict) -> None:
+        self.place = state["place"]
+
+    counters = Counters()
+
 
 class State:
-    sp, sp_rank = 1, 0
+    sp, sp_rank, config = 1, 0, ParallelConfig()
 
 
 class Cost:
@@ -61,6 +67,23 @@ def test_a_whole_step_without_a_label_is_refused_and_a_rest_without_one_is_the_e
     assert steps([True, False, False], 2) == [2]
     with pytest.raises(DataError, match="8 tokens and no label"):
         steps([True, True, False, False], 2)
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        ([False, True], "eval_data: A step has 4 tokens and no label"),
+        ([], "eval_data: the data end before each of the 1"),
+    ],
+)
+def test_evaluation_data_without_a_loss_are_refused_before_the_run(labels, told):
+    rows = Rows(labels)
+    with pytest.raises(DataError, match=told):
+        feed.require_first_step(Feed(rows, State(), 1, Cost()), rows)
+    good, generator = Rows([True, False]), torch.random.get_rng_state()
+    feed.require_first_step(Feed(good, State(), 1, Cost()), good)
+    assert good.place == 0, "back at its start"
+    assert torch.equal(torch.random.get_rng_state(), generator)
 
 
 class Labelled(Rows):
