@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,11 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
         near = sorted(str(other) for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         raise RecipeError(f"There is no recipe {path}." + (f" In that folder: {', '.join(near)}." if near else ""))
     try:
-        values = yaml.load(path.read_text(), _UniqueKeyLoader) or {}
+        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader) or {}
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}. To fix: save it in UTF-8."
+        ) from error
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
@@ -188,11 +192,37 @@ def from_dict(values: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
     try:
         recipe = TypeAdapter(Recipe).validate_python(values)
     except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors()]
+        problems = [*map(_explain, error.errors()), *_booleans_for_numbers(values, Recipe)]
         raise RecipeError("\n  ".join([f"{where} has {len(problems)} problem(s):", *problems])) from error
     if problems := list(_booleans_as_numbers(values, recipe)):
         raise RecipeError("\n  ".join([f"{where} has {len(problems)} problem(s):", *problems]))
     return recipe
+
+
+def _booleans_for_numbers(value: Any, kind: Any, path: str = "") -> Iterator[str]:
+    """The problems that `_booleans_as_numbers` finds, in values that pydantic refuses as a whole: it validates each key alone.
+
+    Args:
+        kind: the annotation of `value`.
+    """
+    section, origin = section_type(kind), typing.get_origin(kind)
+    if section is None:
+        try:
+            validated = TypeAdapter(kind).validate_python(value)
+        except ValidationError:
+            return  # among pydantic's own problems
+        yield from _booleans_as_numbers(value, validated, path)
+        return
+    inner: Iterable[tuple[Any, Any, Any]] = ()  # key or index, value, annotation
+    if isinstance(value, list | tuple) and origin in (tuple, list):
+        inner = ((index, item, section) for index, item in enumerate(value))
+    elif isinstance(value, Mapping) and origin is dict:
+        inner = ((key, item, section) for key, item in value.items())
+    elif isinstance(value, Mapping):
+        kinds = typing.get_type_hints(section, include_extras=True)
+        inner = ((key, item, kinds[key]) for key, item in value.items() if key in kinds)
+    for key, item, annotation in inner:
+        yield from _booleans_for_numbers(item, annotation, f"{path}.{key}" if path else str(key))
 
 
 def _booleans_as_numbers(value: Any, validated: Any, path: str = "") -> Iterator[str]:

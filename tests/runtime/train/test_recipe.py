@@ -84,6 +84,20 @@ def test_all_problems_are_told_at_once(path):
     assert "Did you mean ep?" in str(refusal.value)
 
 
+def test_true_in_place_of_a_number_is_told_beside_other_problems(path):
+    changes = {
+        "train.steps": "-1", "checkpoint.every": "true", "optim.groups": "[{pattern: x, lr: true}]",
+        "inputs.zebra": "{pack_dim: true}", "lora": "{layers_to_transform: [1, true], merge: true}",
+        "eval_data": "{seed: true}", "train.cuda_graph": "true", "model.overrides": "{use_cache: true}",
+    }  # fmt: skip
+    with pytest.raises(recipes.RecipeError, match="6 problem") as refusal:
+        recipes.load(path, changes)
+    told = str(refusal.value)
+    for key in ("checkpoint.every", "optim.groups.0.lr", "inputs.zebra.pack_dim", "lora.layers_to_transform.1"):
+        assert f"{key}: input should be a valid number, not True." in told
+    assert "train.steps: input should be greater" in told and "eval_data.seed: " in told
+
+
 def test_set_reads_values_as_yaml_and_makes_what_is_missing(path):
     changes = {"parallel.ep": "2", "optim.lr": "1e-3", "lora": "{rank: 4}", "data.sources.1.path": "b.jsonl"}
     recipe = recipes.load(
@@ -115,6 +129,14 @@ def test_what_is_not_yaml_is_told_with_its_line(path):
         recipes.load(path)
     path.write_text("model: {source: qwen3_moe}\ntrain:\n  steps: 3\n  steps: 5\ndata: {}\n")
     with pytest.raises(recipes.RecipeError, match=r"(?s)the key 'steps' is duplicated.* line 4"):
+        recipes.load(path)
+
+
+def test_a_recipe_in_another_encoding_is_told(path):
+    path.write_bytes("# größer\nmodel: {source: qwen3_moe}\n".encode("latin-1"))
+    with pytest.raises(
+        recipes.RecipeError, match=r"mine.yaml is not a text in UTF-8: .* at byte 4. To fix: save it in"
+    ):
         recipes.load(path)
 
 
