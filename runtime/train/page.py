@@ -52,7 +52,7 @@ class RunPage(Listener):
         """Replaces the page atomically, so that no reader sees half a page, even if the run is killed meanwhile."""
         text = page(self._start, state, data, run_log.read(self.directory), reload=self.seconds if reload else None)
         with run_log.writing(self.directory / PAGE, self.on_failed) as path:
-            path.with_suffix(".new").write_text(text)
+            path.with_suffix(".new").write_text(text, encoding="utf-8")
             path.with_suffix(".new").replace(path)
         self._written = time.monotonic()
 

@@ -60,7 +60,7 @@ def locked(directory: Path) -> Iterator[None]:
             lock = _acquire(directory, RESTART_SECONDS if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else 0)
             since = time.strftime("%Y-%m-%d %H:%M:%S %z")
             owner = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
-            (directory / OWNER).write_text(json.dumps(owner) + "\n")
+            (directory / OWNER).write_text(json.dumps(owner) + "\n", encoding="utf-8")
         except RecipeError as error:
             refusal = str(error)
         except OSError as error:
@@ -92,7 +92,7 @@ def _acquire(directory: Path, timeout: float) -> FileLock:
 
 def _owner(directory: Path) -> str:
     try:
-        owner = json.loads((directory / OWNER).read_text())
+        owner = json.loads((directory / OWNER).read_text(encoding="utf-8"))
         return f"process {owner['process']} on {owner['host']}, since {owner['since']},"
     except (OSError, ValueError, KeyError):  # its process holds the lock, but has not written the file yet
         return "another process"

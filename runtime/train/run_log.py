@@ -38,21 +38,21 @@ class RunLog(Listener):
         self._file: TextIO | None = None
 
     def on_start(self, start: RunStart) -> None:
-        with writing(self.directory, "stop"):
+        with writing(self.directory, None):
             self.directory.mkdir(parents=True, exist_ok=True)
         for name, text in (
             ("recipe.yaml", yaml.safe_dump(start.recipe, sort_keys=False)),
             ("report.txt", start.report + "\n"),
         ):
             with writing(self.directory / name, self.on_failed) as path:
-                path.write_text(text)
+                path.write_text(text, encoding="utf-8")
         earlier = [entry for entry in read(self.directory) if entry["step"] <= start.first_step]
         path = self.directory / STEPS
         replacement = path.with_suffix(".new")
-        with writing(path, "stop"):  # always stops: without this file there is no log
-            replacement.write_text("".join(json.dumps(entry) + "\n" for entry in earlier))
+        with writing(path, None):  # without this file there is no log
+            replacement.write_text("".join(json.dumps(entry) + "\n" for entry in earlier), encoding="utf-8")
             replacement.replace(path)
-            self._file = path.open("a", buffering=1)  # flushed after every line
+            self._file = path.open("a", buffering=1, encoding="utf-8")  # flushed after every line
 
     def on_step(self, record: StepRecord) -> None:
         self._write({name: value for name, value in dataclasses.asdict(record).items() if value is not None})
@@ -64,7 +64,7 @@ class RunLog(Listener):
 
     def on_end(self, summary: Summary) -> None:
         with writing(self.directory / SUMMARY, self.on_failed) as path:
-            path.write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
+            path.write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n", encoding="utf-8")
 
     def close(self) -> None:
         if self._file is not None:
@@ -78,8 +78,11 @@ class RunLog(Listener):
 
 
 @contextlib.contextmanager
-def writing(path: Path, on_failed: str) -> Iterator[Path]:
+def writing(path: Path, on_failed: str | None) -> Iterator[Path]:
     """A failed write stops the run or is skipped with a warning, as `checkpoint.on_failed` says.
+
+    Args:
+        on_failed: of the recipe; None: the run needs this file, and stops whatever the recipe says.
 
     Raises:
         TrainingStopped: with the path and the free space there.
@@ -88,6 +91,8 @@ def writing(path: Path, on_failed: str) -> Iterator[Path]:
         yield path
     except OSError as error:
         message = f"{path} cannot be written ({free_space(path.parent)}): {error.strerror or error}."
+        if on_failed is None:
+            raise TrainingStopped(f"{message} To fix: free space there, or name another log.directory.") from error
         if on_failed == "stop":
             raise TrainingStopped(f"{message} To train without it, set checkpoint.on_failed: continue.") from error
         warnings.warn(f"{message} The run continues without it.", stacklevel=3)
@@ -98,7 +103,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
     path = directory / STEPS
     if not path.is_file():
         return []
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     entries = []
     for number, line in enumerate(lines):
         try:
@@ -112,7 +117,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
 def read_summary(directory: Path) -> dict[str, Any] | None:
     """The `records.Summary` of the run in this directory, as a dict, as of when it last ended; None if it never did."""
     path = directory / SUMMARY
-    return json.loads(path.read_text()) if path.is_file() else None
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def require_tracker(kind: str) -> ModuleType:

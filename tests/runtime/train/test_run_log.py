@@ -203,6 +203,29 @@ def test_a_full_disk_is_told_with_path_and_space(tmp_path):
             log.close()
 
 
+def test_a_log_that_cannot_be_started_stops_the_run_with_advice_that_helps(tmp_path):
+    """Without a folder or steps.jsonl there is no log, so `checkpoint.on_failed: continue` would change nothing."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run" / "steps.new").mkdir(parents=True)
+    for place in ("file", "run"):
+        with pytest.raises(
+            TrainingStopped, match="To fix: free space there, or name another log.directory"
+        ) as stopped:
+            run_log.RunLog(tmp_path / place, on_failed="continue").on_start(START)
+        assert "on_failed" not in str(stopped.value)
+
+
+def test_files_of_a_run_are_in_utf_8_whatever_the_locale_says(tmp_path, monkeypatch):
+    write, start = Path.write_text, RunStart(**vars(START) | {"name": "größer", "report": "2 → 4"})
+    monkeypatch.setattr(Path, "write_text", lambda *args, encoding="latin-1": write(*args, encoding=encoding))
+    for listener in (run_log.RunLog(tmp_path), page.RunPage(tmp_path)):
+        listener.on_start(start)
+        listener.close()
+    text = (tmp_path / "index.html").read_bytes().decode("utf-8")
+    assert "größer" in text and '<meta charset="utf-8"' in text
+    assert (tmp_path / "report.txt").read_bytes().decode("utf-8") == "2 → 4\n"
+
+
 def test_without_matplotlib_the_picture_is_left_out_and_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert not page.write_png([{"step": 1, "loss": 1.0}], tmp_path / "report.png")
