@@ -53,10 +53,8 @@ def data_parts(recipe: Recipe) -> DataParts:
         return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=config.get_text_config().vocab_size))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"model.source = '{source}' has no tokenizer that can be read here: {one_line(error)}"
-        ) from error
+    except (ImportError, OSError, ValueError) as error:
+        raise _no_tokenizer("model.source", source, error) from error
     require_fitting(tokenizer, config, source)
     if not recipe.has_media:
         return DataParts(tokenizer)
@@ -64,6 +62,11 @@ def data_parts(recipe: Recipe) -> DataParts:
     # Models with plain consecutive positions have none.
     get_function = getattr(models.build_on_meta(recipe), "get_position_id_func", None)
     return DataParts(tokenizer, load_processor(source), get_function() if get_function else None)
+
+
+def _no_tokenizer(key: str, source: str, error: Exception) -> RecipeError:
+    """The error for a source, under this key of the recipe, without a tokenizer that can be read."""
+    return RecipeError(f"{key} = '{source}' has no tokenizer that can be read here: {one_line(error)}")
 
 
 def load_processor(source: str) -> Any:
@@ -115,7 +118,7 @@ def require_same_ids(source: str, teacher: str) -> None:
     """
     if not (Path(source).is_dir() and Path(teacher).is_dir()):
         return
-    own, others = _tokens_by_id(source), _tokens_by_id(teacher)
+    own, others = _tokens_by_id(source, "model.source"), _tokens_by_id(teacher, "teacher.source")
     different = sorted(index for index in own.keys() & others.keys() if own[index] != others[index])
     if different:
         examples = ", ".join(f"{index} is {own[index]!r} and {others[index]!r}" for index in different[:3])
@@ -125,12 +128,18 @@ def require_same_ids(source: str, teacher: str) -> None:
         )
 
 
-def _tokens_by_id(folder: str) -> dict[int, str]:
-    """The tokens of a folder's tokenizer; none if there is none, which `data_parts` refuses where one is needed."""
+def _tokens_by_id(folder: str, key: str) -> dict[int, str]:
+    """The tokens of a folder's tokenizer; none if there is none, which `data_parts` refuses where one is needed.
+
+    Raises:
+        RecipeError: there is one, but a package that it needs is missing.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ImportError as error:
+        raise _no_tokenizer(key, folder, error) from error
     except (OSError, ValueError):
         return {}
     return {index: token for token, index in tokenizer.get_vocab().items()}
@@ -210,7 +219,7 @@ def export(recipe: Recipe, model, parts: DataParts) -> Path:
 def is_complete(export: Path) -> bool:
     """Whether a folder has all files of an exported model or adapter."""
     index = export / INDEX
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+    files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else {SINGLE}
     adapter = {"adapter_model.safetensors", "adapter_config.json"}
     present = {file.name for file in export.glob("*")}
     return INCOMPLETE not in present and (files | {CONFIG} <= present or adapter <= present)

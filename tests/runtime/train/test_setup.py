@@ -96,3 +96,40 @@ def test_a_tokenizer_must_have_tokens_and_the_model_embeddings_for_them():
     placed = Config(2)
     placed.image_token_id = 2
     setup.require_fitting(three_words(), placed, "folder")
+
+
+def save_tokenizer(folder, *tokens: str) -> str:
+    """Saves a word-level tokenizer whose tokens have the ids 0, 1, ..."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=tokens[0]))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token=tokens[0]).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_teacher_that_exchanges_two_tokens_is_refused_with_both_and_one_with_more_is_not(tmp_path):
+    own = save_tokenizer(tmp_path / "own", "<pad>", "one", "two")
+    exchanged = save_tokenizer(tmp_path / "exchanged", "<pad>", "two", "one")
+    with pytest.raises(
+        RecipeError, match=r"of 3 ids 2 mean another token \(1 is 'one' and 'two', 2 is 'two' and 'one'\)"
+    ):
+        setup.require_same_ids(own, exchanged)
+    setup.require_same_ids(own, save_tokenizer(tmp_path / "more", "<pad>", "one", "two", "three"))
+    (tmp_path / "none").mkdir()
+    setup.require_same_ids(own, str(tmp_path / "none"))
+    setup.require_same_ids("qwen3_moe", exchanged)
+
+
+def test_a_package_that_a_tokenizer_lacks_is_told_with_the_key_of_its_source(tmp_path, monkeypatch):
+    def needs_a_package(source, **options):
+        raise ImportError("You need sentencepiece.")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", needs_a_package)
+    config = small_config("qwen3").config
+    monkeypatch.setattr(setup.models, "read_config", lambda section: config)
+    recipe = from_dict({"model": {"source": str(tmp_path)}, "data": {}})
+    with pytest.raises(RecipeError, match="model.source = .* has no tokenizer .* You need sentencepiece"):
+        setup.data_parts(recipe)
+    with pytest.raises(RecipeError, match="You need sentencepiece"):
+        setup.require_same_ids(str(tmp_path), str(tmp_path))
