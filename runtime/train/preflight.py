@@ -103,10 +103,11 @@ def require_trainable(recipe: Recipe) -> Recipe:
             f"parallel.sp = {recipe.parallel.sp}: '{recipe.model.source}' takes no document bounds, so each packed document is "
             "computed in its own row, and a slice of a packed row cannot be split into documents. Set parallel.sp: 1."
         )
-    layout = recipe.parallel
-    if (layout.sp > 1 or layout.ep > 1) and (refusal := _refusal_on_ranks(recipe, decision.attention)):
-        key = f"parallel.sp = {layout.sp}" if layout.sp > 1 else f"parallel.ep = {layout.ep}"
-        raise RecipeError(f"{key}: '{recipe.model.source}': {refusal}")
+    # First ranks that share experts but no sequence: what they refuse is not due to parallel.sp.
+    for key, shares_sequence in (("ep", False), ("sp", True)):
+        size = getattr(recipe.parallel, key)
+        if size > 1 and (refusal := _refusal_on_ranks(recipe, decision.attention, shares_sequence=shares_sequence)):
+            raise RecipeError(f"parallel.{key} = {size}: '{recipe.model.source}': {refusal}")
     if decision.separates_documents and recipe.model.separate_documents is False:
         raise RecipeError(
             f"model.separate_documents = false: in packed rows '{recipe.model.source}' would see other documents. Remove "
@@ -116,14 +117,14 @@ def require_trainable(recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(recipe.model, attention=decision.attention, separate_documents=separate))
 
 
-def _refusal_on_ranks(recipe: Recipe, attention_name: Names) -> str:
+def _refusal_on_ranks(recipe: Recipe, attention_name: Names, *, shares_sequence: bool) -> str:
     """Why the model, shrunk, refuses several ranks or sequence slices with the run's attention; "" if it does not."""
     head, config = _head_and_config(recipe)
     attention_name = cpu_attention(attention_name, asked_of_attention(head, config), config)
     attention.register()
     small = _shrunk_config(head, config)
     model = head._from_config(small, attn_implementation=attention_name, dtype=torch.float32)
-    return refusal_on_ranks(model, shares_sequence=recipe.parallel.sp > 1)
+    return refusal_on_ranks(model, shares_sequence=shares_sequence)
 
 
 def examine(recipe: Recipe) -> Preflight:

@@ -95,6 +95,22 @@ def test_it_is_refused_in_the_proofs_words_before_any_rank(planted, tmp_path, mo
             launch.dist.destroy_process_group()
 
 
+def test_a_fresh_run_on_several_machines_is_refused_before_any_check(tmp_path, monkeypatch):
+    """Checks take minutes, and each machine would move away what the others have begun."""
+
+    def checked(*arguments: object, **options: object) -> None:
+        raise AssertionError("a check was made")
+
+    monkeypatch.setattr(preflight, "require_trainable", checked)
+    monkeypatch.setattr("patchgen.runtime.train.run_plan.require_valid", checked)
+    (tmp_path / "run").mkdir()
+    recipe = from_dict(recipe_of("llama", tmp_path / "run"))
+    for nodes in ("2", "1:2"):
+        with pytest.raises(RecipeError, match="--fresh is for one machine.* To fix: name another log.directory"):
+            launch.launch(recipe, nodes=nodes, rdzv_endpoint="localhost:29500", fresh=True)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["run"]
+
+
 def test_what_a_recipe_names_is_what_is_compared(home, tmp_path):
     decided = preflight.require_trainable(from_dict(recipe_of("llama", tmp_path / "run")))
     assert decided.model.attention == "patchgen_sdpa"
@@ -167,6 +183,8 @@ def test_modules_that_not_every_rank_runs_are_refused_before_any_rank(home, tmp_
     preflight.require_trainable(from_dict(recipe))
     with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block runs some of its modules only if"):
         preflight.require_trainable(from_dict(recipe | {"parallel": {"ep": 2}}))
+    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block"):  # without sp: 2 as well
+        preflight.require_trainable(from_dict(recipe | {"parallel": {"ep": 2, "sp": 2}}))
 
 
 def test_a_type_that_nobody_generated_is_refused_in_one_sentence(home, tmp_path):
