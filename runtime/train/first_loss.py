@@ -156,7 +156,7 @@ def read_measured(recipe: Recipe) -> float | None:
     """The cached loss of these weight files, as they are now, on these data; None if there is none that can be read."""
     try:
         return float(json.loads(_cache_file(recipe).read_text(encoding="utf-8"))["loss"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):  # TypeError: JSON of another form
         return None
 
 

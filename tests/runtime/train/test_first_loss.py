@@ -73,6 +73,16 @@ def test_a_measured_loss_is_that_of_the_same_rows_and_labels(changed, measured, 
     assert first_loss.read_measured(from_dict({**values, "data": {**values["data"], **changed}})) == measured
 
 
+@pytest.mark.parametrize("text", ["[1.0]", '{"loss": null}', "{}", "1.0", "no JSON", ""])
+def test_a_measurement_of_another_form_counts_as_none(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = from_dict({"model": {"source": "qwen3"}, "data": {"sources": [{"path": "builtin:stdlib"}]}})
+    first_loss.save_measured(recipe, 1.0)
+    assert first_loss.read_measured(recipe) == 1.0
+    first_loss._cache_file(recipe).write_text(text)
+    assert first_loss.read_measured(recipe) is None
+
+
 @pytest.fixture(scope="module")
 def scaled_head(tmp_path_factory):
     """A recipe whose checkpoint has a head of a hundred times its size."""
