@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # Dense bfloat16 peaks in TFLOP/s, from the vendors' data sheets; the first key contained in the device's name applies.
 PEAKS = {
     "GB200": 2500.0,
+    "GB300": 2500.0,
     "B200": 2250.0,
     "B300": 2250.0,
     "H100 PCIe": 756.0,

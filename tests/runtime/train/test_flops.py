@@ -101,7 +101,10 @@ def test_the_number_of_experts_is_found_by_meaning():
 
 
 def test_devices_by_name(monkeypatch):
-    for name, peak in (("NVIDIA H200", 989.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H20", 148.0), ("RTX 9", None)):
+    peaks = {"NVIDIA H200": 989.0, "NVIDIA H100 PCIe": 756.0, "NVIDIA H20": 148.0, "RTX 9": None}
+    # The same dies have a higher limit of power beside Grace.
+    peaks |= {"NVIDIA B200": 2250.0, "NVIDIA GB200": 2500.0, "NVIDIA B300": 2250.0, "NVIDIA GB300": 2500.0}
+    for name, peak in peaks.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device, name=name: name)
         assert flops.peak_tflops(torch.device("cuda", 0)) == peak
     assert flops.peak_tflops(torch.device("cpu")) is None
