@@ -211,7 +211,7 @@ def test_a_verdict_that_cannot_be_kept_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
     monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
-    with pytest.warns(UserWarning, match="computed at each start"):
+    with pytest.warns(UserWarning, match="each start computes it again"):
         assert preflight.examine(from_dict(recipe_of("qwen3_moe", tmp_path / "run"))) == decided
 
 
