@@ -47,7 +47,7 @@ def compare(
     found: list[ModelUpgrade] = []
     with contextlib.ExitStack() as stack:
         run_all = map
-        if jobs > 1 and len(models) > 2:
+        if jobs > 1 and len(models) > 1:
             context = multiprocessing.get_context("spawn")
             run_all = stack.enter_context(ProcessPoolExecutor(min(jobs, len(models)), mp_context=context)).map
         for model in run_all(compare_model, *zip(*work, strict=True)) if work else ():

@@ -6,13 +6,12 @@ reused while it is current.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from patchgen import pipeline, provenance
 from patchgen.errors import PatchgenError
 from patchgen.pipeline import Generated
+from patchgen.runtime import registry
 from patchgen.runtime.code_hash import short_hash
 from patchgen.runtime.compatibility import ALLOW_VARIABLE, digest
 from patchgen.runtime.verify import source_closure
@@ -93,16 +93,12 @@ def move(
     context = MoveContext(target, environments.python_for(target, python), _staging(to, root), root, reviewed, jobs)
     report(f"proving {len(ready)} models with {context.python}")
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
-        futures = {
-            pool.submit(_move_one, generated, context): generated.model for generated in _generated(ready, context)
-        }
-        for number, future in enumerate(as_completed(futures), start=1):
-            name = futures[future]
-            try:
-                result.moved[name], outcome = future.result()
-            except PatchgenError as error:
-                outcome = f"not moved: {error}"
-                result.held_back[name] = str(error)
+        for number, (name, done) in enumerate(_move_all(ready, context, pool), start=1):
+            if isinstance(done, PatchgenError):
+                outcome = f"not moved: {done}"
+                result.held_back[name] = str(done)
+            else:
+                result.moved[name], outcome = done
             report(f"{number} of {len(ready)} {name}: {outcome}")
     result.moved = dict(sorted(result.moved.items()))
     return result
@@ -113,15 +109,47 @@ def _staging(to: str, root: Path) -> Path:
     return cache_directory() / "upgrades" / f"{version}-{short_hash(str(root.resolve()), to)}"
 
 
-def _generated(models: list[ModelUpgrade], context: MoveContext) -> Iterator[Generated]:
-    """Generates the models one by one from the release, while earlier ones are being proven."""
+def _move_all(
+    models: list[ModelUpgrade], context: MoveContext, pool: Executor
+) -> Iterator[tuple[str, tuple[str, str] | PatchgenError]]:
+    """Moves models; yields each name with what `_move_one` returns, or with the reason why the model was not moved.
+
+    The models are generated one by one, while earlier ones are being proven. Those that build others (`Generated.parts`) are
+    proven last: their proof is also of the text of their parts, which may move too.
+    """
+    with_parts: list[Generated] = []
+    running: dict[Future[tuple[str, str]], str] = {}
     for model in models:
-        record = provenance.read(context.root / model.model)
-        if record["upstream"]["version"] is None:
-            source = load(model.model, source=releases.user_source(model.model, record))
+        try:
+            generated = _generate(model, context)
+        except PatchgenError as error:
+            yield model.model, error
+            continue
+        if generated.parts:
+            with_parts.append(generated)
         else:
-            source = load_from(context.target.release, model.model)
-        yield pipeline.generate(source, heads=record.get("asked", ()))
+            running[pool.submit(_move_one, generated, context)] = generated.model
+    yield from _results(running)
+    yield from _results({pool.submit(_move_one, one, context): one.model for one in with_parts})
+
+
+def _results(
+    running: Mapping[Future[tuple[str, str]], str],
+) -> Iterator[tuple[str, tuple[str, str] | PatchgenError]]:
+    for future in as_completed(running):
+        try:
+            yield running[future], future.result()
+        except PatchgenError as error:
+            yield running[future], error
+
+
+def _generate(model: ModelUpgrade, context: MoveContext) -> Generated:
+    record = provenance.read(context.root / model.model)
+    if record["upstream"]["version"] is None:
+        source = load(model.model, source=releases.user_source(model.model, record))
+    else:
+        source = load_from(context.target.release, model.model)
+    return pipeline.generate(source, heads=record.get("asked", ()))
 
 
 def _move_one(generated: Generated, context: MoveContext) -> tuple[str, str]:
@@ -131,13 +159,13 @@ def _move_one(generated: Generated, context: MoveContext) -> tuple[str, str]:
         PatchgenError: it was not written, for the reason in the message.
     """
     start = time.perf_counter()
-    folder, staging = context.root / generated.model, context.staging / generated.model
+    folder = context.root / generated.model
     provenance.refuse_drifted_edits(folder, generated, context.reviewed)
     if _has_current_proof(folder, generated, context):
         provenance.write(generated, folder, reviewed=context.reviewed)
         status = _proof_in(folder)["status"]
         return status, f"already moved, {status}"
-    provenance.write(generated, staging, force=True, reviewed=[edit.target for edit in generated.config.edits])
+    staging = _stage(generated, context)
     outcome = "proven earlier"
     if not _has_current_proof(staging, generated, context):
         prove(context.python, staging, context.jobs)
@@ -155,17 +183,47 @@ def _move_one(generated: Generated, context: MoveContext) -> tuple[str, str]:
     return proof["status"], f"{outcome}, {len(written)} files written, {time.perf_counter() - start:.0f} s"
 
 
+def _stage(generated: Generated, context: MoveContext) -> Path:
+    """Writes the generated files for the prover, beside the models that they build, which its proof is also of.
+
+    These are the committed ones, in a folder of this model: another move may have left others where all are staged.
+    """
+    place = context.staging / f"{generated.model}-with-parts" if generated.parts else context.staging
+    _copy_parts(generated.parts, context.root, place)
+    staging = place / generated.model
+    provenance.write(generated, staging, force=True, reviewed=[edit.target for edit in generated.config.edits])
+    return staging
+
+
+def _copy_parts(parts: Iterable[str], root: Path, place: Path) -> None:
+    """Copies the models that another builds to `place`, from where `digest` finds them for a model in `root`."""
+    for name in parts:
+        folders = (folder / name for folder in (root, registry.installed_directory()))
+        source = next((folder for folder in folders if (folder / f"modeling_{name}.py").is_file()), None)
+        if source is not None:
+            _copy_model(source, place / name)
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    """Copies what the prover reads of a generated model."""
+    target.mkdir(parents=True, exist_ok=True)
+    files = [file for file in (*source.glob("*.py"), source / "provenance.json") if file.is_file()]
+    provenance.write_whole({target / file.name: file.read_text(encoding="utf-8") for file in files})
+
+
 def _proof_in(folder: Path) -> dict[str, Any]:
     return json.loads((folder / PROOF).read_text(encoding="utf-8"))
 
 
 def _has_current_proof(folder: Path, generated: Generated, context: MoveContext) -> bool:
-    """Whether a folder has a proof, of any status, of this generated text with the target release, made by the present prover."""
-    if not (folder / PROOF).is_file():
+    """Whether a folder has this generated text, and a proof of it and of the present text of its parts, of any status, with the
+    target release, made by the present prover."""
+    file = folder / f"modeling_{generated.model}.py"
+    if not (folder / PROOF).is_file() or not file.is_file() or file.read_bytes() != generated.text.encode():
         return False
     proof = _proof_in(folder)
     made_with = proof.get("made_with", {})
-    is_same_text = proof.get("sha256") == hashlib.sha256(generated.text.encode()).hexdigest()
+    is_same_text = proof.get("sha256") == digest(file)
     is_same_prover = made_with.get("prover") == source_closure.prover()
     return is_same_text and is_same_prover and made_with.get("transformers") == context.target.release.version
 
@@ -208,13 +266,15 @@ def prove_against(model: str, to: str, root: Path, python: Path | None = None) -
     """
     target = releases.find(to)
     version = target.release.version
-    source, staging = root / model, _staging(to, root) / f"{model}-as-committed"
+    source, place = root / model, _staging(to, root) / f"{model}-as-committed"
+    staging = place / model
     before = _proof_in(source) if (source / PROOF).is_file() else None
     if before is not None:
         _require_proof_of_present_text(before, source, model)
-    staging.mkdir(parents=True, exist_ok=True)
-    copied = [*source.glob("*.py"), source / "provenance.json"]
-    provenance.write_whole({staging / path.name: path.read_text(encoding="utf-8") for path in copied})
+    _copy_model(source, staging)
+    # Beside the copy, as beside the committed file: the proof is also of the text of these.
+    parts = (part["default"]["model"] for part in provenance.read(source).get("parts", ()))
+    _copy_parts([name for name in parts if name], root, place)
     python = environments.python_for(target, python)
     try:
         prove(python, staging, 1, {ALLOW_VARIABLE: version})
@@ -223,7 +283,7 @@ def prove_against(model: str, to: str, root: Path, python: Path | None = None) -
             _list_release(source, before, version, is_equal=False)
         raise
     proof = _proof_in(staging)
-    _require_proof_of_present_text(proof, source, model)  # its language model may be another beside the copy
+    _require_proof_of_present_text(proof, source, model)  # neither may have changed while it was proven
     _list_release(source, before or proof, version, is_equal=version in proof["transformers"])
     return proof["status"] == PROVEN, f"{proof['status']} {proof['reason']}".strip()
 

@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from invoked import invoke
 from planted_releases import Drift, planted
 
-from patchgen import pipeline, provenance, upstream, wheels
+from patchgen import pipeline, provenance, upgrade, upstream, wheels
 from patchgen.errors import PatchgenError, UpstreamNotFound
 from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify import source_closure
@@ -126,7 +127,8 @@ def test_the_commit_message_says_which_models_are_proven():
 
 def proof_of(folder: Path, status: str, releases_of: list[str]) -> dict:
     """What the prover writes beside a model, as far as an upgrade reads it."""
-    record = {"status": status, "reason": "", "sha256": digest(folder / f"modeling_{MODEL}.py")}
+    (file,) = folder.glob("modeling_*.py")
+    record = {"status": status, "reason": "", "sha256": digest(file)}
     record |= {"transformers": releases_of}
     record |= {"made_with": {"prover": source_closure.prover(), "transformers": wheels.installed_version()}}
     (folder / "verify.json").write_text(json.dumps(record))
@@ -142,6 +144,109 @@ def test_a_model_that_was_moved_without_a_proof_is_not_called_proven(models: Pat
         found, version, models, reviewed=[], python=Path(sys.executable), jobs=1, report=told.append
     )
     assert result.moved == {MODEL: "generated"} and told[-1].endswith("already moved, generated")
+
+
+COMPOSITE, PART = "internvl", "qwen2"
+
+
+@pytest.fixture
+def composite(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a generated model that builds another, which is beside it; an earlier move left a different one."""
+    monkeypatch.setenv("PATCHGEN_CACHE", str(tmp_path / "cache"))
+    for name in (COMPOSITE, PART):
+        provenance.write(pipeline.generate(upstream.load(name)), models / name)
+    left = applying._staging(wheels.installed_version(), models) / PART
+    left.mkdir(parents=True)
+    (left / f"modeling_{PART}.py").write_text("of an earlier move\n")
+    return models / COMPOSITE
+
+
+def upgrade_of(*names: str) -> Upgrade:
+    version = wheels.installed_version()
+    return Upgrade(version, version, tuple(ModelUpgrade(name, version, version, REVIEW, "", ()) for name in names))
+
+
+def moved(found: Upgrade, root: Path) -> tuple[applying.MoveResult, list[str]]:
+    told: list[str] = []
+    to = wheels.installed_version()
+    result = applying.move(found, to, root, reviewed=[], python=Path(sys.executable), jobs=2, report=told.append)
+    return result, told
+
+
+def test_the_proof_of_a_model_that_builds_another_is_current_with_that_one(composite: Path):
+    proof_of(composite, "proven", [])
+    result, told = moved(upgrade_of(COMPOSITE), composite.parent)
+    assert result.moved == {COMPOSITE: "proven"} and told[-1].endswith("already moved, proven")
+
+
+def test_a_model_that_builds_another_is_proven_after_it_and_with_what_is_then_beside_it(
+    composite: Path, monkeypatch: pytest.MonkeyPatch
+):
+    part = composite.parent / PART / f"modeling_{PART}.py"
+    final = part.read_bytes()
+    earlier = {**json.loads((part.parent / "provenance.json").read_text())}
+    part.write_text("of an earlier release\n")
+    earlier["generated_sha256"] = provenance._sha256(part.read_bytes())
+    (part.parent / "provenance.json").write_text(json.dumps(earlier))
+    proven: list[str] = []
+
+    def prove(_python: Path, folder: Path, *_: object) -> None:
+        proven.append(folder.name)
+        proof_of(folder, "proven", [])
+
+    monkeypatch.setattr(applying, "prove", prove)
+    result, told = moved(upgrade_of(COMPOSITE, PART), composite.parent)
+    assert result.moved == {COMPOSITE: "proven", PART: "proven"}, told
+    assert proven == [PART, COMPOSITE] and part.read_bytes() == final
+    assert json.loads((composite / "verify.json").read_text())["sha256"] == digest(
+        composite / f"modeling_{COMPOSITE}.py"
+    )
+    assert all("already moved" in line for line in moved(upgrade_of(COMPOSITE, PART), composite.parent)[1][2:])
+
+
+def test_a_committed_model_that_builds_another_is_proven_with_the_one_beside_it(
+    composite: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(applying, "prove", lambda _python, folder, *_: proof_of(folder, "proven", ["1.2.3"]))
+    is_proven, _ = prove_against(COMPOSITE, wheels.installed_version(), composite.parent)
+    assert is_proven
+
+
+def test_a_model_that_cannot_be_generated_is_held_back_and_the_others_move(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+):
+    proof_of(models / MODEL, "proven", [])
+    generate = pipeline.generate
+
+    def refuse(source: upstream.Upstream, **options: object) -> pipeline.Generated:
+        if source.model == "llama":
+            raise PatchgenError("a pass misses its site")
+        return generate(source, **options)
+
+    provenance.write(generate(upstream.load("llama")), models / "llama")
+    monkeypatch.setattr(pipeline, "generate", refuse)
+    result, told = moved(upgrade_of("llama", "nowhere", MODEL), models)
+    assert result.moved == {MODEL: "proven"} and result.held_back["llama"] == "a pass misses its site"
+    assert "there is no provenance.json" in result.held_back["nowhere"]
+    assert len([line for line in told if "not moved: " in line]) == 2
+
+
+def test_two_models_are_compared_in_two_processes(models: Path, monkeypatch: pytest.MonkeyPatch):
+    processes: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, count: int, **_: object) -> None:
+            processes.append(count)
+            super().__init__(count)
+
+    provenance.write(pipeline.generate(upstream.load("llama")), models / "llama")
+    monkeypatch.setattr(upgrade, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(
+        upgrade, "compare_model", lambda model, *_: ModelUpgrade(model, "5.1", "5.2", REVIEW, "review", ())
+    )
+    for names in ([MODEL, "llama"], [MODEL]):
+        assert [found.model for found in upgrade.compare(names, wheels.installed_version()).models] == names
+    assert processes == [2]
 
 
 @pytest.mark.parametrize(
