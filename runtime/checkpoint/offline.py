@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import make_outputs, most_common_dtype, outputs_and_files, saved_tensors
 from patchgen.runtime.checkpoint.file_reader import FileReader
-from patchgen.runtime.checkpoint.folders import describe
+from patchgen.runtime.checkpoint.folders import describe, is_training_checkpoint
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.lazy_tensors import (
     LazyTensor,
@@ -180,10 +180,15 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if step is None and (run / "checkpoint.json").is_file():
-        _, problem = check_folder(run)
-        if problem:
+    if is_training_checkpoint(run):
+        manifest, problem = check_folder(run)
+        if manifest is None or problem:
             raise CheckpointError(f"{run} is not a complete checkpoint: {problem}.")
+        if step not in (None, manifest.step):
+            raise CheckpointError(
+                f"{run} is the checkpoint of step {manifest.step}, not of step {step}. To fix: omit the step (--step), or name "
+                f"the folder of all: {run.absolute().parent}."
+            )
         return run
     known: list[int] = []
     broken: dict[str, str] = {}

@@ -67,9 +67,15 @@ def group_options(model: nn.Module, optimizer: Optimizer) -> list[dict]:
 
 
 def empty_state(
-    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, TensorStorageMetadata]
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: Mapping[str, TensorStorageMetadata],
+    others: Mapping[str, Mapping[str, object]],
 ) -> dict[str, Tensor]:
     """Tensors to read a saved state into, `parameter/field`, sharded for this run.
+
+    Args:
+        others: the other saved values, by parameter.
 
     Raises:
         CheckpointError: the state is of parameters that this optimizer does not train, or is sharded in a way that only
@@ -77,7 +83,13 @@ def empty_state(
     """
     parameters = named_parameters(model, optimizer)
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    empty_tensors, problems = {}, []
+    empty_tensors = {}
+    problems = [
+        f"{name} has a saved {field}, but this optimizer does not train it."
+        for name, fields in others.items()
+        if name not in parameters
+        for field in fields
+    ]
     for key, stored in saved.items():
         name, _, field = key.rpartition(SEPARATOR)
         if name not in parameters:
@@ -143,8 +155,16 @@ def restore(
         name, _, field = key.rpartition(SEPARATOR)
         optimizer.state[parameters[name]][field] = value
     for name, fields in others.items():
-        if name in parameters:
-            optimizer.state[parameters[name]].update(fields)
+        optimizer.state[parameters[name]].update(fields)
+
+
+def untrained_before(model: nn.Module, optimizer: Optimizer, groups: list[dict]) -> list[str]:
+    """The parameters of this optimizer that the saved one did not train; they have no saved state.
+
+    Others may have none either: those that had no gradient until the save.
+    """
+    before = {name for group in groups for name in group["names"]}
+    return sorted(named_parameters(model, optimizer).keys() - before)
 
 
 def _equal(a: object, b: object) -> bool:

@@ -41,19 +41,29 @@ def read_index(folder: Path) -> Metadata:
     """Which tensors a training checkpoint holds, and the offsets of their bytes.
 
     Raises:
-        CheckpointError: the file is missing or damaged, names anything but tensors, or points outside of `folder`.
+        CheckpointError: the file is missing or damaged, names anything but plain tensors, or points outside of `folder`.
     """
     file = folder / INDEX
     try:
         with file.open("rb") as stream:
             index = _IndexUnpickler(stream).load()
         not_tensors = [key for key, entry in index.state_dict_metadata.items() if not _is_tensor(entry)]
-        outside = [info.relative_path for info in index.storage_data.values() if not _is_inside_folder(info)]
+        outside = {info.relative_path for info in index.storage_data.values() if not _is_inside_folder(info)}
+        transformed = {
+            info.relative_path: info.transform_descriptors
+            for info in index.storage_data.values()
+            if info.transform_descriptors
+        }
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{file} cannot be read: {error}. No code in it was run.") from error
-    if not_tensors or outside:
+    if not_tensors or outside or transformed:
         problems = [f"{key} is not a tensor" for key in not_tensors]
-        problems += [f"'{path}' is outside of {folder}" for path in sorted(set(outside))]
+        problems += [f"'{path}' is outside of {folder}" for path in sorted(outside)]
+        problems += [
+            f"'{path}' is stored transformed ({', '.join(map(str, transforms))}), and only plain tensors are read. To fix: load "
+            "it with the code that saved it, and save it without extensions of the writer"
+            for path, transforms in sorted(transformed.items())
+        ]
         raise CheckpointError(f"{file} cannot be read:", problems)
     return index
 
@@ -64,7 +74,7 @@ def _is_tensor(entry: object) -> bool:
 
 
 def _is_inside_folder(info: filesystem._StorageInfo) -> bool:
-    return Path(info.relative_path).name == info.relative_path and not info.transform_descriptors
+    return Path(info.relative_path).name == info.relative_path
 
 
 class IndexReader(FileSystemReader):

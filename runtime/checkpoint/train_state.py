@@ -311,6 +311,7 @@ class Checkpointer(SavedSteps):
         def restore() -> dict | None:
             if optimizer is not None:
                 optimizer_state.restore(model, optimizer, state, shared["optimizer"], shared["groups"])
+                self._warn_of_untrained(optimizer_state.untrained_before(model, optimizer, shared["groups"]), folder)
             if scheduler is not None:
                 scheduler.load_state_dict(optimizer_state.scheduler_state(shared["scheduler"], scheduler.optimizer))
             if self._rank < manifest.world:
@@ -324,6 +325,15 @@ class Checkpointer(SavedSteps):
             # nn.Module takes any attribute; its type says tensors and modules.
             model.checkpoint_origin = Origin.from_json(manifest.origin)  # pyright: ignore[reportArgumentType]
         return {"step": step, "shared": shared["extra"], "rank": rank_state, "ranks": ranks, "world": manifest.world}
+
+    def _warn_of_untrained(self, parameters: list[str], folder: Path) -> None:
+        """Warns about parameters that the saved run did not train."""
+        if parameters and self._rank == 0:
+            warnings.warn(
+                f"The run of {folder} did not train {len(parameters)} parameters that are trained now: "
+                f"{', '.join(parameters[:3])}{', ...' if parameters[3:] else ''}. Their optimizer state starts empty.",
+                stacklevel=2,
+            )
 
     def _prepare(
         self,
@@ -364,7 +374,7 @@ class Checkpointer(SavedSteps):
             stored = {
                 k: v for k, v in of_optimizer.items() if isinstance(v, TensorStorageMetadata)
             }  # as `read_index` ensures
-            state = optimizer_state.empty_state(model, optimizer, stored)
+            state = optimizer_state.empty_state(model, optimizer, stored, shared["optimizer"])
             targets |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
         if scheduler is not None and "scheduler" not in shared:
             raise CheckpointError(f"{folder} was saved without a scheduler.")

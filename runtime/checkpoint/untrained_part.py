@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import FileReader
-from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name
+from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, pattern_of
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, full_region, leaf
 from patchgen.runtime.checkpoint.load import COMPUTED_BUFFERS, ignored_by_upstream, stored_leaves
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
@@ -105,14 +105,20 @@ def find_untrained_part(model: PreTrainedModel, origin: Origin | None, source: P
     """
     if origin is None:
         return UntrainedPart()
-    directory = next((folder for folder in (source, Path(origin.directory)) if _has_same_keys(folder, origin)), None)
+    if source is not None and _has_same_tensors(source, origin) and _has_same_layers(source, model):
+        directory = source
+    else:
+        directory = Path(origin.directory) if _has_same_tensors(Path(origin.directory), origin) else None
     if directory is None:
         lost = _lost_keys(model, origin)
         if not lost:
             return UntrainedPart(trained_origin=origin)
+        not_it = (
+            f"; {source} is not that checkpoint: its tensors or its numbers of layers are others" if source else ""
+        )
         raise CheckpointError(
             f"{class_name(model)} is a part of the checkpoint that it was loaded from, and {origin.directory} no longer has the "
-            f"other tensors ({', '.join(lost[:3])}, ...). To fix: name their folder (--source), or export only the model "
+            f"other tensors ({', '.join(lost[:3])}, ...){not_it}. To fix: name their folder (--source), or export only the model "
             "(--trained-only; in Python trained_only=True)."
         )
     stored = read_folder(directory)
@@ -130,15 +136,28 @@ def find_untrained_part(model: PreTrainedModel, origin: Origin | None, source: P
     )
 
 
-def _has_same_keys(folder: Path | None, origin: Origin) -> bool:
-    """Whether a folder has the keys that a model was loaded from.
+def _has_same_tensors(folder: Path, origin: Origin) -> bool:
+    """Whether a folder has tensors like those that a model was loaded from, by the first key of each pattern.
 
     Raises:
         CheckpointError: it has safetensors that cannot be read.
     """
-    if folder is None or not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")):
         return False
-    return origin.shapes.keys() == read_folder(folder).keys()
+    return (
+        Origin.of(folder, {key: stored.shape for key, stored in read_folder(folder).items()}).shapes == origin.shapes
+    )
+
+
+def _has_same_layers(folder: Path, model: PreTrainedModel) -> bool:
+    """Whether a folder has as many layers and experts as the model: `Origin` records only the first of each."""
+    assembly = assemble(model, stored_leaves(read_folder(folder)))
+    names = {pattern_of(name) for name in assembly.parameters}
+    keys = {pattern_of(key) for sources in assembly.sources.values() for key in sources}
+    missing = [name for name in model.state_dict().keys() - assembly.parameters.keys() if pattern_of(name) in names]
+    # Layers for multi-token prediction may be numbered like those of the model.
+    extra = set(assembly.unexpected) - ignored_by_upstream(model, assembly.unexpected)
+    return not missing and not any(pattern_of(key) in keys for key in extra)
 
 
 def _lost_keys(model: PreTrainedModel, origin: Origin) -> list[str]:

@@ -207,22 +207,23 @@ class FolderWriter:
         """
         rank, _ = rank_and_world_size()
         prepared: list[Path] = []
-        if rank == 0:
-            self.attempt(lambda: self._prepare(other_files, prepared))
+        unchanged = "its earlier content is unchanged"
+        lost = f"it no longer holds a complete checkpoint ({INCOMPLETE} marks it). Write it again"
+        phases: list[tuple[bool, Callable[[], object], str]] = [
+            (rank == 0, lambda: self._prepare(other_files, prepared), unchanged),
+            (rank == 0, self._mark_incomplete, unchanged),
+            (rank == 0, lambda: self._invalidate(prepared), lost),
+            (True, lambda: [writer.rename() for writer in self._finished], lost),
+            (rank == 0, lambda: self._complete(prepared), lost),
+        ]
         try:
-            self._raise_errors("its earlier content is unchanged")
+            for is_mine, work, state in phases:
+                if is_mine:
+                    self.attempt(work)
+                self._raise_errors(state)
         except CheckpointError:
             self.abandon(prepared)
             raise
-        lost = f"it no longer holds a complete checkpoint ({INCOMPLETE} marks it). Write it again"
-        if rank == 0:
-            self.attempt(lambda: self._invalidate(prepared))
-        self._raise_errors(lost)
-        self.attempt(lambda: [writer.rename() for writer in self._finished])
-        self._raise_errors(lost)
-        if rank == 0:
-            self.attempt(lambda: self._complete(prepared))
-        self._raise_errors(lost)
 
     def abandon(self, prepared: Iterable[Path] = ()) -> None:
         """Removes this rank's temporary files."""
@@ -231,9 +232,19 @@ class FolderWriter:
         for file in prepared:
             _partial(file).unlink(missing_ok=True)
 
+    def _mark_incomplete(self) -> None:
+        """Marks the folder as incomplete; if that fails, it is not marked."""
+        marker = self.directory / INCOMPLETE
+        if marker.is_file():  # of an earlier write that was interrupted
+            return
+        try:
+            marker.write_text("Files of this folder were being replaced: do not load it.\n")
+        except OSError:  # on a full disk it exists without its text
+            marker.unlink(missing_ok=True)
+            raise
+
     def _invalidate(self, prepared: Iterable[Path]) -> None:
-        """Marks the folder as incomplete, and removes an earlier index, single file and, if it will be replaced, config."""
-        (self.directory / INCOMPLETE).write_text("Files of this folder were being replaced: do not load it.\n")
+        """Removes an earlier index, single file and, if it will be replaced, config."""
         replaced = {file.name for file in prepared}
         for name in (INDEX, SINGLE, *({CONFIG} & replaced)):
             (self.directory / name).unlink(missing_ok=True)

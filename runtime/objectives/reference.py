@@ -55,7 +55,7 @@ class ReferenceTable:
             return {}
         try:
             saved = json.loads(self._path.read_text(encoding="utf-8"))
-            return saved["log_probs"] if saved["model"] == self._model else {}
+            return {**saved["log_probs"]} if saved["model"] == self._model else {}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self._path} cannot be read: {type(error).__name__}: {error}. To fix: delete it; the log-probabilities are "
@@ -63,11 +63,22 @@ class ReferenceTable:
             ) from error
 
     def save(self) -> None:
-        """Rank 0 writes the file."""
-        if dist.get_rank() == 0:
-            temporary = self._path.with_suffix(f".{os.getpid()}")
+        """Rank 0 writes the file (collective).
+
+        Raises:
+            DataError: on all ranks, if it cannot be written.
+        """
+        run_on_all_ranks(self._write if dist.get_rank() == 0 else lambda: None)
+
+    def _write(self) -> None:
+        temporary = self._path.with_suffix(f".{os.getpid()}")
+        try:
             temporary.write_text(json.dumps({"model": self._model, "log_probs": self.values}), encoding="utf-8")
             temporary.replace(self._path)
+        except OSError as error:
+            raise DataError(
+                f"{self._path} cannot be written: {error}. To fix: make room in {self._path.parent}, or make it writable."
+            ) from error
 
     def of(self, keys: Sequence[str], count: int) -> Tensor:
         """The values of some documents, zero-padded to `(count,)`, float64.

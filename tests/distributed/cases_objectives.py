@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from patchgen.runtime import parallel
 from patchgen.runtime.data import Loader
 from patchgen.runtime.data.collate import collate, text_sample
-from patchgen.runtime.data.problems import Counters
+from patchgen.runtime.data.problems import Counters, DataError
 from patchgen.runtime.objectives import Batch, Objective
 from patchgen.runtime.objectives.learning import evaluate
+from patchgen.runtime.objectives.reference import ReferenceTable
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.train.recipe import from_dict
 from patchgen.runtime.train.trainer import Trainer
@@ -134,6 +135,18 @@ def stopped_while_referring(values: dict) -> tuple[str, list[float]]:
     trainer, kept = trainer_of(values, 2)
     trainer.loader = StoppedLoader(2, trainer.state.batch_index, trainer.state.config.num_batches)
     return trainer.run().reason, [record.loss for record in kept.steps]
+
+
+def errors_of_a_reference(directory: str) -> list[str]:
+    """The errors of loading and of saving the table of a run; empty where there is none."""
+    table, errors = ReferenceTable(Path(directory), "this model"), []
+    for work in (table.load, table.save):
+        try:
+            work()
+            errors.append("")
+        except DataError as error:
+            errors.append(str(error))
+    return errors
 
 
 def teacher_after_a_row(values: dict) -> list[bool]:

@@ -138,6 +138,23 @@ def test_a_request_to_stop_is_heard_while_the_reference_is_computed(trainer_fold
     assert all(whole[key] == value for key, value in kept.items()), "what was computed is not computed again"
 
 
+@pytest.mark.parametrize(
+    "content", ['{"model": "this mod', '{"log_probs": {}}', '{"model": "this model", "log_probs": [1.0]}', "[]"]
+)
+def test_a_damaged_reference_is_an_error_on_all_ranks(content, tmp_path, two_ranks):
+    """Only rank 0 reads it; the other would wait for its values."""
+    (tmp_path / "reference.json").write_text(content)
+    errors = [loaded for loaded, _ in two_ranks.run(cases.errors_of_a_reference, str(tmp_path))]
+    assert all("reference.json cannot be read: " in error and "To fix: delete it" in error for error in errors), errors
+
+
+def test_a_reference_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path, two_ranks):
+    errors = [saved for _, saved in two_ranks.run(cases.errors_of_a_reference, str(tmp_path / "gone"))]
+    assert all("reference.json cannot be written: " in error and "To fix: " in error for error in errors), errors
+    assert two_ranks.run(cases.errors_of_a_reference, str(tmp_path)) == [["", ""]] * 2
+    assert json.loads((tmp_path / "reference.json").read_text()) == {"model": "this model", "log_probs": {}}
+
+
 def test_a_teacher_is_sharded_after_it_was_asked(trainer_folder, tmp_path, one_rank):
     values = recipe_of("distillation", trainer_folder, tmp_path / "run", steps=1)
     assert all(one_rank.run(cases.teacher_after_a_row, values)[0])

@@ -17,7 +17,14 @@ import small_models
 import torch
 from test_train_state import make
 
-from patchgen.runtime.checkpoint import Checkpointer, CheckpointError, convert, export_run, fingerprint
+from patchgen.runtime.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    convert,
+    export_run,
+    fingerprint,
+    tensor_index,
+)
 from patchgen.runtime.data import cache
 
 ROOT = Path(__file__).parents[3]
@@ -55,6 +62,19 @@ def torch_file(value: object) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
+
+
+def test_a_transformed_file_is_reported_as_such(saved, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    index = tensor_index.read_index(run / "step-00000001")
+    for info in index.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+    index.storage_meta = None
+    replace_file(run, ".metadata", pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"'__0_0.distcp' is stored transformed \(zstd\).* To fix: ") as caught:
+        Checkpointer(run).load(model=make()[0])
+    assert "outside" not in str(caught.value)
 
 
 READERS: dict[str, Callable[[Path, Path], object]] = {

@@ -262,6 +262,15 @@ def test_a_run_whose_checkpoints_are_all_broken(original, tmp_path):
     assert "holds no complete checkpoint:\n  step-00000003: .metadata is missing" in str(done.exception)
 
 
+def test_a_single_checkpoint_and_the_step_of_another_contradict_each_other(original, tmp_path):
+    Checkpointer(tmp_path).save(3, model=original, asynchronous=False)
+    folder = tmp_path / "step-00000003"
+    with pytest.raises(CheckpointError, match=r"is the checkpoint of step 3, not of step 4. To fix: ") as caught:
+        export_run(folder, tmp_path / "out", step=4)
+    assert str(tmp_path) in str(caught.value) and "no complete checkpoint" not in str(caught.value)
+    assert export_run(folder, tmp_path / "out", step=3) == folder
+
+
 def test_a_run_without_its_class_is_named(tmp_path, original):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, model=original, asynchronous=False)

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -317,6 +318,40 @@ def test_options_follow_the_parameter_not_the_group(tmp_path):
         CheckpointError, match="group 0 holds parameters that were saved with different .*weight_decay"
     ):
         checkpointer.load(model=other, optimizer=one_group)
+
+
+def stop_training(parameter, optimizer) -> None:
+    group = optimizer.param_groups[0]
+    group["params"] = [other for other in group["params"] if other is not parameter]
+
+
+def test_parameters_that_were_not_trained_before_are_told(tmp_path):
+    model, optimizer, scheduler = make()
+    stop_training(model.lm_head.weight, optimizer)
+    step(model, optimizer, scheduler)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model=model, optimizer=optimizer, asynchronous=False)
+    all_of_it = make()
+    with pytest.warns(UserWarning, match=r"did not train 1 parameters that are trained now: lm_head.weight\. Their"):
+        checkpointer.load(model=all_of_it[0], optimizer=all_of_it[1])
+    assert not all_of_it[1].state[all_of_it[0].lm_head.weight]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The run of")
+        checkpointer.load(model=model, optimizer=optimizer)
+
+
+def test_saved_numbers_of_a_parameter_that_is_not_trained_are_refused_as_tensors_are(tmp_path):
+    model, optimizer, _ = make()
+    optimizer.state[model.lm_head.weight]["updates"] = 3
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model=model, optimizer=optimizer, asynchronous=False)
+    checkpointer.load(model=model, optimizer=optimizer)
+    assert optimizer.state[model.lm_head.weight] == {"updates": 3}
+    stop_training(model.lm_head.weight, optimizer)
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight has a saved updates, but this optimizer does not train"
+    ):
+        checkpointer.load(model=model, optimizer=optimizer)
 
 
 FULL_DISK = """

@@ -118,6 +118,32 @@ def test_a_missing_source_of_the_untrained_part_is_named(omni, tmp_path):
         (place / "moved").rename(place / "source")
 
 
+@pytest.mark.parametrize("omni", ["qwen2_5_omni"], indirect=True)
+def test_a_source_with_another_number_of_layers_is_not_that_of_the_untrained_part(omni, tmp_path):
+    """Its keys differ by a number alone; tensors would be missing, or copied that belong to no model."""
+    place, _, _, model = omni
+    layers = {name.partition(".layers.")[2].partition(".")[0] for name in model.state_dict() if ".layers." in name}
+    last = f".layers.{max(map(int, layers - {''}))}."
+    assert last != ".layers.0."
+    (place / "source").rename(place / "moved")
+    try:
+        changes = {
+            "fewer": lambda found: {name: tensor for name, tensor in found.items() if last not in name},
+            "more": lambda found: found | {name.replace(last, ".layers.9."): found[name].clone() for name in found},
+        }
+        for way, change in changes.items():
+            source = small_models.rewrite(place / "moved", tmp_path / way, change)
+            for work in (
+                lambda source=source: export_pretrained(model, tmp_path / "out", source=source),
+                lambda source=source: export_run(place / "run", tmp_path / "out", source=source),
+            ):
+                with pytest.raises(CheckpointError, match=rf"{way} is not that checkpoint.* To fix: .*--source"):
+                    work()
+        assert not (tmp_path / "out").exists()
+    finally:
+        (place / "moved").rename(place / "source")
+
+
 @pytest.mark.parametrize("omni", ["qwen3_omni_moe"], indirect=True)
 def test_one_tensor_is_in_memory_at_a_time(omni, tmp_path, monkeypatch, request):
     """Also of the untrained part, which is larger than the trained one."""

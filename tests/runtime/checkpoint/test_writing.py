@@ -21,6 +21,7 @@ from patchgen.runtime.checkpoint import (
     fingerprint,
     writing,
 )
+from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE
 
 
 def test_an_earlier_export_is_replaced_completely(original, tmp_path):
@@ -103,6 +104,37 @@ def test_an_error_after_the_first_replacement_marks_the_folder(original, tmp_pat
     assert "is unchanged" not in str(caught.value)
     with pytest.raises(CheckpointError, match="writing it was interrupted"):
         fingerprint(tmp_path)
+
+
+def test_a_folder_that_cannot_be_marked_is_unchanged(original, tmp_path, monkeypatch):
+    """A disk that becomes full just before: the marker exists, empty, when its text fails."""
+    export_pretrained(original, tmp_path, max_file=10_000)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    write_text = Path.write_text
+
+    def fail(self, text, *args, **options):
+        if self.name != INCOMPLETE:
+            return write_text(self, text, *args, **options)
+        self.touch()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(CheckpointError, match="its earlier content is unchanged"):
+        export_pretrained(original, tmp_path, layout="stacked")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("method", ["_invalidate", "_complete"])
+def test_a_write_that_fails_at_the_end_leaves_no_temporary_files(method, original, tmp_path, monkeypatch):
+    export_pretrained(original, tmp_path)
+
+    def fail(self, prepared):
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(writing.FolderWriter, method, fail)
+    with pytest.raises(CheckpointError, match="no longer holds a complete checkpoint"):
+        export_pretrained(original, tmp_path)
+    assert [path.name for path in tmp_path.glob(".*")] == [INCOMPLETE]
 
 
 def test_files_of_other_names_stay(original, tmp_path):
