@@ -105,19 +105,21 @@ class Kernels(Check):
         difference = abs(patient.loss - eager_loss) / max(abs(eager_loss), 1e-12)
         actual = traces.record_with_kernels(model, patient.probe, traces.recorded_paths(model), kernels)
         divergence = patient.expected_trace.first_divergence(actual)
+        not_compared = patient.expected_trace.not_compared(actual)
         if divergence is not None:
             return failed(
                 f"{summary}: {divergence.path} is the first whose output differs from eager code by more than rounding; "
-                f"relative difference {divergence.relative_difference:.1e}.",
+                f"relative difference {divergence.relative_difference:.1e}.{not_compared}",
                 "Choose eager or another implementation of that seam (kernels), or another model.attention, and report it.",
             )
         if not difference <= tolerance:
             return failed(
-                f"{summary}: the loss is {patient.loss:.5f}, and {eager_loss:.5f} by eager code.",
-                "Every layer agrees, so the difference is in the loss kernel: set kernels.causal_lm_loss: eager.",
+                f"{summary}: the loss is {patient.loss:.5f}, and {eager_loss:.5f} by eager code.{not_compared}",
+                "Every compared layer agrees, so the difference is in the loss kernel: set kernels.causal_lm_loss: eager.",
             )
         return passed(
             f"{summary}; the loss differs by {difference:.0e} from eager code, no layer by more than {tolerance:.0e}."
+            + not_compared
         )
 
 

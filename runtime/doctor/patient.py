@@ -247,7 +247,7 @@ class Patient:
             del self.built["model"]
             self.layerwise = self.weights = None
             gc.collect()
-        self.failures |= {"model": "its memory was freed for the next check"}
+        self.failures.setdefault("model", "its memory was freed for the next check")  # an earlier reason stays
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -163,16 +163,16 @@ def _trace_of(
 
 
 def _compare(patient: Patient, generated_trace: traces.ExpectedTrace, plain: traces.Trace, subject: str) -> Finding:
-    divergence = generated_trace.first_divergence(plain)
+    divergence, not_compared = generated_trace.first_divergence(plain), generated_trace.not_compared(plain)
     difference = calls.difference(plain.logits, generated_trace.expected.logits)
     if divergence is None:
         how = f"within a relative difference of {difference:.0e}" if difference else "bit for bit"
-        return passed(f"{subject} computes the same logits {how}.")
+        return passed(f"{subject} computes the same logits {how}.{not_compared}")
     is_bfloat16_rounding = divergence.relative_difference < BFLOAT16_ROUNDING and patient.dtype == torch.float32
     note = " (a rounding error of bfloat16: one side casts to it)" if is_bfloat16_rounding else ""
     return failed(
         f"{subject} computes something else: {divergence.path} is the first that "
         f"differs, with a relative difference of {divergence.relative_difference:.1e}{note}; "
-        f"that of the logits is {difference:.1e}.",
+        f"that of the logits is {difference:.1e}.{not_compared}",
         ADVICE,
     )

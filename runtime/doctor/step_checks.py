@@ -229,8 +229,12 @@ def _wait(running: Sequence[subprocess.Popen], timeout: float) -> str:
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         codes = [process.poll() for process in running]
-        if failed_ranks := [rank for rank, code in enumerate(codes) if code]:
-            return f"rank {failed_ranks[0]} was the first to end, with exit status {codes[failed_ranks[0]]}"
+        failed_ranks = {rank: code for rank, code in enumerate(codes) if code}
+        if len(failed_ranks) > 1:  # which of them made the others fail is not known
+            ended = ", ".join(f"rank {rank} with exit status {code}" for rank, code in failed_ranks.items())
+            return f"{ended} were the first to end, within {POLL_SECONDS} s of each other"
+        for rank, code in failed_ranks.items():
+            return f"rank {rank} was the first to end, with exit status {code}"
         if None not in codes:
             return ""
         time.sleep(POLL_SECONDS)

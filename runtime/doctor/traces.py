@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from patchgen.runtime.doctor import calls
+from patchgen.runtime.doctor.finding import first_names
 from patchgen.runtime.objectives.learning import evaluating
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.verify.conditioning import ROUNDING_FACTOR
@@ -119,8 +120,8 @@ class ExpectedTrace:
     def first_divergence(self, actual: Trace) -> Divergence | None:
         """Where another trace first differs by more than rounding; None: nowhere."""
         for path, output in self.expected.outputs.items():
-            other = actual.outputs.get(path)
-            if other is None or other.numel() != output.numel():
+            other = self._counterpart(actual, path)
+            if other is None:
                 continue
             difference = calls.difference(other.flatten(), output.flatten())
             perturbed = self.perturbed.outputs[path]
@@ -128,6 +129,24 @@ class ExpectedTrace:
                 return Divergence(path, difference)
         difference = calls.difference(actual.logits, self.expected.logits)
         return None if difference <= self.logits_tolerance else Divergence("the logits", difference)
+
+    def not_compared(self, actual: Trace) -> str:
+        """A sentence, to append to a finding, about modules that `first_divergence` cannot compare; empty if there are none.
+
+        An implementation may compute without calling a module, or return its output in another form.
+        """
+        paths = [path for path in self.expected.outputs if self._counterpart(actual, path) is None]
+        if not paths:
+            return ""
+        return (
+            f" Not compared: {len(paths)} of {len(self.expected.outputs)} modules have no output of that size there "
+            f"({first_names(paths)})."
+        )
+
+    def _counterpart(self, actual: Trace, path: str) -> Tensor | None:
+        """The output of a module in another trace, if it has one of the same size."""
+        other = actual.outputs.get(path)
+        return other if other is not None and other.numel() == self.expected.outputs[path].numel() else None
 
     @property
     def logits_tolerance(self) -> float:

@@ -10,6 +10,7 @@ import pytest
 from patchgen.runtime.doctor import CHECKS, examination, examine
 from patchgen.runtime.doctor.examination import RecipeIsValid
 from patchgen.runtime.doctor.losses import FirstLoss
+from patchgen.runtime.doctor.patient import MissingPart, Patient
 from patchgen.runtime.parallel.gradients import NonFiniteGradient
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.train.records import TrainingStopped
@@ -68,3 +69,17 @@ def test_a_seam_that_the_recipe_makes_eager_is_not_inactive(toy):
     report = examine(from_dict(toy.values | {"kernels": {"causal_lm_loss": "eager"}}), skip=others)
     assert report["kernels"].status == "passed", report.text()
     assert "causal_lm_loss" not in report["kernels"].summary
+
+
+def test_the_reason_why_a_model_cannot_be_built_outlives_its_release():
+    patient = Patient(patient_of().recipe)
+    patient.failures["model"] = "see 'weights'"
+    patient.release()
+    with pytest.raises(MissingPart, match="it needs the model: see 'weights'"):
+        _ = patient.model
+    patient.close()
+    other = Patient(patient_of().recipe)
+    other.release()
+    with pytest.raises(MissingPart, match="its memory was freed"):
+        _ = other.model
+    other.close()

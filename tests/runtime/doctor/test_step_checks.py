@@ -75,3 +75,14 @@ def test_ranks_leave_no_folder_behind_even_if_they_fail(monkeypatch):
     with pytest.raises(RuntimeError, match="rank 1 was killed"):
         step_checks.step_on_ranks(recipe_of(), 2)
     assert not folders[0].exists()
+
+
+def test_of_ranks_that_end_together_none_is_called_the_first():
+    codes = (None, 1, -9)
+    running = [SimpleNamespace(poll=lambda code=code: code) for code in codes]
+    told = step_checks._wait(running, 10)
+    assert (
+        told
+        == "rank 1 with exit status 1, rank 2 with exit status -9 were the first to end, within 0.1 s of each other"
+    )
+    assert step_checks._wait(running[:2], 10) == "rank 1 was the first to end, with exit status 1"
