@@ -34,7 +34,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PARTS = ("anatomy", "passes")
 TESTS = "tests/patchgen"
-OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not gpu")
+OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu and (not slow or sampled)")
 CAUGHT, SURVIVED = "caught", "survived"
 SECONDS = 12.0
 """Default limit in CPU seconds for all tests of one mutant."""

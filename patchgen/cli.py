@@ -248,7 +248,7 @@ def verify(
 @app.command()
 def sweep(
     family: Annotated[str, Option(help="text, moe, media, vision, audio, omni or heads")] = "text",
-    jobs: Annotated[int, Option(min=1, help="processes")] = 2,
+    jobs: Annotated[int | None, Option(min=1, help="processes, instead of 2")] = None,
     transformers: Transformers = None,
     only: Annotated[list[str] | None, Option(help="only these model types")] = None,
     output: Annotated[
@@ -270,12 +270,14 @@ def sweep(
     if sp > 1 or ep > 1:
         if transformers is not None:
             raise ConfigError("--sp and --ep compare with the installed release. To fix: omit --transformers.")
+        if jobs is not None:
+            raise ConfigError("--sp and --ep compare one type at a time, on all ranks. To fix: omit --jobs.")
         raise typer.Exit(commands.sweeping.sweep_ranks(family, only or [], sp, ep, world or 2, output, fresh=fresh))
     if world is not None:
         raise ConfigError("--world is the number of ranks of a layout. To fix: give --sp or --ep with it.")
     if family == commands.head_sweep.FAMILY:
-        raise typer.Exit(commands.head_sweep.sweep(jobs, transformers, only or [], output, fresh=fresh))
-    raise typer.Exit(commands.sweeping.sweep(family, jobs, transformers, only or [], output, fresh=fresh))
+        raise typer.Exit(commands.head_sweep.sweep(jobs or 2, transformers, only or [], output, fresh=fresh))
+    raise typer.Exit(commands.sweeping.sweep(family, jobs or 2, transformers, only or [], output, fresh=fresh))
 
 
 @app.command()

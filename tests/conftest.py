@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections import Counter
+import zlib
 from pathlib import Path
 
 import pytest
@@ -66,15 +66,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _sample(items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked `sampled(n)` every n-th is fast, the others are slow."""
-    cases: Counter[str] = Counter()
+    """Of the cases of a test marked `sampled(n)` one in n is fast, at least one; the others are slow.
+
+    They are drawn by a hash of their names: every n-th would have the same value of a parameter with n values.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None:
-            test = item.nodeid.partition("[")[0]
-            if cases[test] % sampled.args[0]:
-                item.add_marker(pytest.mark.slow)
-            cases[test] += 1
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        drawn = sorted(of_test, key=lambda item: zlib.crc32(item.name.encode()))
+        n = of_test[0].get_closest_marker("sampled").args[0]
+        for item in drawn[-(-len(drawn) // n) :]:
+            item.add_marker(pytest.mark.slow)
 
 
 def _skip_without_cuda(items: list[pytest.Item]) -> None:

@@ -173,9 +173,8 @@ def sweep_ranks(
         support_matrix.write()
     cells = [cell for place in wanted if (cell := rows[place].get("ranks", {})[layout])["applies"]]
     if not cells:
-        console.print(
-            f"None of {', '.join(types)} can be compared with {layout}: see the reasons in {path}", soft_wrap=True
-        )
+        named = f"{', '.join(types[:5])}{', ...' if len(types) > 5 else ''}"
+        console.print(f"None of {named} can be compared with {layout}: see the reasons in {path}", soft_wrap=True)
         return 1
     agreeing = sum(not cell["reason"] for cell in cells)
     console.print(f"{agreeing} of {len(cells)} agree on {world} ranks with {layout}; written: {path}", soft_wrap=True)

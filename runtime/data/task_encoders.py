@@ -50,7 +50,9 @@ class TaggedEncoder(TaskEncoder):
         ids, classes = self.text.with_end_token(ids, classes, 0)
         if classes[-1]:
             raise BadSample(
-                where, "a tag on the last token, which needs an end-of-sequence token after it (data.append_eos)"
+                where,
+                "a tag on the last token, which needs an end-of-sequence token after it: set data.append_eos: true, with a "
+                "tokenizer that has one",
             )
         return Tokens(ids, np.roll(classes, 1))
 

@@ -124,12 +124,13 @@ def require_same_ids(source: str, teacher: str) -> None:
         examples = ", ".join(f"{index} is {own[index]!r} and {others[index]!r}" for index in different[:3])
         raise RecipeError(
             f"teacher.source = '{teacher}' has other tokens than model.source = '{source}': of {len(own)} ids {len(different)} "
-            f"mean another token ({examples}). They must have the same tokens."
+            f"mean another token ({examples}). To fix: take a teacher of the same family, with the tokenizer of the model."
         )
 
 
 def _tokens_by_id(folder: str, key: str) -> dict[int, str]:
-    """The tokens of a folder's tokenizer; none if there is none, which `data_parts` refuses where one is needed.
+    """The tokens of a folder's tokenizer but its special ones, which releases of one family rename; none if it has no tokenizer,
+    which `data_parts` refuses where one is needed.
 
     Raises:
         RecipeError: there is one, but a package that it needs is missing.
@@ -142,7 +143,8 @@ def _tokens_by_id(folder: str, key: str) -> dict[int, str]:
         raise _no_tokenizer(key, folder, error) from error
     except (OSError, ValueError):
         return {}
-    return {index: token for token, index in tokenizer.get_vocab().items()}
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {index: token for token, index in tokenizer.get_vocab().items() if index not in special}
 
 
 def loader_of_group(config: DataConfig, parts: DataParts, index: int, num_groups: int) -> Loader:

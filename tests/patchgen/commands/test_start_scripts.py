@@ -60,5 +60,5 @@ def test_a_script_does_not_drop_fresh_silently(kind: str):
 @pytest.mark.parametrize("nodes", ["two", "0", "2:", ":2", "4:2", "²"])
 @pytest.mark.parametrize("shown", [["--dry-run"], []])
 def test_a_number_of_machines_that_is_none_is_refused(nodes: str, shown: list[str]):
-    with pytest.raises(ConfigError, match=f"--nnodes takes a number .*, not '{nodes}'"):
+    with pytest.raises(ConfigError, match=f"--nnodes must be a number .*, not '{nodes}'"):
         invoke("train", "recipes/qwen3_moe_toy.yaml", "--nnodes", nodes, *shown)

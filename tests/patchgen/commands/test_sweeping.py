@@ -53,6 +53,7 @@ def test_a_type_of_the_other_kind_says_how_it_is_swept(start, tmp_path):
         (["--sp", "2", "--ep", "3", "--world", "4"], "--ep 3 does not divide --world 4.*give --world 6"),
         (["--world", "4"], "--world is the number of ranks of a layout.*give --sp or --ep"),
         (["--sp", "2", "--transformers", "5.20.0"], "with the installed release.*omit --transformers"),
+        (["--sp", "2", "--jobs", "4"], "one type at a time, on all ranks.*omit --jobs"),
     ],
 )
 def test_sizes_that_do_not_fit_the_ranks_are_refused_before_a_row_says_no(sizes, message, tmp_path):
