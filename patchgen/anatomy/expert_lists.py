@@ -27,6 +27,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.experts import num_experts_expressions, require_rowwise, single_call, term_text
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.interpreter import Interpreter, Term
+from patchgen.anatomy.loss_terms import added_hook
 from patchgen.anatomy.names import is_of_config, local_names
 from patchgen.anatomy.roles import LIST, is_gated_mlp
 from patchgen.anatomy.tokenwise import stored_names
@@ -241,7 +242,19 @@ def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
         case _:
             raise Missed(form, forward[1])
     require_rowwise(anatomy, name, act, "an activation of each row by itself, without learned values", fixed=True)
+    _require_no_other_use(anatomy, name, (gate, up, down, act), forward[1])
     return gate, up, down, act
+
+
+def _require_no_other_use(anatomy: Anatomy, name: str, parts: Collection[str], forward: FunctionNode) -> None:
+    """Raises Missed if a hook is added, or a part handed to what may change it: stacked weights have no modules to call."""
+    if hook := added_hook(name, anatomy):
+        raise Missed("an expert without hooks", hook)
+    for info in anatomy.lineage(name):
+        for method in info.methods.values():
+            for node in walk(method) if method is not forward else ():
+                if own_attribute(node) in parts and isinstance(getattr(node, "ctx", None), ast.Load):
+                    raise Missed(f"no use of {ast.unparse(node)} but by {name}.forward", method)
 
 
 def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.library_losses import library_form
-from patchgen.anatomy.loss_terms import LossTerms, is_number
+from patchgen.anatomy.loss_terms import LossTerms, added_hook, is_number
 from patchgen.anatomy.names import local_names, uses_name
 from patchgen.anatomy.own_losses import ALIGNED, OwnLoss, read_own_loss
 from patchgen.anatomy.state_changes import values_in
@@ -40,7 +40,6 @@ LOSS_PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "igno
 SEAM_PARAMETERS = {"head", "hidden_states", "loss_function", "training", "local_terms", "upcast"}
 OWN_LOSSES = {"loss_function", "_loss_function", "__call__"}  # `loss_type` only names one of transformers'
 LIBRARY_LOSS = "self.loss_function"
-HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_module_forward_hook")
 CONFIG = re.compile(r"self\.config(\.\w+)*")
 LIBRARIES, MODELS = ("transformers.", "torch.", "typing.", "functools."), "transformers.models."
 
@@ -239,6 +238,8 @@ def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> Iterator[ast.
 
 def check_own_losses(owner: str, anatomy: Anatomy) -> None:
     """Raises Missed if a class or an ancestor replaces transformers' loss, or if its forward is wrapped or has a hook."""
+    if hook := added_hook(owner, anatomy):  # the seam computes the logits without calling the head's module
+        raise Missed("a head without hooks", hook)
     for info in anatomy.lineage(owner):
         members = [ast.Attribute(ast.Name(info.name), member) for member in ("forward", *OWN_LOSSES)]
         around = [*info.node.decorator_list, *getattr(info.methods.get("forward"), "decorator_list", ())]
@@ -249,8 +250,7 @@ def check_own_losses(owner: str, anatomy: Anatomy) -> None:
                 raise Missed("a forward that nothing is put around but what transformers has for that", node)
         for node in walk(info.node):
             name = getattr(node, "name", None) or own_attribute(node) or getattr(node, "id", "")
-            is_hook = isinstance(node, ast.Attribute) and node.attr in HOOKS
-            if is_hook or (name in OWN_LOSSES and not isinstance(getattr(node, "ctx", None), ast.Load)):
+            if name in OWN_LOSSES and not isinstance(getattr(node, "ctx", None), ast.Load):
                 closest = f"{info.name}, line {getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
                 raise Missed("the loss that transformers has for the class", closest)
 

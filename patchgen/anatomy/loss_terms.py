@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 
 from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
@@ -41,6 +41,12 @@ GRADIENT_HOOKS = {  # torch's, of tensors, nodes, modules and all of these: what
     "register_module_backward_hook",
     "register_module_full_backward_hook",
     "register_module_full_backward_pre_hook",
+}
+HOOKS = GRADIENT_HOOKS | {  # those on what a module takes and gives as well
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_module_forward_hook",
+    "register_module_forward_pre_hook",
 }
 STATE = "changes self for the next call, on each rank alone"
 LOSS, SHARE, RESULT, NONE, OTHER = "loss", "share", "result", "none", "other"  # what a name holds
@@ -230,14 +236,13 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
     """Code of the classes below a head that changes gradients by one rank's tokens, apart from any loss: hooks on gradients,
     gradients that a backward makes from none of its arguments, and values that a forward changes for the next call."""
     infos = [anatomy.classes[name] for name in sorted(anatomy.reached_from([head]))]
-    shared = [node for statements in anatomy.names.statements.values() for node in statements]
-    for code in (node for node in dict.fromkeys(shared) if not isinstance(node, ast.ClassDef)):
-        yield from _gradient_hooks(code, anatomy)
+    for code in outside_classes(anatomy):
+        yield from hooks(code, anatomy, GRADIENT_HOOKS)
     for info, method in [(one, method) for one in infos for method in one.methods.values()]:
         if method.name == "forward":
             changes = StateChanges(anatomy, info.name).of(method, parameters(method), {})
             yield from (f"{info.name}.forward {STATE}: {source}" for source in dict.fromkeys(changes))
-        yield from _gradient_hooks(method, anatomy)
+        yield from hooks(method, anatomy, GRADIENT_HOOKS)
         for node in walk(method):
             match node:
                 case ast.Return(ast.expr() as value) if method.name == "backward":
@@ -251,18 +256,33 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
                     yield from (f"{info.name}.backward: {ast.unparse(part)}" for part in own)
 
 
-def _gradient_hooks(code: ast.AST, anatomy: Anatomy) -> Iterator[str]:
-    """What reads a method or function of torch's that adds a hook on gradients; its call, if it is called."""
+def outside_classes(anatomy: Anatomy) -> list[ast.stmt]:
+    """The statements of the file but its classes."""
+    statements = [node for statements in anatomy.names.statements.values() for node in statements]
+    return [node for node in dict.fromkeys(statements) if not isinstance(node, ast.ClassDef)]
+
+
+def added_hook(owner: str, anatomy: Anatomy) -> str:
+    """What adds a hook in a class, its ancestors or functions of the file, which either may call; "" if nothing does."""
+    codes = (*(info.node for info in anatomy.lineage(owner)), *outside_classes(anatomy))
+    return next((hook for code in codes for hook in hooks(code, anatomy, HOOKS)), "")
+
+
+def hooks(code: ast.AST, anatomy: Anatomy, kinds: Collection[str]) -> Iterator[str]:
+    """What reads a method or function of torch's that adds a hook; its call, if it is called.
+
+    Args:
+        kinds: names of such methods and functions.
+    """
     called = {call.func: call for call in calls(code)}
     for node in walk(code):
         match node:
-            case ast.Attribute(_, name) if name in GRADIENT_HOOKS:
+            case ast.Attribute(_, name) if name in kinds:
                 yield ast.unparse(called.get(node, node))
-            case ast.Name() if (name := anatomy.names.resolve(node) or "").startswith("torch.") and name.split(".")[
-                -1
-            ] in GRADIENT_HOOKS:
-                yield ast.unparse(called.get(node, node))
-            case ast.Constant(str(name)) if name in GRADIENT_HOOKS:  # by `getattr`
+            case ast.Name() if (name := anatomy.names.resolve(node) or "").startswith("torch."):
+                if name.rpartition(".")[2] in kinds:
+                    yield ast.unparse(called.get(node, node))
+            case ast.Constant(str(name)) if name in kinds:  # by `getattr`
                 yield name
 
 

@@ -263,6 +263,7 @@ def test_init_that_depends_on_the_shape_is_refused():
     assert "xavier_uniform_" in str(caught.value)
 
 
+ACT = "self.act_fn = ACT2FN[config.act]"
 REFUSED = {
     "the weight goes into the expert": ("expert(state) * weights[token, slot, None]", "expert(state, weights[token])"),
     "slot and token are swapped": ("slot, token = torch.where(mask", "token, slot = torch.where(mask"),
@@ -306,6 +307,14 @@ REFUSED = {
         "def first(moe, x):\n    return moe.experts[0](x)\n\n\nclass ToyModel(",
     ),
     "an expert that does more": ("product = self.w2(product)", "product = self.w2(product) + x"),
+    "a hook on a projection": (ACT, f"{ACT}\n        self.w2.register_forward_hook(lambda *a: 2 * a[-1])"),
+    "a hook on the gradients of an expert": (ACT, f"{ACT}\n        self.register_full_backward_hook(lambda *a: None)"),
+    "a hook on a weight": (ACT, f"{ACT}\n        self.w2.weight.register_hook(lambda g: 2 * g)"),
+    "a weight of another form": (ACT, f"{ACT}\n        nn.utils.parametrizations.weight_norm(self.w2)"),
+    "a hook that a function adds": (
+        "class ToyModel(",
+        "def double(module):\n    module.register_forward_hook(lambda *a: 2 * a[-1])\n\n\nclass ToyModel(",
+    ),
 }
 
 
