@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import time
 import uuid
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.profiler import profile, schedule, tensorboard_trace_handler
@@ -250,3 +252,12 @@ def profiler(recipe: Recipe) -> contextlib.AbstractContextManager[profile | None
 def device_name(device: torch.device) -> str:
     """The name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def seed_rank(recipe: Recipe) -> None:
+    """Seeds every generator of this rank; ranks differ, so SP ranks have different dropout."""
+    number = recipe.train.seed + dist.get_rank()
+    random.seed(number)
+    numpy.random.seed(number % 2**32)
+    torch.manual_seed(number)
+    torch.use_deterministic_algorithms(recipe.train.deterministic, warn_only=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -72,7 +71,7 @@ class Trainer:
             router_loss=train.router_loss,
             expert_exchange=recipe.parallel.expert_exchange,
         )
-        seed_rank(recipe)
+        setup.seed_rank(recipe)
         setup.require_shared(recipe.directory)
         self.parts, self.loader, self.eval_loader = run_on_all_ranks(self.open_data)
         if self.eval_loader is not None:
@@ -167,11 +166,8 @@ class Trainer:
                     self.checkpoints.save(self.step, position, asynchronous=recipe.checkpoint.asynchronous)
                 if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
                     self.evaluate()
-            if (
-                self.eval_loader is not None
-                and upcoming.reason != "stop"
-                and self.first_step < self.step != self.evaluated_step
-            ):
+            is_unevaluated = self.first_step < self.step != self.evaluated_step
+            if self.eval_loader is not None and upcoming.reason != "stop" and is_unevaluated:
                 self.evaluate()
             watched.close()  # the rest is writing, which has no time limit
             self.checkpoints.wait_for_pending()
@@ -445,12 +441,3 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def seed_rank(recipe: Recipe) -> None:
-    """Seeds every generator of this rank; ranks differ, so SP ranks have different dropout."""
-    number = recipe.train.seed + dist.get_rank()
-    random.seed(number)
-    numpy.random.seed(number % 2**32)
-    torch.manual_seed(number)
-    torch.use_deterministic_algorithms(recipe.train.deterministic, warn_only=True)
