@@ -19,6 +19,7 @@ ROTATE = "def rotate_half(x):"
 APPLY = '@use_kernel_forward_from_hub("rotary_pos_emb")\ndef apply_rotary'
 NORM = "class Gemma3RMSNorm(nn.Module):"
 HEAD = "        logits = self.lm_head(hidden_states)\n"
+BODY = "        hidden_states = self.norm(hidden_states)\n"
 CONVOLVED = "            hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias, **kwargs)\n"
 BLOCK = "        hidden_states = hidden_states + self.mlp(self.norm2(hidden_states))\n"
 PROJECTED = "        attn_output = self.proj(attn_output)\n"
@@ -60,11 +61,10 @@ LEFT = (
     ("llama", "a wrapped rotation", ((ROTATE, DOUBLED + "@doubled\n" + ROTATE),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
     ("llama", "a rotation replaced below", ((APPLY, "rotate_half = torch.neg\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
     ("llama", "a rotation wrapped below", ((APPLY, DOUBLED + "rotate_half = doubled(rotate_half)\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
-    ("llama", "a hook that scales gradients", ((HEAD, "        hidden_states.register_hook(lambda g: g / g.norm())\n" + HEAD),), "hidden_states.register_hook(lambda g: g / g.norm()) is added to the loss"),
-    ("llama", "a hook of a module that changes gradients", ((HEAD, "        self.norm.register_full_backward_hook(print)\n" + HEAD),), "self.norm.register_full_backward_hook(print) is added to the loss"),
-    ("llama", "a hook that a function adds", (("def repeat_kv(", "def scaled(x):\n    x.register_hook(print)\n    return x\n\n\ndef repeat_kv("), (HEAD, "        hidden_states = scaled(hidden_states)\n" + HEAD)), "x.register_hook(print) is added to the loss"),
-    ("llama", "a hook under another name", ((HEAD, "        add = hidden_states.register_hook\n        add(print)\n" + HEAD),), "hidden_states.register_hook is added to the loss"),
-    ("llama", "a hook of all modules", ((HEAD, "        nn.modules.module.register_module_full_backward_hook(print)\n" + HEAD),), "register_module_full_backward_hook(print) is added to the loss"),
+    ("llama", "a hook that scales gradients", ((BODY, "        hidden_states.register_hook(lambda g: g / g.norm())\n" + BODY),), "hidden_states.register_hook(lambda g: g / g.norm()) is added to the loss"),
+    ("llama", "a hook of a module that changes gradients", ((BODY, "        self.norm.register_full_backward_hook(print)\n" + BODY),), "self.norm.register_full_backward_hook(print) is added to the loss"),
+    ("llama", "a hook under another name", ((BODY, "        add = hidden_states.register_hook\n        add(print)\n" + BODY),), "hidden_states.register_hook is added to the loss"),
+    ("llama", "a hook of all modules", ((BODY, "        nn.modules.module.register_module_full_backward_hook(print)\n" + BODY),), "register_module_full_backward_hook(print) is added to the loss"),
     ("llama", "a loss that a backward adds", (("class LlamaMLP(", AUXILIARY + "class LlamaMLP("), (HEAD, "        hidden_states = AddLoss.apply(hidden_states, hidden_states.mean())\n" + HEAD)), "AddLoss.backward: torch.ones((), dtype=grad.dtype) is added to the loss"),
     ("llama", "a running mean", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), CHANGES + "self.seen.copy_(hidden_states.mean())"),
     ("llama", "a running sum", ((HEAD, "        self.seen += hidden_states.mean()\n" + HEAD),), CHANGES + "self.seen += hidden_states.mean()"),
