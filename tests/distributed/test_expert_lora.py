@@ -99,6 +99,7 @@ def compare(folder: Path, place: Path, steps: int, one_rank, two_ranks, four_ran
         require_rounding(run["logits"], logits_of(loaded_by_peft(folder, folder_of)), what=f"{name}, loaded by PEFT")
 
 
+@pytest.mark.slow
 def test_four_steps_in_products_of_layouts_are_those_of_peft(
     trainer_folder, tmp_path, one_rank, two_ranks, four_ranks
 ):

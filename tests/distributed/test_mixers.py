@@ -41,6 +41,7 @@ def test_kernels_of_whole_mixers(two_ranks):
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "packages"])
+@pytest.mark.sampled(2)
 def test_any_number_of_documents(kernels, two_ranks):
     two_ranks.run(cases.documents_are_computed_alone, kernels, 1, 70)
 

@@ -56,6 +56,7 @@ def test_what_upstream_cannot_train_under_the_attention_of_a_run_is_no_fault_of_
     assert verdict.kind in (mutants.EQUAL, mutants.NOT_RUN), verdict
 
 
+@pytest.mark.slow
 def test_what_fsdp_refuses_of_upstream_too_is_no_fault_of_ours(two_ranks, judge):
     """A change in place of a layer's input, which FSDP2 hooks: an error in both files, or in the generated one alone."""
     in_place = subject(judge, f"{RESIDUAL}; residual *= 1.0", old=RESIDUAL)
@@ -69,6 +70,7 @@ MERGED = "merged_hidden_states = self.merger(hidden_states)"
 FILLED = "inputs_embeds = inputs_embeds.masked_scatter(image_mask, image_embeds)"
 
 
+@pytest.mark.slow
 def test_code_that_counts_placeholders_is_refused_at_the_start(two_ranks):
     """A slice has another share of them than the sequence, or none."""
     judge = mutants.Judge(upstream.load("qwen2_vl"))
@@ -90,6 +92,7 @@ def test_documents_that_one_process_computes_together_are_no_fault_of_ranks(two_
     assert verdict.kind == mutants.EQUAL and "computes the documents of a row together" in verdict.detail, verdict
 
 
+@pytest.mark.slow
 def test_a_mutant_that_fails_on_packed_rows_is_compared_on_others(two_ranks, judge):
     """Lengths of documents fail in one process, too: that says nothing about rows of one document."""
     unpacked = f"{PROJECTED}\n        if kwargs.get('cu_seq_lens_q') is not None:\n            raise RuntimeError('one document')"

@@ -55,6 +55,7 @@ def test_kernels_equal_the_reference_in_the_interpreter(case: Case):
 
 @pytest.mark.skipif(on_gpu, reason="the kernels take fp32 in the interpreter only")
 @pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.sampled(2)
 def test_weight_gradients_from_copied_rows_equal_the_reference(is_transposed: bool, monkeypatch):
     monkeypatch.setattr(moe_triton, "copy_pays_off", lambda *sizes: True)
     case = Case("copied", routing="left_out", is_transposed=is_transposed, **(SMALL | {"num_tokens": 140}))
@@ -103,6 +104,7 @@ def test_what_a_failed_backward_awaited_is_handed_nothing_in_another_one():
                 leaf.sum().backward()
 
 
+@pytest.mark.slow
 def test_the_order_of_tiles_changes_no_bit(monkeypatch):
     """Groups of two row tiles, the last one of one, against groups of one; several column tiles in each kernel."""
     sizes = {"num_tokens": 60, "num_experts": 3, "hidden_size": 264, "intermediate_size": 264}

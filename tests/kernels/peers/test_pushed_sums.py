@@ -13,6 +13,7 @@ from patchgen.kernels.peers.pushed_sums import PushTargets
 
 @pytest.mark.parametrize("hidden", [40, 33, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.sampled(3)
 def test_pushed_sums_are_those_that_were_published_before(hidden: int, dtype: torch.dtype):
     """To the bit; where a rank has none of a token's experts nothing is written, and nothing read: NaN there."""
     index, total = routing(), sum(COUNTS)

@@ -62,6 +62,7 @@ def test_sizes_that_do_not_fit_the_ranks_are_refused_before_a_row_says_no(sizes,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_types_of_which_none_can_be_compared_on_ranks_are_no_success(tmp_path, capsys):
     """A dense model has no experts to share."""
     assert sweeping.sweep_ranks("text", ["llama"], 1, 2, 2, tmp_path, fresh=False) == 1
