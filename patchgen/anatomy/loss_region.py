@@ -26,8 +26,9 @@ from patchgen.anatomy.classes import (
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.hooks import require_no_hooks
 from patchgen.anatomy.library_losses import library_form
-from patchgen.anatomy.loss_terms import LossTerms, added_hook, is_number
+from patchgen.anatomy.loss_terms import LossTerms, is_number
 from patchgen.anatomy.names import local_names, uses_name
 from patchgen.anatomy.own_losses import ALIGNED, OwnLoss, read_own_loss
 from patchgen.anatomy.state_changes import values_in
@@ -238,8 +239,7 @@ def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> Iterator[ast.
 
 def check_own_losses(owner: str, anatomy: Anatomy) -> None:
     """Raises Missed if a class or an ancestor replaces transformers' loss, or if its forward is wrapped or has a hook."""
-    if hook := added_hook(owner, anatomy):  # the seam computes the logits without calling the head's module
-        raise Missed("a head without hooks", hook)
+    require_no_hooks(owner, "a head", anatomy)
     for info in anatomy.lineage(owner):
         members = [ast.Attribute(ast.Name(info.name), member) for member in ("forward", *OWN_LOSSES)]
         around = [*info.node.decorator_list, *getattr(info.methods.get("forward"), "decorator_list", ())]

@@ -11,13 +11,12 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from patchgen.anatomy import known
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
-    calls,
     loaded,
     parameter_names,
     parameters,
@@ -26,28 +25,11 @@ from patchgen.anatomy.classes import (
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.hooks import GRADIENT_HOOKS, hooks, outside_classes
 from patchgen.anatomy.names import is_of_config, local_names
 from patchgen.anatomy.state_changes import ASKED, CASTS, StateChanges, derived_from, flags, values_in
 
 SHARES = "ops.router_loss"
-GRADIENT_HOOKS = {  # torch's, of tensors, nodes, modules and all of these: what they call may change gradients
-    "register_hook",
-    "register_prehook",
-    "register_post_accumulate_grad_hook",
-    "register_multi_grad_hook",
-    "register_backward_hook",
-    "register_full_backward_hook",
-    "register_full_backward_pre_hook",
-    "register_module_backward_hook",
-    "register_module_full_backward_hook",
-    "register_module_full_backward_pre_hook",
-}
-HOOKS = GRADIENT_HOOKS | {  # those on what a module takes and gives as well
-    "register_forward_hook",
-    "register_forward_pre_hook",
-    "register_module_forward_hook",
-    "register_module_forward_pre_hook",
-}
 STATE = "changes self for the next call, on each rank alone"
 LOSS, SHARE, RESULT, NONE, OTHER = "loss", "share", "result", "none", "other"  # what a name holds
 RESULTS = re.compile(r"transformers\.(modeling_outputs\.\w+|(utils|utils\.generic|file_utils)\.ModelOutput)")
@@ -254,36 +236,6 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
                         if not isinstance(p, ast.Constant) and not derived & values_in(anatomy.names, p)
                     )
                     yield from (f"{info.name}.backward: {ast.unparse(part)}" for part in own)
-
-
-def outside_classes(anatomy: Anatomy) -> list[ast.stmt]:
-    """The statements of the file but its classes."""
-    statements = [node for statements in anatomy.names.statements.values() for node in statements]
-    return [node for node in dict.fromkeys(statements) if not isinstance(node, ast.ClassDef)]
-
-
-def added_hook(owner: str, anatomy: Anatomy) -> str:
-    """What adds a hook in a class, its ancestors or functions of the file, which either may call; "" if nothing does."""
-    codes = (*(info.node for info in anatomy.lineage(owner)), *outside_classes(anatomy))
-    return next((hook for code in codes for hook in hooks(code, anatomy, HOOKS)), "")
-
-
-def hooks(code: ast.AST, anatomy: Anatomy, kinds: Collection[str]) -> Iterator[str]:
-    """What reads a method or function of torch's that adds a hook; its call, if it is called.
-
-    Args:
-        kinds: names of such methods and functions.
-    """
-    called = {call.func: call for call in calls(code)}
-    for node in walk(code):
-        match node:
-            case ast.Attribute(_, name) if name in kinds:
-                yield ast.unparse(called.get(node, node))
-            case ast.Name() if (name := anatomy.names.resolve(node) or "").startswith("torch."):
-                if name.rpartition(".")[2] in kinds:
-                    yield ast.unparse(called.get(node, node))
-            case ast.Constant(str(name)) if name in kinds:  # by `getattr`
-                yield name
 
 
 def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:

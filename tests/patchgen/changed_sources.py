@@ -294,6 +294,8 @@ LOSSES = (
         ("a hook on the forward", (HELD, HELD + "        self.register_forward_hook(squared)\n")),
         ("a hook on the head's gradients", (HELD, HELD + "        self.lm_head.register_full_backward_pre_hook(squared)\n")),
         ("a hook by its name", (HELD, HELD + "        getattr(self.lm_head, 'register_forward_hook')(squared)\n")),
+        ("a hook of all modules", (HELD, HELD + "        nn.modules.module.register_module_full_backward_hook(squared)\n")),
+        ("a hook that another class adds", ("        self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)\n", "        self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)\n        for module in self.children():\n            module.register_forward_hook(squared)\n")),
         ("a hook that a function adds", (HELD, HELD + "        held(self.lm_head)\n"), (HEAD_CLASS, "def held(module):\n    module.register_forward_hook(squared)\n\n\n" + HEAD_CLASS)),
         ("a number of items in the arguments", (HIDDEN, HIDDEN + '        kwargs["num_items_in_batch"] = input_ids.shape[1]\n')),
         ("a number of items by an update", (HIDDEN, HIDDEN + "        kwargs.update(num_items_in_batch=input_ids.shape[1])\n")),

@@ -311,6 +311,14 @@ REFUSED = {
     "a hook on the gradients of an expert": (ACT, f"{ACT}\n        self.register_full_backward_hook(lambda *a: None)"),
     "a hook on a weight": (ACT, f"{ACT}\n        self.w2.weight.register_hook(lambda g: 2 * g)"),
     "a weight of another form": (ACT, f"{ACT}\n        nn.utils.parametrizations.weight_norm(self.w2)"),
+    "a hook on all modules of a model": (
+        "        self.moe = ToyMoE(config)\n",
+        "        self.moe = ToyMoE(config)\n        for one in self.modules():\n            one.register_forward_hook(print)\n",
+    ),
+    "a weight of another form by a function": (
+        "class ToyModel(",
+        "def normed(module):\n    nn.utils.parametrizations.weight_norm(module.w2)\n\n\nclass ToyModel(",
+    ),
     "a hook that a function adds": (
         "class ToyModel(",
         "def double(module):\n    module.register_forward_hook(lambda *a: 2 * a[-1])\n\n\nclass ToyModel(",
