@@ -72,10 +72,10 @@ def _load(source: SourceConfig, path: str) -> Any:
     """The split of `datasets.load_dataset`.
 
     Raises:
-        DataError: there are no such data, or they have no such split or subset.
+        DataError: there are no such data, they cannot be read, or they have no such split or subset.
     """
     import datasets
-    from datasets.exceptions import DatasetsError
+    from datasets.exceptions import ChecksumVerificationError, DatasetBuildError, DatasetsError
 
     try:
         return datasets.load_dataset(path, source.subset, split=source.split, streaming=source.streaming)
@@ -84,6 +84,10 @@ def _load(source: SourceConfig, path: str) -> Any:
         reason = "the folder" if is_folder else "it is not a local file or folder, and"
         place = "by datasets" if is_folder else "from the hub"
         raise DataError(f"No data at {source.path}: {reason} could not be loaded {place}: {error}") from error
+    except (DatasetBuildError, ChecksumVerificationError) as error:
+        raise DataError(
+            f"The files of {source.path} cannot be read by datasets: {error.__cause__ or error}. To fix: repair or remove them."
+        ) from error
     except (ValueError, DatasetsError) as error:  # an unknown split or subset is a ValueError
         raise DataError(
             f"{source.path} cannot be loaded with split = {source.split}, subset = {source.subset}: {error}. To fix: set "

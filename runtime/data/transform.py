@@ -217,26 +217,24 @@ def load_function(spec: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def _source_files(spec: str) -> list[Path]:
-    """The files that a transform depends on: that of the function.
+    """The files that a transform depends on: the one that `spec` names, and that of the function.
 
-    Of an object that is called instead (`functools.partial`, one with `__call__`, a decorated function) also the file that
-    makes it, which has its arguments; none for functions that are built in.
+    The first may make the function with arguments (`functools.partial`, a closure, a bound method, an object with `__call__`).
+    Built-in functions have no file.
     """
-    function = load_function(spec)
-    definition: Any = function
+    definition: Any = load_function(spec)
     while isinstance(definition, functools.partial):
         definition = definition.func
     definition = inspect.unwrap(definition)
     if not (inspect.isroutine(definition) or inspect.isclass(definition)):
         definition = type(definition)
     try:
-        files = [inspect.getsourcefile(definition)]
+        defined = inspect.getsourcefile(definition)
     except TypeError:  # built in, such as an operator.itemgetter
-        files = []
-    if definition is not function:
-        place = spec.rpartition(":")[0]
-        files.insert(0, place if place.endswith(".py") else _imported(place).__file__)
-    return [Path(file).expanduser() for file in dict.fromkeys(files) if file]
+        defined = None
+    place = spec.rpartition(":")[0]
+    named = place if place.endswith(".py") else getattr(_imported(place), "__file__", None)
+    return list(dict.fromkeys(Path(file).expanduser().resolve() for file in (named, defined) if file))
 
 
 def _imported(name: str) -> ModuleType:

@@ -248,3 +248,15 @@ def test_the_validation_split_has_all_cases():
     assert len(kinds) == 5
     train = open_builtin("omni", "train")
     assert train.numbers == [number for number in range(2000) if number % 20]
+
+
+def test_files_that_datasets_cannot_read_are_told_as_such(tmp_path):
+    """The advice was to set a split and a subset."""
+    pytest.importorskip("datasets")
+    path = tmp_path / "data"
+    path.mkdir()
+    (path / "one.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(
+        DataError, match=rf"The files of {path} cannot be read by datasets: .*To fix: repair or remove"
+    ):
+        open_source(SourceConfig(str(path), format="datasets"))

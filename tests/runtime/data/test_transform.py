@@ -72,7 +72,12 @@ def with_role(role, row):
 def logged(function):
     return functools.wraps(function)(lambda row: function(row))
 
+def asking(role):
+    return lambda row: with_role(role, row)
+
 asker = Asker()
+closure = asking("user")
+method = asker.__call__
 partial = functools.partial(with_role, "user")
 decorated = logged(messages)
 first = operator.itemgetter("q")
@@ -163,7 +168,7 @@ WRONG = {
     "odd_positions": r"returned position_ids of shape \(5, 2\), expected \(n,\), \(3, n\) or \(4, n\)",
     "two_rows": r"returned input_ids of shape \(1, 2, 3\), expected \(n,\) or \(1, n\)",
     "raises": "refuses the row: KeyError: 'gone'.*All of the first 5 rows of",
-    "not_a_function": "own.py has no function 'not_a_function'; its functions: decorated, fields, inputs,",
+    "not_a_function": "own.py has no function 'not_a_function'; its functions: asking, closure, decorated, fields, inputs,",
     "gone.py:f": "there is no file gone.py",
     "gone_module:f": "gone_module cannot be imported: ModuleNotFoundError.*searched on Python.s path and in /",
 }
@@ -209,8 +214,9 @@ def test_an_object_that_is_called_is_a_transform_too(folder, name):
     assert learned(loader_of(folder, name)) == "".join(f"a{n}<|im_end|>" for n in range(5))
 
 
-@pytest.mark.parametrize("name", ["asker", "partial", "decorated", "first"])
+@pytest.mark.parametrize("name", ["asker", "partial", "decorated", "closure", "method", "first"])
 def test_tokens_are_made_anew_where_an_object_that_is_called_changed(folder, name):
+    """Of a closure or a method that another file makes, that file has the arguments, and did not count."""
     (folder / f"use_{name}.py").write_text(f"from code_{name} import {name}\n")
     (folder / f"code_{name}.py").write_text(CODE)
     transform = Transform(f"use_{name}:{name}", SourceConfig("x", transform="a:b"), "chat")
