@@ -21,9 +21,10 @@ import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
-from patchgen.runtime.data.media_parts import MEDIA_COLUMNS, messages_with_parts
+from patchgen.runtime.data.media_parts import MEDIA_COLUMNS, as_list, messages_with_parts
 from patchgen.runtime.data.problems import BadSample
 
 Row = Mapping[str, Any]
@@ -39,7 +40,6 @@ ROLES = {
     "function_call": "assistant",
 }
 TEXT, MESSAGES, TURNS, TURN = "text", "list of {role, content}", "list of {from, value}", "{from, value}"
-EMPTY_LIST = "list of nothing"
 LABEL = "label"
 PROMPT_COLUMNS = ("prompt", "conversations", "instruction")
 """The columns that could each be the prompt of a pair."""
@@ -174,10 +174,14 @@ def _wrong_type(name: str, column: str, value: Any, types: tuple[str, ...]) -> s
 
 
 def _require_optional_types(where: str, row: Row, name: str) -> None:
-    """Raises BadSample if an optional column of a format has another type; None and an empty list are no value."""
+    """Raises BadSample if an optional column of a format has another type; None and an empty list are no value.
+
+    An input is read only beside an instruction.
+    """
     for column, types in FORMATS[name].optional.items():
         value = row.get(column)
-        if value is not None and types and type_of(value) not in (*types, EMPTY_LIST):
+        is_read = column != "input" or as_list(row.get("instruction"))
+        if types and is_read and as_list(value) and type_of(value) not in types:
             raise BadSample(where, _wrong_type(name, column, value, types))
 
 
@@ -209,7 +213,7 @@ def type_of(value: Any) -> str:
                 return MESSAGES
             return TURNS if {"from", "value"} <= first.keys() else f"list of {{{', '.join(map(str, first))}}}"
         return f"list of {' and '.join(dict.fromkeys(map(type_of, value or [None])))}"
-    return type(value).__name__
+    return "int" if isinstance(value, Integral) and not isinstance(value, bool) else type(value).__name__
 
 
 def _columns_of(row: Row) -> str:
@@ -306,12 +310,12 @@ def _from_prompt(where: str, row: Row) -> dict[str, Any]:
 
 
 def _from_preference(where: str, row: Row) -> dict[str, Any]:
-    present = [name for name in PROMPT_COLUMNS if row.get(name) is not None]
+    present = [name for name in PROMPT_COLUMNS if as_list(row.get(name))]
     if len(present) > 1:
         raise WrongColumns(
             where,
             f"{' and '.join(present)} could each be the prompt, expected one of them. To fix: name the one to use in "
-            f"data.sources[].columns, as {{{present[0]}: {present[0]}}}",
+            f"data.sources[].columns, as {{{present[0]}: {present[0]}}}; a data.sources[].transform returns only one of them",
         )
     if not present:
         prompt = []
@@ -418,7 +422,7 @@ def _with_media(where: str, row: Row, *, all_marks_are_media: bool) -> dict[str,
     items = {}
     for kind, name in MEDIA_COLUMNS.items():
         media = _media_of(where, row, kind)
-        if media is not None:
+        if media:
             items[name] = media
     messages = messages_with_parts(where, row["messages"], items, all_marks_are_media=all_marks_are_media)
     other_columns = {
@@ -427,22 +431,19 @@ def _with_media(where: str, row: Row, *, all_marks_are_media: bool) -> dict[str,
     return {**other_columns, "messages": messages, **items}
 
 
-def _media_of(where: str, row: Row, kind: str) -> list[Any] | None:
-    """The items of a kind, from the column of one (`image`) or of several (`images`); None: the row has neither.
+def _media_of(where: str, row: Row, kind: str) -> list[Any]:
+    """The items of a kind, from the column of one (`image`) or of several (`images`); an empty text is none beside the other.
 
     Raises:
         WrongColumns: both have items, and using one would drop the others silently.
     """
     columns = (MEDIA_COLUMNS[kind], kind)
-    lists = [
-        list(media) if isinstance(media, list | tuple) else [media]
-        for media in (row.get(column) for column in columns)
-        if media is not None
-    ]
-    if all(lists) and len(lists) > 1:
+    lists = [as_list(row.get(column)) for column in columns]
+    filled = [items for items in lists if any(not isinstance(item, str) or item for item in items)]
+    if len(filled) > 1:
         raise WrongColumns(
             where,
             f"both {kind} and {columns[0]} have media, expected one of them. To fix: with data.sources[].columns = "
             f"{{{columns[0]}: {kind}}} only {kind} is used; or drop one in a data.sources[].transform",
         )
-    return max(lists, key=len, default=None)
+    return max(filled or lists, key=len)

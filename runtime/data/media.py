@@ -17,7 +17,8 @@ import numpy as np
 
 MAX_BYTES_OF_SAMPLE = 4
 """Of sounds as integers: 8, 16 or 32 bits."""
-VIDEO_DIMENSIONS = 4  # frames, height, width, colours
+COLOURS = ((), (2,), (3,), (4,))
+"""The shape of a pixel: grey, grey and alpha, RGB, RGBA."""
 
 
 class MediaError(Exception):
@@ -51,6 +52,11 @@ def load_image(value: Any, root: Path) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype not in (np.uint8, np.bool_):  # PIL would cut other values off at 0 and 255
             raise MediaError(f"an image as an array of {value.dtype}, expected uint8")
+        if not value.shape[1:] or value.shape[2:] not in COLOURS:
+            raise MediaError(
+                f"an image as an array {value.shape}, expected (height, width) or (height, width, 3). To fix: return it so from a "
+                "data.sources[].transform"
+            )
         value = Image.fromarray(value)
     if isinstance(value, Image.Image):
         return value.convert("RGB")
@@ -98,7 +104,7 @@ def _as_float(array: np.ndarray) -> np.ndarray:
         if np.abs(array).max() > 1:
             raise MediaError(
                 f"a sound with integers up to {np.abs(array).max()} of unknown range, expected numbers in [-1, 1] or an array of "
-                "int16"
+                "int16. To fix: return np.asarray(samples, dtype=np.int16) from a data.sources[].transform"
             )
         return array.astype(np.float32)
     half = 2 ** (array.dtype.itemsize * 8 - 1)
@@ -119,9 +125,10 @@ def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[
     from av.error import FFmpegError
 
     if isinstance(value, np.ndarray):
-        if value.dtype != np.uint8 or value.ndim != VIDEO_DIMENSIONS:
+        if value.dtype != np.uint8 or value.shape[3:] != (3,):
             raise MediaError(
-                f"a video as an array {value.shape} of {value.dtype}, expected (frames, height, width, 3) of uint8"
+                f"a video as an array {value.shape} of {value.dtype}, expected (frames, height, width, 3) of uint8. To fix: "
+                "return it so from a data.sources[].transform"
             )
         indices = _sample_indices(len(value), fps, fps=fps, max_frames=max_frames)
         return value[indices], _metadata(len(value), fps, indices, value.shape[1:3])

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from patchgen.runtime.data.config import SourceConfig
-from patchgen.runtime.data.formats import MEDIA_COLUMNS
 from patchgen.runtime.data.media import MediaError, load_audio, load_image, load_video
+from patchgen.runtime.data.media_parts import MEDIA_COLUMNS, as_list
 from patchgen.runtime.data.problems import BadSample, as_bad_sample
 from patchgen.runtime.data.processors import ProcessorAdapter
 
@@ -117,10 +117,6 @@ class MediaReader:
         if sound:
             sound_samples = load_audio(value if sound is True else sound, root, sampling_rate=self.sampling_rate)
             items.add_audio(sound_samples, video=len(items.videos) - 1)
-
-
-def as_list(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def folder_of(path: str) -> Path:

@@ -12,6 +12,10 @@ MARKS = re.compile("<(image|video|audio)>")
 MEDIA_COLUMNS = {"image": "images", "video": "videos", "audio": "audios"}
 
 
+def as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
 def messages_with_parts(
     where: str, messages: Sequence[Any], items: Mapping[str, Sequence[Any]], *, all_marks_are_media: bool
 ) -> list[Any]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from patchgen.runtime.data.formats import type_of
+from patchgen.runtime.data.media_parts import as_list
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.text import SampleEncoder, TextEncoder, Tokens
 
@@ -94,14 +94,12 @@ class AnswerEncoder(TaskEncoder):
         """
         first: dict[str, Any] = {}
         for name, expected in (("text", "list of text"), ("answer_start", "list of int")):
-            values = answers.get(name)
-            if values is None or (isinstance(values, list | tuple) and not values):
+            values = answers.get(name, [])
+            if not as_list(values):
                 raise BadSample(
                     where, "answers without a text or an answer_start: questions without an answer have no targets"
                 )
-            type_ = str if name == "text" else Integral
-            is_list = isinstance(values, list | tuple)
-            if not is_list or isinstance(values[0], bool) or not isinstance(values[0], type_):
+            if type_of(values) != expected:
                 raise BadSample(where, f"answers holds {name} as {type_of(values)}, expected {expected}")
             first[name] = values[0]
         return first["text"], int(first["answer_start"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import GenerationConfig
 
-from patchgen.runtime.data.media_items import as_list
+from patchgen.runtime.data.media_parts import as_list
 from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
 from patchgen.runtime.doctor.samples import first_texts
 

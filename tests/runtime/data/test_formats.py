@@ -261,7 +261,7 @@ def test_an_optional_column_of_another_type_is_a_bad_sample(name, column):
         Rows(SourceConfig("x"), "chat")("x", CHATS[name] | column)
 
 
-@pytest.mark.parametrize("column", [{"prompt": 3}, {"conversations": 3}, {"instruction": 3}, {"input": 3}])
+@pytest.mark.parametrize("column", [{"prompt": 3}, {"conversations": 3}, {"instruction": 3}])
 def test_a_prompt_of_another_type_is_a_bad_sample(column):
     with pytest.raises(BadSample, match="x: column '.*' holds int, expected "):
         Rows(SourceConfig("x"), "preference")("x", PAIRS["whole"] | column)

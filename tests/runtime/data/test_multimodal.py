@@ -307,7 +307,8 @@ def test_samples_of_a_list_are_taken_as_they_are_unless_their_range_is_unknown(t
         found = load_audio({"array": array, "sampling_rate": 16000}, tmp_path, sampling_rate=16000)
         assert found.tolist() == array
     with pytest.raises(
-        MediaError, match=r"integers up to 900 of unknown range, expected numbers in \[-1, 1\] or .* int16"
+        MediaError,
+        match=r"integers up to 900 of unknown range, expected numbers in \[-1, 1\] or .* To fix: return np.asarray",
     ):
         load_audio({"array": [0, 900], "sampling_rate": 16000}, tmp_path, sampling_rate=16000)
 
@@ -316,7 +317,12 @@ def test_pictures_and_videos_as_arrays_of_other_types_are_refused(tmp_path):
     """PIL cuts the values of other arrays off, so a picture of floats in [0, 1] became a black one."""
     with pytest.raises(MediaError, match="an image as an array of float32, expected uint8"):
         load_image(np.full((4, 5), 0.5, dtype=np.float32), tmp_path)
-    for frames in (np.zeros((3, 4, 5, 3), dtype=np.float32), np.zeros((3, 4, 5), dtype=np.uint8)):
+    for shape in ((3, 4, 5), (5,), (4, 5, 1), (1, 4, 5, 3)):
+        with pytest.raises(MediaError, match=r"an image as an array \(.*, expected \(height, width\) or .* To fix: "):
+            load_image(np.zeros(shape, dtype=np.uint8), tmp_path)
+    assert load_image(np.zeros((4, 5, 4), dtype=np.uint8), tmp_path).size == (5, 4)
+    wrong = [np.zeros((3, 4, 5, 3), dtype=np.float32)]
+    for frames in [*wrong, *(np.zeros(shape, dtype=np.uint8) for shape in ((3, 4, 5), (3, 4, 5, 6), (3, 4, 5, 3, 1)))]:
         with pytest.raises(
             MediaError, match=r"a video as an array \(3, 4, 5.*, expected \(frames, height, width, 3\)"
         ):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from small_processors import byte_tokenizer, template
 from tokenizers.processors import TemplateProcessing
 
 from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader
+from patchgen.runtime.data.rows import Rows
+from patchgen.runtime.data.task_encoders import AnswerEncoder, TaggedEncoder
 from patchgen.runtime.data.text import TextEncoder
 from patchgen.runtime.parallel.batch import IGNORED
 
@@ -58,6 +61,11 @@ def test_every_word_and_tag_is_checked(tmp_path, row):
             "answers holds answer_start as list of text, expected list of int",
         ),
         ({"text": [3], "answer_start": [4]}, "answers holds text as list of int, expected list of text"),
+        ({"text": ["wrote", 3], "answer_start": [4, 0]}, "answers holds text as list of text and int, expected list"),
+        (
+            {"text": ["wrote"], "answer_start": [True]},
+            "answers holds answer_start as list of bool, expected list of int",
+        ),
         ({"text": ["wrote"], "answer_start": [-6]}, "the answer 'wrote' is not in the context at -6"),
         ({"text": [], "answer_start": []}, "answers without a text or an answer_start"),
     ],
@@ -67,6 +75,17 @@ def test_answers_of_other_types_are_bad_samples(tmp_path, answers, reason):
     row = {"question": "Who?", "context": "Ada wrote.", "answers": answers}
     with pytest.raises(DataError, match=f"rows.jsonl:1: {reason}"):
         batches_of(tmp_path, [row], kind="answers")
+
+
+def test_numbers_of_numpy_are_numbers():
+    """A transform may return them: tags of them were refused."""
+    text = TextEncoder(byte_tokenizer(template(), {}), append_eos=True)
+    row = {"question": "?", "context": "ab", "answers": {"text": ["b"], "answer_start": [np.int64(1)]}}
+    targets = AnswerEncoder(text).tokens("x", Rows(SourceConfig("x"), "answers")("x", row)).targets
+    assert targets is not None and targets.sum() == 1
+    tags = {"tokens": ["a", "b"], "tags": [np.int64(1), np.int64(0)]}
+    targets = TaggedEncoder(text).tokens("x", Rows(SourceConfig("x"), "token_classes")("x", tags)).targets
+    assert targets is not None and sorted(set(targets.tolist())) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("words", [["", "b"], ["a", ""], ["a", "", "b"]])
