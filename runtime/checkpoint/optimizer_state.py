@@ -84,16 +84,17 @@ def empty_state(
     parameters = named_parameters(model, optimizer)
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     empty_tensors = {}
-    problems = [
+    pairs = [(name, field) for name, fields in others.items() for field in fields]
+    pairs += [(name, field) for name, _, field in (key.rpartition(SEPARATOR) for key in saved)]
+    untrained = [
         f"{name} has a saved {field}, but this optimizer does not train it."
-        for name, fields in others.items()
+        for name, field in pairs
         if name not in parameters
-        for field in fields
     ]
+    problems = []
     for key, stored in saved.items():
         name, _, field = key.rpartition(SEPARATOR)
         if name not in parameters:
-            problems.append(f"{name} has a saved {field}, but this optimizer does not train it.")
             continue
         parameter = parameters[name]
         existing = optimizer.state.get(parameter, {}).get(field)
@@ -112,8 +113,14 @@ def empty_state(
                 f"{field} of {name} is {list(stored.size)} in {len(stored.chunks)} parts; the parameter is "
                 f"{list(parameter.shape)}. Take one step with the optimizer, which creates its state, before loading."
             )
-    if problems:
-        raise CheckpointError(f"The saved state does not fit {type(optimizer).__name__}:", problems)
+    if untrained or problems:
+        raise CheckpointError(
+            f"The saved state does not fit {type(optimizer).__name__}:",
+            [*untrained, *problems],
+            advice="To fix: train the parameters of the saved run, or load without the optimizer."
+            if untrained
+            else "",
+        )
     return empty_tensors
 
 
@@ -123,8 +130,12 @@ def restore(
     tensors: Mapping[str, Tensor],
     others: Mapping[str, dict],
     groups: list[dict],
-) -> None:
+) -> list[str]:
     """Sets the optimizer's state and the options of its groups to loaded ones.
+
+    Returns:
+        The parameters of this optimizer that the saved one did not train, sorted. Others may have no saved state either: those
+        that had no gradient until the save.
 
     Raises:
         CheckpointError: parameters of one group had different options.
@@ -156,15 +167,7 @@ def restore(
         optimizer.state[parameters[name]][field] = value
     for name, fields in others.items():
         optimizer.state[parameters[name]].update(fields)
-
-
-def untrained_before(model: nn.Module, optimizer: Optimizer, groups: list[dict]) -> list[str]:
-    """The parameters of this optimizer that the saved one did not train; they have no saved state.
-
-    Others may have none either: those that had no gradient until the save.
-    """
-    before = {name for group in groups for name in group["names"]}
-    return sorted(named_parameters(model, optimizer).keys() - before)
+    return sorted(parameters.keys() - by_name.keys())
 
 
 def _equal(a: object, b: object) -> bool:

@@ -308,31 +308,33 @@ class Checkpointer(SavedSteps):
                 ) from error
         ranks = RankStates(folder, manifest.world)
 
-        def restore() -> dict | None:
+        def restore() -> tuple[dict | None, list[str]]:
+            untrained = []
             if optimizer is not None:
-                optimizer_state.restore(model, optimizer, state, shared["optimizer"], shared["groups"])
-                self._warn_of_untrained(optimizer_state.untrained_before(model, optimizer, shared["groups"]), folder)
+                untrained = optimizer_state.restore(model, optimizer, state, shared["optimizer"], shared["groups"])
             if scheduler is not None:
                 scheduler.load_state_dict(optimizer_state.scheduler_state(shared["scheduler"], scheduler.optimizer))
             if self._rank < manifest.world:
                 random_state.restore(ranks.state_of(self._rank)["random"])
             else:
                 random_state.derive(ranks.state_of(0)["random"], self._rank)
-            return ranks[self._rank] if manifest.world == self._world else None
+            return ranks[self._rank] if manifest.world == self._world else None, untrained
 
-        rank_state = run_on_all_ranks(restore, f"{folder} cannot be loaded; the model is not usable:", self._group)
+        what_failed = f"{folder} cannot be loaded; the model is not usable:"
+        rank_state, untrained = run_on_all_ranks(restore, what_failed, self._group)
+        self._warn_of_untrained(untrained, folder)
         if manifest.origin is not None:
             # nn.Module takes any attribute; its type says tensors and modules.
             model.checkpoint_origin = Origin.from_json(manifest.origin)  # pyright: ignore[reportArgumentType]
         return {"step": step, "shared": shared["extra"], "rank": rank_state, "ranks": ranks, "world": manifest.world}
 
     def _warn_of_untrained(self, parameters: list[str], folder: Path) -> None:
-        """Warns about parameters that the saved run did not train."""
+        """Warns the caller of `load` about parameters that the saved run did not train."""
         if parameters and self._rank == 0:
             warnings.warn(
                 f"The run of {folder} did not train {len(parameters)} parameters that are trained now: "
                 f"{', '.join(parameters[:3])}{', ...' if parameters[3:] else ''}. Their optimizer state starts empty.",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _prepare(

@@ -8,6 +8,7 @@ code2wav.*   never read                               -+
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +19,8 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import FileReader
-from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, pattern_of
-from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, full_region, leaf
+from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, pattern_of
+from patchgen.runtime.checkpoint.lazy_tensors import full_region, leaf
 from patchgen.runtime.checkpoint.load import COMPUTED_BUFFERS, ignored_by_upstream, stored_leaves
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
@@ -27,6 +28,7 @@ from patchgen.runtime.checkpoint.writing import ReadableOutput
 
 FILE_FIELDS = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
 """Config fields that describe the files next to it, not the model."""
+_OTHERS = "its tensors or its numbers of layers are others"
 
 
 @dataclass(frozen=True)
@@ -98,31 +100,26 @@ def find_untrained_part(model: PreTrainedModel, origin: Origin | None, source: P
 
     Args:
         origin: of the model's weights; None: they were not loaded from a checkpoint, and there is no untrained part.
-        source: the folder of the original, if it is not that of `origin`; ignored if its keys are not those of `origin`.
+        source: the folder of the original, if it is not that of `origin`; with a warning, that of `origin` is taken if `source` has
+            the weights of another checkpoint.
 
     Raises:
-        CheckpointError: the folder is missing, and had tensors that would have been copied; or it is damaged.
+        CheckpointError: no folder is that of the original, whose other tensors would have been copied; or one is damaged.
     """
     if origin is None:
         return UntrainedPart()
-    if source is not None and _has_same_tensors(source, origin) and _has_same_layers(source, model):
-        directory = source
-    else:
-        directory = Path(origin.directory) if _has_same_tensors(Path(origin.directory), origin) else None
-    if directory is None:
-        lost = _lost_keys(model, origin)
-        if not lost:
-            return UntrainedPart(trained_origin=origin)
-        not_it = (
-            f"; {source} is not that checkpoint: its tensors or its numbers of layers are others" if source else ""
+    folders = list(dict.fromkeys(folder for folder in (source, Path(origin.directory)) if folder is not None))
+    found = ((folder, _matching(folder, origin, model)) for folder in folders)
+    directory, match = next(((folder, match) for folder, match in found if match is not None), (None, None))
+    if source is not None and directory not in (None, source) and any(source.glob("*.safetensors")):
+        warnings.warn(
+            f"{source} is not the checkpoint that {class_name(model)} was loaded from: {_OTHERS}. The layout and "
+            f"what was not trained are those of {directory}. To fix: name the folder of that checkpoint (--source), or none.",
+            stacklevel=2,
         )
-        raise CheckpointError(
-            f"{class_name(model)} is a part of the checkpoint that it was loaded from, and {origin.directory} no longer has the "
-            f"other tensors ({', '.join(lost[:3])}, ...){not_it}. To fix: name their folder (--source), or export only the model "
-            "(--trained-only; in Python trained_only=True)."
-        )
-    stored = read_folder(directory)
-    unused = _unused_keys(model, stored_leaves(stored))
+    if directory is None or match is None:
+        return _without_folder(model, origin, [folder for folder in folders if folder == source or folder.is_dir()])
+    stored, unused = match[0], match[1].unexpected
     shapes = {key: tensor.shape for key, tensor in stored.items() if key not in unused}
     config = read_config(directory) if (directory / CONFIG).is_file() else {}
     is_part = config.get("model_type") != model.config.model_type and _own_config(config, model) is not None
@@ -136,28 +133,42 @@ def find_untrained_part(model: PreTrainedModel, origin: Origin | None, source: P
     )
 
 
-def _has_same_tensors(folder: Path, origin: Origin) -> bool:
-    """Whether a folder has tensors like those that a model was loaded from, by the first key of each pattern.
+def _without_folder(model: PreTrainedModel, origin: Origin, others: list[Path]) -> UntrainedPart:
+    """No untrained part, for a model whose original has no folder; `others` are folders that were tried.
+
+    Raises:
+        CheckpointError: there was one, which is lost.
+    """
+    lost = _lost_keys(model, origin)
+    if not lost:
+        return UntrainedPart(trained_origin=origin)
+    not_it = "".join(f"; {folder} is not that checkpoint: {_OTHERS}" for folder in others)
+    raise CheckpointError(
+        f"{class_name(model)} is a part of the checkpoint that it was loaded from, and {origin.directory} no longer has the "
+        f"other tensors ({', '.join(lost[:3])}, ...){not_it}. To fix: name their folder (--source), or export only the model "
+        "(--trained-only; in Python trained_only=True)."
+    )
+
+
+def _matching(folder: Path, origin: Origin, model: PreTrainedModel) -> tuple[dict[str, StoredTensor], Assembly] | None:
+    """The tensors of a folder, and how they make up `model`, if they are like those of `origin` (by the first key of each pattern),
+    of as many layers and experts as the model has; otherwise None.
 
     Raises:
         CheckpointError: it has safetensors that cannot be read.
     """
     if not any(folder.glob("*.safetensors")):
-        return False
-    return (
-        Origin.of(folder, {key: stored.shape for key, stored in read_folder(folder).items()}).shapes == origin.shapes
-    )
-
-
-def _has_same_layers(folder: Path, model: PreTrainedModel) -> bool:
-    """Whether a folder has as many layers and experts as the model: `Origin` records only the first of each."""
-    assembly = assemble(model, stored_leaves(read_folder(folder)))
+        return None
+    stored = read_folder(folder)
+    if Origin.of(folder, {key: tensor.shape for key, tensor in stored.items()}).shapes != origin.shapes:
+        return None
+    assembly = assemble(model, stored_leaves(stored))
     names = {pattern_of(name) for name in assembly.parameters}
     keys = {pattern_of(key) for sources in assembly.sources.values() for key in sources}
     missing = [name for name in model.state_dict().keys() - assembly.parameters.keys() if pattern_of(name) in names]
     # Layers for multi-token prediction may be numbered like those of the model.
     extra = set(assembly.unexpected) - ignored_by_upstream(model, assembly.unexpected)
-    return not missing and not any(pattern_of(key) in keys for key in extra)
+    return None if missing or any(pattern_of(key) in keys for key in extra) else (stored, assembly)
 
 
 def _lost_keys(model: PreTrainedModel, origin: Origin) -> list[str]:
@@ -165,15 +176,12 @@ def _lost_keys(model: PreTrainedModel, origin: Origin) -> list[str]:
 
     Without its config, a part of a larger model is recognised by its keys, which have a prefix that the model's names lack.
     """
-    unused = _unused_keys(model, {key: leaf(key, shape, torch.float32, None) for key, shape in origin.shapes.items()})
+    leaves = {key: leaf(key, shape, torch.float32, None) for key, shape in origin.shapes.items()}
+    unused = assemble(model, leaves).unexpected
     used = {key.partition(".")[0] for key in origin.shapes.keys() - set(unused)}
     own = {name.partition(".")[0] for name in model.state_dict()} | {model.base_model_prefix}
     lost = ignored_by_upstream(model, unused) if used & own else unused
     return sorted(key for key in lost if not key.endswith(COMPUTED_BUFFERS))
-
-
-def _unused_keys(model: PreTrainedModel, leaves: Mapping[str, LazyTensor]) -> list[str]:
-    return assemble(model, leaves).unexpected
 
 
 def _own_config(fields: dict, model: PreTrainedModel) -> dict | None:

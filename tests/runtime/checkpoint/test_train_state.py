@@ -332,8 +332,11 @@ def test_parameters_that_were_not_trained_before_are_told(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, model=model, optimizer=optimizer, asynchronous=False)
     all_of_it = make()
-    with pytest.warns(UserWarning, match=r"did not train 1 parameters that are trained now: lm_head.weight\. Their"):
+    with pytest.warns(
+        UserWarning, match=r"did not train 1 parameters that are trained now: lm_head.weight\. Their"
+    ) as told:
         checkpointer.load(model=all_of_it[0], optimizer=all_of_it[1])
+    assert [warning.filename for warning in told if "did not train" in str(warning.message)] == [__file__]
     assert not all_of_it[1].state[all_of_it[0].lm_head.weight]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "The run of")
@@ -349,7 +352,8 @@ def test_saved_numbers_of_a_parameter_that_is_not_trained_are_refused_as_tensors
     assert optimizer.state[model.lm_head.weight] == {"updates": 3}
     stop_training(model.lm_head.weight, optimizer)
     with pytest.raises(
-        CheckpointError, match=r"lm_head.weight has a saved updates, but this optimizer does not train"
+        CheckpointError,
+        match=r"lm_head.weight has a saved updates, but this optimizer does not train it\.\nTo fix: train",
     ):
         checkpointer.load(model=model, optimizer=optimizer)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import warnings
 
 import omni_models
 import pytest
@@ -139,9 +141,36 @@ def test_a_source_with_another_number_of_layers_is_not_that_of_the_untrained_par
             ):
                 with pytest.raises(CheckpointError, match=rf"{way} is not that checkpoint.* To fix: .*--source"):
                     work()
+            small_models.rewrite(place / "moved", place / "source", change)
+            for work in (
+                lambda: export_pretrained(model, tmp_path / "out"),
+                lambda: export_run(place / "run", tmp_path / "out"),
+            ):
+                with pytest.raises(CheckpointError, match=r"source is not that checkpoint.* To fix: .*--source"):
+                    work()
+            shutil.rmtree(place / "source")
         assert not (tmp_path / "out").exists()
     finally:
         (place / "moved").rename(place / "source")
+
+
+@pytest.mark.parametrize("omni", ["qwen2_5_omni"], indirect=True)
+def test_a_source_that_is_another_checkpoint_is_told_where_the_original_is_taken(omni, tmp_path, monkeypatch):
+    place, _, _, model = omni
+    other = small_models.rewrite(
+        place / "source", tmp_path / "other", lambda found: found | {"my.weight": torch.ones(1)}
+    )
+    with pytest.warns(UserWarning, match=r"other is not the checkpoint that .* was loaded from: .* To fix: "):
+        export_pretrained(model, tmp_path / "out", source=other)
+    assert small_models.tensors(tmp_path / "out").keys() == small_models.tensors(place / "source").keys()
+    read, assembled = untrained_part.read_folder, untrained_part.assemble
+    calls = []
+    monkeypatch.setattr(untrained_part, "read_folder", lambda folder: (calls.append("read"), read(folder))[1])
+    monkeypatch.setattr(untrained_part, "assemble", lambda *given: (calls.append("assembled"), assembled(*given))[1])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* is not the checkpoint")
+        export_pretrained(model, tmp_path / "out", source=place / "source")
+    assert calls == ["read", "assembled"]
 
 
 @pytest.mark.parametrize("omni", ["qwen3_omni_moe"], indirect=True)
