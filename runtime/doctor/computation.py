@@ -118,7 +118,7 @@ class Kernels(Check):
                 "Every compared layer agrees, so the difference is in the loss kernel: set kernels.causal_lm_loss: eager.",
             )
         return passed(
-            f"{summary}; the loss differs by {difference:.0e} from eager code, no layer by more than {tolerance:.0e}."
+            f"{summary}; the loss differs by {difference:.0e} from eager code, no compared layer by more than {tolerance:.0e}."
             + not_compared
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,17 +20,12 @@ from patchgen.runtime.doctor.patient import MissingPart
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train import lora_targets
 from patchgen.runtime.train import model as models
+from patchgen.runtime.train.setup import placeholder_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from patchgen.runtime.doctor.patient import Patient
-
-
-TOKEN_FIELD = re.compile(r".*token_(id|index|idx)")
-"""The names of fields of a config that are ids of tokens."""
-TEXT_TOKENS = ("bos_token_id", "eos_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id")
-"""Those of them that the model reads or writes as text."""
 
 
 class Weights(Check):
@@ -136,7 +130,7 @@ def _untrained_tokens(patient: Patient, model: PreTrainedModel) -> Iterator[tupl
         return
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor), "embeddings are a table"
-    placeholders = _placeholder_ids(patient.config) | _placeholder_ids(patient.config.get_text_config())
+    placeholders = placeholder_ids(patient.config)
     used = [token for token in ids if token < weight.shape[0] and token not in placeholders]
     rows = weight[torch.tensor(used, device=weight.device)].float().cpu()
     zeros = [token for token, row in zip(used, rows, strict=True) if not row.any()]
@@ -150,12 +144,6 @@ def _untrained_tokens(patient: Patient, model: PreTrainedModel) -> Iterator[tupl
             "or the vocabulary was cut or padded.",
             "Take the checkpoint with its full vocabulary, or a tokenizer without these tokens.",
         )
-
-
-def _placeholder_ids(config: PreTrainedConfig) -> set[int]:
-    """The ids of media placeholders and of padding, whose embeddings need no training, by the names of their fields."""
-    ids = {name: value for name, value in vars(config).items() if TOKEN_FIELD.fullmatch(name) and type(value) is int}
-    return {value for name, value in ids.items() if name not in TEXT_TOKENS} - {ids.get(name) for name in TEXT_TOKENS}
 
 
 class TrainedParameters(Check):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import socket
 import time
 import uuid
@@ -16,6 +17,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch.profiler import profile, schedule, tensorboard_trace_handler
+from transformers import PreTrainedConfig
 
 from patchgen.runtime.checkpoint import export_pretrained
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
@@ -34,6 +36,12 @@ from patchgen.runtime.verify.verdict import one_line
 EXPORT = "export"  # the folder of a run's model
 # How long ranks wait to see a file of rank 0: network file systems cache a missing file for up to a minute.
 SHARED_SECONDS = 90.0
+TOKEN_FIELD = re.compile(r".*token_(ids?|index|idx)")
+"""The names of fields of a config that are ids of tokens."""
+PLACEHOLDER_FIELD = re.compile(
+    r"pad_token_id|(.*_)?(image|video|audio|vision|visual|media|frame|boi|eoi|boa|eoa)(_.*)?_token_(ids?|index|idx)"
+)
+"""Those of them that stand for padding, or for media and where these begin and end."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +108,11 @@ def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
     if size is None or len(tokenizer) <= size:
         return
     # Placeholder tokens of media may be out of range: their embeddings are never looked up.
-    placeholder_ids = {value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))}
+    exempt = placeholder_ids(config)
     outside = {
         token: token_id
         for token, token_id in tokenizer.get_vocab().items()
-        if token_id >= size and token_id not in placeholder_ids
+        if token_id >= size and token_id not in exempt
     }
     if outside:
         examples = ", ".join(f"{token!r} = {outside[token]}" for token in sorted(outside, key=outside.__getitem__)[:3])
@@ -112,6 +120,22 @@ def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
             f"The tokenizer of model.source = '{source}' has {len(tokenizer)} tokens, but the model has a vocab_size of "
             f"{size}: {len(outside)} tokens have no embedding ({examples}). Use the tokenizer that belongs to the model."
         )
+
+
+def placeholder_ids(config: Any) -> set[int]:
+    """The ids of padding and of media tokens, whose embeddings need no training, by the names of their fields in a config and its
+    sub configs. An id that another field gives to a token of text, such as the end of a text that also pads, is not among them.
+    """
+    placeholders, text = set[int](), set[int]()
+    configs = [config]
+    for current in configs:  # grows
+        for name, value in vars(current).items():
+            if isinstance(value, PreTrainedConfig):
+                configs.append(value)
+            elif TOKEN_FIELD.fullmatch(name):
+                ids = value if isinstance(value, list | tuple) else [value]
+                (placeholders if PLACEHOLDER_FIELD.fullmatch(name) else text).update(i for i in ids if type(i) is int)
+    return placeholders - text
 
 
 def require_same_ids(source: str, teacher: str) -> None:

@@ -69,6 +69,7 @@ def test_a_seam_that_the_recipe_makes_eager_is_not_inactive(toy):
     report = examine(from_dict(toy.values | {"kernels": {"causal_lm_loss": "eager"}}), skip=others)
     assert report["kernels"].status == "passed", report.text()
     assert "causal_lm_loss" not in report["kernels"].summary
+    assert "no compared layer by more than" in report["kernels"].summary
 
 
 def test_the_reason_why_a_model_cannot_be_built_outlives_its_release():

@@ -96,6 +96,51 @@ def test_a_tokenizer_must_have_tokens_and_the_model_embeddings_for_them():
     placed = Config(2)
     placed.image_token_id = 2
     setup.require_fitting(three_words(), placed, "folder")
+    placed.eos_token_id = [1, 2]
+    with pytest.raises(RecipeError, match=r"1 tokens have no embedding \('two' = 2\)"):
+        setup.require_fitting(three_words(), placed, "folder")
+
+
+def test_placeholders_are_padding_and_media_tokens_that_no_text_has():
+    config = from_type("qwen3_omni_moe")
+    ids, thinker = setup.placeholder_ids(config), config.thinker_config
+    chat = ("im_start", "im_end", "system", "user", "assistant")
+    assert not ids & {getattr(config, f"{name}_token_id") for name in chat}
+    assert ids >= {
+        thinker.image_token_id,
+        thinker.video_token_id,
+        thinker.audio_token_id,
+        thinker.audio_start_token_id,
+    }
+    config.pad_token_id, config.eos_token_id = 5, [6]
+    assert 5 in setup.placeholder_ids(config)
+    config.eos_token_id = [6, 5]
+    assert 5 not in setup.placeholder_ids(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("gemma3", ("image_token_index", "boi_token_index", "eoi_token_index")),
+        (
+            "gemma4",
+            ("image_token_id", "video_token_id", "audio_token_id", "boi_token_id", "eoi_token_id", "boa_token_id"),
+        ),
+        ("llama4", ("image_token_index", "boi_token_index", "eoi_token_index")),
+        ("llava_onevision", ("image_token_index", "video_token_index")),
+        ("qwen2_5_vl", ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")),
+        ("glm4v_moe", ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id")),
+    ],
+)
+def test_every_media_token_of_a_model_is_a_placeholder(model, names):
+    config = from_type(model)
+    assert setup.placeholder_ids(config) >= {getattr(config, name) for name in names}
+
+
+def from_type(model: str):
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model]()
 
 
 def save_tokenizer(folder, *tokens: str) -> str:
