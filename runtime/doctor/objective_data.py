@@ -113,24 +113,17 @@ def _teacher(patient: Patient, teacher: Recipe) -> Finding:
         return failed(str(error), "Take a teacher of the same family, with the tokenizer of the student.")
     summary = f"The teacher, {teacher.model.source}, has a vocabulary of the same size"
     try:
-        teacher_vocab = setup.data_parts(teacher).tokenizer.get_vocab()
+        tokenizer = setup.data_parts(teacher).tokenizer
     except RecipeError as error:
         return passed(f"{summary}; whether its tokens are the same was not checked: {error}")
-    student_vocab = patient.tokenizer.get_vocab()
-    differing = sorted(
-        (token for token in student_vocab if teacher_vocab.get(token) != student_vocab[token]), key=student_vocab.get
-    )
-    if differing:
-        shown = first_names(
-            [f"{token!r} = {student_vocab[token]}, teacher {teacher_vocab.get(token, 'none')}" for token in differing]
-        )
+    if differing := setup.differing_ids(patient.tokenizer, tokenizer):
+        shown = first_names([f"{index} = {own!r}, teacher {other!r}" for index, (own, other) in differing.items()])
         return failed(
-            f"{summary}, and {len(differing)} of the student's {len(student_vocab)} tokens have another id in it "
-            f"({shown}): the student "
-            "would learn one token's probability for another.",
+            f"{summary}, and {len(differing)} of the student's {len(patient.tokenizer)} ids mean another token in it "
+            f"({shown}): the student would learn one token's probability for another.",
             "Take a teacher with the tokenizer of the student, or student weights trained with the teacher's tokenizer.",
         )
-    return passed(f"{summary} and the same tokens.")
+    return passed(f"{summary}, and the same tokens under the ids that both have, special tokens left out.")
 
 
 def _preferences(patient: Patient) -> Finding:

@@ -139,24 +139,40 @@ def placeholder_ids(config: Any) -> set[int]:
 
 
 def require_same_ids(source: str, teacher: str) -> None:
-    """Raises RecipeError for a teacher whose tokenizer has another token under an id of the model's. Tokens that only one has may
-    be there: placeholders of media, for example. A bare model type and a folder without a tokenizer are not compared.
+    """Raises RecipeError for a teacher with `differing_ids`. A name on the Hub, a bare model type and a folder without a
+    tokenizer are not compared.
     """
     if not (Path(source).is_dir() and Path(teacher).is_dir()):
         return
-    own, others = _tokens_by_id(source, "model.source"), _tokens_by_id(teacher, "teacher.source")
-    different = sorted(index for index in own.keys() & others.keys() if own[index] != others[index])
-    if different:
-        examples = ", ".join(f"{index} is {own[index]!r} and {others[index]!r}" for index in different[:3])
-        raise RecipeError(
-            f"teacher.source = '{teacher}' has other tokens than model.source = '{source}': of {len(own)} ids {len(different)} "
-            f"mean another token ({examples}). To fix: take a teacher of the same family, with the tokenizer of the model."
-        )
+    own, other = _read_tokenizer(source, "model.source"), _read_tokenizer(teacher, "teacher.source")
+    if own is None or other is None or not (different := differing_ids(own, other)):
+        return
+    examples = ", ".join(f"{index} is {token!r} and {others!r}" for index, (token, others) in [*different.items()][:3])
+    raise RecipeError(
+        f"teacher.source = '{teacher}' has other tokens than model.source = '{source}': of {len(own)} ids {len(different)} "
+        f"mean another token ({examples}). To fix: take a teacher of the same family, with the tokenizer of the model."
+    )
 
 
-def _tokens_by_id(folder: str, key: str) -> dict[int, str]:
-    """The tokens of a folder's tokenizer but its special ones, which releases of one family rename; none if it has no tokenizer,
-    which `data_parts` refuses where one is needed.
+def differing_ids(own: Any, other: Any) -> dict[int, tuple[str, str]]:
+    """The ids that mean different tokens in two tokenizers, in order, with both tokens. Special tokens are left out, which
+    releases of one family rename, and tokens that only one has, such as placeholders of media.
+    """
+    first, second = _ordinary_tokens(own), _ordinary_tokens(other)
+    return {
+        index: (first[index], second[index])
+        for index in sorted(first)
+        if first[index] != second.get(index, first[index])
+    }
+
+
+def _ordinary_tokens(tokenizer: Any) -> dict[int, str]:
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {index: token for token, index in tokenizer.get_vocab().items() if index not in special}
+
+
+def _read_tokenizer(folder: str, key: str) -> Any:
+    """A folder's tokenizer; None if it has none, which `data_parts` refuses where one is needed.
 
     Raises:
         RecipeError: there is one, but a package that it needs is missing.
@@ -164,13 +180,11 @@ def _tokens_by_id(folder: str, key: str) -> dict[int, str]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ImportError as error:
         raise _no_tokenizer(key, folder, error) from error
     except (OSError, ValueError):
-        return {}
-    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return {index: token for token, index in tokenizer.get_vocab().items() if index not in special}
+        return None
 
 
 def loader_of_group(config: DataConfig, parts: DataParts, index: int, num_groups: int) -> Loader:

@@ -157,7 +157,7 @@ def test_a_teacher_that_exchanges_two_tokens_is_refused_with_both_and_one_with_m
     own = save_tokenizer(tmp_path / "own", "<pad>", "one", "two")
     exchanged = save_tokenizer(tmp_path / "exchanged", "<pad>", "two", "one")
     with pytest.raises(
-        RecipeError, match=r"of 2 ids 2 mean another token \(1 is 'one' and 'two', 2 is 'two' and 'one'\)"
+        RecipeError, match=r"of 3 ids 2 mean another token \(1 is 'one' and 'two', 2 is 'two' and 'one'\)"
     ):
         setup.require_same_ids(own, exchanged)
     setup.require_same_ids(own, save_tokenizer(tmp_path / "more", "<pad>", "one", "two", "three"))
