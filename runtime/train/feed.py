@@ -9,7 +9,6 @@ any rank's data ended or failed, whether any rank was asked to stop, and the cou
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from patchgen.runtime import model_calls
+from patchgen.runtime import model_calls, random_state
 from patchgen.runtime.data import DataError, Loader
 from patchgen.runtime.data.agreement import raise_on_all_ranks
 from patchgen.runtime.objectives.base import NextToken, Objective, sources_of
@@ -199,28 +198,29 @@ class Feed:
         return counts + by_source.flatten().tolist()
 
 
-def require_first_step(feed: Feed, loader: Loader) -> None:
+def require_first_step(feed: Feed, loader: Loader, start: dict[str, Any]) -> None:
     """Refuses evaluation data that have no loss, before the run trains for hours until its first evaluation (collective).
 
     Args:
-        loader: of the feed, at its start, where it is left.
+        loader: of the feed, at `start`, where it is left.
+        start: its position; the loader may change this mapping.
 
     Raises:
         DataError: on all ranks.
     """
-    start = copy.deepcopy(loader.state_dict())
-    with torch.random.fork_rng(devices=[]):  # workers draw their seed from it, and training must not depend on this
-        try:
-            first = feed.next()
-        except DataError as error:
-            raise DataError(f"eval_data: {error}") from error
+    generators = random_state.capture()  # of the workers' seeds and of transforms: training must not depend on this
+    try:
+        first = feed.next()
+    except DataError as error:
+        raise DataError(f"eval_data: {error}") from error
+    finally:
+        random_state.restore(generators)
     read = loader.counters.summary()
     loader.load_state_dict(start)
     if isinstance(first, End):
         raise DataError(
-            f"eval_data: the data end before each of the {feed.state.config.num_batches} batch groups has a batch, so there "
-            f"is no loss to evaluate. What was read: {read}. To fix: give eval_data more samples, or lower "
-            "eval_data.tokens_per_batch."
+            f"eval_data: no sample can be used, so there is no loss to evaluate. What was read: {read}. To fix: correct the "
+            "samples, or raise eval_data.tokens_per_batch or max_length if they are too long."
         )
 
 

@@ -125,7 +125,7 @@ class Trainer:
                 cleanup.callback(listener.close)
             stop = cleanup.enter_context(StopRequest())
             if self.eval_loader is not None:
-                require_first_step(self.feed(self.eval_loader, 1), self.eval_loader)
+                require_first_step(self.feed(self.eval_loader, 1), self.eval_loader, copy.deepcopy(self.eval_start))
             self.compute_reference(stop.requested)
             position = self.checkpoints.resume()
             self.first_step = self.step = self.checkpoints.saved_step
@@ -308,10 +308,6 @@ class Trainer:
             counts += numpy.array(batches.sources, dtype=numpy.int64).reshape(counts.shape)
         self.model.train()
         reshard(self.model)
-        if not num_items:
-            raise DataError(
-                f"eval_data: no batch has a {self.learning.objective.per}, so there is no loss to evaluate."
-            )
         mean = float(all_reduce(total, operation="add up the evaluation loss")) / num_items
         by_source = self.eval_source_losses.figures(counts.tolist()) if self.eval_source_losses else None
         seconds = time.perf_counter() - started

@@ -164,7 +164,7 @@ def test_evaluation_data_of_which_nothing_can_be_used_end_the_run_before_its_fir
     source = {"path": str(tmp_path / "bad.jsonl"), "streaming": True}  # others are refused when they are tokenized
     values["eval_data"] = {**values["data"], "sources": [source], "on_bad": "skip"}
     told, _ = one_rank.run(cases.data_error, values)[0]
-    assert re.search("eval_data: the data end before .* What was read: .*3 bad.* To fix: give eval_data more", told)
+    assert re.search("eval_data: no sample can be used.* What was read: .*3 bad.* To fix: correct the samples", told)
     assert not list((tmp_path / "run").glob("*.jsonl")), "no step was taken"
 
 

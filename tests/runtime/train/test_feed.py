@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import pytest
 import torch
 
+from patchgen.runtime import random_state
 from patchgen.runtime.data import Counters, DataError
 from patchgen.runtime.objectives.classification import Classification
 from patchgen.runtime.parallel import ParallelConfig
@@ -73,17 +77,35 @@ def test_a_whole_step_without_a_label_is_refused_and_a_rest_without_one_is_the_e
     ("labels", "told"),
     [
         ([False, True], "eval_data: A step has 4 tokens and no label"),
-        ([], "eval_data: the data end before each of the 1"),
+        ([], r"eval_data: no sample can be used.* What was read: .*To fix: correct the samples, or raise"),
     ],
 )
 def test_evaluation_data_without_a_loss_are_refused_before_the_run(labels, told):
     rows = Rows(labels)
     with pytest.raises(DataError, match=told):
-        feed.require_first_step(Feed(rows, State(), 1, Cost()), rows)
-    good, generator = Rows([True, False]), torch.random.get_rng_state()
-    feed.require_first_step(Feed(good, State(), 1, Cost()), good)
+        feed.require_first_step(Feed(rows, State(), 1, Cost()), rows, rows.state_dict())
+
+
+class Drawn(Rows):
+    """Rows of a transform that draws from every generator of this process."""
+
+    def __iter__(self):
+        for row in super().__iter__():
+            draw()
+            yield row
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), numpy.random.rand(), float(torch.rand(()))
+
+
+def test_a_look_at_the_evaluation_data_leaves_loader_and_generators_where_they_were():
+    state, good = random_state.capture(), Drawn([True, False])
+    expected = draw()
+    random_state.restore(state)
+    feed.require_first_step(Feed(good, State(), 1, Cost()), good, good.state_dict())
     assert good.place == 0, "back at its start"
-    assert torch.equal(torch.random.get_rng_state(), generator)
+    assert draw() == expected
 
 
 class Labelled(Rows):
