@@ -216,11 +216,12 @@ def test_heads_are_counted_without_a_trace_in_transformers():
         assert checks.HEAD_COUNTER not in functions.valid_keys()
 
 
-def test_heads_that_cannot_be_counted_are_warned_of_with_the_reason(monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError])
+def test_heads_that_cannot_be_counted_are_warned_of_with_the_reason(monkeypatch, kind):
     recipe = recipe_of(parallel={"sp": 2})
 
     def depends_on_values(*_arguments, **_options):
-        raise RuntimeError("no values on the meta device")
+        raise kind("no values on the meta device")
 
     monkeypatch.setattr(type(model.build_on_meta(recipe)), "forward", depends_on_values)
     with pytest.warns(UserWarning, match=r"parallel.sp = 2: .*'qwen3_moe' cannot be checked.*no values on the meta"):
