@@ -63,19 +63,12 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """A saved recipe with the defaults of keys that it lacks: it was saved before there were such keys, and trained as their
-    defaults say. Without them a new key of `lora` would count as a change, and the run could not be resumed."""
-    required: dict[str, Any] = {"model": {"source": ""}, "data": {}}
-    without_options = to_dict(from_dict(required))
-    # Sections that are null by default (lora, eval_data) have defaults only where the recipe has the section.
-    optional = {name: {} for name, value in without_options.items() if value is None and values.get(name) is not None}
-    defaults = to_dict(from_dict(required | optional | ({"teacher": {"source": ""}} if "teacher" in optional else {})))
-    merged = {
-        name: defaults[name] | section
-        if isinstance(section, dict) and isinstance(defaults.get(name), dict)
-        else section
-        for name, section in values.items()
-    }
-    return defaults | merged
+    defaults say. Without them a new key of `lora` would count as a change, and the run could not be resumed. A recipe that is
+    not valid today is returned as it is, so that every key which it lacks counts as a change."""
+    try:
+        return to_dict(from_dict(values))
+    except RecipeError:
+        return values
 
 
 def _show(values: dict[str, Any], key: str) -> str:

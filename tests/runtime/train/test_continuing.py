@@ -37,6 +37,19 @@ def test_a_key_that_a_saved_recipe_lacks_had_its_default(values):
         continuing.changes(from_dict(other))
 
 
+def test_a_key_of_a_source_that_a_saved_recipe_lacks_had_its_default_and_an_invalid_recipe_has_none(values):
+    recipe = from_dict(values | {"data": {"sources": [{"path": "text.jsonl"}]}})
+    save(to_dict(recipe), 6)
+    file = Path(values["log"]["directory"], "checkpoints", "step-00000006", continuing.RECIPE)
+    saved = yaml.safe_load(file.read_text())
+    del saved["data"]["sources"][0]["weight"], saved["train"]["cuda_graph"]
+    file.write_text(yaml.safe_dump(saved))
+    assert continuing.changes(recipe) == ""
+    file.write_text(yaml.safe_dump(saved | {"no_section": 1}))
+    told = continuing.changes(recipe)
+    assert "\n  train.cuda_graph: not set -> False" in told and "\n  no_section: 1 -> not set" in told
+
+
 def test_a_run_from_before_there_were_adapters_had_none(values):
     whole = {name: section for name, section in values.items() if name != "lora"}
     save(whole, 6, "lora", "teacher")
