@@ -297,7 +297,7 @@ def mesh(
 @app.command()
 def train(
     recipe: Annotated[Path, Argument(help="a YAML file, for example recipes/qwen3_moe_toy.yaml")],
-    processes: Annotated[int, Option("--nproc", help="ranks on this machine")] = 1,
+    processes: Annotated[int, Option("--nproc", min=1, help="ranks on this machine")] = 1,
     nodes: Annotated[str, Option("--nnodes", help="machines, or min:max of them")] = "1",
     rdzv_endpoint: Annotated[str, Option(help="host:port of the rendezvous of several machines")] = "",
     assignments: Assignments = None,

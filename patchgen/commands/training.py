@@ -71,13 +71,14 @@ def start_script(kind: str, path: Path, name: str, assignments: list[str], proce
     """A script that starts the recipe on several machines: for Slurm, or with plain SSH."""
     if kind not in SCRIPTS:
         raise ConfigError(f"--script must be one of {', '.join(SCRIPTS)}, not '{kind}'.")
-    if not nodes.isdecimal() or int(nodes) < 1:
+    from patchgen.runtime import launch
+
+    count, most = launch.parse_nodes(nodes)
+    if count != most:
         raise ConfigError(f"--script needs a fixed number of machines (--nnodes), at least 1, not '{nodes}'.")
-    if processes < 1:
-        raise ConfigError(f"--nproc must be at least 1, not {processes}.")
-    command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", nodes]
+    command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", str(count)]
     start = shlex.join([*command, *(word for assignment in assignments for word in ("--set", assignment))])
     if kind == "ssh":  # the template puts it within double quotes
         start = re.sub(r'(["$`\\])', r"\\\1", start)
     name = re.sub(r"[^\w.-]+", "_", name)
-    return render(f"{kind}.jinja", start=start, name=name, processes=processes, nodes=nodes, port=29_500)
+    return render(f"{kind}.jinja", start=start, name=name, processes=processes, nodes=count, port=29_500)

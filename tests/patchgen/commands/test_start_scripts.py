@@ -57,8 +57,20 @@ def test_a_script_does_not_drop_fresh_silently(kind: str):
         invoke("train", "recipes/qwen3_moe_toy.yaml", "--script", kind, "--nnodes", "2", "--fresh")
 
 
+def test_a_range_of_one_number_of_machines_is_that_number():
+    assert start_script("slurm", Path(RECIPE), "run", [], 8, "2:2") == start_script(
+        "slurm", Path(RECIPE), "run", [], 8, "2"
+    )
+
+
+@pytest.mark.parametrize("shown", [["--dry-run"], ["--script", "ssh"], []])
+def test_a_number_of_ranks_that_is_none_is_refused(shown: list[str]):
+    refused = invoke("train", "recipes/qwen3_moe_toy.yaml", "--nproc", "0", *shown)
+    assert refused.exit_code == 2 and "--nproc" in refused.output
+
+
 @pytest.mark.parametrize("nodes", ["two", "0", "2:", ":2", "4:2", "²"])
-@pytest.mark.parametrize("shown", [["--dry-run"], []])
+@pytest.mark.parametrize("shown", [["--dry-run"], ["--script", "ssh"], []])
 def test_a_number_of_machines_that_is_none_is_refused(nodes: str, shown: list[str]):
     with pytest.raises(ConfigError, match=f"--nnodes must be a number .*, not '{nodes}'"):
         invoke("train", "recipes/qwen3_moe_toy.yaml", "--nnodes", nodes, *shown)
