@@ -1,6 +1,6 @@
-"""Hooks that a file adds to tensors and modules, by torch's methods and functions for that.
+"""Hooks that a file adds to tensors and modules, by torch's methods and functions for that, and forwards that it replaces.
 
-A seam that computes what modules would compute does not call them, so it loses their hooks.
+A seam that computes what modules would compute does not call them, so it loses their hooks, and a forward set on an instance.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ FORWARD_HOOKS = {
     "register_module_forward_pre_hook",
 }
 REPARAMETRIZED = tuple(f"torch.nn.utils.{name}" for name in ("parametri", "weight_norm", "spectral_norm", "prune"))
+CALLED = ("forward", "_call_impl", "__class__")  # what a call of a module runs
 GRADIENT_HOOKS = TENSOR_HOOKS | BACKWARD_HOOKS
 MODULE_HOOKS = BACKWARD_HOOKS | FORWARD_HOOKS
 
@@ -43,13 +44,18 @@ def outside_classes(anatomy: Anatomy) -> list[ast.stmt]:
     return [node for node in dict.fromkeys(statements) if not isinstance(node, ast.ClassDef)]
 
 
-def require_no_hooks(owner: str, what: str, anatomy: Anatomy) -> None:
-    """Raises Missed if anything in the file may add a hook to a module of a class, which a seam does not call.
+def require_plain_calls(owner: str, what: str, anatomy: Anatomy) -> None:
+    """Raises Missed if anything in the file may add a hook to a module of a class, or give one another forward than its class has:
+    a seam does not call these modules.
 
     Other classes may add hooks to themselves and to their own attributes, and to nothing else: which module that is is unknown.
     """
     for hook in _module_hooks(owner, anatomy):
         raise Missed(f"{what} without hooks", hook)
+    own = [info.name for info in anatomy.lineage(owner)]
+    for attribute in CALLED:
+        if anatomy.is_stored_outside(attribute, own):
+            raise Missed(f"{what} of modules that run the forward of their class", f"a store to the attribute {attribute} of one")
 
 
 def _module_hooks(owner: str, anatomy: Anatomy) -> Iterator[str]:

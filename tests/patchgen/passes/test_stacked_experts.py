@@ -315,6 +315,11 @@ REFUSED = {
         "        self.moe = ToyMoE(config)\n",
         "        self.moe = ToyMoE(config)\n        for one in self.modules():\n            one.register_forward_hook(print)\n",
     ),
+    "a forward that a function sets": (
+        "class ToyModel(",
+        "def double(module):\n    module.forward = lambda x: 2 * x\n\n\nclass ToyModel(",
+    ),
+    "a forward set by its name": (ACT, f"{ACT}\n        setattr(self.w2, 'forward', lambda x: 2 * x)"),
     "a weight of another form by a function": (
         "class ToyModel(",
         "def normed(module):\n    nn.utils.parametrizations.weight_norm(module.w2)\n\n\nclass ToyModel(",
