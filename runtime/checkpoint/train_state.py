@@ -291,11 +291,10 @@ class Checkpointer(SavedSteps):
             CheckpointError: there is none, or it is incomplete, damaged or of another model.
         """
         self.wait()
-        is_verified = step is None
-        step = self._newest_undamaged() if step is None else step
+        verify, step = step is not None, self._newest_undamaged() if step is None else step
         folder = self.folder_of(step)
         what_failed = f"{folder} cannot be loaded; nothing was changed in the model:"
-        prepare = functools.partial(self._prepare, step, model, optimizer, scheduler, verify=not is_verified)
+        prepare = functools.partial(self._prepare, step, model, optimizer, scheduler, verify=verify)
         manifest, shared, tensors, state = run_on_all_ranks(prepare, what_failed, self._group)
         with torch.no_grad():
             try:
@@ -320,11 +319,10 @@ class Checkpointer(SavedSteps):
                 random_state.derive(ranks.state_of(0)["random"], self._rank)
             return ranks[self._rank] if manifest.world == self._world else None, untrained
 
-        what_failed = f"{folder} cannot be loaded; the model is not usable:"
-        rank_state, untrained = run_on_all_ranks(restore, what_failed, self._group)
+        what = f"{folder} cannot be loaded; the model is not usable:"
+        rank_state, untrained = run_on_all_ranks(restore, what, self._group)
         self._warn_of_untrained(untrained, folder)
         if manifest.origin is not None:
-            # nn.Module takes any attribute; its type says tensors and modules.
             model.checkpoint_origin = Origin.from_json(manifest.origin)  # pyright: ignore[reportArgumentType]
         return {"step": step, "shared": shared["extra"], "rank": rank_state, "ranks": ranks, "world": manifest.world}
 

@@ -74,3 +74,8 @@ def test_a_number_of_ranks_that_is_none_is_refused(shown: list[str]):
 def test_a_number_of_machines_that_is_none_is_refused(nodes: str, shown: list[str]):
     with pytest.raises(ConfigError, match=f"--nnodes must be a number .*, not '{nodes}'"):
         invoke("train", "recipes/qwen3_moe_toy.yaml", "--nnodes", nodes, *shown)
+
+
+def test_a_script_is_for_a_fixed_number_of_machines():
+    with pytest.raises(ConfigError, match=r"fixed number of machines .*, not '2:4'"):
+        invoke("train", "recipes/qwen3_moe_toy.yaml", "--script", "ssh", "--nnodes", "2:4")

@@ -167,6 +167,25 @@ def test_a_teacher_that_exchanges_two_tokens_is_refused_with_both_and_one_with_m
     setup.require_same_ids("qwen3_moe", exchanged)
 
 
+def test_tokens_of_a_tokenizer_that_names_its_special_ones_by_their_ids_alone_are_compared():
+    class OfMistral:
+        """As transformers' MistralCommonBackend, of which a package is needed to make one."""
+
+        all_special_ids = (0,)
+
+        def __init__(self, *tokens: str):
+            self.tokens = tokens
+
+        @property
+        def added_tokens_decoder(self):
+            raise NotImplementedError
+
+        def get_vocab(self):
+            return {token: index for index, token in enumerate(self.tokens)}
+
+    assert setup.differing_ids(OfMistral("<s>", "one", "two"), OfMistral("<pad>", "one", "three")) == {2: ("two", "three")}
+
+
 def test_a_package_that_a_tokenizer_lacks_is_told_with_the_key_of_its_source(tmp_path, monkeypatch):
     def needs_a_package(source, **options):
         raise ImportError("You need sentencepiece.")
