@@ -55,7 +55,7 @@ def require_plain_calls(owner: str, what: str, anatomy: Anatomy) -> None:
     own = [info.name for info in anatomy.lineage(owner)]
     for attribute in CALLED:
         if anatomy.is_stored_outside(attribute, own):
-            raise Missed(f"{what} of modules that run the forward of their class", f"a store to the attribute {attribute} of one")
+            raise Missed(f"{what} of modules that run the forward of their class", f"another value of {attribute}")
 
 
 def _module_hooks(owner: str, anatomy: Anatomy) -> Iterator[str]:

@@ -169,7 +169,7 @@ def differing_ids(own: Any, other: Any) -> dict[int, tuple[str, str]]:
 def _ordinary_tokens(tokenizer: Any) -> dict[int, str]:
     try:
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    except NotImplementedError:  # by transformers' MistralCommonBackend, which knows its special tokens by their ids alone
+    except NotImplementedError:  # by transformers' MistralCommonBackend, which knows special tokens by their ids alone
         special = set(tokenizer.all_special_ids)
     return {index: token for token, index in tokenizer.get_vocab().items() if index not in special}
 

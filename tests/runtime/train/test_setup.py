@@ -183,7 +183,9 @@ def test_tokens_of_a_tokenizer_that_names_its_special_ones_by_their_ids_alone_ar
         def get_vocab(self):
             return {token: index for index, token in enumerate(self.tokens)}
 
-    assert setup.differing_ids(OfMistral("<s>", "one", "two"), OfMistral("<pad>", "one", "three")) == {2: ("two", "three")}
+    assert setup.differing_ids(OfMistral("<s>", "one", "two"), OfMistral("<pad>", "one", "three")) == {
+        2: ("two", "three")
+    }
 
 
 def test_a_package_that_a_tokenizer_lacks_is_told_with_the_key_of_its_source(tmp_path, monkeypatch):
