@@ -40,7 +40,7 @@ def accepts_precomputed_kwargs(modality):
 
 
 class AttentionKwargs(SitePass):
-    """`cu_seq_lens_q` and its like are the document boundaries of the text; a tower would split its images by them."""
+    """`cu_seq_lens_q` and its like describe the packed documents of the text; a tower would split its images by them."""
 
     name = "attention_kwargs"
     purpose = "cu_seq_lens_q/k and max_length_q/k are withheld from towers; the language model still gets them."
@@ -62,34 +62,34 @@ class AttentionKwargs(SitePass):
     )
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
-        callees = _callees(anatomy, info.name)
+        callees = _media_callees(anatomy, info.name)
         return f"calls {', '.join(callees)} on its media" if callees else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
-        callees = _callees(anatomy, site.block)
-        open_callees = [name for name in callees if not _filters(anatomy, site.block, name)]
-        if not open_callees:
+        callees = _media_callees(anatomy, site.block)
+        unfiltered = [name for name in callees if not _is_filtered(anatomy, site.block, name)]
+        if not unfiltered:
             return Upstream(f"@{FILTER} drops them from {', '.join(callees)}")
-        editor, served = Editor(block, self.mark), list[str]()
+        editor, withheld_from = Editor(block, self.mark), list[str]()
         for statement in editor.function("forward").body:
-            for call in (call for call in calls(statement) if own_attribute(call.func) in open_callees):
+            for call in (call for call in calls(statement) if own_attribute(call.func) in unfiltered):
                 if any(keyword.arg in PACKING for keyword in call.keywords):
                     raise Missed("no document boundaries of the text as arguments of a tower", editor.code(call))
-                for given in (keyword.value for keyword in call.keywords if keyword.arg is None):
+                for starred in (keyword.value for keyword in call.keywords if keyword.arg is None):
                     editor.mark(statement)
-                    editor.instead(given, f"ops.tower_kwargs({editor.code(given)})")
-                    served += [name for name in open_callees if name == own_attribute(call.func)]
-        if not served:
-            return Upstream(f"hands no keyword arguments to {', '.join(open_callees)}")
-        return Rewritten(editor.result, f"withheld from {', '.join(dict.fromkeys(served))}")
+                    editor.instead(starred, f"ops.tower_kwargs({editor.code(starred)})")
+                    withheld_from += [name for name in unfiltered if name == own_attribute(call.func)]
+        if not withheld_from:
+            return Upstream(f"hands no keyword arguments to {', '.join(unfiltered)}")
+        return Rewritten(editor.result, f"withheld from {', '.join(dict.fromkeys(withheld_from))}")
 
 
-def _callees(anatomy: Anatomy, name: str) -> list[str]:
+def _media_callees(anatomy: Anatomy, name: str) -> list[str]:
     """The methods and towers that a model's forward calls with its media."""
     return list(dict.fromkeys(callee for callees in takes_media(anatomy, name).values() for callee in callees))
 
 
-def _filters(anatomy: Anatomy, owner: str, method: str) -> bool:
+def _is_filtered(anatomy: Anatomy, owner: str, method: str) -> bool:
     """Whether upstream's decorator on the method drops the packing arguments, by the decorator's source in the release.
 
     False for a decorator of another form: withholding them twice is harmless.
