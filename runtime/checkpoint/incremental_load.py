@@ -52,7 +52,7 @@ class IncrementalLoader:
     ) -> None:
         self.model, self.directory, self.seed = model, Path(directory), seed
         self._match = match_checkpoint(model, self.directory, allow_missing, allow_unexpected)
-        self._may_be_infinite = keys_of_buffers(model, self._match.parameters)
+        self._may_be_infinite = keys_of_buffers(model, self._match.lazy_tensors)
         # nn.Module takes any attribute; its type says tensors and modules.
         model.checkpoint_origin = self._match.origin  # pyright: ignore[reportArgumentType]
 
@@ -78,7 +78,7 @@ class IncrementalLoader:
         """
         stored, match, saved = read_folder(self.directory), self._match, saved_tensors(self.model)
         parameters = {
-            name: match.parameters[match.loaded_names.get(name, name)]
+            name: match.lazy_tensors[match.loaded_names.get(name, name)]
             for name in saved
             if name not in match.initialised
         }
@@ -86,7 +86,7 @@ class IncrementalLoader:
         outputs, _ = outputs_and_files(
             self.model, parameters, match.origin, self.directory, layout=None, dtype=None, trained_only=False
         )
-        tied_copy_keys = {part.name for name, _ in match.copies for part in leaves(match.parameters[name])}
+        tied_copy_keys = {part.name for name, _ in match.copies for part in leaves(match.lazy_tensors[name])}
         yield from sorted(
             f"{key} is only in the checkpoint."
             for key in stored.keys() - {output.name for output in outputs} - tied_copy_keys - set(match.ignored)

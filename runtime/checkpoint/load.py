@@ -42,14 +42,15 @@ SPAN = 256 << 20
 """Bytes that one thread reads sequentially. Four sequential streams far apart are as fast as one; threads that take turns
 at one stream are slower."""
 PIECE = STAGING
-"""The largest read: larger tensors are split, so that several threads can read them."""
-MAX_CACHED = 0.25
+"""Bytes of the pieces that larger tensors are split into, so that several threads can read them. Reads may be larger:
+`FileReader` joins pieces that follow each other in a file."""
+MAX_CACHED_SHARE = 0.25
 """A checkpoint larger than this share of the available memory does not stay in the page cache, unless several ranks read the
 same tensors of it."""
 SMALL_TENSOR = 1 << 20
 """Bytes up to which it does not matter that every rank reads the same tensor from disk."""
-COMPUTED_BUFFERS = (".rotary_emb.inv_freq",)
-"""Buffers that old checkpoints contain; transformers computes them, and ignores the keys."""
+COMPUTED_BUFFER_SUFFIXES = (".rotary_emb.inv_freq",)
+"""Ends of the keys of buffers that old checkpoints contain; transformers computes them, and ignores the keys."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,10 @@ def load_pretrained(
         seed: of the initial values.
 
     Raises:
-        CheckpointError: on every rank, with all missing, unexpected and mis-shaped keys, before the model is changed; or
-            with the file and key of a tensor that cannot be read, has NaN or, unless it is a buffer, an infinite value.
+        CheckpointError: on every rank. Before the model is changed: with all missing, unexpected and mis-shaped keys, or
+            because the weights are quantised or of another model type. Once tensors are read, with the file and key of
+            each that cannot be read, has NaN or, unless it is a buffer, an infinite value, or with the keys of a tied
+            tensor's copies that differ: then the model is not usable.
     """
     started = time.perf_counter()
     directory = Path(directory)
@@ -116,7 +119,7 @@ def load_pretrained(
         lambda: match_checkpoint(model, directory, allow_missing, allow_unexpected),
         f"{directory} cannot be loaded; nothing was changed in the model:",
     )
-    unusable = f"{directory} cannot be loaded; the model is not usable:"
+    failure = f"{directory} cannot be loaded; the model is not usable:"
 
     def fill() -> int:
         if any(tensor.is_meta for tensor in model.state_dict().values()):
@@ -125,14 +128,14 @@ def load_pretrained(
         initialise.initialise(model, match.initialised, seed=seed)
         with FileReader(
             keeps_pages=_should_stay_cached(match.num_bytes, state),
-            may_be_infinite=keys_of_buffers(model, match.parameters),
+            may_be_infinite=keys_of_buffers(model, match.lazy_tensors),
         ) as reader:
             problems = fill_tensors(reader, match, state)
             if problems:
-                raise CheckpointError(unusable, problems)
+                raise CheckpointError(failure, problems)
             return reader.bytes_read
 
-    num_bytes = run_on_all_ranks(fill, unusable)
+    num_bytes = run_on_all_ranks(fill, failure)
     # nn.Module takes any attribute; its type says tensors and modules.
     model.checkpoint_origin = match.origin  # pyright: ignore[reportArgumentType]
     seconds = time.perf_counter() - started
@@ -143,17 +146,18 @@ def load_pretrained(
 class CheckpointMatch:
     """Which tensors of a checkpoint make up which parameters and buffers of a model.
 
-    A tied tensor has several names; its owner is the first.
+    A tied tensor has several names; the first, in the order of the modules, is its first name.
 
     Attributes:
-        parameters: name in the state dict -> how it is built from the checkpoint's tensors.
-        loaded_names: owner -> the name that it is loaded from, one that the checkpoint has.
-        copies: (further name that the checkpoint has, its owner).
+        lazy_tensors: name in the state dict -> how the parameter or buffer is built from the checkpoint's tensors.
+        loaded_names: first name -> the name that the tensor is loaded from, one that the checkpoint has.
+        copies: (further name that the checkpoint has, first name).
         initialised, ignored: as in `LoadReport`.
+        origin: the checkpoint's folder and layout, which an export of the model follows.
         num_bytes: of all tensors of the checkpoint.
     """
 
-    parameters: dict[str, LazyTensor]
+    lazy_tensors: dict[str, LazyTensor]
     loaded_names: dict[str, str]
     copies: list[tuple[str, str]]
     initialised: tuple[str, ...]
@@ -174,29 +178,29 @@ def match_checkpoint(
         CheckpointError: with all keys that do not match, as `load_pretrained` does before it reads weights.
     """
     directory = Path(directory)
-    require_same_type(model, directory)
+    require_loadable_config(model, directory)
     stored = read_folder(directory)
     assembly = assemble(model, stored_leaves(stored))
     state = model.state_dict()
     # A tied tensor is loaded from one of its names; other copies in the checkpoint must be equal.
-    owners = {name: group[0] for group in tied_groups(model) for name in group}
+    first_names = {name: group[0] for group in tied_groups(model) for name in group}
     loaded_names: dict[str, str] = {}
     copies: list[tuple[str, str]] = []
     for name in assembly.parameters:
-        owner = owners.get(name, name)
-        if owner in loaded_names:
-            copies.append((name, owner))
+        first_name = first_names.get(name, name)
+        if first_name in loaded_names:
+            copies.append((name, first_name))
         else:
-            loaded_names[owner] = name
-    upstream_allows = _regexes(model, "_keys_to_ignore_on_load_missing")
+            loaded_names[first_name] = name
+    upstream_patterns = _regexes(model, "_keys_to_ignore_on_load_missing")
     initialised = [
         name
         for name in missing_names(model, assembly)
-        if _matches_pattern(name, allow_missing) or _matches_regex(name, upstream_allows)
+        if _matches_pattern(name, allow_missing) or _matches_regex(name, upstream_patterns)
     ]
     ignored = ignored_by_upstream(model, assembly.unexpected)
     ignored |= {key for key in assembly.unexpected if _matches_pattern(key, allow_unexpected)}
-    problems = misfits(model, assembly, stored, allowed={*initialised, *ignored})
+    problems = mismatch_messages(model, assembly, stored, allowed={*initialised, *ignored})
     problems += [
         f"allow_missing: {pattern!r} names no parameter or buffer of the model: remove or correct it"
         for pattern in allow_missing
@@ -206,7 +210,8 @@ def match_checkpoint(
         raise CheckpointError(
             f"{directory} does not fit {class_name(model)}:",
             problems,
-            advice="To fix: allow_missing=[PATTERN] initialises new parameters, allow_unexpected=[PATTERN] ignores keys.",
+            advice="To fix: model.allow_missing (train --allow-missing PATTERN) initialises new parameters; only in Python, "
+            "allow_unexpected=[PATTERN] ignores keys.",
         )
     problems = integer_weight_problems(state, assembly.parameters, stored)
     if problems:
@@ -229,10 +234,10 @@ def missing_names(model: nn.Module, assembly: Assembly) -> list[str]:
     return [name for name in model.state_dict() if name not in known]
 
 
-def misfits(
+def mismatch_messages(
     model: nn.Module, assembly: Assembly, stored: Mapping[str, StoredTensor], *, allowed: Collection[str]
 ) -> list[str]:
-    """A sentence for each tensor that the checkpoint lacks, that the model does not have, or that cannot be built.
+    """A message for each tensor that the checkpoint lacks, that the model does not have, or that cannot be built.
 
     Args:
         allowed: names that may be missing, and keys that may be unexpected.
@@ -252,28 +257,30 @@ def stored_leaves(stored: Mapping[str, StoredTensor]) -> dict[str, LazyTensor]:
     return {key: leaf(key, tensor.shape, tensor.dtype, tensor) for key, tensor in stored.items()}
 
 
-def keys_of_buffers(model: nn.Module, parameters: Mapping[str, LazyTensor]) -> set[str]:
-    """The keys of buffers, which may be infinite (bounds, masks); weights may not."""
+def keys_of_buffers(model: nn.Module, lazy_tensors: Mapping[str, LazyTensor]) -> set[str]:
+    """The keys of the buffers among `lazy_tensors`: they may be infinite (bounds, masks); weights may not."""
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {part.name for name, lazy in parameters.items() if name not in weights for part in leaves(lazy)}
+    return {part.name for name, lazy in lazy_tensors.items() if name not in weights for part in leaves(lazy)}
 
 
 def integer_weight_problems(
-    state: Mapping[str, Tensor], parameters: Mapping[str, LazyTensor], stored: Mapping[str, StoredTensor]
+    state: Mapping[str, Tensor], lazy_tensors: Mapping[str, LazyTensor], stored: Mapping[str, StoredTensor]
 ) -> list[str]:
-    """Floating-point tensors of the model for which the checkpoint has integers: quantised without a config that says so."""
-    integer_weights = {}
-    for name, lazy in parameters.items():
+    """A message for each key with integers that belongs to a floating-point tensor of the model: quantised weights, though
+    the checkpoint's config does not say so."""
+    problems: dict[str, str] = {}
+    for name, lazy in lazy_tensors.items():
         for part in leaves(lazy) if state[name].is_floating_point() else ():
             if not stored[part.name].dtype.is_floating_point:
                 kind = str(stored[part.name].dtype).removeprefix("torch.")
-                integer_weights[part.name] = (
-                    f"{part.name} in {stored[part.name].file.name} is {kind}; {name} is a floating-point tensor."
+                problems[part.name] = (
+                    f"{part.name} in {stored[part.name].file.name} is {kind}; {name} is a floating-point tensor: "
+                    "dequantise the checkpoint first."
                 )
-    return list(integer_weights.values())
+    return list(problems.values())
 
 
-def require_same_type(model: PreTrainedModel, directory: Path) -> None:
+def require_loadable_config(model: PreTrainedModel, directory: Path) -> None:
     """Raises CheckpointError if the folder's config is of another model type or of quantised weights; without a config nothing is
     checked."""
     file = directory / CONFIG
@@ -284,7 +291,7 @@ def require_same_type(model: PreTrainedModel, directory: Path) -> None:
     if quantised:
         raise CheckpointError(
             f"{directory} holds quantised weights ({quantised.get('quant_method', 'unnamed')}), which cannot be "
-            "trained. Use the bf16 release, or dequantise the checkpoint first."
+            "trained. Use the bf16 checkpoint, or dequantise this one first."
         )
     stored_type = config.get("model_type")
     # A part of a composite model (a thinker, a text tower) loads from the checkpoint of the whole model.
@@ -301,9 +308,9 @@ def require_same_type(model: PreTrainedModel, directory: Path) -> None:
 
 
 def ignored_by_upstream(model: nn.Module, unexpected: Sequence[str]) -> set[str]:
-    """The unexpected keys that upstream's class ignores."""
+    """The unexpected keys that upstream ignores: those that its class names, and those of computed buffers."""
     patterns = _regexes(model, "_keys_to_ignore_on_load_unexpected")
-    return {key for key in unexpected if _matches_regex(key, patterns) or key.endswith(COMPUTED_BUFFERS)}
+    return {key for key in unexpected if _matches_regex(key, patterns) or key.endswith(COMPUTED_BUFFER_SUFFIXES)}
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:
@@ -337,14 +344,14 @@ def _matches_regex(name: str, expressions: set[str]) -> bool:
 
 def _should_stay_cached(num_bytes: int, state: Mapping[str, Tensor]) -> bool:
     """Whether files should stay in the page cache: they are small beside available memory, or other ranks read them too."""
-    if num_bytes <= MAX_CACHED * host_memory.available():
+    if num_bytes <= MAX_CACHED_SHARE * host_memory.available():
         return True
     large = [tensor for tensor in state.values() if local_tensor(tensor).nbytes > SMALL_TENSOR]
     return any(is_replicated(tensor) for tensor in large)
 
 
 def fill_tensors(reader: FileReader, match: CheckpointMatch, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Fills this rank's shards of `tensors`, by owner; returns the problems, differing copies of tied tensors among them."""
+    """Fills this rank's shards of `tensors`, keyed by first name; returns the problems, also copies of tied tensors that differ."""
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
         return _fill(reader, pool, match, tensors) or _compare_tied_copies(reader, pool, match, tensors)
 
@@ -352,20 +359,24 @@ def fill_tensors(reader: FileReader, match: CheckpointMatch, tensors: Mapping[st
 def _fill(
     reader: FileReader, pool: ThreadPoolExecutor, match: CheckpointMatch, tensors: Mapping[str, Tensor]
 ) -> list[str]:
-    sources = {owner: match.parameters[name] for owner, name in match.loaded_names.items() if owner in tensors}
-    direct, buffered = [], []
-    for name, lazy in sources.items():
+    lazy_tensors = {
+        first_name: match.lazy_tensors[name]
+        for first_name, name in match.loaded_names.items()
+        if first_name in tensors
+    }
+    reads, names_with_buffer = [], []
+    for name, lazy in lazy_tensors.items():
         target = local_tensor(tensors[name])
         host_memory.prefer_large_pages(target)
         plan = plan_reads(lazy, local_region(tensors[name]), target)
         if plan.final_copies:
-            buffered.append(name)  # planned again when it is read: one buffer at a time
+            names_with_buffer.append(name)  # planned again when it is read: one buffer at a time
         else:
-            direct += plan.reads
+            reads += plan.reads
         del plan
-    problems = _read(reader, pool, direct)
-    for name in buffered:
-        plan = plan_reads(sources[name], local_region(tensors[name]), local_tensor(tensors[name]))
+    problems = _read(reader, pool, reads)
+    for name in names_with_buffer:
+        plan = plan_reads(lazy_tensors[name], local_region(tensors[name]), local_tensor(tensors[name]))
         problems = _read(reader, pool, plan.reads) | problems
         plan.finish()
     return list(problems.values())
@@ -389,13 +400,13 @@ def _spans(reads: Iterable[tuple[Leaf, Region, Tensor]]) -> list[list[tuple[Stor
         pieces += [(stored_leaf.source, *piece) for piece in _pieces(stored_leaf.source, region, out)]
     pieces.sort(key=lambda piece: (piece[0].file, piece[0].offset, piece[1]))
     spans: list[list[tuple[StoredTensor, Region, Tensor]]] = []
-    free, file = 0, None
+    bytes_left, file = 0, None
     for stored, region, out in pieces:
-        if free <= 0 or stored.file != file:
+        if bytes_left <= 0 or stored.file != file:
             spans.append([])
-            free, file = SPAN, stored.file
+            bytes_left, file = SPAN, stored.file
         spans[-1].append((stored, region, out))
-        free -= out.numel() * stored.dtype.itemsize
+        bytes_left -= out.numel() * stored.dtype.itemsize
     return spans
 
 
@@ -417,22 +428,23 @@ def _compare_tied_copies(
 ) -> list[str]:
     """A sentence for each further copy of a tied tensor in the checkpoint that differs or cannot be read."""
     errors: list[str] = []
-    for name, owner in match.copies:
-        if owner not in tensors:
+    for name, first_name in match.copies:
+        if first_name not in tensors:
             continue
-        loaded = local_tensor(tensors[owner])
+        loaded = local_tensor(tensors[first_name])
         copy = torch.empty_like(loaded)
-        plan = plan_reads(match.parameters[name], local_region(tensors[owner]), copy)
+        plan = plan_reads(match.lazy_tensors[name], local_region(tensors[first_name]), copy)
         problems = _read(reader, pool, plan.reads)
         plan.finish()
         if problems:
             errors += problems.values()
         elif not torch.equal(copy, loaded):
             keys = sorted(
-                next(leaves(match.parameters[parameter])).name for parameter in (name, match.loaded_names[owner])
+                next(leaves(match.lazy_tensors[parameter])).name
+                for parameter in (name, match.loaded_names[first_name])
             )
             errors.append(
-                f"{keys[0]} and {keys[1]} are one tied tensor in the model, and differ in the checkpoint. Load it into "
-                "a model with tie_word_embeddings=False."
+                f"{keys[0]} and {keys[1]} are one tied tensor in the model, and differ in the checkpoint. If "
+                "tie_word_embeddings ties them, load it into a model with tie_word_embeddings=False."
             )
     return errors

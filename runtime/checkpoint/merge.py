@@ -29,7 +29,7 @@ from patchgen.runtime.checkpoint.load import (
     integer_weight_problems,
     keys_of_buffers,
     missing_names,
-    require_same_type,
+    require_loadable_config,
     stored_leaves,
     tied_groups,
 )
@@ -108,7 +108,7 @@ def merge_adapter(
         raise CheckpointError(f"{source} is both the source and the output: give another output folder.")
     stored = read_folder(source)
     model = _adapted_model(adapter, source)
-    require_same_type(model, source)
+    require_loadable_config(model, source)
     factors = _factors(model, adapter)
     origin = Origin.of(source, {key: tensor.shape for key, tensor in stored.items()})
     assembly = assemble(model, stored_leaves(stored))

@@ -32,13 +32,13 @@ from patchgen.runtime.checkpoint.lazy_tensors import (
     region_shape,
 )
 from patchgen.runtime.checkpoint.load import (
-    COMPUTED_BUFFERS,
+    COMPUTED_BUFFER_SUFFIXES,
     distinct_state,
     ignored_by_upstream,
     integer_weight_problems,
     keys_of_buffers,
-    misfits,
-    require_same_type,
+    mismatch_messages,
+    require_loadable_config,
     stored_leaves,
     tied_groups,
 )
@@ -236,10 +236,10 @@ def _open_checkpoint(source: Path) -> _OpenCheckpoint:
     leaves = stored_leaves(stored)
     best: tuple[list[str], PreTrainedModel, Assembly, set[str]] | None = None
     for model in candidate_models_on_meta(source):
-        require_same_type(model, source)
+        require_loadable_config(model, source)
         assembly = assemble(model, leaves)
         ignored = ignored_by_upstream(model, assembly.unexpected)
-        problems = misfits(model, assembly, stored, allowed=ignored)
+        problems = mismatch_messages(model, assembly, stored, allowed=ignored)
         problems += integer_weight_problems(model.state_dict(), assembly.parameters, stored)
         if best is None or len(problems) < len(best[0]):
             best = problems, model, assembly, ignored
@@ -351,7 +351,7 @@ def fingerprint(directory: str | Path) -> dict[str, str]:
         copies = {name for group in tied_groups(opened.model) for name in group[1:]}
         tensors = {name: lazy for name, lazy in opened.parameters.items() if name not in copies}
         tensors |= stored_leaves(
-            {key: stored for key, stored in opened.ignored.items() if not key.endswith(COMPUTED_BUFFERS)}
+            {key: stored for key, stored in opened.ignored.items() if not key.endswith(COMPUTED_BUFFER_SUFFIXES)}
         )
     else:
         tensors = stored_shards(find_checkpoint(directory))

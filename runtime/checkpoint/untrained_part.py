@@ -21,7 +21,7 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, pattern_of
 from patchgen.runtime.checkpoint.lazy_tensors import full_region, leaf
-from patchgen.runtime.checkpoint.load import COMPUTED_BUFFERS, ignored_by_upstream, stored_leaves
+from patchgen.runtime.checkpoint.load import COMPUTED_BUFFER_SUFFIXES, ignored_by_upstream, stored_leaves
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.writing import ReadableOutput
@@ -181,7 +181,7 @@ def _lost_keys(model: PreTrainedModel, origin: Origin) -> list[str]:
     used = {key.partition(".")[0] for key in origin.shapes.keys() - set(unused)}
     own = {name.partition(".")[0] for name in model.state_dict()} | {model.base_model_prefix}
     lost = ignored_by_upstream(model, unused) if used & own else unused
-    return sorted(key for key in lost if not key.endswith(COMPUTED_BUFFERS))
+    return sorted(key for key in lost if not key.endswith(COMPUTED_BUFFER_SUFFIXES))
 
 
 def _own_config(fields: dict, model: PreTrainedModel) -> dict | None:
