@@ -1,11 +1,11 @@
 """Tokens of a source, T in all, encoded once and memory-mapped by all ranks.
 
-    <cache_dir>/<key>/tokens.npy     uint16 or uint32 (T,)    all documents, concatenated
-                      targets.npy    bool or int32 (T,)       the tokens with a loss, or their classes; absent: all have one
-                      bounds.npy     int64 (documents + 1,)   where each document, or pair of them, starts
-                      splits.npy     int64 (documents,)       the tokens of the first half of each pair; absent: no pairs
-                      labels.npy     float64 (documents,)     the label of each; absent: no labels
-                      places.txt     file and line of each document
+    <cache_dir>/<key>/tokens.npy     uint16 or uint32 (T,)    all samples, concatenated
+                      targets.npy    bool or int32 (T,)       a loss mask or classes (`Tokens.targets`); absent: all have a loss
+                      bounds.npy     int64 (samples + 1,)     where each sample, a document or a pair of them, starts
+                      splits.npy     int64 (samples,)         the tokens of the first half of each pair; absent: no pairs
+                      labels.npy     float64 (samples,)       the label of each; absent: no labels
+                      places.txt     file and line of each sample
                       counters.json  bad samples: how many, and where
                       contents.txt   a hash of all these arrays, which a saved position must match
 
@@ -38,15 +38,31 @@ from patchgen.runtime.data.text import Encoder, Tokens, digest
 
 VERSION = 5
 ENCODE_BATCH_SIZE = 256  # samples per call of the tokenizer, which uses several threads
-DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_DISK_ERRORS = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+}
+"""Error of a write -> how to fix it."""
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The tokens of one source. `tokens` `(T,)`, `targets` `(T,)` bool, int32 or None, `bounds` `(documents + 1,)` int64, `splits`
-    `(documents,)` int64 or None, `labels` `(documents,)` float64 or None."""
+    """The tokens of one source. A sample is a document or a pair of them; T: all tokens.
 
-    contents: str
+    Attributes:
+        content_hash: of the arrays; the text of `contents.txt`.
+        tokens: `(T,)`.
+        targets: `(T,)`. bool: a loss mask, whether each token has a loss. int32: classes, 0 for none, or the class plus 1. None:
+            every token has a loss.
+        bounds: `(samples + 1,)`, int64: where each sample starts, and T.
+        places_file: file and line of each sample, one line of text per sample.
+        counters: bad samples.
+        splits: `(samples,)`, int64: the tokens of the first document of each pair; None: no pairs.
+        labels: `(samples,)`, float64; None: no labels.
+    """
+
+    content_hash: str
     tokens: np.ndarray
     targets: np.ndarray | None
     bounds: np.ndarray
@@ -55,12 +71,19 @@ class TokenCache:
     splits: np.ndarray | None = None
     labels: np.ndarray | None = None
 
-    def places(self, documents: Iterable[int]) -> list[str]:
-        """File and line of documents with these numbers, in ascending order: one line of text per document."""
-        numbers = set(documents)
+    def places(self, samples: Iterable[int]) -> list[str]:
+        """File and line of each of these samples.
+
+        Args:
+            samples: their numbers, from 0, in any order.
+
+        Returns:
+            One text per sample, in ascending order of the numbers.
+        """
+        numbers = set(samples)
         with self.places_file.open(encoding="utf-8") as lines:
-            first = itertools.islice(lines, max(numbers, default=-1) + 1)
-            return [line.rstrip("\n") for number, line in enumerate(first) if number in numbers]
+            leading_lines = itertools.islice(lines, max(numbers, default=-1) + 1)
+            return [line.rstrip("\n") for number, line in enumerate(leading_lines) if number in numbers]
 
 
 def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> TokenCache:
@@ -90,7 +113,7 @@ def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) 
         tokens=_load_mapped(folder / "tokens.npy"),
         bounds=_load_mapped(folder / "bounds.npy"),
         **{name: _load_mapped(file) if file.exists() else None for name, file in optional_files.items()},
-        contents=(folder / "contents.txt").read_text(),
+        content_hash=(folder / "contents.txt").read_text(),
         places_file=folder / "places.txt",
         counters=Counters.from_dict(json.loads((folder / "counters.json").read_text())),
     )
@@ -133,11 +156,11 @@ def _build(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
             if not folder.exists():
                 raise
     except OSError as error:
-        if error.errno not in DISK_FULL_ERRORS:
+        if error.errno not in FULL_DISK_ERRORS:
             raise
         raise DataError(
-            f"The tokens of {source.name} do not fit into the cache folder {folder.parent}: {error.strerror}. To fix: free "
-            "space there, or name another data.cache_dir."
+            f"The tokens of {source.name} do not fit into the cache folder {folder.parent}: {error.strerror}. To fix: "
+            f"{FULL_DISK_ERRORS[error.errno]}, or name another data.cache_dir."
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -146,10 +169,10 @@ def _build(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
 def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> None:
     counters = Counters()
     lengths = []
-    per_document: dict[str, list[float]] = {"splits": [], "labels": []}
+    per_sample: dict[str, list[float]] = {"splits": [], "labels": []}
     largest_id = 0
     any_targets, targets_dtype = False, np.dtype(bool)
-    contents = hashlib.sha256()
+    content_hash = hashlib.sha256()
     with (
         (folder / "tokens.raw").open("wb") as tokens,
         (folder / "targets.raw").open("wb") as targets,
@@ -165,15 +188,15 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
             tokens.write(ids.data)  # `tofile` would hide the reason for an error
             largest_id = max(largest_id, int(encoded.ids.max()))
             any_targets |= encoded.targets is not None
-            document_targets = np.ones(len(ids), dtype=bool) if encoded.targets is None else encoded.targets
-            targets.write(document_targets.data)
-            targets_dtype = document_targets.dtype  # the same for all samples of an encoder
-            for part in (np.int64(len(ids)), ids, document_targets):
-                contents.update(part.tobytes())
-            for values, value in ((per_document["splits"], encoded.split), (per_document["labels"], encoded.label)):
+            sample_targets = np.ones(len(ids), dtype=bool) if encoded.targets is None else encoded.targets
+            targets.write(sample_targets.data)
+            targets_dtype = sample_targets.dtype  # the same for all samples of an encoder
+            for part in (np.int64(len(ids)), ids, sample_targets):
+                content_hash.update(part.tobytes())
+            for values, value in ((per_sample["splits"], encoded.split), (per_sample["labels"], encoded.label)):
                 if value is not None:
                     values.append(value)
-                    contents.update(np.float64(value).tobytes())
+                    content_hash.update(np.float64(value).tobytes())
             lengths.append(len(encoded.ids))
             places.write(where.replace("\n", " ") + "\n")
     if not lengths:
@@ -184,14 +207,14 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
     bounds = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
     _save(folder / "bounds.npy", bounds)
     for name, dtype in (("splits", np.int64), ("labels", np.float64)):
-        if per_document[name]:
-            _save(folder / f"{name}.npy", np.array(per_document[name], dtype=dtype))
+        if per_sample[name]:
+            _save(folder / f"{name}.npy", np.array(per_sample[name], dtype=dtype))
     _raw_to_npy(folder / "tokens", np.uint32, np.uint16 if largest_id < 2**16 else np.uint32, int(bounds[-1]))
     if any_targets:
         _raw_to_npy(folder / "targets", targets_dtype, targets_dtype, int(bounds[-1]))
     else:
         (folder / "targets.raw").unlink()
-    (folder / "contents.txt").write_text(contents.hexdigest()[:32])
+    (folder / "contents.txt").write_text(content_hash.hexdigest()[:32])
     (folder / "counters.json").write_text(json.dumps(counters.as_dict()))
 
 
@@ -227,9 +250,9 @@ def _raw_to_npy(path: Path, raw_dtype: Any, dtype: Any, length: int) -> None:
 def _save(file: Path, array: np.ndarray, dtype: Any = None) -> None:
     """Writes an array `(n,)` in blocks. Neither mapped (on a full disk, a write to a map ends the process) nor by `np.save`
     (its error does not say why)."""
-    dtype, block = np.dtype(dtype or array.dtype), 2**24
+    dtype, block_length = np.dtype(dtype or array.dtype), 2**24
     with file.open("wb") as out:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": array.shape}
         np.lib.format.write_array_header_1_0(out, header)
-        for start in range(0, len(array), block):
-            out.write(array[start : start + block].astype(dtype).data)
+        for start in range(0, len(array), block_length):
+            out.write(array[start : start + block_length].astype(dtype).data)

@@ -52,7 +52,7 @@ class PlannedLoader(Loader):
             pool_tokens=config.pool_tokens,
         )
         self._settings = {
-            "sources": [source.cache.contents for source in sources],
+            "sources": [source.cache.content_hash for source in sources],
             "weights": weights,
             "seed": config.seed if config.shuffle else None,
             "tokens_per_batch": config.tokens_per_batch,
