@@ -1,6 +1,6 @@
 """A preview as text: tokens with a loss are green or, without colours, in brackets.
 
-document 2   chats.jsonl:7   tokens 118 to 239   40 of 122 learned
+document 2   chats.jsonl:7   tokens 118 to 239   40 of 122 with loss
   template  │ <|im_start|>user⏎
   user      │ Hi
   assistant │ 【Hello<|im_end|>】
@@ -15,7 +15,7 @@ from patchgen.runtime.data.decoder import RoleRun, Unit
 from patchgen.runtime.data.preview import Document, Preview
 
 OPEN, CLOSE, LINE_END = "【", "】", "⏎"
-GREEN, DIM, BOLD, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
+GREEN, DIM, BOLD, RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 BAR_WIDTH = 40
 
 
@@ -32,20 +32,20 @@ def as_text(preview: Preview, *, colour: bool) -> str:
         *_histogram(preview.histogram),
     ]
     if preview.problems:
-        lines += ["", f"left out or cut: {preview.problems}"]
+        lines += ["", f"bad, skipped or truncated samples: {preview.problems}"]
     for number, row in enumerate(preview.rows, 1):
         count = sum(bool(document.source) for document in row.documents)
-        head = f"row {number} of {len(preview.rows)}   {row.tokens:,} tokens of at most {preview.budget:,}   "
-        head += f"{count} document{'s' if count != 1 else ''}   "
-        lines += ["", _bold(f"{head}{row.learned:,} learned   {row.padding:,} of padding", colour)]
+        heading = f"row {number} of {len(preview.rows)}   {row.tokens:,} tokens of at most {preview.budget:,}   "
+        heading += f"{count} document{'s' if count != 1 else ''}   "
+        lines += ["", _bold(f"{heading}{row.learned:,} with loss   {row.padding:,} of padding", colour)]
         lines += [f"  {name} {shape}" for name, shape in row.fields.items()]
-        for place, document in enumerate(row.documents, 1):
-            lines += ["", *_document(place, document, colour)]
+        for document_number, document in enumerate(row.documents, 1):
+            lines += ["", *_document(document_number, document, colour)]
     return "\n".join(lines) + "\n"
 
 
 def _figures(preview: Preview) -> list[str]:
-    table = [("source", "documents", "tokens", "learned", "of its tokens")]
+    table = [("source", "documents", "tokens", "with loss", "share with loss")]
     table += [
         (
             source_figures.source,
@@ -57,12 +57,12 @@ def _figures(preview: Preview) -> list[str]:
         for source_figures in preview.figures
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    first = f"data.kind = {preview.kind}; figures of {preview.scope}"
-    return [first, *("  ".join(_cells(line, widths)).rstrip() for line in table)]
+    heading = f"data.kind = {preview.kind}; figures of {preview.scope}"
+    return [heading, *("  ".join(_aligned(cells, widths)).rstrip() for cells in table)]
 
 
-def _cells(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    for column, (cell, width) in enumerate(zip(line, widths, strict=True)):
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         yield cell.rjust(width) if column else cell.ljust(width)
 
 
@@ -77,24 +77,24 @@ def _histogram(bins: Sequence[tuple[int, int, int]]) -> list[str]:
 
 def _document(number: int, document: Document, colour: bool) -> list[str]:
     if not document.source:
-        return [f"padding   {document.tokens:,} tokens, none learned"]
-    words = [
+        return [f"padding   {document.tokens:,} tokens, none with loss"]
+    parts = [
         f"document {number}",
         document.half,
         document.where,
         f"tokens {document.start} to {document.start + document.tokens - 1}",
     ]
-    words += [f"{document.learned} of {document.tokens} learned"]
+    parts += [f"{document.learned} of {document.tokens} with loss"]
     if document.label is not None:
-        words.append(f"label {document.label:g}")
-    lines = [_bold("   ".join(word for word in words if word), colour)]
+        parts.append(f"label {document.label:g}")
+    lines = [_bold("   ".join(part for part in parts if part), colour)]
     width = max((len(run.role) for run in document.role_runs), default=0)
     for run in document.role_runs:
         prefix = f"  {run.role:<{width}} │ " if width else "  │ "
-        parts = "".join(_text_of(run, colour)).removesuffix("\n").split("\n")
+        text_lines = "".join(_text_of(run, colour)).removesuffix("\n").split("\n")
         lines += [
-            (prefix if not place else f"  {'':<{width}} │ " if width else "  │ ") + part
-            for place, part in enumerate(parts)
+            (prefix if not index else f"  {'':<{width}} │ " if width else "  │ ") + text_line
+            for index, text_line in enumerate(text_lines)
         ]
     return lines
 
@@ -106,7 +106,7 @@ def _text_of(run: RoleRun, colour: bool) -> Iterator[str]:
         if colour:
             # Each line is coloured separately, because each has its own prefix.
             style = GREEN if learned else DIM
-            yield "\n".join(f"{style}{part}{PLAIN}" if part else "" for part in text.split("\n"))
+            yield "\n".join(f"{style}{part}{RESET}" if part else "" for part in text.split("\n"))
         else:
             yield f"{OPEN}{text}{CLOSE}" if learned else text
 
@@ -116,8 +116,8 @@ def _display(unit: Unit) -> str:
         return f"[{unit.item}: {len(unit.ids)} tokens]"
     text = unit.text.replace("\r", "␍").replace("\x1b", "␛")
     text = text.replace("\n", f"{LINE_END}\n")
-    return f"{text}[learns {unit.target!r}]" if unit.target else text
+    return f"{text}[target {unit.target!r}]" if unit.target else text
 
 
 def _bold(text: str, colour: bool) -> str:
-    return f"{BOLD}{text}{PLAIN}" if colour else text
+    return f"{BOLD}{text}{RESET}" if colour else text
