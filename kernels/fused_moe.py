@@ -75,11 +75,12 @@ def fused_moe(
     adapters: ExpertAdapters | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The experts of one MoE layer; arguments and result as in `runtime.ops.fused_moe`.
+    """The experts of one MoE layer; arguments and result as in `runtime.ops.fused_moe`, but `top_k_index` and `top_k_weights`
+    may not be None.
 
     Args:
-        max_rows: an upper bound of the slots that are not left out, if the caller knows one. It only bounds memory, and
-            backends may ignore it. With more slots the result is undefined.
+        max_rows: an upper bound on the number of (token, expert) slots in use, if the caller knows one. It only bounds
+            memory, and backends may ignore it. With more slots in use the result is undefined.
         adapters: low-rank adapters of the weights (`moe/adapters.py`); None: no adapters.
         backend: a name of `BACKENDS`.
 

@@ -16,8 +16,8 @@ from patchgen.runtime import seams
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.parallel import report
 
-FLAGS = {"is_gated": True, "is_interleaved": False, "is_transposed": False}
-"""Flags of `ops.fused_moe` -> their defaults there."""
+LAYOUT_DEFAULTS = {"is_gated": True, "is_interleaved": False, "is_transposed": False}
+"""Arguments of `ops.fused_moe` that say how its weights are laid out -> their defaults there."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ExpertCall:
     is_transposed: bool
 
     @torch.no_grad()
-    def swapped(self) -> Tensor:
-        """The weights with gate and up swapped."""
+    def swapped_gate_up(self) -> Tensor:
+        """`gate_up` with gate and up swapped, a copy. Only if `is_gated`: otherwise there is no gate."""
         dim = 2 if self.is_transposed else 1
         if not self.is_interleaved:
             return torch.cat(self.gate_up.chunk(2, dim=dim)[::-1], dim=dim)
@@ -40,7 +40,7 @@ class ExpertCall:
 
 
 @contextlib.contextmanager
-def observed(on_call: Callable[[str, tuple, dict[str, Any]], None]) -> Iterator[None]:
+def intercepting_kernels(on_call: Callable[[str, tuple, dict[str, Any]], None]) -> Iterator[None]:
     """Within the block, passes the seam and the arguments of each kernel call to `on_call`."""
     original = seams.implementation
 
@@ -66,11 +66,11 @@ def expert_calls(model: nn.Module, row: Mapping[str, Any], kernels: Mapping[str,
 
     def on_call(seam: str, args: tuple, kwargs: dict[str, Any]) -> None:
         if seam == "fused_moe":
-            flags = {name: kwargs.get(name, default) for name, default in FLAGS.items()}
-            recorded.append(ExpertCall(args[3], **flags))
+            flags = {name: kwargs.get(name, default) for name, default in LAYOUT_DEFAULTS.items()}
+            recorded.append(ExpertCall(args[3], **flags))  # `ops.fused_moe` passes gate_up_proj as the fourth
 
-    with observed(on_call):
-        calls.loss(model, row, kernels)
+    with intercepting_kernels(on_call):
+        calls.loss(model, row, kernels)  # runs the forward
     return recorded
 
 
@@ -81,24 +81,32 @@ def count_kernel_calls(
     kernels of their seams."""
     classes_of_seams = report.seam_users(model)
     counts = {seam: Counter() for seam in kernels}
-    stack: list[str] = []
-    ran: dict[str, list[str]] = {seam: [] for seam in kernels}
+    running_paths: list[str] = []
+    paths_that_ran: dict[str, list[str]] = {seam: [] for seam in kernels}
 
     def on_call(seam: str, args: tuple, kwargs: dict[str, Any]) -> None:
         if seam in counts:
-            counts[seam][stack[-1] if stack else ""] += 1
+            counts[seam][running_paths[-1] if running_paths else ""] += 1
 
-    def record_exit(paths_of_seams: list[list[str]], *_: Any) -> None:
-        path = stack.pop()
-        for paths in paths_of_seams:
+    def record_exit(lists_to_extend: list[list[str]], *_: Any) -> None:
+        path = running_paths.pop()
+        for paths in lists_to_extend:
             paths.append(path)
 
-    with contextlib.ExitStack() as hooks:
+    with contextlib.ExitStack() as contexts:
         for path, module in model.named_modules():
-            paths_of_seams = [ran[seam] for seam in kernels if type(module).__name__ in classes_of_seams.get(seam, ())]
-            if paths_of_seams:
-                hooks.enter_context(module.register_forward_pre_hook(lambda *_, path=path: stack.append(path)))
-                hooks.enter_context(module.register_forward_hook(functools.partial(record_exit, paths_of_seams)))
-        hooks.enter_context(observed(on_call))
-        calls.loss(model, row, kernels)
-    return counts, {seam: [path for path in dict.fromkeys(ran[seam]) if not counts[seam][path]] for seam in kernels}
+            class_name = type(module).__name__
+            lists_to_extend = [
+                paths_that_ran[seam] for seam in kernels if class_name in classes_of_seams.get(seam, ())
+            ]
+            if lists_to_extend:
+                contexts.enter_context(
+                    module.register_forward_pre_hook(lambda *_, path=path: running_paths.append(path))
+                )
+                contexts.enter_context(module.register_forward_hook(functools.partial(record_exit, lists_to_extend)))
+        contexts.enter_context(intercepting_kernels(on_call))
+        calls.loss(model, row, kernels)  # runs the forward
+    inactive = {
+        seam: [path for path in dict.fromkeys(paths_that_ran[seam]) if not counts[seam][path]] for seam in kernels
+    }
+    return counts, inactive

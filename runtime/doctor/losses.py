@@ -210,7 +210,7 @@ def _swapped(patient: Patient) -> Iterator[Alternative]:
         yield Alternative(
             "gate and up of all experts swapped",
             advice,
-            [(call.gate_up, call.swapped) for call in stacks if call.is_gated],
+            [(call.gate_up, call.swapped_gate_up) for call in stacks if call.is_gated],
         )
     pairs: dict[tuple, list[tuple[nn.Linear, nn.Linear]]] = {}
     for module in patient.model.get_decoder().modules():
