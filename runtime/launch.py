@@ -67,7 +67,7 @@ def launch(
         RecipeError, DataError, CheckpointError: the arguments contradict each other, or the run is impossible; raised before
             any rank starts, except under torchrun.
     """
-    from patchgen.runtime.train import checks, continuing, preflight, run_lock
+    from patchgen.runtime.train import checks, preflight, resume_changes, run_lock
     from patchgen.runtime.train.run_plan import require_valid
 
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
@@ -93,7 +93,7 @@ def launch(
     if max_nodes == 1:  # with several machines, another one may have started this run already
         run_lock.require_free(recipe.directory)
     if not fresh:
-        continuing.changes(recipe)
+        resume_changes.require_resumable(recipe)
     recipe = preflight.require_trainable(recipe)
     checks.require_runnable(recipe, world=processes * min_nodes)
     if fresh:

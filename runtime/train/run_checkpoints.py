@@ -13,7 +13,7 @@ from patchgen.runtime.checkpoint import Checkpointer, CheckpointError
 from patchgen.runtime.data import Loader
 from patchgen.runtime.parallel import watch
 from patchgen.runtime.parallel.collectives import broadcast_object
-from patchgen.runtime.train import continuing
+from patchgen.runtime.train import resume_changes
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
 
 PENDING_SAVE_TIMEOUT = 10.0
@@ -42,14 +42,15 @@ class RunCheckpoints:
         has_checkpoint = broadcast_object(dist.get_rank() == 0 and self.checkpointer.latest() is not None)
         if not has_checkpoint:
             return self.loader.state_dict()
-        self._changes()  # refuses before anything is loaded
+        self._require_resumable()  # before anything is loaded
         groups = self.optimizer.param_groups
         recipe_options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         saved = self.checkpointer.load(model=self.model, optimizer=self.optimizer)
         for group, options in zip(groups, recipe_options, strict=True):
             group.update(options)  # the current recipe overrides the saved options
         # The checkpoint that was loaded may be an older one than the newest, whose content may be damaged.
-        if (changes := self._changes(saved["step"])) and dist.get_rank() == 0:
+        self._require_resumable(saved["step"])
+        if dist.get_rank() == 0 and (changes := resume_changes.description(self.recipe, saved["step"])):
             print(changes, flush=True)
         own_position = saved["rank"]["loader"] if saved["rank"] is not None else None
         position = self.loader.position_of(own_position, lambda: [rank["loader"] for rank in saved["ranks"]])
@@ -57,22 +58,20 @@ class RunCheckpoints:
         self.loader.load_state_dict(position)
         return position
 
-    def _changes(self, step: int | None = None) -> str:
-        """`continuing.changes`, read by rank 0 for all ranks.
+    def _require_resumable(self, step: int | None = None) -> None:
+        """`resume_changes.require_resumable`, read by rank 0 for all ranks.
 
         Raises:
             RecipeError: on all ranks, if this recipe cannot continue the checkpoint.
         """
-        answer = "", ""
+        refusal = ""
         if dist.get_rank() == 0:
             try:
-                answer = continuing.changes(self.recipe, step), ""
+                resume_changes.require_resumable(self.recipe, step)
             except RecipeError as error:
-                answer = "", str(error)
-        changes, refusal = broadcast_object(answer)
-        if refusal:
+                refusal = str(error)
+        if refusal := broadcast_object(refusal):
             raise RecipeError(refusal)
-        return changes
 
     def save(self, step: int, position: dict[str, Any], *, asynchronous: bool) -> None:
         """Saves a checkpoint; `position` is the loader's after the steps taken so far."""
@@ -84,7 +83,7 @@ class RunCheckpoints:
                     model=self.model,
                     optimizer=self.optimizer,
                     extra_state={"rank": {"loader": position}},
-                    files={continuing.RECIPE: to_yaml(self.recipe)},
+                    files={resume_changes.RECIPE_FILE: to_yaml(self.recipe)},
                     asynchronous=asynchronous,
                 )
             except CheckpointError as error:

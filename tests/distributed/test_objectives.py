@@ -12,7 +12,7 @@ import pytest
 import torch
 from rounding import UNITS, require_rounding
 
-from patchgen.runtime.train import continuing
+from patchgen.runtime.train import resume_changes
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 
 OBJECTIVES = {
@@ -124,7 +124,7 @@ def test_a_run_that_goes_on_has_the_reference_of_its_start(trainer_folder, tmp_p
     kept = [json.loads((tmp_path / run / "reference.json").read_text()) for run in ("whole", "parts")]
     assert kept[0]["log_probs"] == kept[1]["log_probs"] and kept[0]["log_probs"]
     with pytest.raises(RecipeError, match=r"(?s)different objective.*objective.name: 'dpo' -> 'reward'"):
-        continuing.changes(from_dict(values | {"objective": {"name": "reward"}}))
+        resume_changes.require_resumable(from_dict(values | {"objective": {"name": "reward"}}))
 
 
 def test_a_request_to_stop_is_heard_while_the_reference_is_computed(trainer_folder, tmp_path, one_rank):

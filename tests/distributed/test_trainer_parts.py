@@ -14,8 +14,8 @@ import transformers
 from rounding import require_rounding
 
 from patchgen.runtime import launch
-from patchgen.runtime.train import continuing
 from patchgen.runtime.train import recipe as recipes
+from patchgen.runtime.train import resume_changes
 
 FOUR = {"ep": 2, "sp": 2}
 
@@ -149,7 +149,7 @@ def test_what_changed_is_told_and_another_optimizer_refused(trainer_folder, tmp_
         with pytest.raises(Exception, match=r"(?s)cannot be resumed .* optim.name: 'adamw' -> 'muon'.*--fresh"):
             refused()
     changed = {**values, "train": {**values["train"], "steps": 8}}
-    told = continuing.changes(recipes.from_dict(changed))
+    told = resume_changes.description(recipes.from_dict(changed))
     assert told == "Resumed with a recipe that differs from step-00000006's:\n  train.steps: 6 -> 8"
     losses, told = one_rank.run(cases.train_and_print, changed)[0]
     assert len(losses) == 4, "from step 4: step 6 is damaged"

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps
-from patchgen.runtime.train import continuing
+from patchgen.runtime.train import resume_changes
 from patchgen.runtime.train.recipe import RecipeError, from_dict, to_dict
 
 
@@ -26,41 +26,41 @@ def save(values: dict, step: int, *missing: str) -> None:
         saved[section].pop(name) if name else saved.pop(section)
     folder = folder / f"step-{step:08d}"
     folder.mkdir(parents=True)
-    (folder / continuing.RECIPE).write_text(yaml.safe_dump(saved))
+    (folder / resume_changes.RECIPE_FILE).write_text(yaml.safe_dump(saved))
 
 
 def test_a_key_that_a_saved_recipe_lacks_had_its_default(values):
     save(values, 6, "lora.rslora", "lora.layers_to_transform", "objective", "train.cuda_graph", "eval_data")
-    assert continuing.changes(from_dict(values)) == ""
+    assert resume_changes.description(from_dict(values)) == ""
     other = {**values, "lora": {"rank": 4, "rslora": True}}
     with pytest.raises(RecipeError, match=r"(?s)cannot be resumed .*lora.rslora: False -> True\n"):
-        continuing.changes(from_dict(other))
+        resume_changes.require_resumable(from_dict(other))
 
 
 def test_a_key_of_a_source_that_a_saved_recipe_lacks_had_its_default_and_an_invalid_recipe_has_none(values):
     recipe = from_dict(values | {"data": {"sources": [{"path": "text.jsonl"}]}})
     save(to_dict(recipe), 6)
-    file = Path(values["log"]["directory"], "checkpoints", "step-00000006", continuing.RECIPE)
+    file = Path(values["log"]["directory"], "checkpoints", "step-00000006", resume_changes.RECIPE_FILE)
     saved = yaml.safe_load(file.read_text())
     del saved["data"]["sources"][0]["weight"], saved["train"]["cuda_graph"]
     file.write_text(yaml.safe_dump(saved))
-    assert continuing.changes(recipe) == ""
+    assert resume_changes.description(recipe) == ""
     file.write_text(yaml.safe_dump(saved | {"no_section": 1}))
-    told = continuing.changes(recipe)
+    told = resume_changes.description(recipe)
     assert "\n  train.cuda_graph: not set -> False" in told and "\n  no_section: 1 -> not set" in told
 
 
 def test_a_run_from_before_there_were_adapters_had_none(values):
     whole = {name: section for name, section in values.items() if name != "lora"}
     save(whole, 6, "lora", "teacher")
-    assert continuing.changes(from_dict(whole)) == ""
+    assert resume_changes.description(from_dict(whole)) == ""
     with pytest.raises(RecipeError, match="cannot be resumed .* adapters"):
-        continuing.changes(from_dict(values))
+        resume_changes.require_resumable(from_dict(values))
 
 
 def test_changes_are_those_since_the_checkpoint_that_is_named(values):
     save(values | {"optim": {"lr": 1.0}}, 4)
     save(values | {"optim": {"lr": 2.0}}, 6)
     recipe = from_dict(values | {"optim": {"lr": 3.0}})
-    assert continuing.changes(recipe).endswith("from step-00000006's:\n  optim.lr: 2.0 -> 3.0")
-    assert continuing.changes(recipe, 4).endswith("from step-00000004's:\n  optim.lr: 1.0 -> 3.0")
+    assert resume_changes.description(recipe).endswith("from step-00000006's:\n  optim.lr: 2.0 -> 3.0")
+    assert resume_changes.description(recipe, 4).endswith("from step-00000004's:\n  optim.lr: 1.0 -> 3.0")
