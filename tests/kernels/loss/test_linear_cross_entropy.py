@@ -43,7 +43,7 @@ def small_chunks(monkeypatch, poisoned_memory):
 
 
 @pytest.fixture(params=["torch", "triton"])
-def rows(request, monkeypatch):
+def implementation(request, monkeypatch):
     """The pass over the logits in torch, and the Triton kernel in its interpreter."""
     if request.param == "triton":
         if torch.cuda.is_available():
@@ -52,7 +52,7 @@ def rows(request, monkeypatch):
     return request.param
 
 
-def problem(dtype: torch.dtype, bias: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
+def head_and_inputs(dtype: torch.dtype, bias: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
     """Head, hidden states `[2, 21, H]` and labels `[2, 21]`, some ignored: all labels of the second chunk of 8 too."""
     torch.manual_seed(0)
     head = nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=dtype)
@@ -80,7 +80,7 @@ KEYWORDS = {
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
 def test_equals_upstream_in_fp64(small_chunks, keywords: dict, bias: bool):
-    head, hidden, labels = problem(torch.float64, bias)
+    head, hidden, labels = head_and_inputs(torch.float64, bias)
     if "ignore_index" in keywords:
         labels[labels == -100] = 3
     inputs = [hidden, *head.parameters()]
@@ -103,10 +103,12 @@ def test_equals_upstream_in_fp64(small_chunks, keywords: dict, bias: bool):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_errs_no_more_than_upstream_times_one_and_a_half(small_chunks, rows: str, dtype: torch.dtype, bias: bool):
-    if rows == "triton" and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter cuts off where a GPU rounds; the test at a real vocabulary has this case")
-    head, hidden, labels = problem(dtype, bias)
+def test_errs_no_more_than_upstream_times_one_and_a_half(
+    small_chunks, implementation: str, dtype: torch.dtype, bias: bool
+):
+    if implementation == "triton" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter truncates where a GPU rounds; the test on a GPU has this case")
+    head, hidden, labels = head_and_inputs(dtype, bias)
     wide = nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=torch.float64)
     wide.load_state_dict(head.state_dict())
     exact_hidden = hidden.detach().double().requires_grad_()
@@ -120,35 +122,36 @@ def test_errs_no_more_than_upstream_times_one_and_a_half(small_chunks, rows: str
     assert loss.dtype == torch.float32
     require_as_exact(loss, upstream, exact)
     found_gradients = gradients(loss, hidden, *head.parameters())
-    for found, eager, wanted in zip(found_gradients, upstream_gradients, exact_gradients, strict=True):
+    for found, upstream, exact in zip(found_gradients, upstream_gradients, exact_gradients, strict=True):
         assert found.dtype == dtype
-        require_as_exact(found, eager, wanted, factor=1.5)
+        require_as_exact(found, upstream, exact, factor=1.5)
 
 
 def memory_of(matrix: Tensor) -> Tensor:
     """All that lies from a matrix's first element to the end of its last row: what is between its rows as well."""
-    rows = matrix if matrix.stride(1) == 1 else matrix.t()
-    start = rows.storage_offset()
-    end = start + rows.shape[0] * max(rows.stride(0), rows.shape[1])
-    return rows.as_strided((min(end, rows.untyped_storage().nbytes() // rows.itemsize) - start,), (1,), start)
+    if matrix.stride(1) != 1:
+        matrix = matrix.t()
+    start = matrix.storage_offset()
+    end = start + matrix.shape[0] * max(matrix.stride(0), matrix.shape[1])
+    return matrix.as_strided((min(end, matrix.untyped_storage().nbytes() // matrix.itemsize) - start,), (1,), start)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     vocab_size=st.integers(2, 140),
     num_tokens=st.integers(1, 40),
-    rows=st.integers(1, 48),
+    chunk_size=st.integers(1, 48),
     hidden_size=st.integers(1, 40),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
     bias=st.booleans(),
 )
-def test_no_product_can_read_what_nobody_wrote(
-    poisoned_memory, vocab_size, num_tokens, rows, hidden_size, dtype, bias
+def test_no_product_can_read_uninitialised_memory(
+    poisoned_memory, vocab_size, num_tokens, chunk_size, hidden_size, dtype, bias
 ):
-    """For any sizes, in poisoned memory: between the rows of what is multiplied lies nothing unwritten.
+    """For any sizes, no uninitialised memory lies between the rows of the factors of a product.
 
-    Which products read it is the processor's choice (oneDNN in bf16 does with AMX), so what they could read is looked
-    at, not only what they give.
+    Whether a product reads what is there depends on the processor (oneDNN in bf16 does with AMX), so the test checks all
+    that it could read, not only the results.
     """
     torch.manual_seed(0)
     head = nn.Linear(hidden_size, vocab_size, bias=bias, dtype=dtype)
@@ -158,37 +161,39 @@ def test_no_product_can_read_what_nobody_wrote(
 
     def watched(product):
         def call(*arguments, **options):
-            factors = [one for one in arguments[-2:] if one.numel()]
-            assert all(memory_of(one).isfinite().all() for one in factors)
+            factors = [factor for factor in arguments[-2:] if factor.numel()]
+            assert all(memory_of(factor).isfinite().all() for factor in factors)
             seen.append(product)
             return product(*arguments, **options)
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_cross_entropy, "tokens_per_chunk", lambda num_tokens, vocab_size: rows)
+        patch.setattr(linear_cross_entropy, "tokens_per_chunk", lambda num_tokens, vocab_size: chunk_size)
         patch.setattr(torch, "mm", watched(torch.mm))
         patch.setattr(torch, "addmm", watched(torch.addmm))
         _, loss = linear_causal_lm_loss(
             head, hidden[None], None, loss_function=ForCausalLMLoss, vocab_size=vocab_size, shift_labels=labels[None]
         )
-    assert len(seen) == 3 * -(-num_tokens // rows)
+    assert len(seen) == 3 * -(-num_tokens // chunk_size)
     inputs = [hidden, *head.parameters()]
     results = [[loss, *gradients(loss, *inputs)]]
-    for one in (dtype, torch.float64):
-        logits = nn.functional.linear(hidden.to(one), *(parameter.to(one) for parameter in head.parameters()))
-        expected = nn.functional.cross_entropy(logits.float() if one == torch.bfloat16 else logits, labels)
+    for compute_dtype in (dtype, torch.float64):
+        parameters = [parameter.to(compute_dtype) for parameter in head.parameters()]
+        logits = nn.functional.linear(hidden.to(compute_dtype), *parameters)
+        expected = nn.functional.cross_entropy(logits.float() if compute_dtype == torch.bfloat16 else logits, labels)
         results.append([expected, *gradients(expected, *inputs)])
-    for found, eager, exact in zip(*results, strict=True):
+    for found, upstream, exact in zip(*results, strict=True):
         assert found.isfinite().all()
-        if dtype != torch.float64:  # of which there is nothing more exact
-            require_as_exact(found, eager, exact, factor=16)  # of a single number, either may be near by luck
+        if dtype != torch.float64:  # nothing is more exact than fp64
+            # A result may be a single number, and upstream's error of that small by chance.
+            require_as_exact(found, upstream, exact, factor=16)
 
 
 @pytest.mark.parametrize("num_columns", [1, 67, 5000], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_kernel_equals_the_torch_form(monkeypatch, num_columns: int, dtype: torch.dtype):
-    """In blocks smaller than a row, in rows apart, with an ignored row, a row far from zero and one with `-inf`."""
+    """Rows of one block and of several, gaps between rows, an ignored row, a row of large logits and one with `-inf`."""
     from patchgen.kernels.loss import cross_entropy_rows as module
 
     monkeypatch.setattr(module, "_BLOCK", 2048)
@@ -227,7 +232,7 @@ def test_scaling_rounds_the_product_once(size: int, dtype: torch.dtype):
     found, expected = scaled(tensor, factor, dtype), (tensor * factor).to(dtype)
     if device == "cuda" or dtype == torch.float32:
         assert torch.equal(found, expected)
-    else:  # the interpreter cuts what the device rounds
+    else:  # the interpreter truncates where the device rounds
         torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=0)
 
 
@@ -242,7 +247,7 @@ def test_the_kernel_gives_nan_for_a_label_out_of_range():
 
 
 def test_the_gradient_of_the_loss_is_multiplied_in_and_may_be_asked_for_twice(small_chunks):
-    head, hidden, labels = problem(torch.float64)
+    head, hidden, labels = head_and_inputs(torch.float64)
     _, loss = linear_loss(head, hidden, labels)
     once = torch.autograd.grad(loss, [hidden, head.weight], retain_graph=True)
     scaled = torch.autograd.grad(loss * 7, [hidden, head.weight])
@@ -257,7 +262,7 @@ def test_computes_only_the_gradients_that_are_asked_for(small_chunks, monkeypatc
     monkeypatch.setattr(
         linear_cross_entropy, "_add_product", lambda *a, **k: products.append("weight") or add_product(*a, **k)
     )
-    head, hidden, labels = problem(torch.float32, bias=False)
+    head, hidden, labels = head_and_inputs(torch.float32, bias=False)
     with torch.no_grad():
         _, forward_only = linear_loss(head, hidden, labels)
     assert products == ["mm"] * 6 and not forward_only.requires_grad
@@ -276,8 +281,8 @@ def test_computes_only_the_gradients_that_are_asked_for(small_chunks, monkeypatc
     assert products == ["mm", "weight"] * 6 and head.weight.grad is not None
 
 
-def test_nothing_that_counts_gives_nan_as_upstream_does_and_zero_with_a_number_of_items(small_chunks):
-    head, hidden, labels = problem(torch.float32)
+def test_all_labels_ignored_give_nan_as_upstream_does_and_zero_with_a_number_of_items(small_chunks):
+    head, hidden, labels = head_and_inputs(torch.float32)
     labels.fill_(-100)
     assert ForCausalLMLoss(head(hidden), labels, VOCAB).isnan()
     assert linear_loss(head, hidden, labels)[1].isnan()
@@ -296,7 +301,7 @@ def test_no_tokens_give_zero_gradients(small_chunks):
 
 
 def test_the_same_bits_every_time(small_chunks):
-    head, hidden, labels = problem(torch.bfloat16)
+    head, hidden, labels = head_and_inputs(torch.bfloat16)
     runs = []
     for _ in range(3):
         _, loss = linear_loss(head, hidden, labels)
@@ -305,18 +310,18 @@ def test_the_same_bits_every_time(small_chunks):
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
-def test_the_operator_keeps_its_promises_to_autograd_and_to_the_compiler(small_chunks):
-    head, hidden, labels = problem(torch.float32)
+def test_the_operator_passes_opcheck(small_chunks):
+    head, hidden, labels = head_and_inputs(torch.float32)
     arguments = (
         hidden.detach().reshape(-1, HIDDEN).requires_grad_(),
         head.weight,
         head.bias,
         labels.reshape(-1),
-        torch.tensor(5.0),
-        -100,
-        True,
-        True,
-        True,
+        torch.tensor(5.0),  # divisor
+        -100,  # ignore_index
+        True,  # with the gradient of the hidden states,
+        True,  # of the weight
+        True,  # and of the bias
     )
     torch.library.opcheck(
         torch.ops.patchgen.linear_cross_entropy.default,
@@ -326,7 +331,7 @@ def test_the_operator_keeps_its_promises_to_autograd_and_to_the_compiler(small_c
 
 
 def test_compiles_without_a_graph_break(small_chunks):
-    head, hidden, labels = problem(torch.float32)
+    head, hidden, labels = head_and_inputs(torch.float32)
 
     def function(hidden: Tensor) -> Tensor:
         return linear_loss(head, hidden * 2, labels, num_items_in_batch=30)[1]
@@ -340,7 +345,7 @@ def test_compiles_without_a_graph_break(small_chunks):
 
 
 def test_a_second_derivative_is_refused(small_chunks):
-    head, hidden, labels = problem(torch.float32)
+    head, hidden, labels = head_and_inputs(torch.float32)
     _, loss = linear_loss(head, hidden, labels)
     (first,) = torch.autograd.grad(loss, [hidden], create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -367,7 +372,7 @@ def hooked() -> nn.Linear:
         (nn.Linear(HIDDEN, VOCAB), torch.bfloat16, "weight is torch.float32 on cpu, the hidden states are torch.bf"),
         (nn.Linear(HIDDEN, VOCAB, dtype=torch.float16), torch.float16, "underflow"),
     ],
-    ids=["closure", "subclass", "hooks", "dtypes", "fp16"],
+    ids=["function", "subclass", "hooks", "dtypes", "fp16"],
 )
 def test_refuses_other_heads_by_name_and_auto_gives_them_to_chunked(head, dtype: torch.dtype, reason: str):
     hidden = torch.randn(1, 8, HIDDEN, dtype=dtype)
@@ -377,14 +382,14 @@ def test_refuses_other_heads_by_name_and_auto_gives_them_to_chunked(head, dtype:
 
 
 def test_refuses_autocast_and_auto_takes_plain_heads():
-    head, hidden, labels = problem(torch.float32)
+    head, hidden, labels = head_and_inputs(torch.float32)
     assert choose(head, hidden) is linear_causal_lm_loss
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedOptionError, match="autocast"):
         linear_loss(head, hidden, labels)
 
 
 def test_refuses_another_loss_and_sizes_that_do_not_fit():
-    head, hidden, labels = problem(torch.float32)
+    head, hidden, labels = head_and_inputs(torch.float32)
     with pytest.raises(ValueError, match="ForMaskedLMLoss"):
         linear_causal_lm_loss(head, hidden, labels, loss_function=ForMaskedLMLoss, vocab_size=VOCAB)
     with pytest.raises(ValueError, match="vocab_size 68"):
@@ -393,12 +398,12 @@ def test_refuses_another_loss_and_sizes_that_do_not_fit():
         linear_loss(head, hidden, labels[:, :20])
 
 
-def test_a_head_counts_by_its_weight():
-    """Tied after it was built with other sizes, a layer still says these: upstream computes with the weight."""
-    head, hidden, labels = problem(torch.float64, bias=False)
-    built_otherwise = nn.Linear(VOCAB, HIDDEN, bias=False, dtype=torch.float64)
-    built_otherwise.weight = head.weight
-    assert torch.equal(linear_loss(built_otherwise, hidden, labels)[1], linear_loss(head, hidden, labels)[1])
+def test_the_sizes_of_a_head_are_those_of_its_weight():
+    """A layer whose weight was replaced keeps `in_features` and `out_features` of its own; upstream computes with the weight."""
+    head, hidden, labels = head_and_inputs(torch.float64, bias=False)
+    tied_later = nn.Linear(VOCAB, HIDDEN, bias=False, dtype=torch.float64)
+    tied_later.weight = head.weight
+    assert torch.equal(linear_loss(tied_later, hidden, labels)[1], linear_loss(head, hidden, labels)[1])
 
 
 def test_chunks_are_equal_within_the_budget_and_cover_the_tokens():
@@ -414,7 +419,8 @@ def test_chunks_are_equal_within_the_budget_and_cover_the_tokens():
 
 @pytest.mark.gpu
 def test_on_the_device_at_a_real_vocabulary():
-    """Gradients of T = 5000 tokens in bf16 against upstream's in fp32, each no worse than upstream's own in bf16."""
+    """Gradients of T = 5000 tokens in bf16 err at most 1.5 times as much as upstream's, measured against upstream's in fp32;
+    the same bits every time."""
     torch.manual_seed(0)
     head = nn.Linear(512, 151_936, bias=True, device="cuda", dtype=torch.bfloat16)
     hidden = torch.randn(1, 5000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -423,14 +429,14 @@ def test_on_the_device_at_a_real_vocabulary():
     wide = nn.Linear(512, 151_936, bias=True, device="cuda")
     wide.load_state_dict(head.state_dict())
     wide_hidden = hidden.detach().float().requires_grad_()
-    exact = gradients(ForCausalLMLoss(wide(wide_hidden), labels, 151_936), wide_hidden, *wide.parameters())
-    eager = gradients(ForCausalLMLoss(head(hidden), labels, 151_936), hidden, *head.parameters())
+    exact_gradients = gradients(ForCausalLMLoss(wide(wide_hidden), labels, 151_936), wide_hidden, *wide.parameters())
+    upstream_gradients = gradients(ForCausalLMLoss(head(hidden), labels, 151_936), hidden, *head.parameters())
     runs = []
     for _ in range(3):
         _, loss = linear_causal_lm_loss(head, hidden, labels, loss_function=ForCausalLMLoss, vocab_size=151_936)
         runs.append(gradients(loss, hidden, *head.parameters()))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
-    for found, other, wanted in zip(runs[0], eager, exact, strict=True):
-        error, allowed = (float((g.float() - wanted).norm() / wanted.norm()) for g in (found, other))
-        assert error <= 1.5 * allowed
+    for found, upstream, exact in zip(runs[0], upstream_gradients, exact_gradients, strict=True):
+        error, upstream_error = (float((g.float() - exact).norm() / exact.norm()) for g in (found, upstream))
+        assert error <= 1.5 * upstream_error
