@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from patchgen.runtime.verify.record_types import HeadRow, HeadsRecord
 
 FAMILY, FILE = "heads", "heads.json"
-MAPS = {
+MAPPINGS = {
     "classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "token": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     "answers": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
@@ -39,12 +39,12 @@ MAPS = {
 
 
 def heads_of(release: upstream.Release) -> dict[str, dict[str, str]]:
-    """Model type -> kind -> class in its own file, for types that take text: with a causal head, or one of `MAPS` besides base."""
+    """Model type -> kind -> class in its own file, for types that take text: with a causal head, or one of `MAPPINGS` but base."""
     found: dict[str, dict[str, str]] = {}
     text_types = {
-        model_type for name in (CAUSAL_MAP, *list(MAPS.values())[:-1]) for model_type in release.auto_map(name)
+        model_type for name in (CAUSAL_MAP, *list(MAPPINGS.values())[:-1]) for model_type in release.auto_map(name)
     }
-    for kind, mapping in MAPS.items():
+    for kind, mapping in MAPPINGS.items():
         for model_type, name in release.auto_map(mapping).items():
             path = release.file_of(model_type) if model_type in text_types else None
             if path is not None and re.search(rf"^class {name}\b", release.read(path) or "", re.MULTILINE):
@@ -58,13 +58,13 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
     Current rows are kept; an interrupted sweep resumes.
 
     Raises:
-        ConfigError: no such type, or a process died.
+        ConfigError: a type has none of these heads, or a process died.
     """
     release = upstream.open_release(version)
     known = heads_of(release)
     if unknown := [model_type for model_type in only if model_type not in known]:
         raise ConfigError(
-            f"--only {unknown[0]}: {release.origin} has no head of that type of these kinds: {', '.join(MAPS)}."
+            f"--only {unknown[0]}: {release.origin} has no head of these kinds for that type: {', '.join(MAPPINGS)}."
         )
     wanted = {model_type: known[model_type] for model_type in only or known}
     path = (output or records_folder()) / FILE
@@ -163,13 +163,13 @@ def write(path: Path, rows: Mapping[tuple[str, str], HeadRow]) -> None:
 def page(rows: Sequence[HeadRow]) -> str:
     """The text of `heads.md`. It follows from the record alone."""
     types = {row["model_type"]: {r["kind"]: r for r in rows if r["model_type"] == row["model_type"]} for row in rows}
-    return render("heads.jinja", kinds=list(MAPS), types=types, counts=counts(rows), proven=PROVEN)
+    return render("heads.jinja", kinds=list(MAPPINGS), types=types, counts=counts(rows), proven=PROVEN)
 
 
 def counts(rows: Iterable[HeadRow]) -> str:
     """How many heads of each kind are proven, of how many, as text."""
     rows = list(rows)
-    statuses = {kind: [row["status"] for row in rows if row["kind"] == kind] for kind in MAPS}
+    statuses = {kind: [row["status"] for row in rows if row["kind"] == kind] for kind in MAPPINGS}
     return ", ".join(f"{kind}: {found.count(PROVEN)} of {len(found)}" for kind, found in statuses.items())
 
 

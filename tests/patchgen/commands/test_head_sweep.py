@@ -26,7 +26,7 @@ def test_an_encoder_decoder_is_proven_with_its_own_loss(rows):
     assert {row["kind"]: (row["status"], row["reason"]) for row in rows}["conditional"] == ("proven", "")
 
 
-def test_a_record_holds_until_what_it_depends_on_moves(rows, tmp_path):
+def test_types_are_stale_after_a_new_head_or_another_prover(rows, tmp_path):
     path, release = tmp_path / head_sweep.FILE, upstream.open_release()
     head_sweep.write(path, {(row["model_type"], row["kind"]): row for row in rows})
     assert head_sweep.stale_types(path, release, {"t5": HEADS}) == []
@@ -36,8 +36,8 @@ def test_a_record_holds_until_what_it_depends_on_moves(rows, tmp_path):
     assert head_sweep.stale_types(path, release, {"t5": HEADS}) == ["t5"]
 
 
-def test_rows_that_hold_name_the_generator_that_gives_the_same_bytes(rows, tmp_path, monkeypatch):
-    """Else each check would generate every head again. No head is proven here: rows of the same bytes keep what they say."""
+def test_rows_that_stay_get_the_hash_of_todays_sources(rows, tmp_path, monkeypatch):
+    """Without it, each check would generate their heads again. Their text is the same, so they are not proven again."""
     path, release = tmp_path / head_sweep.FILE, upstream.open_release()
     head_sweep.write(path, {("t5", row["kind"]): {**row, "sources": "of another generator"} for row in rows})
     monkeypatch.setattr(head_sweep, "heads_of", lambda _release: {"t5": HEADS})
@@ -74,16 +74,16 @@ def test_heads_are_those_of_types_that_take_text():
 
 
 def test_the_kinds_are_those_of_the_prover():
-    assert head_sweep.MAPS == head_kinds.MAPPINGS
+    assert head_sweep.MAPPINGS == head_kinds.MAPPINGS
 
 
 def test_a_type_without_such_heads_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="--only vit: transformers .* has no head of that type of these kinds"):
+    with pytest.raises(ConfigError, match="--only vit: transformers .* has no head of these kinds for that type"):
         invoke("sweep", "--family", "heads", "--only", "vit", "--output", str(tmp_path))
 
 
 class CrashingPool:
-    """For a pool, one of whose processes died."""
+    """Stands in for a process pool with a dead worker."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -93,12 +93,12 @@ class CrashingPool:
     def __exit__(self, *_: object) -> None: ...
 
     def submit(self, *_: object, **__: object) -> Future:
-        died = Future()
-        died.set_exception(BrokenProcessPool("terminated abruptly"))
-        return died
+        failed = Future()
+        failed.set_exception(BrokenProcessPool("terminated abruptly"))
+        return failed
 
 
-def test_a_process_that_dies_is_told_with_its_type_and_what_to_do(tmp_path, monkeypatch):
+def test_the_error_of_a_dead_worker_names_its_type_and_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(head_sweep, "ProcessPoolExecutor", CrashingPool)
     with pytest.raises(ConfigError, match=r"A process died .* at t5 or a type swept .*--jobs 1"):
         invoke("sweep", "--family", "heads", "--only", "t5", "--output", str(tmp_path))
