@@ -36,7 +36,8 @@ class ModelConfig:
         edits: hand edits, each with its reason.
         allow_sync: `Class.forward` of the generated file -> reason, for host syncs that stay. `forward` alone is that method
             of every class: releases move methods from class to class.
-        strict_sync: whether a host sync that is not allowed is an error.
+        strict_sync: whether a host sync that is not allowed is an error instead of a note. True for multimodal models that
+            have no such sync, whose media code is where syncs are common: a release must not add one unnoticed.
     """
 
     model: str
