@@ -42,7 +42,8 @@ def is_number(anatomy: Anatomy, owner: str, attribute: str) -> bool:
 
 
 def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, visited: frozenset[str] = frozenset()) -> bool:
-    """Whether an expression is a constant or a value of a config, or computed from these."""
+    """Whether an expression is a constant or a value of a config, or computed from these; in the class that reads it, attributes
+    that hold such."""
     if isinstance(value, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp):
         parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
         return all(isinstance(part, ast.Compare) or _is_number(part, anatomy, owner, visited) for part in parts)
@@ -58,11 +59,16 @@ def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, visited: frozenset[
         return _is_number(value.value, anatomy, owner, visited)
     if isinstance(value, ast.Name) and value.id != CONFIG:
         return value.id not in visited and _is_number_by_name(value, anatomy, owner, visited | {value.id})
+    if isinstance(value, ast.Attribute) and own_attribute(value) and (place := anatomy.constructions.scopes.get(value.value)):
+        held, read = anatomy.held(place.owner, value.attr), f"{place.owner}.{value.attr}"
+        if held and read not in visited:
+            return all(_is_number(one, anatomy, place.owner, visited | {read}) for one in held)
     return isinstance(value, ast.Constant) or is_left_in_config(anatomy, value)
 
 
 def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: frozenset[str]) -> bool:
-    """The same for a local variable, or a parameter of `__init__`: by its annotation, its arguments, or its default."""
+    """The same for a local variable, or a parameter of `__init__`: by what it is handed; where that is nothing, by its annotation
+    or default."""
     place, init = anatomy.constructions.scopes.get(name), anatomy.method(owner, "__init__")
     function = place.function if place else init and init[1]
     if function is None or (known := assigned_to(function, name.id)) is None:
@@ -70,11 +76,12 @@ def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: fr
     annotations = {arg.arg: arg.annotation for arg in walk(function.args) if isinstance(arg, ast.arg)}
     annotation = annotations.get(name.id)
     is_annotated = annotation is not None and ast.unparse(annotation) in ("float", "int", "bool")
-    if name.id in annotations and not is_annotated:
-        # What other methods are called with is not read.
-        default = defaults_of(function).get(name.id) if function.name == "__init__" else None
-        handed = anatomy.handed(owner, name) or ([] if default is None else [default])
+    if name.id in annotations and function.name == "__init__":
+        default = defaults_of(function).get(name.id)
+        handed = anatomy.handed(owner, name) or ([default] if default is not None and not is_annotated else [])
         known = [*known, *handed] if handed else []
+    elif name.id in annotations and not is_annotated:
+        known = []  # what other methods are called with is not read
     return bool(known or is_annotated) and all(_is_number(value, anatomy, owner, visited) for value in known)
 
 

@@ -162,7 +162,7 @@ def read_header(file: Path) -> list[StoredTensor]:
         if entry["dtype"] not in DTYPES:
             why = f"supported are {', '.join(DTYPES)}."
             if entry["dtype"].startswith(("F8", "F6", "F4")):
-                why = "quantised weights cannot be trained. Use the bf16 release, or dequantise the checkpoint first."
+                why = "quantised weights cannot be trained. Use a bf16 checkpoint, or dequantise the checkpoint first."
             problems.append(f"{name} in {file.name} has the dtype {entry['dtype']}: {why}")
             continue
         tensor = StoredTensor(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)

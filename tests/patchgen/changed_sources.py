@@ -251,6 +251,7 @@ FORMULAS = (
     changed("fused_ops", "qwen3_moe", "a norm without epsilon", ("torch.rsqrt(variance + self.variance_epsilon)", "torch.rsqrt(variance)")),
     changed("fused_ops", "qwen3_moe", "a norm by a power", ("hidden_states * torch.rsqrt(variance + self.variance_epsilon)", "hidden_states * (variance + self.variance_epsilon) ** -0.5")),
     changed("fused_ops", "qwen3_moe", "a norm by another method", ("hidden_states * torch.rsqrt(variance + self.variance_epsilon)", "hidden_states / (variance + self.variance_epsilon).sqrt()"), ("hidden_states.pow(2)", "hidden_states.square()")),
+    changed("fused_ops", "qwen3_moe", "a norm with a learned epsilon", ("self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)", "self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=nn.Parameter(torch.tensor(1e-6)))")),
     changed("fused_ops", "qwen3_moe", "gate and up summed", ("self.act_fn(self.gate_proj(x)) * self.up_proj(x)", "self.act_fn(self.gate_proj(x)) + self.up_proj(x)")),
     changed("fused_ops", "qwen3_moe", "the product taken apart", ("        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))", "        gate = self.act_fn(self.gate_proj(x))\n        down_proj = self.down_proj(gate * self.up_proj(x))")),
 )  # fmt: skip

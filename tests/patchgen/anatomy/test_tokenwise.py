@@ -320,6 +320,32 @@ def test_a_name_of_another_method_is_no_number_of_the_init():
         assert known.is_number(anatomy_of(text), "Part", "scale") is is_number
 
 
+@pytest.mark.parametrize(
+    ("given", "is_number"),
+    [
+        ("config.factor", True),
+        ("self.factor", True),
+        ("nn.Parameter(torch.ones(8))", False),
+        ("self.learned", False),
+        ("config.factor if config.wide else torch.ones(8)", False),
+    ],
+)
+def test_what_a_part_is_made_with_counts_more_than_an_annotation(given: str, is_number: bool):
+    text = f"""
+class Part(nn.Module):
+    def __init__(self, scale: float = 1.0):
+        self.scale = scale
+
+class Model(nn.Module):
+    def __init__(self, config):
+        self.factor = config.factor
+        self.learned = nn.Parameter(torch.ones(8))
+        self.part = Part({given})
+        self.other = Part()
+"""
+    assert known.is_number(anatomy_of(text), "Part", "scale") is is_number
+
+
 def test_a_number_that_the_file_stores_in_a_config_is_not_read():
     text = NUMBER.replace("def change(self, {parameter}):\n        self.scale = {parameter}", "")
     assert known.is_number(anatomy_of(text), "Part", "scale")

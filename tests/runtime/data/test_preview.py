@@ -171,7 +171,7 @@ def test_the_page_and_the_text_show_the_same_and_need_nothing_else(tmp_path):
     assert page.documents == [expected, expected, ["", ""]]
     assert page.asked == []
     assert not re.search(r"https?://|@import|url\(", html)
-    assert "<title>my &lt;run&gt;: what is learned</title>" in html
+    assert "<title>my &lt;run&gt;: tokens with loss</title>" in html
     text = as_text(preview, colour=False)
     learned = "".join(re.findall(f"{OPEN}(.*?){CLOSE}", re.sub(r"\n +│ ", "", text), re.DOTALL)).replace(
         LINE_END, "\n"
