@@ -23,16 +23,18 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Models = Annotated[list[str] | None, Argument(help="model types, for example qwen3_moe", show_default=False)]
+Several = list[str] | None
+Models = Annotated[Several, Argument(help="model types, such as qwen3_moe, unless an option like --all names them")]
+ModelsOrAll = Annotated[Several, Argument(help="model types, such as qwen3_moe; without any, all committed ones")]
 Model = Annotated[str, Argument(help="a model type, for example qwen3_moe", show_default=False)]
 Transformers = Annotated[str | None, Option("--transformers", help="a release, for example 5.17.0")]
 Every = Annotated[bool, Option("--all", help="every committed model")]
 Source = Annotated[Path | None, Option("--source", help="a modeling file, or a folder with one")]
 Code = Annotated[str | None, Option(help="the architecture, if transformers does not know it: folder or module")]
 Reviewed = Annotated[
-    list[str] | None, Option(help="a hand edit's target that you compared with the new upstream, as Class.method")
+    Several, Option(help="a hand edit's target, as Class.method, that you compared with the new upstream; repeatable")
 ]
-Assignments = Annotated[list[str] | None, Option("--set", help="a value of the recipe, such as parallel.ep=2")]
+Assignments = Annotated[Several, Option("--set", help="a value of the recipe, such as parallel.ep=2; repeatable")]
 GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the folder that generate wrote to")]
 
 
@@ -59,7 +61,7 @@ def generate(
     force: Annotated[bool, Option("--force", help="overwrite manual edits of generated files")] = False,
     reviewed: Reviewed = None,
     head: Annotated[
-        list[str] | None, Option(help="a class to generate for, instead of upstream's causal head; may be repeated")
+        Several, Option(help="a class to generate for, instead of upstream's causal head; repeatable")
     ] = None,
 ) -> None:
     """Write modeling file, diff and provenance of models. Exit 1 if one is refused; the others are written.
@@ -71,8 +73,9 @@ def generate(
 
 
 @app.command()
-def check(models: Models = None) -> None:
-    """Regenerate in memory and compare bytes; exit 1 if a committed file or a recorded proof is stale.
+def check(models: ModelsOrAll = None) -> None:
+    """Regenerate in memory and compare bytes. Exit 1 if a committed file or a recorded proof is stale, a folder has no
+    provenance.json, or an example of the project's passes fails.
 
     Example: patchgen check qwen3_moe
     """
@@ -81,7 +84,7 @@ def check(models: Models = None) -> None:
 
 @app.command()
 def diff(model: Model, transformers: Transformers = None, source: Source = None) -> None:
-    """Show the changes against upstream, grouped by pass.
+    """Show what each pass changes when the model is generated now.
 
     Example: patchgen diff qwen3_moe
     """
@@ -129,7 +132,7 @@ def new(
 
 @app.command()
 def mutate(
-    models: Models = None,
+    models: Annotated[Several, Argument(help="one or more model types, such as qwen3_moe")] = None,
     count: Annotated[int, Option(help="how many mutants to run per model")] = 100,
     seed: Annotated[int, Option(help="random seed of the mutants")] = 0,
     jobs: Annotated[int, Option(min=1, help="processes")] = 2,
@@ -148,14 +151,14 @@ def mutate(
 
 @app.command()
 def report(
-    models: Models = None,
+    models: ModelsOrAll = None,
     output: Annotated[Path | None, Option(help="the folder to write, instead of reports/")] = None,
     upgrade: Annotated[bool, Option("--upgrade", help="show what a move to another release changes")] = False,
     to: Annotated[
         str | None, Option("--to", help="with --upgrade: a release, a wheel or a folder, instead of the installed one")
     ] = None,
 ) -> None:
-    """Write pages for review: upstream and generated side by side, passes, census, proofs. Without MODELS: of all, and an index.
+    """Write pages for review: upstream and generated side by side, passes, census, proofs. For all, also an index.
 
     Example: patchgen report qwen3_moe
     """
@@ -178,7 +181,7 @@ def list_models() -> None:
 
 @app.command()
 def upgrade(
-    models: Models = None,
+    models: ModelsOrAll = None,
     to: Annotated[
         str | None, Option("--to", "--transformers", help="a release, wheel or folder, instead of the installed one")
     ] = None,
@@ -189,16 +192,17 @@ def upgrade(
     as_json: Annotated[bool, Option("--json", help="print the findings as JSON")] = False,
     verbose: Annotated[bool, Option("--verbose", help="show the sources of imported helpers, too")] = False,
     python: Annotated[
-        Path | None, Option(help="with --apply: a Python that has the release, instead of a new environment")
+        Path | None, Option(help="with --apply: prove in this Python, which has the release, not a new environment")
     ] = None,
     jobs: Annotated[int, Option(min=1, help="processes")] = 2,
 ) -> None:
-    """Show what a move to another release changes, site by site. Exit 0: unchanged; 10: review; 20: needs a person, or not moved.
+    """Show what a move to another release changes, site by site. Exit 0: unchanged; 10: review; 20: needs a person. With --apply
+    0: every model was moved; 20: one was not.
 
     Example: patchgen upgrade qwen3_moe --to 5.17.0
     """
     if python is not None and not apply:
-        raise ConfigError("--python proves what --apply writes. To fix: give --apply with it.")
+        raise ConfigError("--python is the interpreter in which --apply proves. To fix: give --apply with it.")
     options = {"reviewed": reviewed or [], "as_json": as_json, "verbose": verbose, "python": python, "jobs": jobs}
     raise typer.Exit(commands.upgrading.upgrade(models or [], to, apply=apply, **options))
 
@@ -208,7 +212,7 @@ def verify(
     models: Models = None,
     every: Every = False,
     directory: Annotated[Path | None, Option(help="a generated model outside generated_models/")] = None,
-    head: Annotated[str | None, Option(help="the class to prove, instead of the first head")] = None,
+    head: Annotated[str | None, Option(help="the class to prove; by default only the first head is")] = None,
     ranks: Annotated[int, Option(min=1, help="prove on this many gloo ranks, against one")] = 1,
     sp: Annotated[int, Option(min=1, help="with --ranks: how many of them share a sequence")] = 1,
     ep: Annotated[int, Option(min=1, help="with --ranks: how many of them share the experts")] = 1,
@@ -217,7 +221,7 @@ def verify(
     against: Annotated[
         str | None, Option(help="prove with another release, such as 5.20.0, in its own environment")
     ] = None,
-    python: Annotated[Path | None, Option(help="with --against: a Python that has the release")] = None,
+    python: Annotated[Path | None, Option(help="with --against: prove in this Python, which has the release")] = None,
     code: Code = None,
     generated: GeneratedIn = None,
 ) -> None:
@@ -229,12 +233,11 @@ def verify(
         others = {"--directory": directory, "--head": head, "--ranks": ranks > 1, "--outdated": outdated}
         others |= {"--sp": sp > 1, "--ep": ep > 1, "--fsdp": fsdp, "--code": code, "--generated": generated}
         if conflicts := [name for name, value in others.items() if value]:
-            raise ConfigError(
-                f"--against proves unchanged committed files, in one process. To fix: omit {conflicts[0]}."
-            )
+            what = "proves the first head of committed files as they are, in one process"
+            raise ConfigError(f"--against {what}. To fix: omit {', '.join(conflicts)}.")
         raise typer.Exit(commands.upgrading.verify_against(models or [], against, every=every, python=python))
     if python is not None:
-        raise ConfigError("--python has the release that --against names. To fix: give --against with it.")
+        raise ConfigError("--python is the interpreter in which --against proves. To fix: give --against with it.")
     if outdated and directory is not None:
         raise ConfigError("--outdated selects committed models, --directory another file. To fix: omit one of them.")
     if ranks == 1 and (sp > 1 or ep > 1 or fsdp):
@@ -250,7 +253,7 @@ def sweep(
     family: Annotated[str, Option(help="text, moe, media, vision, audio, omni or heads")] = "text",
     jobs: Annotated[int | None, Option(min=1, help="processes, instead of 2")] = None,
     transformers: Transformers = None,
-    only: Annotated[list[str] | None, Option(help="only these model types")] = None,
+    only: Annotated[Several, Option(help="only this model type; repeatable")] = None,
     output: Annotated[
         Path | None, Option(help="the folder of the record and its page, instead of records/ and docs/")
     ] = None,
@@ -302,7 +305,7 @@ def train(
     rdzv_endpoint: Annotated[str, Option(help="host:port of the rendezvous of several machines")] = "",
     assignments: Assignments = None,
     allow_missing: Annotated[
-        list[str] | None, Option(help="patterns of parameters that the weights may lack, such as 'lm_head.*'")
+        Several, Option(help="a pattern of parameters that the weights may lack, such as 'lm_head.*'; repeatable")
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="start over; an earlier run is moved aside")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")] = False,
@@ -325,7 +328,7 @@ def train(
 def doctor(
     recipe: Annotated[Path, Argument(help="a YAML file, as `train` takes it")],
     assignments: Assignments = None,
-    skip: Annotated[list[str] | None, Option(help="a check to skip, by its name in the table")] = None,
+    skip: Annotated[Several, Option(help="a check to skip, by its name in the table; repeatable")] = None,
     as_json: Annotated[bool, Option("--json", help="the table as JSON")] = False,
     memory: Annotated[
         float | None, Option(help="the most GiB that a model may take: a larger one is checked layer by layer")
@@ -354,7 +357,7 @@ def data(
     commands.data.show(recipe, assignments or [], rows=rows, html=html, evaluation=evaluation)
 
 
-Layout = Annotated[str | None, Option("--layout", help="per-expert or stacked, instead of the original's")]
+Layout = Annotated[str | None, Option("--layout", help="per-expert or stacked; by default as in the original")]
 DType = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32, instead of the stored one")]
 
 
@@ -366,10 +369,11 @@ def export(
     layout: Layout = None,
     dtype: DType = None,
     source: Annotated[
-        Path | None, Option(help="the original checkpoint, for its tokenizer and untrained part; by default the run's")
+        Path | None,
+        Option(help="the original, for its tokenizer and what the run did not load; by default the run's own"),
     ] = None,
     trained_only: Annotated[
-        bool, Option("--trained-only", help="write only the trained model, not the original's untrained part")
+        bool, Option("--trained-only", help="omit what the run did not load of the original (talker, vision tower)")
     ] = False,
     code: Code = None,
     generated: GeneratedIn = None,
@@ -406,7 +410,7 @@ def merge(
 def convert(
     source: Annotated[Path, Argument(help="a Hugging Face checkpoint", show_default=False)],
     output: Annotated[Path, Argument(help="the folder to write", show_default=False)],
-    layout: Annotated[str | None, Option(help="per-expert or stacked, instead of upstream's")] = None,
+    layout: Annotated[str | None, Option(help="per-expert or stacked; by default as transformers saves")] = None,
     dtype: DType = None,
     code: Code = None,
     generated: GeneratedIn = None,
