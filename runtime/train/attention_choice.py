@@ -44,28 +44,56 @@ def choose(
     small_kinds: Iterable[Kind] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Names:
-    """The requested attention, or the fastest here that supports the features and head size of each kind of layer.
+    """The requested attention, or if none is, the fastest here that supports the features and head size of each kind of layer.
+
+    A requested one must take the head sizes and the dtype; other features that it lacks it refuses itself, when it is called.
 
     Args:
         small_kinds: the kinds of layers in a small form of the model; None: that form is run to find them.
         dtype: the dtype that layers compute in (`model.compute_dtype`).
 
     Raises:
-        RecipeError: the requested one cannot run here, or does not support this head size or dtype.
+        RecipeError: a requested one is unknown, cannot run here, or does not support the head size or dtype of its layers.
     """
     require_available(requested)
     if requested is None:
         return attention_kinds.choose(kinds_of(head, config, small_kinds, dtype), config)
+    # Only flash kernels have a `max_head`, and they alone lack float32: for others the model need not be built.
     if any(name != attention.BY_LAYER and BACKENDS[name].max_head for name in attention_kinds.all_names(requested)):
         kinds = [replace(kind, features=dtype_features(dtype)) for kind in kinds_of(head, config, small_kinds or ())]
-        if missing := attention_kinds.missing_features(requested, kinds):
-            able = [other for other in BACKENDS if not attention_kinds.missing_features(other, kinds)]
-            required_by = "parallel.param_dtype needs" if missing[0] == FLOAT32 else f"{head.__name__} has"
-            raise RecipeError(
-                f"model.attention = '{requested}' cannot do {missing[0]}, which {required_by}. Those that can: "
-                f"{', '.join(able)}."
-            )
+        _require_supported(requested, kinds, head.__name__)
     return requested
+
+
+def _require_supported(requested: Names, kinds: Iterable[Kind], head: str) -> None:
+    """Raises RecipeError for the first key of the recipe whose attention lacks a feature, with the layers that need it."""
+    served_by: dict[tuple[str, str], list[Kind]] = {}
+    for kind in kinds:
+        served_by.setdefault(_key_and_name(requested, kind.config), []).append(kind)
+    for (key, name), served in served_by.items():
+        layers: dict[str, list[str]] = {}  # of each missing feature
+        for kind in served:
+            for feature in attention_kinds.missing_features(name, (kind,)):
+                layers.setdefault(feature, []).append(kind.layers)
+        if not layers:
+            continue
+        needs = [
+            f"{feature}, which parallel.param_dtype needs"
+            if feature == FLOAT32
+            else f"{feature}, which {head} has in {', '.join(dict.fromkeys(places))}"
+            for feature, places in layers.items()
+        ]
+        able = [other for other in BACKENDS if not attention_kinds.missing_features(other, served)]
+        raise RecipeError(f"{key} = '{name}' cannot do {' and '.join(needs)}. Those that can: {', '.join(able)}.")
+
+
+def _key_and_name(names: Names, config: str, key: str = "model.attention") -> tuple[str, str]:
+    """The recipe's key for the modules of one config, and the attention that it names (`attention_kinds.name_for`)."""
+    if isinstance(names, str):
+        return key, names
+    field, _, inner_path = config.partition(".")
+    inner_key = f"{key}.{field}" if field and field in names else f'{key}[""]'
+    return _key_and_name(names.get(field, names[""]), inner_path, inner_key)
 
 
 def explain(
@@ -103,7 +131,14 @@ def kinds_of(
 
 @dataclass
 class _LayerGroup:
-    """The modules of a model with the same `Kind.layers`."""
+    """The modules of a model with the same `Kind.layers`, attention or not.
+
+    Attributes:
+        config: dotted path of the config that names their attention, as in `Kind`.
+        attends: whether they are attention modules.
+        head_size: of their largest heads; 0 if unknown.
+        count: how many there are.
+    """
 
     config: str
     attends: bool
@@ -113,6 +148,11 @@ class _LayerGroup:
 
 @functools.lru_cache(maxsize=8)
 def _layer_groups(head: type[PreTrainedModel], config_text: str) -> dict[str, _LayerGroup]:
+    """`Kind.layers` -> the modules with it, of the model built on the meta device.
+
+    Args:
+        config_text: the config as JSON with all its fields, which the cache can hash.
+    """
     assert head.config_class is not None, "a generated head names its configuration"
     config = head.config_class.from_dict(json.loads(config_text))
     with torch.device("meta"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
-from typing import Any
 
 from patchgen.runtime.data import DataConfig, DataError
 from patchgen.runtime.data.chat import learned_turns, require_messages
@@ -20,14 +21,20 @@ from patchgen.runtime.train import architecture, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 
+# A key of the section `data` in a message; not a file such as x/data.jsonl.
+_DATA_KEY = re.compile(
+    rf"(?<![\w./-])data\.(?=(?:{'|'.join(field.name for field in dataclasses.fields(DataConfig))})\b)"
+)
+
 
 def require_data(recipe: Recipe) -> None:
     """Refuses data that every rank would refuse.
 
     Raises:
-        RecipeError: a transform that does not exist or returns an invalid row; rows that match no format of the
-            data kind, or several; several answers in a conversation for an encoder-decoder; an option that the processor
-            lacks or refuses; a special token that the tokenizer lacks.
+        RecipeError: a source that cannot be read; a transform that does not exist or returns an invalid row; rows that match
+            no format of the data kind, or several; several answers in a conversation for an encoder-decoder; a special token
+            that the tokenizer lacks. Where media options or special tokens are set: no tokenizer, for multimodal data no
+            processor with a chat template, or an option that the processor lacks or refuses.
     """
     architecture.prepare(recipe)
     for name, config in (("data", recipe.data), ("eval_data", recipe.eval_data)):
@@ -41,13 +48,20 @@ def require_data(recipe: Recipe) -> None:
             if not config.media and not config.special_tokens:
                 continue
             if config.kind != "multimodal":
+                # Raises if one of them is no special token.
                 Literals(setup.data_parts(recipe).tokenizer, kept=config.special_tokens)
                 continue
-            prepare = PrepareMultimodal(config, _processor(recipe.model.source), None)
+            prepare = PrepareMultimodal(config, setup.load_processor(recipe.model.source), None)
             if config.media:
                 prepare.options.require_accepted()
         except DataError as error:
-            raise RecipeError(str(error) if name == "data" else f"{name}: {error}") from error
+            raise RecipeError(str(error) if name == "data" else _of_eval_data(str(error))) from error
+
+
+def _of_eval_data(message: str) -> str:
+    """A message about data, with the section `eval_data` named instead of `data`."""
+    message = _DATA_KEY.sub("eval_data.", message).replace(" a eval_data.", " an eval_data.")
+    return message if message.startswith("eval_data.") else f"eval_data: {message}"
 
 
 def _require_one_answer(config: DataConfig, sources: Sequence[Source]) -> None:
@@ -67,8 +81,3 @@ def _require_one_answer(config: DataConfig, sources: Sequence[Source]) -> None:
             answers = len(turns if learned is None else learned)
             if answers > 1:
                 raise DataError(f"{record.where}: the conversation has {answers} answers. {ONE_ANSWER}")
-
-
-def _processor(source: str) -> Any:
-    """The processor that comes with a model; None for a bare model type."""
-    return None if models.is_model_type(source) else setup.load_processor(source)

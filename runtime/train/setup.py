@@ -54,12 +54,18 @@ class DataParts:
 
 
 def data_parts(recipe: Recipe) -> DataParts:
-    """The tokenizer and processor of `model.source`; for a bare model type, a tokenizer trained on the recipe's data."""
+    """The tokenizer and processor of `model.source`; for a bare model type, a tokenizer trained on the recipe's data.
+
+    Raises:
+        RecipeError: a checkpoint without a fitting tokenizer; multimodal data without a processor, as for a bare model type.
+    """
     from transformers import AutoTokenizer
 
     architecture.prepare(recipe)
     source, config = recipe.model.source, models.read_config(recipe.model)
     if models.is_model_type(source):
+        if recipe.has_media:
+            raise _no_processor(source, _IS_TYPE)
         return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=config.get_text_config().vocab_size))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -83,18 +89,28 @@ def load_processor(source: str) -> Any:
     """The processor that comes with a model.
 
     Raises:
-        RecipeError: there is none, or a package that it needs is missing.
+        RecipeError: there is none, as for a bare model type, or a package that it needs is missing.
     """
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
-    message = f"model.source = '{source}' has no usable processor, which data.kind = multimodal needs: "
+    if models.is_model_type(source):
+        raise _no_processor(source, _IS_TYPE)
     try:
         processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
     except (ImportError, OSError, ValueError) as error:
-        raise RecipeError(message + " ".join(str(error).split())) from error
+        raise _no_processor(source, " ".join(str(error).split())) from error
     if isinstance(processor, PreTrainedTokenizerBase):
-        raise RecipeError(f"{message}transformers loads only a {type(processor).__name__} from its files.")
+        raise _no_processor(source, f"transformers loads only a {type(processor).__name__} from its files.")
     return processor
+
+
+_IS_TYPE = (
+    "it is a model type. To fix: name a checkpoint with a processor, a folder or a name on the Hugging Face Hub."
+)
+
+
+def _no_processor(source: str, why: str) -> RecipeError:
+    return RecipeError(f"model.source = '{source}' has no usable processor, which data.kind = multimodal needs: {why}")
 
 
 def require_fitting(tokenizer: Any, config: Any, source: str) -> None:

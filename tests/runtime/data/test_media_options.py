@@ -94,12 +94,18 @@ def test_bad_options_are_errors_before_ranks_start(tmp_path):
     require_data(recipe(media={"do_resize": False, "do_center_crop": False}))
     with pytest.raises(RecipeError, match="^data.media.do_resise: "):
         require_data(recipe(media={"do_resise": True}))
-    with pytest.raises(RecipeError, match="^eval_data: data.media.do_resise: "):
+    with pytest.raises(RecipeError, match="^eval_data.media.do_resise: "):
         require_data(recipe("eval_data", media={"do_resise": True}))
     with pytest.raises(RecipeError, match=r"for images: CLIP\w+ refuses it: "):
         require_data(recipe(media={"image_mean": [0.5] * 7}))
     with pytest.raises(RecipeError, match="data.special_tokens names '<imag>'.*are, for example, <image>"):
         require_data(recipe(special_tokens=["<imag>"]))
+    with pytest.raises(RecipeError, match="^eval_data.special_tokens names '<imag>'"):
+        require_data(recipe("eval_data", special_tokens=["<imag>"]))
+    with pytest.raises(RecipeError, match="^eval_data: builtin:vision, sample 1: .*returned None.* eval_data.sources"):
+        require_data(
+            recipe("eval_data", sources=[{"path": "builtin:vision", "transform": f"{tmp_path / 'own.py'}:nothing"}])
+        )
     with pytest.raises(RecipeError, match="builtin:vision, sample 1: the transform .*own.py:nothing returned None"):
         require_data(recipe(sources=[{"path": "builtin:vision", "transform": f"{tmp_path / 'own.py'}:nothing"}]))
 

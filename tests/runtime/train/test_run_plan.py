@@ -240,6 +240,14 @@ def test_large_heads_get_an_attention_that_takes_them(monkeypatch):
         assert attention_choice.choose(None, head, config) == expected
     with pytest.raises(RecipeError, match=f"'{flash}' cannot do heads of 512, which Qwen3MoeForCausalLM has"):
         attention_choice.choose(flash, head, config)
+    towers = small_config("gemma3").config
+    towers.text_config.head_dim = 512
+    head_with_towers, _ = model.find_head_and_config(towers)
+    key, layers = "model.attention.text_config", r"model.language_model.layers.\*.self_attn, \w+, "
+    with pytest.raises(
+        RecipeError, match=f"^{key} = '{flash}' cannot do heads of 512, which Gemma3.* has in {layers}"
+    ):
+        attention_choice.choose({"": "patchgen_sdpa", "text_config": flash}, head_with_towers, towers)
     told, *why = attention_choice.explain(head, config, "patchgen_sdpa").splitlines()
     assert told.endswith("patchgen_sdpa    3 layers: model.layers.*.self_attn (heads of 512)")
     assert [line for line in why if flash in line and line.endswith(": cannot do heads of 512")]

@@ -51,6 +51,17 @@ def test_evaluation_on_media_has_a_processor_whatever_the_run_trains_on(tmp_path
     assert setup.data_parts(from_dict(values | {"eval_data": {"kind": "text"}})).processor is None
 
 
+@pytest.mark.parametrize("section", ["data", "eval_data"])
+def test_a_model_type_has_no_processor(section):
+    media = {"kind": "multimodal", "sources": [{"path": "builtin:vision"}], "special_tokens": ["<|box_start|>"]}
+    rest = {"eval_data": media, "train": {"eval_every": 1}} if section == "eval_data" else {}
+    recipe = from_dict({"model": {"source": "qwen3_vl"}, "data": media if section == "data" else {}, **rest})
+    message = r"'qwen3_vl' has no usable processor.* a model type. To fix: name a checkpoint"
+    for refuse in (data_check.require_data, setup.data_parts):
+        with pytest.raises(RecipeError, match=message):
+            refuse(recipe)
+
+
 def test_a_plain_file_named_as_a_model_type_does_not_hide_the_type(tmp_path, monkeypatch):
     (tmp_path / "qwen3_moe").write_text("notes")
     monkeypatch.chdir(tmp_path)
@@ -59,7 +70,6 @@ def test_a_plain_file_named_as_a_model_type_does_not_hide_the_type(tmp_path, mon
     config = setup.models.read_config(recipe.model)
     assert setup.data_parts(recipe).tokenizer == config.vocab_size
     assert setup.models.find_weights(recipe.model) is None
-    assert data_check._processor("qwen3_moe") is None
     (tmp_path / "llama").mkdir()
     assert not setup.models.is_model_type("llama")
 
