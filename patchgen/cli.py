@@ -196,8 +196,8 @@ def upgrade(
     ] = None,
     jobs: Annotated[int, Option(min=1, help="processes")] = 2,
 ) -> None:
-    """Show what a move to another release changes, site by site. Exit 0: unchanged; 10: review; 20: needs a person. With --apply
-    0: every model was moved; 20: one was not.
+    """Show what a move to another release changes, site by site. Exit 0: unchanged; 10: review; 20: needs a person. With
+    --apply 0: every model was moved; 20: one was not.
 
     Example: patchgen upgrade qwen3_moe --to 5.17.0
     """

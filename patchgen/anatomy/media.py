@@ -56,9 +56,9 @@ class FeatureCall:
 
 
 def takes_media(anatomy: Anatomy, name: str) -> dict[str, list[str]]:
-    """Media parameter -> the methods and modules that get it, in a model's own forward that also takes tokens.
+    """Media parameter of a model's forward -> the attributes of `self` that get it: methods and modules (`_callees`).
 
-    Empty for classes that are no models, or have no such forward.
+    Empty for classes that are no models, and for a forward that takes no tokens or is inherited.
     """
     forward = anatomy.classes[name].methods.get("forward") if anatomy.is_model(name) else None
     if forward is None:
@@ -67,6 +67,7 @@ def takes_media(anatomy: Anatomy, name: str) -> dict[str, list[str]]:
 
 
 def _beside_tokens(forward: FunctionNode) -> list[str]:
+    """The media among the parameters of a forward that also takes tokens; none of one that takes no tokens."""
     parameters = set(parameter_names(forward))
     return [media for media in MEDIA if media in parameters and parameters & TOKENS]
 
@@ -82,7 +83,11 @@ def requires(anatomy: Anatomy, name: str, media: str) -> bool:
 
 
 def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> list[str]:
-    """The attributes of `self` that are called with the media, except inner models that take it under the same name."""
+    """The attributes of `self` that a forward calls with the media or what an argument computes from it, each once.
+
+    Left out are inner models that get it as the keyword of the same name, and whose forward takes it beside tokens.
+    Calls of attributes of attributes (`self.model.visual`) are not searched.
+    """
     attributes: list[str] = []
     for call in calls(forward):
         callee = dotted(call.func)
@@ -131,7 +136,11 @@ def feature_calls(body: Sequence[ast.stmt]) -> list[FeatureCall]:
 
 
 def same_features(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:
-    """Whether the method for videos computes the same as the one for images, because it calls it or has the same body."""
+    """Whether the method for videos computes the same as the one for images.
+
+    It does if it only calls that one, or has the same body up to the names of parameters and locals and `return_dict=True`.
+    Both must have two named parameters, media and grid, and no decorator that may wrap them.
+    """
     first, second = anatomy.method(owner, image), anatomy.method(owner, video)
     if first is None or second is None or any(anatomy.names.is_wrapped(method) for _, method in (first, second)):
         return False
@@ -141,5 +150,6 @@ def same_features(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:
 
 
 def _computed(function: FunctionNode) -> tuple[str, tuple[str, ...]]:
+    """The normal form of a function, without `return_dict=True` in its calls, and the attributes of `self` that it uses."""
     form = normal_form(function)
     return form.text.replace(", return_dict=True", ""), form.attributes

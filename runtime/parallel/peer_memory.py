@@ -1,7 +1,9 @@
-"""Memory that the ranks of one machine read from each other directly, without messages, size exchanges or waiting for a device.
+"""Memory that the ranks of one machine read from each other directly, in place of collectives that send it.
 
-    published = buffers.publish([(0, tokens), (offset, index)])    this rank's bytes; returns when all have written theirs
-    kernels read published.addresses
+    published = buffers.publish([(0, tokens), (offset, index)])    writes this rank's bytes
+    kernels read published.addresses                               all ranks' bytes; on a GPU from `publish` on in stream order
+
+The CPU processes tell each other the sizes (`exchange_counts`), which no process has to read from a device.
 
 On GPUs it is torch's symmetric memory, accessed by pointer over NVLink or PCIe, without multicast. On CPUs it is files that
 all processes map, so that the same code runs on gloo ranks.
@@ -17,8 +19,9 @@ waited for the previous exchange, in A, whose barrier every rank entered after i
 
     rank 0    write A | barrier | read A | push into B of all | barrier | read own B | write A ...
 
-A layer has four exchanges in a step (tokens, sums, gradients of sums, gradients of tokens) and two in evaluation, each with one
-more for prefetched tokens. A replayed graph always begins on the same buffer, so a capture needs an even number (`replayable`).
+A layer has four exchanges in a step: tokens with their routing, sums, gradients of sums, gradients of tokens. In evaluation it
+has the first two. Prefetched tokens are one more, apart from their routing. A replayed graph always begins on the same buffer,
+so a capture needs an even number of exchanges (`replayable`).
 """
 
 from __future__ import annotations
@@ -54,8 +57,8 @@ Shared = TypeVar("Shared")
 _MEASURED_RANKS = 4
 """Largest group in which peer memory was benchmarked against collectives on GPUs: "auto" uses it up to this size."""
 
-ALIGNMENT = 256
-_GRAIN = 2**20  # sizes are rounded up to this, after adding an eighth for longer rows
+ALIGNMENT = 256  # bytes
+_GRAIN = 2**20  # bytes: sizes are rounded up to this, after adding an eighth for longer rows
 
 
 def for_experts(mesh: DeviceMesh, exchange: ExpertExchange, *, has_capacity: bool) -> PeerBuffers | None:
@@ -63,7 +66,7 @@ def for_experts(mesh: DeviceMesh, exchange: ExpertExchange, *, has_capacity: boo
 
     Args:
         mesh: the expert mesh, with `ep` as last dimension.
-        exchange: "auto" is peer memory between GPUs that support it, in groups that were measured.
+        exchange: "auto" is peer memory between GPUs that support it, in groups of up to `_MEASURED_RANKS`.
         has_capacity: whether what a rank sends is bounded and the rest dropped, which only all-to-all does.
 
     Raises:
@@ -112,7 +115,7 @@ def is_unavailable(mesh: DeviceMesh, exchange: ShardExchange) -> bool:
 
     Args:
         mesh: the one-dimensional mesh of the shards.
-        exchange: "auto" is peer memory between GPUs that support it, in groups that were measured.
+        exchange: "auto" is peer memory between GPUs that support it, in groups of up to `_MEASURED_RANKS`.
 
     Raises:
         ValueError: peer memory was requested but is unavailable; the message says why.
@@ -167,7 +170,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _device_error(mesh: DeviceMesh) -> str | None:
-    """Why this rank cannot read the memory of the others of this machine; None if it can."""
+    """Why this rank cannot read the memory of the others of this machine; None if it can. The kernels that do are Triton's."""
     if (failure := failed_import("triton")) is not None:
         return f"rank {dist.get_rank()} cannot import Triton, in which reading kernels are written ({failure})."
     if mesh.device_type != "cuda":
@@ -193,7 +196,7 @@ class PeerBuffers:
         device: of the buffers.
 
     Attributes:
-        num_bytes: the size of one buffer; 0 before the first exchange.
+        num_bytes: of each of the two buffers; 0 before the first `reserve`.
     """
 
     def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup, device: torch.device) -> None:
@@ -205,6 +208,7 @@ class PeerBuffers:
         self._num_exchanges, self._is_open = 0, False  # open: from `next_buffers` to the barrier
         # High priority, because other ranks wait for it.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        # The layers of a step have the same counts: their copy on the device is made once.
         self._tokens_of_counts = functools.lru_cache(maxsize=1024)(self._count)
         self._numbers = _SharedNumbers(host_group)
 
@@ -219,6 +223,7 @@ class PeerBuffers:
             return all(self._numbers.exchange(int(yes)))
 
     def _count(self, *counts: int) -> TokenCounts:
+        """The token counts of all ranks, in rank order, with the sums of those before each rank on the device."""
         starts = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
         if self.device.type == "cuda":  # a copy from pageable memory would wait for the device
             starts = starts.pin_memory().to(self.device, non_blocking=True)
@@ -274,7 +279,7 @@ class PeerBuffers:
 
     @contextlib.contextmanager
     def replayable(self) -> Iterator[None]:
-        """Makes the launches of the block replayable: adds an exchange if their number is odd."""
+        """Makes what the block launches replayable as a graph: adds an exchange if the block has an odd number of them."""
         before = self._num_exchanges
         yield
         if (self._num_exchanges - before) % 2:
@@ -360,10 +365,10 @@ def allocate_shared(num_bytes: int, group: dist.ProcessGroup, device: torch.devi
 
 
 class _SharedNumbers:
-    """Exchanges one number per rank through memory that all ranks map: once per layer, in microseconds.
+    """Exchanges one number per rank, 0 <= number < 2**32, through memory that all ranks map, in microseconds.
 
-    A word contains the call number and the value, so that both change atomically. Two words alternate: a rank that enters the
-    call after the next has read the words of all ranks in between, and they have read its own.
+    A word contains the call number and the value, so that both change atomically. Two words alternate: a rank writes a word
+    again only after the call in between, which ends when all ranks have entered it: by then all have read the word.
     """
 
     _COUNT_BITS = 32

@@ -46,8 +46,8 @@ from patchgen.runtime.verify.verdict import one_line_error
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-TOLERANCE = 1e-5
-CHUNK = 7
+TOLERANCE = 1e-5  # the largest relative difference, in the 2-norm, that passes
+CHUNK = 7  # the most tokens of a chunk of the loss in the check of chunks
 NUM_CHANGED = 5
 """Tokens at the end of a row that the causality check replaces."""
 
@@ -72,11 +72,11 @@ class Comparison:
 
     Attributes:
         count_labels: how many labels a batch's loss is a mean over.
-        needs_media: upstream refuses text alone, so every check uses rows with media.
+        needs_media: upstream takes media and fails on text alone: checks use rows with media, some are left out (`run`).
         positions: the model's position function (`get_position_id_func()`), if it has one.
-        seams: implementations that a run selects; `compared_seams` are those of them that run on the CPU.
+        seams: implementations that a run selects; `compared_seams`: what checks select, "auto" for one that cannot run here.
         separates_documents: whether the generated model computes each packed document in a row of its own.
-        only: the names of the checks to run; empty: all.
+        only: the names of the checks to run, for heads that take unpacked rows only (media then also); empty: all.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Comparison:
     ) -> None:
         self.generated_class, self.config = generated_class, config
         self.reference = build_model(reference_class, config)
-        perturb(self.reference)
+        perturb(self.reference)  # fresh weights would hide an unused bias, or a norm without its weight
         self.tokens = inputs.TokenSampler(config)
         self.plain = inputs.plain_rows(self.tokens)
         self.text = inputs.text_documents(self.tokens)
@@ -177,7 +177,7 @@ class Comparison:
             ("accumulation", lambda: self.accumulation(packed)),
             ("router loss", self.router_loss),
         ]
-        if self.needs_media:  # the others replace tokens or are text alone
+        if self.needs_media:  # the others replace tokens, or pad or select rows, which tensors of media do not have
             steps = [check for check in steps if check[0] in ("plain", "packed", "chunks", "accumulation")]
         if self.only:
             steps = [check for check in steps if check[0] in self.only]
@@ -227,7 +227,7 @@ class Comparison:
             )
 
     def rows(self, name: str, rows: Batch, other_labels: int = 0) -> None:
-        """Rows without packing, in a step that has `other_labels` more labels than these rows."""
+        """Rows without packing, in a step with `other_labels` more labels; a failure is left out if upstream reads padding."""
         items = self.count_labels(rows) + other_labels
         is_real = rows.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
         num_failures = len(self.failures)
@@ -254,7 +254,7 @@ class Comparison:
         return not difference(*logits).relative <= TOLERANCE
 
     def documents(self, name: str, documents: Documents, packed: Batch, chunk: int | None = None) -> None:
-        """A packed row against its documents one by one."""
+        """A packed row against what upstream takes (`Documents.reference`), in chunks of the loss of at most `chunk` tokens."""
         items = sum(map(self.count_labels, documents.rows))
         rows, batch = documents.reference(), inputs.trainer_inputs(packed)
         with largest_chunk(chunk) if chunk else contextlib.nullcontext():
@@ -310,7 +310,7 @@ class Comparison:
         return None
 
     def accumulation(self, packed: Batch) -> None:
-        """Two micro-batches of different size are one step over both."""
+        """Two micro-batches, a packed row and plain rows, are one step over both; the packed row twice if text alone fails."""
         rows = [*self.text.rows, *(self.text.rows if self.needs_media else [self.plain])]
         items = sum(map(self.count_labels, rows))
         second = packed if self.needs_media else self.plain
