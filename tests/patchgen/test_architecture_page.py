@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
-FOLDERS = "patchgen|runtime|kernels|generated_models|tests|docs|benchmarks"
+FOLDERS = "patchgen|runtime|kernels|generated_models|templates|tests|docs|benchmarks|records"
 
 
 def named_paths() -> set[str]:
