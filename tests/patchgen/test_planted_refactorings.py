@@ -19,7 +19,7 @@ ROTATE = "def rotate_half(x):"
 APPLY = '@use_kernel_forward_from_hub("rotary_pos_emb")\ndef apply_rotary'
 NORM = "class Gemma3RMSNorm(nn.Module):"
 HEAD = "        logits = self.lm_head(hidden_states)\n"
-BODY = "        hidden_states = self.norm(hidden_states)\n"
+FINAL_NORM = "        hidden_states = self.norm(hidden_states)\n"
 CONVOLVED = "            hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias, **kwargs)\n"
 BLOCK = "        hidden_states = hidden_states + self.mlp(self.norm2(hidden_states))\n"
 PROJECTED = "        attn_output = self.proj(attn_output)\n"
@@ -27,9 +27,9 @@ IN_LOOP = "            if layer_num in self.deepstack_visual_indexes:\n"
 MERGED = "        x = self.linear_fc2(self.act_fn(self.linear_fc1(x)))\n        return x\n"
 CHUNKS = "        padded_embed = nn.functional.gelu(self.conv2(padded_embed)).transpose(1, 2)\n"
 BUILT = "        self.vocab_size = config.vocab_size\n        self.lm_head"
-BUFFER = (BUILT, "        self.seen = nn.Buffer(torch.zeros(()))\n" + BUILT)
-CHANGES = "LlamaForCausalLM.forward changes self for the next call, on each rank alone: "
-LOSS = "class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):\n"
+WITH_BUFFER = (BUILT, "        self.seen = nn.Buffer(torch.zeros(()))\n" + BUILT)
+CHANGES_SELF = "LlamaForCausalLM.forward changes self for the next call, on each rank alone: "
+HEAD_CLASS = "class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):\n"
 MEAN = "hidden_states = hidden_states - hidden_states.mean(0, keepdim=True)\n"
 INTERFACE = "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
 ROUTED = "        final_hidden_states = self.experts("
@@ -62,17 +62,17 @@ LEFT = (
     ("llama", "a rotation replaced below", ((APPLY, "rotate_half = torch.neg\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
     ("llama", "a rotation wrapped below", ((APPLY, DOUBLED + "rotate_half = doubled(rotate_half)\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
     ("llama", "a hook that scales gradients", ((HEAD, "        hidden_states.register_hook(lambda g: g / g.norm())\n" + HEAD),), "hidden_states.register_hook(lambda g: g / g.norm()) is added to the loss"),
-    ("llama", "a hook of a module that changes gradients", ((BODY, "        self.norm.register_full_backward_hook(print)\n" + BODY),), "self.norm.register_full_backward_hook(print) is added to the loss"),
-    ("llama", "a hook that a function adds", (("def repeat_kv(", "def scaled(x):\n    x.register_hook(print)\n    return x\n\n\ndef repeat_kv("), (BODY, "        hidden_states = scaled(hidden_states)\n" + BODY)), "x.register_hook(print) is added to the loss"),
-    ("llama", "a hook under another name", ((BODY, "        add = hidden_states.register_hook\n        add(print)\n" + BODY),), "hidden_states.register_hook is added to the loss"),
+    ("llama", "a backward hook of a module", ((FINAL_NORM, "        self.norm.register_full_backward_hook(print)\n" + FINAL_NORM),), "self.norm.register_full_backward_hook(print) is added to the loss"),
+    ("llama", "a hook that a function adds", (("def repeat_kv(", "def scaled(x):\n    x.register_hook(print)\n    return x\n\n\ndef repeat_kv("), (FINAL_NORM, "        hidden_states = scaled(hidden_states)\n" + FINAL_NORM)), "x.register_hook(print) is added to the loss"),
+    ("llama", "a hook under another name", ((FINAL_NORM, "        add = hidden_states.register_hook\n        add(print)\n" + FINAL_NORM),), "hidden_states.register_hook is added to the loss"),
     ("llama", "a loss that a backward adds", (("class LlamaMLP(", AUXILIARY + "class LlamaMLP("), (HEAD, "        hidden_states = AddLoss.apply(hidden_states, hidden_states.mean())\n" + HEAD)), "AddLoss.backward: torch.ones((), dtype=grad.dtype) is added to the loss"),
-    ("llama", "a running mean", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), CHANGES + "self.seen.copy_(hidden_states.mean())"),
-    ("llama", "a running sum", ((HEAD, "        self.seen += hidden_states.mean()\n" + HEAD),), CHANGES + "self.seen += hidden_states.mean()"),
-    ("llama", "a part of a running sum", ((HEAD, "        self.seen[0] = hidden_states.mean()\n" + HEAD),), CHANGES + "self.seen[0] = hidden_states.mean()"),
-    ("llama", "a new value of a saved buffer", ((HEAD, "        self.seen = self.seen + hidden_states.mean()\n" + HEAD), BUFFER), CHANGES + "self.seen = self.seen + hidden_states.mean()"),
-    ("llama", "a running mean in a plain attribute", ((HEAD, "        self.mean = 0.9 * self.mean + hidden_states.mean()\n" + HEAD),), CHANGES + "self.mean = 0.9 * self.mean + hidden_states.mean()"),
-    ("llama", "a saved buffer by setattr", ((HEAD, '        setattr(self, "seen", hidden_states.mean())\n' + HEAD), BUFFER), CHANGES + "setattr(self, 'seen', hidden_states.mean())"),
-    ("llama", "a buffer that torch writes to", ((HEAD, "        torch.mean(hidden_states, out=self.seen)\n" + HEAD), BUFFER), CHANGES + "torch.mean(hidden_states, out=self.seen)"),
+    ("llama", "a mean copied into an attribute", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), CHANGES_SELF + "self.seen.copy_(hidden_states.mean())"),
+    ("llama", "a running sum", ((HEAD, "        self.seen += hidden_states.mean()\n" + HEAD),), CHANGES_SELF + "self.seen += hidden_states.mean()"),
+    ("llama", "a mean assigned to a part of an attribute", ((HEAD, "        self.seen[0] = hidden_states.mean()\n" + HEAD),), CHANGES_SELF + "self.seen[0] = hidden_states.mean()"),
+    ("llama", "a new value of a saved buffer", ((HEAD, "        self.seen = self.seen + hidden_states.mean()\n" + HEAD), WITH_BUFFER), CHANGES_SELF + "self.seen = self.seen + hidden_states.mean()"),
+    ("llama", "a running mean in a plain attribute", ((HEAD, "        self.mean = 0.9 * self.mean + hidden_states.mean()\n" + HEAD),), CHANGES_SELF + "self.mean = 0.9 * self.mean + hidden_states.mean()"),
+    ("llama", "a saved buffer by setattr", ((HEAD, '        setattr(self, "seen", hidden_states.mean())\n' + HEAD), WITH_BUFFER), CHANGES_SELF + "setattr(self, 'seen', hidden_states.mean())"),
+    ("llama", "a buffer that torch writes to", ((HEAD, "        torch.mean(hidden_states, out=self.seen)\n" + HEAD), WITH_BUFFER), CHANGES_SELF + "torch.mean(hidden_states, out=self.seen)"),
     ("llama", "torch's attention by a local name", ((INTERFACE, "        attend = nn.functional.scaled_dot_product_attention\n        value_states = attend(query_states, key_states, value_states)\n" + INTERFACE),), "calls nn.functional.scaled_dot_product_attention itself"),
     ("llama", "torch's attention from a table", (("def repeat_kv(", 'ATTEND = {"sdpa": torch.nn.functional.scaled_dot_product_attention}\n\n\ndef repeat_kv('), (INTERFACE, '        value_states = ATTEND["sdpa"](query_states, key_states, value_states)\n' + INTERFACE)), "calls torch.nn.functional.scaled_dot_product_attention itself"),
     ("qwen3_moe", "a penalty of stacks", PENALTY, "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part: not expert-parallel"),
@@ -83,9 +83,9 @@ LEFT = (
     ("qwen3_moe", "a stack by a computed name", ((ROUTED, "        penalty = getattr(self.experts, self.stack).norm()\n" + ROUTED),), "reads getattr(self.experts, self.stack), of which a rank would hold a part: not expert-parallel"),
     ("qwen3_moe", "a stack by a getter", (("import torch\n", "import operator\n\nimport torch\n"), (ROUTED, '        penalty = operator.attrgetter("experts.gate_up_proj")(self).norm()\n' + ROUTED)), "reads operator.attrgetter('experts.gate_up_proj'), of which a rank would hold a part: not expert-parallel"),
     ("qwen3_moe", "a stack by its module's dictionary", ((ROUTED, '        penalty = vars(self.experts)["_parameters"]["down_proj"].norm()\n' + ROUTED),), "reads vars(self.experts), of which a rank would hold a part: not expert-parallel"),
-    ("qwen3_vl", "sizes of grids by another name", ((ENCODED, ENCODED.replace("image_grid_thw", "grids")), (SIZES, SIZES.replace("image_grid_thw", "grids").replace("2)", "2 + 2)"))), "grids.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
+    ("qwen3_vl", "another formula of grids by another name", ((ENCODED, ENCODED.replace("image_grid_thw", "grids")), (SIZES, SIZES.replace("image_grid_thw", "grids").replace("2)", "2 + 2)"))), "grids.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
     ("qwen3_vl", "sizes that merge by the sides of a patch", (("split_sizes = " + SIZES, "merge = self.visual.patch_size[0] * self.visual.patch_size[1]\n        split_sizes = (image_grid_thw.prod(-1) // merge).tolist()"),), "image_grid_thw.prod(-1) // merge is not the features of each grid"),
-    ("qwen3_vl", "sizes with another part", ((SIZES, SIZES.replace("2)", "2 + 2)")),), "image_grid_thw.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
+    ("qwen3_vl", "sizes with a number added", ((SIZES, SIZES.replace("2)", "2 + 2)")),), "image_grid_thw.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
     ("qwen3_vl", "sizes that merge frames", ((SIZES, SIZES.replace("spatial", "temporal")),), "image_grid_thw.prod(-1) // self.visual.temporal_merge_size ** 2 is not the features of each grid"),
     ("qwen3_vl", "sizes of frames", ((SIZES, SIZES.replace("thw.prod", "thw[:, 1:].prod")),), "image_grid_thw[:, 1:].prod(-1) // self.visual.spatial_merge_size ** 2 is not the features of each grid"),
     ("qwen3_vl", "a block that mixes patches", ((BLOCK, BLOCK + "        " + MEAN),), "Qwen3VLVisionModel is computed whole"),
@@ -149,29 +149,29 @@ def registered(arguments: str) -> tuple[str, str]:
 
 
 TRACK = "    def track(self, x):\n        self.seen += x.mean()\n\n"
-CALLED = "    def add(self, total, x):\n        total += x.mean()\n\n"
+ADD = "    def add(self, total, x):\n        total += x.mean()\n\n"
 AVERAGE = "0.9 * self.seen + 0.1 * hidden_states.mean()"
 
 
 @pytest.mark.parametrize(
     ("edits", "named"),
     [
-        ((before_the_head("self.seen.data += hidden_states.mean()"), BUFFER), "self.seen.data += hidden_states.mean()"),
-        ((before_the_head("self.seen.data = self.seen + hidden_states.mean()"), BUFFER), "self.seen.data = self.seen"),
-        ((before_the_head("seen = self.seen", "seen += hidden_states.mean()"), BUFFER), "seen += hidden_states.mean()"),
-        ((before_the_head("self.seen, other = hidden_states.mean(), 1"), BUFFER), "self.seen, other = (hidden"),
-        ((before_the_head(f"self.seen = ({AVERAGE}).to(self.seen.dtype)"), BUFFER), "self.seen = (0.9"),
+        ((before_the_head("self.seen.data += hidden_states.mean()"), WITH_BUFFER), "self.seen.data += hidden_states.mean()"),
+        ((before_the_head("self.seen.data = self.seen + hidden_states.mean()"), WITH_BUFFER), "self.seen.data = self.seen"),
+        ((before_the_head("seen = self.seen", "seen += hidden_states.mean()"), WITH_BUFFER), "seen += hidden_states.mean()"),
+        ((before_the_head("self.seen, other = hidden_states.mean(), 1"), WITH_BUFFER), "self.seen, other = (hidden"),
+        ((before_the_head(f"self.seen = ({AVERAGE}).to(self.seen.dtype)"), WITH_BUFFER), "self.seen = (0.9"),
         ((before_the_head(f"self.seen = {AVERAGE}"), registered('name="seen", tensor=torch.zeros(())')), "self.seen = 0.9"),
-        ((before_the_head("self.track(hidden_states)"), (LOSS, LOSS + TRACK), BUFFER), "self.seen += x.mean()"),
-        ((before_the_head("self.add(self.seen, hidden_states)"), (LOSS, LOSS + CALLED), BUFFER), "total += x.mean()"),
-        ((before_the_head("self.seen.mul_(0.9).add_(hidden_states.mean())"), BUFFER), "self.seen.mul_(0.9).add_"),
+        ((before_the_head("self.track(hidden_states)"), (HEAD_CLASS, HEAD_CLASS + TRACK), WITH_BUFFER), "self.seen += x.mean()"),
+        ((before_the_head("self.add(self.seen, hidden_states)"), (HEAD_CLASS, HEAD_CLASS + ADD), WITH_BUFFER), "total += x.mean()"),
+        ((before_the_head("self.seen.mul_(0.9).add_(hidden_states.mean())"), WITH_BUFFER), "self.seen.mul_(0.9).add_"),
         ((before_the_head("self.load[input_ids] += 1"),), "self.load[input_ids] += 1"),
         ((before_the_head("if hidden_states.isnan().any():", "    self.skipped += 1"),), "self.skipped += 1"),
     ],
-    ids=["data in place", "new data", "a local name", "a tuple", "a cast average", "by keywords", "a method", "handed to a method", "two in place", "counts by index", "chosen by data"],
+    ids=["added to data", "new data", "by a local name", "one of two targets", "a running mean, cast", "a buffer registered by keywords", "in a method", "in a method that is handed the buffer", "two calls in place", "counts by index", "in a branch that data chooses"],
 )  # fmt: skip
 def test_state_made_of_data_is_named(edits: tuple[tuple[str, str], ...], named: str):
-    assert CHANGES + named in terms_of(*edits)
+    assert CHANGES_SELF + named in terms_of(*edits)
 
 
 @pytest.mark.parametrize(
@@ -179,18 +179,18 @@ def test_state_made_of_data_is_named(edits: tuple[tuple[str, str], ...], named: 
     [
         (before_the_head("self.seen = self.extended(self.seen)"), registered('"seen", torch.zeros(()), persistent=False')),
         (before_the_head("self.seen = self.extended(hidden_states)"), registered('"seen", torch.zeros(()), False')),
-        (before_the_head("self.seen = self.seen.to(hidden_states.device)"), BUFFER),
-        (before_the_head("self.seen = self.seen.float().type_as(hidden_states)"), BUFFER),
+        (before_the_head("self.seen = self.seen.to(hidden_states.device)"), WITH_BUFFER),
+        (before_the_head("self.seen = self.seen.float().type_as(hidden_states)"), WITH_BUFFER),
         (before_the_head("self.calls += 1"),),
         (before_the_head("self.shapes['last'] = hidden_states.shape"),),
         (before_the_head("scale = self.vocab_size", "scale *= hidden_states.mean()"),),
-        (before_the_head("self.track(hidden_states.shape)"), (LOSS, LOSS + TRACK), BUFFER),
-        (before_the_head("seen = self.seen", "seen = seen + hidden_states", "seen += hidden_states"), BUFFER),
-        (before_the_head("self.seen = self.grown(hidden_states, self.seen)"), (LOSS, LOSS + "    def grown(self, x, table):\n        return table if len(table) >= x.shape[1] else torch.arange(x.shape[1])\n\n")),
+        (before_the_head("self.track(hidden_states.shape)"), (HEAD_CLASS, HEAD_CLASS + TRACK), WITH_BUFFER),
+        (before_the_head("seen = self.seen", "seen = seen + hidden_states", "seen += hidden_states"), WITH_BUFFER),
+        (before_the_head("self.seen = self.grown(hidden_states, self.seen)"), (HEAD_CLASS, HEAD_CLASS + "    def grown(self, x, table):\n        return table if len(table) >= x.shape[1] else torch.arange(x.shape[1])\n\n")),
         (before_the_head("self.seen = hidden_states", "self.seen = self.seen * 2"),),
         (before_the_head("self.seen = max(self.seen, len(hidden_states))"),),
     ],
-    ids=["positions", "positions by place", "a device", "a dtype", "a count of calls", "shapes", "a number", "a method of sizes", "a new tensor", "a table that grows", "a value of this call", "a length"],
+    ids=["a buffer that no checkpoint keeps", "the same by a positional argument", "moved to the device of data", "cast to the dtype of data", "a count of calls", "shapes", "a local name for a number", "a method that is handed a shape", "a local name for a new tensor", "a table that grows", "a value that this call assigned", "a length"],
 )  # fmt: skip
 @pytest.mark.sampled(3)
 def test_what_is_no_state_of_data_is_not_named(edits: tuple[tuple[str, str], ...]):
@@ -198,7 +198,7 @@ def test_what_is_no_state_of_data_is_not_named(edits: tuple[tuple[str, str], ...
 
 
 @pytest.mark.parametrize(
-    ("edits", "form"),
+    ("edit", "form"),
     [
         ((BUILT, f'        self.loss_type = "ForMaskedLM"\n{BUILT}'), '"aligned"'),
         ((BUILT, f'        self.loss_type = "ForCausalLM"\n{BUILT}'), None),
@@ -207,21 +207,22 @@ def test_what_is_no_state_of_data_is_not_named(edits: tuple[tuple[str, str], ...
     ],
     ids=["masked", "causal", "none", "masked by a local name"],
 )
-def test_the_library_loss_that_a_head_names_decides_which_labels_it_takes(edits: tuple[str, str], form: str | None):
-    text = pipeline.generate(edited(upstream("llama"), edits), default_config("llama")).text
+def test_the_library_loss_that_a_head_names_decides_which_labels_it_takes(edit: tuple[str, str], form: str | None):
+    text = pipeline.generate(edited(upstream("llama"), edit), default_config("llama")).text
     assert (f"loss_form = {form}" in text) if form else ("loss_form" not in text)
 
 
 def test_a_head_that_names_no_loss_takes_that_of_its_class_name():
-    asked = "        if labels is not None and labels.shape != input_ids.shape:\n            raise ValueError\n"
+    """Labels that are read above the logits may become inputs, as a decoder's do; a check of their shape reads no value."""
+    check = "        if labels is not None and labels.shape != input_ids.shape:\n            raise ValueError\n"
     logits = "        logits = self.lm_head(outputs.last_hidden_state)\n"
-    one = edited(upstream("eurobert"), (logits, asked + logits))
+    one = edited(upstream("eurobert"), (logits, check + logits))
     text = pipeline.generate(one, default_config("eurobert")).text
-    assert asked in text and 'loss_form = "aligned"' in text
+    assert check in text and 'loss_form = "aligned"' in text
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("loss_type", "found"),
     [
         ('"ForTokenClassification"', "LlamaForCausalLM: ForTokenClassification"),
         ("config.loss_type", "LlamaForCausalLM: config.loss_type"),
@@ -229,8 +230,8 @@ def test_a_head_that_names_no_loss_takes_that_of_its_class_name():
     ],
     ids=["no language model's", "unknown", "two"],
 )
-def test_a_library_loss_that_is_not_known_is_missed(source: str, found: str):
-    edit = (BUILT, f"        self.loss_type = {source}\n{BUILT}")
+def test_a_library_loss_that_is_not_known_is_missed(loss_type: str, found: str):
+    edit = (BUILT, f"        self.loss_type = {loss_type}\n{BUILT}")
     with pytest.raises(PassMismatch, match=f"closest  {found}"):
         pipeline.generate(edited(upstream("llama"), edit), default_config("llama"))
 
@@ -251,7 +252,7 @@ MERGERS = "                Qwen3VLVisionPatchMerger(\n"
         ((QUERIES, "        query_states = query_states.transpose(0, 1)\n        query_states = query_states.reshape(seq_length, self.num_heads, -1)\n" + QUERIES), False),
         ((MERGERS, MERGERS.replace("Qwen3VLVisionPatchMerger", "nn.BatchNorm1d")), False),
     ],
-    ids=["a call with a number", "a call with the size", "a count of lengths", "a builtin", "a norm over rows", "places", "turned before", "another library's module"],
+    ids=["times a number", "divided by the number of rows", "divided by a count of lengths", "a builtin sum over rows", "a norm over rows", "where with a condition alone", "queries read as other rows", "a batch norm as merger"],
 )  # fmt: skip
 @pytest.mark.sampled(3)
 def test_a_tower_is_divided_only_where_all_that_it_does_keeps_rows_apart(edit: tuple[str, str], divided: bool):
@@ -270,9 +271,15 @@ def test_a_tower_is_divided_only_where_all_that_it_does_keeps_rows_apart(edit: t
         CONVOLVED
         + "            convolve = causal_conv1d_fn\n            C = convolve(C, self.conv.weight.squeeze(1))\n",
     ],
-    ids=["torch's", "the module", "torch's by another name", "the module by another name", "another name"],
+    ids=[
+        "torch's function",
+        "the module",
+        "torch's function by another name",
+        "the module by another name",
+        "the same function by another name",
+    ],
 )
-def test_a_second_convolution_that_no_rank_would_see_the_whole_for_is_refused(edit: str):
+def test_a_second_convolution_along_the_sequence_is_refused(edit: str):
     with pytest.raises(PassMismatch, match="every operation along the sequence in a call of its own name"):
         pipeline.generate(edited(upstream("lfm2"), (CONVOLVED, edit)), default_config("lfm2"))
 
@@ -311,7 +318,7 @@ def test_experts_that_others_read_are_not_divided():
     assert "experts={}" in generated.text and f'"Qwen3MoeExperts": "{named}"' in generated.text
 
 
-def test_shared_experts_that_are_called_by_keyword_are_called_so_beside():
+def test_shared_experts_beside_the_exchange_keep_their_keyword_argument():
     call = "self.shared_experts({})"
     edits = ((call.format("residuals"), call.format("x=residuals")),)
     generated = pipeline.generate(changed("deepseek_v3", edits), default_config("deepseek_v3"))
