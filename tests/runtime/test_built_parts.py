@@ -36,7 +36,8 @@ def no_folders_of_other_tests(monkeypatch):
     monkeypatch.setattr(project, "_ADDED", {})
 
 
-def around(text_type: str):
+def llava_config_with(text_type: str):
+    """A small Llava's config, around a language model of that type."""
     config = small_config("llava").config
     config.text_config = small_config(text_type).config
     return config
@@ -48,7 +49,7 @@ def head_in(folder: Path) -> type:
 
 @pytest.mark.parametrize("text_type", ["llama", "qwen3_moe"])
 def test_one_file_serves_every_language_model(folder, text_type):
-    config = around(text_type)
+    config = llava_config_with(text_type)
     pair = build_pair(LlavaForConditionalGeneration, head_in(folder), config)
     assert pair.problems == []
     (path, _, file), *others = parts_of(pair.generated)
@@ -59,18 +60,19 @@ def test_one_file_serves_every_language_model(folder, text_type):
     assert torch.equal(pair.generated(inputs).logits, pair.upstream(inputs).logits)
 
 
-def test_plans_of_parts_are_those_of_their_heads_below_their_place(folder):
-    model = build_model(head_in(folder), around("qwen3_moe"))
-    alone = build_model(registry.find_head(around("qwen3_moe").text_config), around("qwen3_moe").text_config)
-    inside = [
+def test_a_heads_plan_lists_the_experts_of_its_part_below_the_parts_path(folder):
+    config = llava_config_with("qwen3_moe")
+    model = build_model(head_in(folder), config)
+    alone = build_model(registry.find_head(config.text_config), config.text_config)
+    expected = [
         f"model.language_model{name.removeprefix('model')}" for name in alone.get_parallel_plan().expert_parameters
     ]
-    assert inside
-    assert model.get_parallel_plan().expert_parameters == tuple(inside)
+    assert expected
+    assert model.get_parallel_plan().expert_parameters == tuple(expected)
 
 
-def test_a_checkpoint_with_single_experts_loads_into_the_part(folder, tmp_path):
-    config = around("mixtral")
+def test_a_checkpoint_with_one_tensor_per_expert_loads_into_the_part(folder, tmp_path):
+    config = llava_config_with("mixtral")
     theirs = build_model(LlavaForConditionalGeneration, config)
     theirs.save_pretrained(tmp_path)
     head = head_in(folder)
@@ -85,7 +87,8 @@ def test_a_checkpoint_with_single_experts_loads_into_the_part(folder, tmp_path):
 
 def test_every_weight_of_a_part_is_initialised_as_upstreams(folder):
     ours, theirs = (
-        build_model(kind, around("deepseek_v3")) for kind in (head_in(folder), LlavaForConditionalGeneration)
+        build_model(kind, llava_config_with("deepseek_v3"))
+        for kind in (head_in(folder), LlavaForConditionalGeneration)
     )
     state = ours.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in theirs.state_dict().items())
@@ -93,7 +96,7 @@ def test_every_weight_of_a_part_is_initialised_as_upstreams(folder):
 
 def test_a_part_without_a_generated_file_is_refused_with_the_command(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    config = around("olmo2")
+    config = llava_config_with("olmo2")
     with pytest.raises(UnknownPartError, match=r"type 'olmo2' \(Olmo2Model\).*\n?.*patchgen generate olmo2"):
         build_model(head_in(folder), config)
     config.save_pretrained(tmp_path / "source")
@@ -110,7 +113,7 @@ def test_a_part_without_a_generated_file_is_refused_with_the_command(folder, tmp
             start(recipe)
 
 
-def test_what_stands_beside_the_head_comes_first(folder, tmp_path):
+def test_a_part_beside_the_head_is_taken_before_the_installations(tmp_path):
     root = tmp_path / "generated"
     for one in pipeline.generate_whole(upstream.load("llava")):
         provenance.write(one, root / one.model)
@@ -118,7 +121,10 @@ def test_what_stands_beside_the_head_comes_first(folder, tmp_path):
     assert sys.modules[type(model.model.language_model).__module__].__file__ == str(
         root / "llama" / "modeling_llama.py"
     )
-    copied = copy.deepcopy(model)
+
+
+def test_the_parts_of_a_copied_model_are_found(folder):
+    copied = copy.deepcopy(build_model(head_in(folder), llava_config_with("llama")))
     assert [path for path, *_ in parts_of(copied)] == ["model.language_model"]
 
 
@@ -130,11 +136,11 @@ def test_a_proof_is_of_the_parts_too(folder, tmp_path):
     before = compatibility.digest(head)
     part.write_text(part.read_text() + "\n")
     assert compatibility.digest(head) != before
-    assert compatibility.digest(folder / head.name) == before  # the installation's serves where none stands beside
+    assert compatibility.digest(folder / head.name) == before  # no part beside it: the installation's counts
 
 
-def test_a_part_whose_code_a_checkpoint_brings_is_refused_or_its_generated_class(folder, tmp_path):
-    """A language model of a config with `auto_map`: never the checkpoint's own class, which nothing was woven into."""
+def test_a_part_with_code_of_its_own_checkpoint_is_refused_until_that_code_is_generated(folder, tmp_path):
+    """A part with `auto_map` in its config is never the checkpoint's own class, which no pass has rewritten."""
 
     class Brought(LlamaConfig):
         model_type = "brought"
