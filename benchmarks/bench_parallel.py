@@ -4,17 +4,17 @@
     torchrun --nproc-per-node 4 benchmarks/bench_parallel.py --parts table --tokens 4096 131072
     torchrun --nproc-per-node 2 benchmarks/bench_parallel.py --device cpu --tiny --tokens 64 128    # that it runs, on gloo
 
-agreement   bf16 with fused kernels on all ranks against fp32 on one: its error, next to the error of bf16 on one. A small model
-            (`SMALL`), four documents per row
+agreement   bf16 with fused kernels on all ranks against fp32 on one: its error, next to the error of bf16 on one. A small
+            model (`SMALL`), four documents per row
 syncs       a forward and backward under `torch.cuda.set_sync_debug_mode`: the places that wait for the device
 table       seconds per step (forward, backward, clip, AdamW) of the slowest rank, tokens per second and GPU; peak memory of
             rank 0, and NCCL's share of one of its steps (torch.profiler)
 
-`syncs` and `table`: four layers of Qwen3-30B-A3B, rows packed with documents of `--document` tokens. Parameters are fp32, layers
-compute in bf16; gradients are summed in fp32, in `syncs` as computed. "ckpt" is activation checkpointing.
+`syncs` and `table`: four layers of Qwen3-30B-A3B, rows packed with documents of `--document` tokens. Parameters are fp32,
+layers compute in bf16; gradients are summed in fp32, in `syncs` as computed. "ckpt" is activation checkpointing.
 
-NCCL's share is 0 where ranks read each other's memory, the default between up to four GPUs of one machine. "all-to-all %" counts
-every kernel that sends and receives: tokens of EP, heads of SP, and gradients that are exchanged and then summed.
+NCCL's share is 0 where ranks read each other's memory, the default between up to four GPUs of one machine. "all-to-all %"
+counts every kernel that sends and receives: tokens of EP, heads of SP, and gradients that are exchanged and then summed.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def distance(got: Tensor, expected: Tensor) -> float:
 
 
 def syncs(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
-    """Where a forward and backward wait for the device. A bounded exchange is expected to wait nowhere, which is not asserted."""
+    """Where a forward and backward wait for the device; a bounded exchange is expected not to, which is not asserted."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for name, capacity in cases_of_syncs(
         arguments.layouts, world, arguments.agreement_tokens * sizes["num_experts_per_tok"]
