@@ -24,7 +24,7 @@ from patchgen.runtime import ops, registry, seams
 from patchgen.runtime.checkpoint_mapping import stacked_experts_conversion
 
 DATA = Path(__file__).parent / "data"
-STEPS = {"eager": {}, "torch": {"fused_moe": "torch"}}
+SEAMS = {"eager": {}, "torch": {"fused_moe": "torch"}}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def generated(directory):
 
 @pytest.fixture(scope="module")
 def checkpoint(original, generated, tmp_path_factory):
-    """A checkpoint of the source: one key per expert. Saved with the generated file's conversion registered."""
+    """A checkpoint of the source, a key per expert and projection; saved with the generated file's conversion registered."""
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(0)
     original.ListMoeForCausalLM(original.ListMoeConfig()).save_pretrained(folder)
@@ -72,7 +72,7 @@ def keys(folder: Path) -> set[str]:
 
 
 def step(model, ids_BS):
-    """Loss, logits and every gradient, experts stacked."""
+    """Loss, logits, and the gradient of every parameter: of each expert, or of stacks."""
     outputs = model(ids_BS, labels=ids_BS)
     outputs.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -98,19 +98,19 @@ def stacked(gradients: dict[str, torch.Tensor | None], num_experts: int) -> dict
     return found
 
 
-@pytest.mark.parametrize("choice", STEPS)
+@pytest.mark.parametrize("choice", SEAMS)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 9), (3, 33)], ids=str)
 @pytest.mark.sampled(3)
 def test_same_numbers_as_the_source(original, generated, checkpoint, choice, shape):
     theirs, ours = load(original.ListMoeForCausalLM, checkpoint), load(generated.ListMoeForCausalLM, checkpoint)
     ids_BS = torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(1))
     if shape == (1, 1):  # nothing to predict: the logits alone
-        with seams.using(**STEPS[choice]), torch.no_grad():
+        with seams.using(**SEAMS[choice]), torch.no_grad():
             require_rounding(ours(ids_BS).logits, theirs(ids_BS).logits)
         return
     loss, logits, gradients = step(theirs, ids_BS)
     expected = stacked(gradients, num_experts=6)
-    with seams.using(**STEPS[choice]):
+    with seams.using(**SEAMS[choice]):
         our_loss, our_logits, our_gradients = step(ours, ids_BS)
     require_rounding(our_loss, loss)
     require_rounding(our_logits, logits)
@@ -129,14 +129,14 @@ def test_checkpoints_go_both_ways(original, generated, checkpoint, tmp_path):
     load(original.ListMoeForCausalLM, tmp_path)
 
 
-def test_a_new_model_saves_one_key_per_expert(original, generated, checkpoint, tmp_path):
+def test_a_new_model_saves_the_keys_of_the_source(original, generated, checkpoint, tmp_path):
     torch.manual_seed(2)
     generated.ListMoeForCausalLM(generated.ListMoeConfig()).save_pretrained(tmp_path)
     assert keys(tmp_path) == keys(checkpoint)
     load(original.ListMoeForCausalLM, tmp_path)
 
 
-def test_base_model_loads_the_experts_of_a_head(generated, checkpoint):
+def test_the_base_model_loads_experts_from_the_checkpoint_of_a_head(generated, checkpoint):
     head = load(generated.ListMoeForCausalLM, checkpoint)
     base, info = generated.ListMoeModel.from_pretrained(checkpoint, output_loading_info=True)
     assert not info["missing_keys"]
@@ -159,14 +159,14 @@ def test_plan_lists_the_stacks(generated):
     assert plan == ops.ParallelPlan((f"{prefix}.gate_up_proj", f"{prefix}.down_proj"))
 
 
-def test_low_precision_keeps_the_dtype(generated):
+def test_a_model_in_bf16_has_experts_and_logits_in_bf16(generated):
     model = generated.ListMoeForCausalLM._from_config(generated.ListMoeConfig(), dtype=torch.bfloat16)
     assert model.model.layers[0].moe.experts.down_proj.dtype == torch.bfloat16
     assert model(torch.zeros(1, 4, dtype=torch.long)).logits.dtype == torch.bfloat16
 
 
-def test_output_stands_where_it_was_put(directory):
-    """A process that knows only the output folder imports the file, with the configuration beside it, and builds."""
+def test_a_process_that_knows_only_the_output_folder_builds_the_model(directory):
+    """The configuration is the copy beside the generated file."""
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from list_moe.modeling_list_moe import ListMoeConfig, ListMoeForCausalLM\n"
@@ -176,11 +176,15 @@ def test_output_stands_where_it_was_put(directory):
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["list_moe.configuration_list_moe"] * 2
-    record = json.loads((directory / "provenance.json").read_text())
-    assert "ListMoeStackedExperts" not in record["symbols"]
 
 
-def test_a_conversion_that_transformers_own_class_would_miss_is_warned_of():
+def test_the_record_lists_no_class_that_a_pass_added(directory, generated):
+    added = generated.ListMoeBlockStackedExperts.__name__
+    symbols = json.loads((directory / "provenance.json").read_text())["symbols"]
+    assert "ListMoeBlock" in symbols and added not in symbols
+
+
+def test_a_registration_that_costs_transformers_own_class_its_renamings_warns():
     from transformers import conversion_mapping
 
     before = conversion_mapping.get_checkpoint_conversion_mapping("MixtralForCausalLM")
@@ -189,7 +193,7 @@ def test_a_conversion_that_transformers_own_class_would_miss_is_warned_of():
         with pytest.warns(UserWarning, match="own MixtralForCausalLM does not rename .*block_sparse_moe"):
             ops.register_stacked_experts("MixtralForCausalLM", experts={"experts": ("w1", "w3", "w2")})
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # nothing is lost here: transformers converts experts alone
+            warnings.simplefilter("error")  # its own conversion renames no modules
             ops.register_stacked_experts(
                 "OlmoeForCausalLM", experts={"experts": ("gate_proj", "up_proj", "down_proj")}
             )

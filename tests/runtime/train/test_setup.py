@@ -1,4 +1,4 @@
-"""What comes with a model: the position function of every head with towers, and tokenizers that cannot train it."""
+"""What comes with a model: its position function, processor and placeholders, and tokenizers that fit it or its teacher."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from patchgen.runtime.train import data_check, setup
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.verify.small_config import small_config
 
+# Model -> a head with towers, and whether it has a position function of its own.
 HEADS = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", True),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", True),
@@ -23,13 +24,13 @@ HEADS = {
 
 
 @pytest.mark.parametrize("model", HEADS)
-def test_positions_are_those_of_the_head_and_reach_workers(model, tmp_path, monkeypatch):
+def test_the_position_function_of_a_head_can_be_sent_to_data_workers(model, tmp_path, monkeypatch):
     attention.register()
     name, has_own = HEADS[model]
     head = getattr(registry.find_model(model).load(), name)
     config = small_config(head.config_class).config
-    # The parts that are read from files besides the config are of no interest here.
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda source, **options: three_words())
+    # What is read from other files than the config does not matter here.
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda source, **options: three_tokens())
     monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda source, **options: "processor")
     monkeypatch.setattr(setup.models, "read_config", lambda section: config)
     recipe = from_dict({"model": {"source": str(tmp_path)}, "data": {"kind": "multimodal"}})
@@ -42,7 +43,7 @@ def test_positions_are_those_of_the_head_and_reach_workers(model, tmp_path, monk
 
 def test_evaluation_on_media_has_a_processor_whatever_the_run_trains_on(tmp_path, monkeypatch):
     config = small_config(registry.find_model("gemma3").load().Gemma3ForConditionalGeneration.config_class).config
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda source, **options: three_words())
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda source, **options: three_tokens())
     monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda source, **options: "processor")
     monkeypatch.setattr(setup.models, "read_config", lambda section: config)
     values = {"model": {"source": str(tmp_path)}, "data": {}, "train": {"eval_every": 1}}
@@ -62,7 +63,7 @@ def test_a_model_type_has_no_processor(section):
             refuse(recipe)
 
 
-def test_a_plain_file_named_as_a_model_type_does_not_hide_the_type(tmp_path, monkeypatch):
+def test_a_folder_named_as_a_model_type_hides_the_type_and_a_plain_file_does_not(tmp_path, monkeypatch):
     (tmp_path / "qwen3_moe").write_text("notes")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(setup, "train_tokenizer", lambda data, vocab_size: vocab_size)
@@ -74,7 +75,7 @@ def test_a_plain_file_named_as_a_model_type_does_not_hide_the_type(tmp_path, mon
     assert not setup.models.is_model_type("llama")
 
 
-def three_words():
+def three_tokens():
     """A word-level tokenizer of three tokens, one of them special."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -101,18 +102,18 @@ def test_a_tokenizer_must_have_tokens_and_the_model_embeddings_for_them():
     with pytest.raises(RecipeError, match="'folder' has no tokenizer: .* has 1 tokens, all of them special"):
         setup.require_fitting(empty, Config(300), "folder")
     with pytest.raises(RecipeError, match=r"has 3 tokens, but the model has a vocab_size of 2: 1 tokens .*'two' = 2"):
-        setup.require_fitting(three_words(), Config(2), "folder")
-    setup.require_fitting(three_words(), Config(3), "folder")
-    placed = Config(2)
-    placed.image_token_id = 2
-    setup.require_fitting(three_words(), placed, "folder")
-    placed.eos_token_id = [1, 2]
+        setup.require_fitting(three_tokens(), Config(2), "folder")
+    setup.require_fitting(three_tokens(), Config(3), "folder")
+    with_images = Config(2)
+    with_images.image_token_id = 2  # a placeholder needs no embedding, unless its id is a token of text too
+    setup.require_fitting(three_tokens(), with_images, "folder")
+    with_images.eos_token_id = [1, 2]
     with pytest.raises(RecipeError, match=r"1 tokens have no embedding \('two' = 2\)"):
-        setup.require_fitting(three_words(), placed, "folder")
+        setup.require_fitting(three_tokens(), with_images, "folder")
 
 
 def test_placeholders_are_padding_and_media_tokens_that_no_text_has():
-    config = from_type("qwen3_omni_moe")
+    config = default_config("qwen3_omni_moe")
     ids, thinker = setup.placeholder_ids(config), config.thinker_config
     chat = ("im_start", "im_end", "system", "user", "assistant")
     assert not ids & {getattr(config, f"{name}_token_id") for name in chat}
@@ -143,18 +144,18 @@ def test_placeholders_are_padding_and_media_tokens_that_no_text_has():
     ],
 )
 def test_every_media_token_of_a_model_is_a_placeholder(model, names):
-    config = from_type(model)
+    config = default_config(model)
     assert setup.placeholder_ids(config) >= {getattr(config, name) for name in names}
 
 
-def from_type(model: str):
+def default_config(model: str):
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[model]()
 
 
 def save_tokenizer(folder, *tokens: str) -> str:
-    """Saves a word-level tokenizer whose tokens have the ids 0, 1, ..."""
+    """Saves a word-level tokenizer whose tokens have the ids 0, 1, ..., the first special; returns its folder."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -171,15 +172,15 @@ def test_a_teacher_that_exchanges_two_tokens_is_refused_with_both_and_one_with_m
     ):
         setup.require_same_ids(own, exchanged)
     setup.require_same_ids(own, save_tokenizer(tmp_path / "more", "<pad>", "one", "two", "three"))
-    setup.require_same_ids(own, save_tokenizer(tmp_path / "renamed", "<reserved>", "one", "two"))  # of a special token
-    (tmp_path / "none").mkdir()
+    setup.require_same_ids(own, save_tokenizer(tmp_path / "renamed", "<reserved>", "one", "two"))  # a special token
+    (tmp_path / "none").mkdir()  # without a tokenizer nothing is compared, nor for a bare model type
     setup.require_same_ids(own, str(tmp_path / "none"))
     setup.require_same_ids("qwen3_moe", exchanged)
 
 
 def test_tokens_of_a_tokenizer_that_names_its_special_ones_by_their_ids_alone_are_compared():
     class OfMistral:
-        """As transformers' MistralCommonBackend, of which a package is needed to make one."""
+        """Like transformers' MistralCommonBackend, which needs the package mistral_common."""
 
         all_special_ids = (0,)
 
@@ -198,7 +199,7 @@ def test_tokens_of_a_tokenizer_that_names_its_special_ones_by_their_ids_alone_ar
     }
 
 
-def test_a_package_that_a_tokenizer_lacks_is_told_with_the_key_of_its_source(tmp_path, monkeypatch):
+def test_a_package_that_a_tokenizer_needs_is_named_with_the_key_of_its_source(tmp_path, monkeypatch):
     def needs_a_package(source, **options):
         raise ImportError("You need sentencepiece.")
 
@@ -208,5 +209,5 @@ def test_a_package_that_a_tokenizer_lacks_is_told_with_the_key_of_its_source(tmp
     recipe = from_dict({"model": {"source": str(tmp_path)}, "data": {}})
     with pytest.raises(RecipeError, match="model.source = .* has no tokenizer .* You need sentencepiece"):
         setup.data_parts(recipe)
-    with pytest.raises(RecipeError, match="You need sentencepiece"):
+    with pytest.raises(RecipeError, match="model.source = .* You need sentencepiece"):
         setup.require_same_ids(str(tmp_path), str(tmp_path))
