@@ -1,7 +1,7 @@
 """Mutants of the generator's modules: applicable operators of `patchgen.mutation`, negated conditions and memberships.
 
-Excluded are mutants that no test could catch, or that every test would: texts of errors, annotations, `zip(strict=)`,
-and `isinstance` with other arguments, which is a TypeError.
+Excluded are mutants that no test could catch, or that every test would: messages and `raise` statements, annotations, `__repr__`,
+`zip(strict=)`, `.get(key, None)` without its default, and the arguments of `isinstance`, of which most others are a TypeError.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from patchgen.mutation.edits import Mutant, Place, Source
 from patchgen.mutation.expressions import ExpressionOperator, Forms
 from patchgen.mutation.statements import StatementOperator, dropped
 
-FOR_PEOPLE = {"Missed", "PassMismatch", "EmissionError", "ConfigError", "difflib.get_close_matches"}
-SHOWN = ("__repr__", "__str__")
-OF_ONE_FORM = {"isinstance", "issubclass"}
+MESSAGE_CALLS = {"Missed", "PassMismatch", "EmissionError", "ConfigError", "difflib.get_close_matches"}
+UNMUTATED_METHODS = ("__repr__", "__str__")
+CLASS_TESTS = {"isinstance", "issubclass"}
 
 
 def conditions(node: ast.expr, place: Place) -> Iterator[ast.expr]:
@@ -47,57 +47,57 @@ def memberships(node: ast.expr, place: Place) -> Iterator[ast.expr]:
         yield ast.Compare(node.left, [other[type(node.ops[0])](), *node.ops[1:]], node.comparators)
 
 
-def telling(forms: Forms) -> Forms:
-    """The same forms, but for those of an expression that no test needs to tell from another."""
+def without_pointless(forms: Forms) -> Forms:
+    """The same forms without those that no test, or every test, would notice."""
 
     def kept(node: ast.expr, place: Place) -> Iterator[ast.expr]:
-        if not any(node is part for words in _words(place.statement) for part in ast.walk(words)):
-            yield from (form for form in forms(node, place) if not _is_idle(node, form))
+        if not any(node is part for untested in _untested_parts(place.statement) for part in ast.walk(untested)):
+            yield from (form for form in forms(node, place) if not _is_pointless(node, form))
 
     return kept
 
 
-def _words(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Parts of a statement that only people read."""
+def _untested_parts(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Parts of a statement that make a message, and annotations."""
     for node in ast.walk(statement):
         if isinstance(node, ast.Raise):
             yield node
-        elif isinstance(node, ast.Call) and dotted(node.func) in FOR_PEOPLE:
+        elif isinstance(node, ast.Call) and dotted(node.func) in MESSAGE_CALLS:
             yield from node.args
             yield from (keyword.value for keyword in node.keywords)
         elif isinstance(node, ast.AnnAssign):
             yield node.annotation
 
 
-def _is_idle(old: ast.expr, new: ast.expr) -> bool:
-    if not isinstance(old, ast.Call):
+def _is_pointless(old: ast.expr, new: ast.expr) -> bool:
+    """Whether a call with other arguments is no other call to a test; other forms, as its negation, are not pointless."""
+    if not (isinstance(old, ast.Call) and isinstance(new, ast.Call)):
         return False
-    name = getattr(old.func, "id", "")
-    if name in OF_ONE_FORM | FOR_PEOPLE:
+    name = dotted(old.func)
+    if name in CLASS_TESTS | MESSAGE_CALLS:
         return True
-    if isinstance(old.func, ast.Attribute) and old.func.attr == "get" and isinstance(new, ast.Call):
-        default = old.args[1:]
-        return len(new.args) == 1 and len(default) == 1 and ast.unparse(default[0]) == "None"
-    lost = {keyword.arg for keyword in old.keywords} - {keyword.arg for keyword in getattr(new, "keywords", ())}
+    if isinstance(old.func, ast.Attribute) and old.func.attr == "get":
+        return [ast.unparse(argument) for argument in old.args] == [*map(ast.unparse, new.args), "None"]
+    lost = {keyword.arg for keyword in old.keywords} - {keyword.arg for keyword in new.keywords}
     return name == "zip" and lost == {"strict"}
 
 
 OPERATORS = (
-    ExpressionOperator("constant", telling(expressions.constants)),
-    ExpressionOperator("operator", telling(expressions.operators)),
-    ExpressionOperator("membership", telling(memberships)),
-    ExpressionOperator("condition", telling(conditions)),
-    ExpressionOperator("argument dropped", telling(expressions.dropped_arguments)),
-    ExpressionOperator("arguments swapped", telling(expressions.swapped_arguments)),
-    ExpressionOperator("another argument", telling(expressions.other_arguments)),
+    ExpressionOperator("constant", without_pointless(expressions.constants)),
+    ExpressionOperator("operator", without_pointless(expressions.operators)),
+    ExpressionOperator("membership", without_pointless(memberships)),
+    ExpressionOperator("condition", without_pointless(conditions)),
+    ExpressionOperator("argument dropped", without_pointless(expressions.dropped_arguments)),
+    ExpressionOperator("arguments swapped", without_pointless(expressions.swapped_arguments)),
+    ExpressionOperator("another argument", without_pointless(expressions.other_arguments)),
     StatementOperator("statement dropped", dropped),
 )
 
 
 def drawn(text: str, seed: str) -> Iterator[tuple[int, Mutant]]:
-    """Changes of a source, each after the line of its statement: the operators in turn, each at most once per statement."""
+    """Pairs of a line and the mutant of the statement there: the operators in turn, each at most once per statement."""
     generator = random.Random(seed)
-    places = [place for place in Source(text).places() if place.function.name not in SHOWN]
+    places = [place for place in Source(text).places() if place.function.name not in UNMUTATED_METHODS]
     orders = [generator.sample(places, len(places)) for _ in OPERATORS]
     turns = list(zip(OPERATORS, map(iter, orders), strict=True))
     generator.shuffle(turns)

@@ -54,6 +54,16 @@ def test_what_no_test_tells_is_left_as_it_is():
         assert idle not in told
 
 
+def test_a_class_test_is_negated_and_a_key_is_changed():
+    source = (
+        "def size(part, table):\n    if isinstance(part, list):\n        return table.get(part, None)\n    return 0\n"
+    )
+    found = {mutant.change for _, mutant in drawn(source, "0")}
+    assert "isinstance(part, list) -> not isinstance(part, list)" in found
+    assert "table.get(part, None) -> table.get(None)" in found
+    assert not any(change.startswith("table.get(part, None) -> table.get(part)") for change in found)
+
+
 def test_a_statement_is_known_by_the_tests_that_execute_it():
     tree = ast.parse(SOURCE)
     for function in ast.walk(tree):
