@@ -29,9 +29,17 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
-from patchgen.runtime.checkpoint.file_reader import FileReader
+from patchgen.runtime.checkpoint.file_reader import FileReader, unrepresentable
 from patchgen.runtime.checkpoint.layout import Origin, class_name, disassemble
-from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, ReadPlan, Region, full_region, leaf, plan_reads
+from patchgen.runtime.checkpoint.lazy_tensors import (
+    LazyTensor,
+    ReadPlan,
+    Region,
+    full_region,
+    leaf,
+    leaves,
+    plan_reads,
+)
 from patchgen.runtime.checkpoint.load import tied_groups
 from patchgen.runtime.checkpoint.placement import (
     FAILURES,
@@ -44,7 +52,7 @@ from patchgen.runtime.checkpoint.placement import (
     run_on_all_ranks,
 )
 from patchgen.runtime.checkpoint.untrained_part import CopiedTensor, UntrainedPart, find_untrained_part
-from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, PlannedFile, plan_files
+from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, PlannedFile, ReadableOutput, plan_files
 
 
 @torch.no_grad()
@@ -75,19 +83,20 @@ def export_pretrained(
 
     Raises:
         CheckpointError: on every rank, naming rank, file and key, as soon as one rank fails; also for an unknown layout,
-            adapters in the model, or no folder of the untrained part. Earlier files are unchanged, unless the message says
-            otherwise.
+            adapters in the model, no folder of the untrained part, or a weight that `dtype` cannot represent. Earlier files are
+            unchanged, unless the message says otherwise.
     """
     directory = Path(directory)
     tensors = saved_tensors(model)
 
     def prepare() -> tuple[dict[str, str | Path], list[PlannedFile], _Gatherer]:
         require_no_adapters(model)
-        leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
+        lazy = _lazy_tensors(tensors)
         origin, folder = getattr(model, "checkpoint_origin", None), Path(source) if source is not None else None
         outputs, other_files = outputs_and_files(
-            model, leaves, origin, folder, layout=layout, dtype=dtype, trained_only=trained_only
+            model, lazy, origin, folder, layout=layout, dtype=dtype, trained_only=trained_only
         )
+        require_representable(outputs, tensors)
         return other_files, plan_files(outputs, max_file=max_file), _Gatherer(tensors)
 
     other_files, files, gatherer = run_on_all_ranks(
@@ -179,12 +188,34 @@ def plan_outputs(
     """The tensors to write, built from `tensors`; arguments as in `export_pretrained`.
 
     Raises:
-        CheckpointError: no such layout, or adapters in the model.
+        CheckpointError: no such layout, adapters in the model, or a weight on this rank that `dtype` cannot represent.
     """
     require_no_adapters(model)
-    leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
-    to_write = disassemble(model, leaves, layout=layout, origin=getattr(model, "checkpoint_origin", None))
-    return make_outputs(model, to_write, dtype)
+    origin = getattr(model, "checkpoint_origin", None)
+    outputs = make_outputs(model, disassemble(model, _lazy_tensors(tensors), layout=layout, origin=origin), dtype)
+    require_representable(outputs, tensors)
+    return outputs
+
+
+def _lazy_tensors(tensors: dict[str, Tensor]) -> dict[str, LazyTensor]:
+    return {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
+
+
+def require_representable(outputs: Sequence[Output], tensors: dict[str, Tensor]) -> None:
+    """Raises CheckpointError for a value of this rank's shards that the dtype it is written in cannot represent.
+
+    Each rank sees only its shards, so the ranks must agree on the outcome. Casts would make infinities of such values, which
+    `FileReader` refuses as well.
+    """
+    built = (output for output in outputs if not isinstance(output, ReadableOutput))
+    casts = dict.fromkeys((part.name, output.dtype) for output in built for part in leaves(output.tensor))
+    problems = []
+    for name, dtype in casts:
+        lost = unrepresentable(local_tensor(tensors[name]), dtype)
+        if lost is not None:
+            problems.append(f"{name} holds {lost:g}, which {dtype} cannot represent.")
+    if problems:
+        raise CheckpointError("Weights do not fit into the dtype that they are to be written in:", problems)
 
 
 def require_no_adapters(model: nn.Module) -> None:

@@ -287,7 +287,7 @@ def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> dict[str, str]:
     Returns the problem, by key: a finite value that would become infinite, an integer that would change, or a value that a
     cast to an integer would change.
     """
-    lost = _unrepresentable(values, out.dtype)
+    lost = unrepresentable(values, out.dtype)
     if lost is not None:
         return {stored.name: f"{stored.name} in {stored.file} holds {lost:g}, which {out.dtype} cannot represent."}
     if values.dtype != out.dtype:
@@ -297,7 +297,7 @@ def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> dict[str, str]:
     return {}
 
 
-def _unrepresentable(values: Tensor, dtype: torch.dtype) -> float | None:
+def unrepresentable(values: Tensor, dtype: torch.dtype) -> float | None:
     """A value that `dtype` cannot represent; None if there is none. Floating-point numbers may be rounded."""
     if values.dtype == dtype or values.numel() == 0:
         return None

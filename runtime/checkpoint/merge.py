@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from patchgen.runtime import registry
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import outputs_and_files, saved_tensors
-from patchgen.runtime.checkpoint.file_reader import FileReader
+from patchgen.runtime.checkpoint.file_reader import FileReader, unrepresentable
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Region, full_region, leaf, leaves, plan_reads
 from patchgen.runtime.checkpoint.load import (
@@ -70,7 +70,11 @@ class MergedTensor(ReadableOutput):
     delta: LazyTensor = field(kw_only=True)
 
     def read(self, reader: FileReader) -> Tensor:
-        """The sum, computed in fp32 on the CPU."""
+        """The sum, computed in fp32 on the CPU.
+
+        Raises:
+            CheckpointError: naming file and key; also for a sum that the dtype of the output cannot represent.
+        """
         shape = tuple(self.tensor.shape)
         total, delta = torch.empty(shape), torch.empty(shape)
         read_region(reader, self.tensor, full_region(shape), total)
@@ -79,7 +83,10 @@ class MergedTensor(ReadableOutput):
             assert isinstance(part.source, Factors | None), "the leaves of `merge_adapter`"
             view.copy_(part.source.product(region) if part.source is not None else torch.zeros(()))
         plan.finish()
-        return total.add_(delta).to(self.dtype)
+        lost = unrepresentable(total.add_(delta), self.dtype)
+        if lost is not None:
+            raise CheckpointError(f"{self.name} is {lost:g} after the merge, which {self.dtype} cannot represent.")
+        return total.to(self.dtype)
 
 
 def merge_adapter(

@@ -67,7 +67,8 @@ def stream_weights(
         layout, dtype: as in `export_pretrained`.
 
     Raises:
-        CheckpointError: on every rank, at the first tensor: no such layout, or adapters in the model.
+        CheckpointError: on every rank, at the first tensor: no such layout, adapters in the model, or a weight that `dtype`
+            cannot represent.
         ValueError: at the first tensor: `bucket_bytes` is too small.
     """
     if bucket_bytes < 8 * BUFFERS_PER_BUCKET:

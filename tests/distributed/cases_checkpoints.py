@@ -16,8 +16,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from patchgen.runtime import attention, parallel
-from patchgen.runtime.checkpoint import Checkpointer, CheckpointError, export_pretrained, load_pretrained
-from patchgen.runtime.checkpoint.placement import shard_like
+from patchgen.runtime.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    export_pretrained,
+    load_pretrained,
+    stream_weights,
+)
+from patchgen.runtime.checkpoint.placement import local_tensor, shard_like
 from patchgen.runtime.parallel import loss, sharding
 from patchgen.runtime.train.model import find_head_and_config
 from patchgen.runtime.verify.parallel_coverage import generated_class
@@ -95,6 +101,26 @@ def export_fails(head: str, file: str, source: str, target: str) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def too_large_for_float16(head: str, file: str, source: str, target: str) -> list[str]:
+    """The messages that this rank gets from an export and from a stream, where the last rank has a value above 65504."""
+    model = meta_model(head, file)
+    sharding.shard_model(model, cases_sequence.state_of())
+    load_pretrained(model, source)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        with torch.no_grad():
+            local_tensor(model.get_input_embeddings().weight)[-1, 0] = -1e6
+    texts = []
+    for write in (
+        lambda: export_pretrained(model, target, dtype=torch.float16),
+        lambda: dict(stream_weights(model, dtype=torch.float16)),
+    ):
+        try:
+            write()
+        except CheckpointError as error:
+            texts.append(str(error))
+    return texts
 
 
 def export_fails_midway(head: str, file: str, source: str, target: str, rank: int, what: str) -> tuple[str, float]:

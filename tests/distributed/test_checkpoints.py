@@ -166,6 +166,17 @@ def test_an_export_that_cannot_be_written(tmp_path, two_ranks):
     assert all("target could not be written" in text and "File exists" in text for text in texts)
 
 
+def test_a_value_that_the_dtype_cannot_represent_is_refused_on_every_rank(tmp_path, two_ranks):
+    head, file = upstream_checkpoint("qwen3", tmp_path / "original")
+    target = tmp_path / "target"
+    for texts in two_ranks.run(cases.too_large_for_float16, head, file, str(tmp_path / "original"), str(target)):
+        assert len(texts) == 2, "export and stream"
+        for text in texts:
+            assert "rank 1: model.embed_tokens.weight holds -1e+06, which torch.float16 cannot represent" in text
+            assert "rank 0" not in text
+    assert not target.exists()
+
+
 @pytest.mark.parametrize(("rank", "what"), [(0, "disk"), (1, "disk"), (2, "tensor")])
 def test_an_export_that_fails_midway_on_one_rank(rank, what, tmp_path, four_ranks):
     """No rank waits for the one that fails; rank, file and key are named; the earlier export is unchanged."""

@@ -10,6 +10,7 @@ import peft
 import pytest
 import small_models
 import torch
+from safetensors.torch import load_file, save_file
 from test_untrained_part import same
 from typer.testing import CliRunner
 
@@ -65,6 +66,20 @@ def test_merged_files_equal_the_model_that_peft_merges(fields, layout, tmp_path)
     for name, tensor in merged.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], tensor, **CLOSE)
     assert sum(not torch.equal(tensor, plain[name]) for name, tensor in merged.state_dict().items()) == 4
+
+
+def test_a_sum_that_the_dtype_cannot_represent_is_refused(tmp_path):
+    model = moe()
+    model.save_pretrained(tmp_path / "source")
+    adapt(model, tmp_path / "adapter", **LINEAR)
+    factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    scaled = {name: tensor * 1e4 if "q_proj" in name else tensor for name, tensor in factors.items()}
+    save_file(scaled, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"q_proj.weight is .* after the merge, which torch.float16 cannot represent"
+    ):
+        merge_adapter(tmp_path / "adapter", tmp_path / "source", tmp_path / "out", dtype=torch.float16)
+    merge_adapter(tmp_path / "adapter", tmp_path / "source", tmp_path / "out", dtype=torch.bfloat16)
 
 
 def test_into_a_larger_checkpoint_than_the_adapted_model(tmp_path):

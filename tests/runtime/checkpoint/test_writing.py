@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import shutil
@@ -19,6 +20,7 @@ from patchgen.runtime.checkpoint import (
     convert,
     export_pretrained,
     fingerprint,
+    stream_weights,
     writing,
 )
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE
@@ -30,6 +32,21 @@ def test_an_earlier_export_is_replaced_completely(original, tmp_path):
     export_pretrained(original, tmp_path)
     assert [path.name for path in tmp_path.glob("*safetensors*")] == ["model.safetensors"]
     small_models.require_loads(original, tmp_path)
+
+
+def test_an_export_refuses_a_value_that_its_dtype_cannot_represent(original, tmp_path):
+    """As `convert` does: a cast would write infinity, which loading refuses. One that is infinite already stays so."""
+    model = copy.deepcopy(original)
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj[1, 0, 0] = 1e6
+        model.lm_head.weight[0, 0] = float("inf")
+    refused = r"layers.0.mlp.experts.down_proj holds 1e\+06, which torch.float16 cannot represent"
+    with pytest.raises(CheckpointError, match=refused) as caught:
+        export_pretrained(model, tmp_path / "out", dtype=torch.float16)
+    assert len(caught.value.problems) == 1 and not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match=refused):
+        next(stream_weights(model, dtype=torch.float16))
+    export_pretrained(model, tmp_path / "out", dtype=torch.bfloat16)
 
 
 class Killed(BaseException):
