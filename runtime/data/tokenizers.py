@@ -1,8 +1,7 @@
-"""Trains a tokenizer, for data without one."""
+"""Trains a tokenizer on the data, for a model type without a checkpoint."""
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from patchgen.runtime.data.cache import cache_lock
 from patchgen.runtime.data.config import DataConfig
-from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.problems import BadSample, DataError
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.data.transform import ModelInputs, mappers_of
@@ -18,7 +17,14 @@ from patchgen.runtime.data.transform import ModelInputs, mappers_of
 END = "<|endoftext|>"
 PADDING = "<|padding|>"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+    "{% for message in messages %}{{ message['role'] + ': ' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% elif message['tool_calls'] and not message['content'] %}"
+    "{{ raise_exception('the chat template of a trained tokenizer has no tool calls') }}"
+    "{% else %}{% for part in message['content'] or [] %}"
+    "{{ part['text'] if part['text'] is string else"
+    " raise_exception('the chat template of a trained tokenizer has only parts with a text') }}"
+    "{% endfor %}{% endif %}"
     "{{ eos_token if message['role'] == 'assistant' else '' }}{{ '\n' }}{% endfor %}"
     "{{ 'assistant: ' if add_generation_prompt else '' }}"
 )
@@ -28,12 +34,13 @@ MAX_CHARACTERS = 4_000_000  # from the start of each source: enough for a small 
 def train_tokenizer(config: DataConfig, *, vocab_size: int) -> Any:
     """A byte-level BPE tokenizer trained on `config`'s sources, as a transformers tokenizer.
 
-    It is cached and the same for the same files, so all ranks have the same one. Id 0 is padding, 1 the end of a text.
-    For kinds other than text it has a chat template: `role: content`, one line per message.
+    It is cached under the fingerprints of the sources (of files: path, size and modification time), so all ranks that share
+    `data.cache_dir` have the same one. Id 0 is padding, 1 the end of a text. For kinds other than text it has a chat template:
+    `role: content`, one line per message; no content is empty, and of a list of parts the texts are joined.
 
     Raises:
-        ValueError: `vocab_size` is smaller than the number of bytes and special tokens.
-        DataError: a source cannot be opened, or the cache folder cannot be written.
+        DataError: `vocab_size` is smaller than the number of bytes and special tokens, a source cannot be opened, or the cache
+            folder cannot be written.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -59,14 +66,25 @@ def _train(path: Path, texts: Iterator[str], vocab_size: int) -> None:
     special_tokens = [PADDING, END]
     smallest = len(alphabet) + len(special_tokens)
     if vocab_size < smallest:
-        raise ValueError(f"vocab_size = {vocab_size} is too small: bytes and special tokens alone take {smallest}.")
+        raise DataError(
+            f"vocab_size = {vocab_size} is too small for a tokenizer trained on the data: bytes and special tokens alone take "
+            f"{smallest}. To fix: set vocab_size in model.overrides to {smallest} or more."
+        )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    tokenizer.save(str(unfinished))
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise DataError(
+            f"The trained tokenizer cannot be written to the cache folder {path.parent}: {error.strerror or error}. To fix: free "
+            "space there, or name another data.cache_dir."
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _texts(config: DataConfig, sources: list[Any]) -> Iterator[str]:
@@ -92,9 +110,12 @@ def _texts_of(fields: dict[str, Any]) -> Iterator[str]:
         if isinstance(fields.get(name), str):
             yield fields[name]
     if isinstance(words := fields.get("tokens"), list):
-        yield " ".join(words)
+        yield " ".join(word for word in words if isinstance(word, str))
     for name in ("messages", "chosen", "rejected"):
         messages = fields.get(name)
         for message in messages if isinstance(messages, list) else ():
-            if isinstance(message.get("content"), str):
-                yield message["content"]
+            content = message.get("content") if isinstance(message, dict) else None
+            parts = (
+                [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else ()
+            )
+            yield from (text for text in (content, *parts) if isinstance(text, str))

@@ -58,6 +58,7 @@ def data_parts(recipe: Recipe) -> DataParts:
 
     Raises:
         RecipeError: a checkpoint without a fitting tokenizer; multimodal data without a processor, as for a bare model type.
+        DataError: no tokenizer can be trained on the data, as in `train_tokenizer`.
     """
     from transformers import AutoTokenizer
 
