@@ -1,4 +1,4 @@
-"""Labelled data: preference pairs and classified texts; and whether a teacher or the pairs fit the objective."""
+"""Do pairs, classes and a teacher fit the objective? Pairs and classes are problems of the labels, the rest a check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BOUNDARY_TOKENS = 2
 """Tokens at the end of equal prompts that may differ, because they may contain a part of the answer."""
 MAX_CUT_SHARE = 0.05
-"""The share of the first samples that a run may truncate."""
+"""The share of the first documents of pairs that a run may truncate."""
 SHOWN_CHARACTERS = 60
 """Characters of a prompt that are shown: its last."""
 MIN_PAIRS = 4
@@ -60,9 +60,10 @@ def pair_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tuple
                     "Leave such pairs out, or check the columns that data.sources[].columns names.",
                 )
     cut = [sample for sample in samples if sample.half and sample.is_cut_in_run]
+    documents = "answers" if patient.recipe.data.kind == "preference" else "texts"
     if len(cut) > MAX_CUT_SHARE * len(samples):
         yield (
-            f"A run truncates {len(cut)} of the first {len(samples)} answers ({cut[0].name}) to data.max_length = "
+            f"A run truncates {len(cut)} of the first {len(samples)} {documents} ({cut[0].name}) to data.max_length = "
             f"{patient.recipe.data.length_limit} tokens, and would compare only their beginnings.",
             "Raise data.max_length (and data.tokens_per_batch with it), or leave such pairs out: data.on_long: skip.",
         )
@@ -93,7 +94,7 @@ def class_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tupl
 
 
 class ObjectiveCheck(Check):
-    """A teacher has the same tokens as the model; chosen answers are not less likely than rejected ones."""
+    """A teacher has the student's tokens, special ones left out; chosen answers are not all much less likely than rejected ones."""
 
     name = "objective"
 
@@ -103,7 +104,7 @@ class ObjectiveCheck(Check):
             return _teacher(patient, teacher)
         if recipe.data.kind == "preference":
             return _preferences(patient)
-        return passed(f"{recipe.objective.name} has neither a teacher nor pairs to check.")
+        return passed(f"{recipe.objective.name} has neither a teacher nor preference pairs to check.")
 
 
 def _teacher(patient: Patient, teacher: Recipe) -> Finding:
@@ -115,7 +116,7 @@ def _teacher(patient: Patient, teacher: Recipe) -> Finding:
     try:
         tokenizer = setup.data_parts(teacher).tokenizer
     except RecipeError as error:
-        return passed(f"{summary}; whether its tokens are the same was not checked: {error}")
+        return not_checked(f"{summary}; whether its tokens are the same is unknown: {error}")
     if differing := setup.differing_ids(patient.tokenizer, tokenizer):
         shown = first_names([f"{index} = {own!r}, teacher {other!r}" for index, (own, other) in differing.items()])
         return failed(
@@ -130,22 +131,23 @@ def _preferences(patient: Patient) -> Finding:
     pairs = pairs_of(patient.documents)
     if not patient.is_trained:
         return not_checked("weights are random, so likelihoods mean nothing.")
-    margins = [chosen - rejected for chosen, rejected in likelihoods(patient, pairs)]
+    margins = [chosen - rejected for chosen, rejected in mean_log_probs(patient, pairs)]
     mean, likelier = sum(margins) / len(margins), sum(margin > 0 for margin in margins)
     summary = (
-        f"The chosen answer is likelier per token in {likelier} of {len(pairs)} pairs, by {mean:+.2f} nats on average"
+        f"The chosen answer is likelier per token in {likelier} of {len(pairs)} pairs; on average chosen minus rejected is "
+        f"{mean:+.2f} nats per token"
     )
     if len(pairs) >= MIN_PAIRS and not likelier and mean < -SWAPPED_MARGIN:
         return failed(
             f"{summary}: chosen and rejected are probably swapped.",
-            "Look at the pairs above and at the columns that the source names. If the rejected answers are this model's own "
-            "samples, nothing is wrong: --skip objective.",
+            "Look at the pairs that `labels` shows and at the columns that the source names. If the rejected answers are this "
+            "model's own samples, nothing is wrong: --skip objective.",
         )
     return passed(f"{summary}.")
 
 
 @torch.no_grad()
-def likelihoods(patient: Patient, pairs: Sequence[tuple[Sample, Sample]]) -> list[tuple[float, float]]:
+def mean_log_probs(patient: Patient, pairs: Sequence[tuple[Sample, Sample]]) -> list[tuple[float, float]]:
     """The mean log-probability of the tokens with a loss, for both halves of each pair."""
     documents = [half for pair in pairs for half in pair]
     logits = calls.logits(patient.model, patient.rows(documents), patient.kernels)

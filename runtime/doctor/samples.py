@@ -36,11 +36,11 @@ class Sample:
 
     Attributes:
         record: the file and line of its record.
-        is_cut: whether the doctor truncated it.
+        is_cut: whether it is truncated here.
         modalities: which of image, video and audio it contains.
         half: which half of a pair it is (`formats.PAIR_COLUMNS`); else empty.
         label: the class or score of the document; None: its tokens have labels.
-        is_cut_in_run: whether a run truncates it as well.
+        is_cut_in_run: whether a run truncates it.
     """
 
     record: str
@@ -84,7 +84,7 @@ def first_samples(config: DataConfig, parts: DataParts, incompatible: ModalityPa
     prepare_short, prepare_as_in_run = make_prepare(short_config, *encoders), make_prepare(config, *encoders)
     samples, num_tokens, problems = [], 0, []
     for source_index, record in _in_turn(sources):
-        prepared, is_cut_in_run = _prepare_for_doctor(prepare_short, prepare_as_in_run, source_index, record)
+        prepared, in_run = _prepare_for_doctor(prepare_short, prepare_as_in_run, source_index, record)
         outcome, where, reason = prepared.problem or ("", record.where, "")
         if not prepared.samples:
             problems.append(f"{where}: {reason}")
@@ -93,7 +93,7 @@ def first_samples(config: DataConfig, parts: DataParts, incompatible: ModalityPa
         for fields in prepared.samples:
             if samples and num_tokens + len(fields["input_ids"]) > min(MAX_TOKENS, config.tokens_per_batch):
                 return samples
-            documents = _samples_of(record.where, fields, prepared, config, is_cut_in_run=is_cut_in_run)
+            documents = _samples_of(record.where, fields, prepared, in_run, config)
             if all(fits_in_row_with(document, samples, incompatible) for document in documents):
                 samples += documents
                 num_tokens += len(fields["input_ids"])
@@ -104,16 +104,31 @@ def first_samples(config: DataConfig, parts: DataParts, incompatible: ModalityPa
 
 
 def _samples_of(
-    record: str, fields: dict[str, Any], prepared: Prepared, config: DataConfig, *, is_cut_in_run: bool
+    record: str, fields: dict[str, Any], prepared: Prepared, in_run: Prepared | None, config: DataConfig
 ) -> list[Sample]:
-    """The document of a record, or the two of a pair; if it was truncated, documents of exactly the limit count as cut."""
+    """The document of a record, or the two of a pair.
+
+    Args:
+        in_run: the record as the run prepares it; None: the run does not truncate it.
+    """
+    limit = config.length_limit if prepared is in_run else min(config.length_limit, MAX_LENGTH)
+    are_cut = _are_cut(prepared, fields, limit)
+    are_cut_in_run = [False] * len(are_cut)
+    if in_run is not None and in_run.samples:
+        are_cut_in_run = _are_cut(in_run, in_run.samples[0], config.length_limit)
+    half_names, label = PAIR_COLUMNS.get(config.kind, ("",)), fields.get("label")
+    return [
+        Sample(record, document, is_cut, prepared.modalities, half_name, label, is_cut_in_run)
+        for document, half_name, is_cut, is_cut_in_run in zip(
+            documents_of(fields), half_names, are_cut, are_cut_in_run, strict=True
+        )
+    ]
+
+
+def _are_cut(prepared: Prepared, fields: dict[str, Any], limit: int) -> list[bool]:
+    """Which documents of a sample were truncated; if any was, those of exactly the limit count as cut."""
     was_cut = prepared.problem is not None and prepared.problem[0] == "truncated"
-    samples = []
-    for document, half_name in zip(documents_of(fields), PAIR_COLUMNS.get(config.kind, ("",)), strict=True):
-        is_cut = was_cut and document["input_ids"].shape[-1] == min(config.length_limit, MAX_LENGTH)
-        options = {"half": half_name, "label": fields.get("label"), "is_cut_in_run": is_cut and is_cut_in_run}
-        samples.append(Sample(record, document, is_cut, prepared.modalities, **options))
-    return samples
+    return [was_cut and document["input_ids"].shape[-1] == limit for document in documents_of(fields)]
 
 
 def fits_in_row_with(sample: Sample, others: Collection[Sample], incompatible: ModalityPairs) -> bool:
@@ -151,16 +166,15 @@ def transform_outputs(config: DataConfig) -> Iterator[Sample]:
 
 def _prepare_for_doctor(
     prepare_short: Prepare, prepare_as_in_run: Prepare, source_index: int, record: Record
-) -> tuple[Prepared, bool]:
+) -> tuple[Prepared, Prepared | None]:
     """The truncated sample of a record, or the sample as the run would prepare it, if truncating would cut off every label or a
-    part of an image, video or audio; and whether the run truncates it, too."""
+    part of an image, video or audio; and the latter, unless nothing had to be truncated."""
     prepared = prepare_short(source_index, record)
     outcome = prepared.problem[0] if prepared.problem is not None else ""
     if outcome not in ("skipped", "truncated"):
-        return prepared, False
+        return prepared, None
     in_run = prepare_as_in_run(source_index, record)
-    is_cut_in_run = in_run.problem is not None and in_run.problem[0] == "truncated"
-    return in_run if outcome == "skipped" else prepared, is_cut_in_run
+    return in_run if outcome == "skipped" else prepared, in_run
 
 
 def _in_turn(sources: list[Any]):

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_processors import byte_tokenizer, template
 from toys import RIVERS, Toy
 
+from patchgen.runtime.data import DataConfig, SourceConfig
 from patchgen.runtime.doctor import CHECKS, Report, examine
 from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED
+from patchgen.runtime.doctor.samples import first_samples
 from patchgen.runtime.train.recipe import from_dict
+from patchgen.runtime.train.setup import DataParts
 
 SLOW = ("proof", "step", "layout", "kernels", "router", "export", "plain transformers", "alternatives")
 WRONG = "xylophone quartz"
@@ -60,7 +64,9 @@ def test_sound_pairs_pass_and_both_halves_are_shown(toy, tmp_path):
         "[[In Dresden.<|im_end|>]]" in report["labels"].details
         and f"[[In {WRONG}.<|im_end|>]]" in report["labels"].details
     )
-    assert "in 8 of 8 pairs" in report["objective"].summary
+    assert re.search(
+        r"in 8 of 8 pairs; on average chosen minus rejected is \+\d+\.\d\d nats per token", report["objective"].summary
+    )
     assert report["first loss"].status == report["packing"].status == PASSED
     assert "0.0" in report["first loss"].summary  # of the chosen halves, which the toy knows by heart
 
@@ -118,6 +124,31 @@ def test_a_fault_planted_in_pairs_is_found(toy, tmp_path, spoil: Callable, data,
     assert report[check].advice
 
 
+def test_only_the_half_that_a_run_truncates_counts_as_cut_in_it(tmp_path):
+    """The doctor cuts both halves, to 512 tokens; the run cuts the longer one, to 1,024."""
+    row = pair("Elbe", "yes " * 200, "no " * 600)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    config = DataConfig(
+        (SourceConfig(str(tmp_path / "rows.jsonl")),),
+        kind="preference", tokens_per_batch=2048, max_length=1024, on_long="truncate",
+    )  # fmt: skip
+    samples = first_samples(config, DataParts(byte_tokenizer(template(marked=False), {})))
+    assert [(sample.half, sample.is_cut, sample.is_cut_in_run) for sample in samples] == [
+        ("chosen", True, False),
+        ("rejected", True, True),
+    ]
+
+
+def test_a_sample_that_is_examined_as_the_run_truncates_it_counts_as_cut(tmp_path):
+    """Its only answer begins after the doctor's 512 tokens and ends after the run's 1,024."""
+    messages = [{"role": "user", "content": "why? " * 140}, {"role": "assistant", "content": "so " * 200}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    source = SourceConfig(str(tmp_path / "rows.jsonl"))
+    config = DataConfig((source,), kind="chat", tokens_per_batch=2048, max_length=1024, on_long="truncate")
+    (sample,) = first_samples(config, DataParts(byte_tokenizer(template(marked=False), {})))
+    assert len(sample.ids) == 1024 and sample.is_cut and sample.is_cut_in_run
+
+
 CLASSES = [{"text": f"The {river} is a river.", "label": number % 2} for number, (river, _) in enumerate(RIVERS)]
 
 
@@ -150,6 +181,15 @@ def test_a_teacher_with_the_same_tokens_passes(toy, tmp_path):
     report = examined(toy, tmp_path, chats(), "distillation", teacher={"source": str(folder)})
     assert report.exit_status == 0, report.text()
     assert "the same tokens" in report["objective"].summary
+
+
+def test_a_teacher_without_a_tokenizer_is_not_checked(toy, tmp_path):
+    folder = teacher(toy, tmp_path)
+    for file in folder.glob("tokenizer*.json"):
+        file.unlink()
+    report = examined(toy, tmp_path, chats(), "distillation", teacher={"source": str(folder)})
+    assert report["objective"].status == NOT_CHECKED, report.text()
+    assert "a vocabulary of the same size; whether its tokens are the same is unknown: " in report["objective"].summary
 
 
 def test_a_teacher_whose_tokens_mean_something_else_is_found(toy, tmp_path):
