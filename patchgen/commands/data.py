@@ -23,7 +23,7 @@ def show(path: Path, assignments: list[str], *, rows: int, html: Path | None, ev
         ) from error
     try:
         recipe = recipes.load(path, recipes.parse_overrides(assignments))
-        preview = data_view.view(recipe, rows=rows, evaluation=evaluation)
+        preview = data_view.preview_of_recipe(recipe, rows=rows, evaluation=evaluation)
     except recipes.RecipeError as error:
         raise ConfigError(str(error)) from error
     except DataError as error:
