@@ -24,6 +24,7 @@ def check(directory: Path, below: float) -> str:
     Raises:
         ValueError: there are no steps, the mean loss of the last few is not below `below` times the first, or the export has
             missing or unexpected weights or is loaded by another class than upstream's.
+        TrainingStopped: a line of the log is broken.
     """
     losses = [entry["loss"] for entry in run_log.read(directory) if "loss" in entry]
     if not losses:

@@ -28,6 +28,8 @@ from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepR
 from patchgen.runtime.train.sources import SourceFigures
 
 STEPS, SUMMARY = "steps.jsonl", "summary.json"
+SHOWN_BYTES = 60
+"""Bytes of a broken line that an error shows."""
 
 
 class RunLog(Listener):
@@ -99,18 +101,28 @@ def writing(path: Path, on_failed: str | None) -> Iterator[Path]:
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """The log entries of a run so far, without a last line that a crash truncated."""
+    """The log entries of a run so far, without a last line that a crash truncated.
+
+    Raises:
+        TrainingStopped: naming file and line: another line is not an entry.
+    """
     path = directory / STEPS
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     entries = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines, 1):
         try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number + 1 < len(lines):
-                raise
+            entry = json.loads(line.decode("utf-8"))
+            if not isinstance(entry, dict) or "step" not in entry:
+                raise ValueError("expected an object with a step")
+        except ValueError as error:  # also of json and of UTF-8
+            if number == len(lines):
+                break
+            raise TrainingStopped(
+                f"{path}, line {number}, is not an entry of the log ({error}): {line[:SHOWN_BYTES]!r}. To fix: delete this line."
+            ) from error
+        entries.append(entry)
     return entries
 
 

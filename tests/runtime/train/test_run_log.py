@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 
 import pytest
@@ -45,10 +44,16 @@ def test_a_continued_run_drops_the_lines_of_steps_that_are_taken_again(tmp_path)
     assert "steps: 4" in (tmp_path / "recipe.yaml").read_text()
 
 
-def test_a_broken_line_inside_the_log_is_an_error(tmp_path):
-    (tmp_path / "steps.jsonl").write_text('{"step": 1, "lo\n{"step": 2, "loss": 1.0}\n')
-    with pytest.raises(json.JSONDecodeError):
-        run_log.read(tmp_path)
+@pytest.mark.parametrize("line", [b'{"step": 1, "lo', b"\xff\xfe", b"\0\0\0\0", b"7", b'{"loss": 2.0}', b""])
+def test_a_broken_line_inside_the_log_stops_a_run_that_continues_it_and_is_named(line, tmp_path):
+    whole = b'{"step": 2, "loss": 1.0}'
+    (tmp_path / "steps.jsonl").write_bytes(b"\n".join([whole, line, whole, b""]))
+    with pytest.raises(
+        TrainingStopped, match=r"steps.jsonl, line 2, is not an entry of the log .*: b.* To fix: delete"
+    ):
+        run_log.RunLog(tmp_path).on_start(START)
+    (tmp_path / "steps.jsonl").write_bytes(b"\n".join([whole, line]))
+    assert run_log.read(tmp_path) == [{"step": 2, "loss": 1.0}]
 
 
 def test_tensorboard_gets_the_numbers(tmp_path):
@@ -71,7 +76,7 @@ def test_a_tracker_that_is_not_installed_is_named(tmp_path, monkeypatch):
         run_log.Tracker("wandb", "patchgen", tmp_path)
 
 
-def test_plain_lines_say_what_counts(capsys):
+def test_plain_lines_have_every_second_step_and_every_skipped_one(capsys):
     shown = view.PlainView(every=2)
     shown.on_start(START)
     for step in (1, 2, 3):
@@ -86,7 +91,7 @@ def test_plain_lines_say_what_counts(capsys):
     assert "step 4: all steps taken   run: runs/mine   export: runs/mine/export" in text
 
 
-def test_samples_that_were_left_out_are_told_at_the_end():
+def test_samples_that_were_left_out_are_reported_at_the_end():
     assert "samples" not in view.ending(END)
     some = Summary(**vars(END) | {"data": "2 bad (first: a.jsonl:3: no field 'text')"})
     assert view.ending(some).endswith("\nsamples: 2 bad (first: a.jsonl:3: no field 'text')")
@@ -165,7 +170,7 @@ def test_figures_of_sources_are_logged_shown_and_tracked(tmp_path, capsys):
 
 
 def test_the_page_is_alive_while_a_run_takes_its_steps(tmp_path):
-    """And is there after a kill; it loads itself again until the run has ended."""
+    """It loads itself again until the run has ended."""
     log, listener = run_log.RunLog(tmp_path), page.RunPage(tmp_path, seconds=0)
 
     def shown() -> str:
@@ -189,22 +194,23 @@ def test_the_page_is_alive_while_a_run_takes_its_steps(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_is_told_with_path_and_space(tmp_path):
-    """The device is full whatever the disk has; the run ends, or goes on, as the recipe says."""
+def test_a_full_disk_is_reported_with_path_and_space(tmp_path):
+    """/dev/full refuses every write. The run ends or goes on as the recipe says."""
     for on_failed in ("stop", "continue"):
         log = run_log.RunLog(tmp_path / on_failed, on_failed=on_failed)
         log.on_start(START)
         log._file.close()
-        told = r"steps.jsonl cannot be written \(\d.* GB free there\): No space left on device"
-        noted = pytest.raises(TrainingStopped, match=told) if on_failed == "stop" else pytest.warns(match=told)
+        message = r"steps.jsonl cannot be written \(\d.* GB free there\): No space left on device"
+        raises = pytest.raises(TrainingStopped, match=message)
+        reported = raises if on_failed == "stop" else pytest.warns(match=message)
         with Path("/dev/full").open("a", buffering=1) as log._file, contextlib.suppress(OSError):
-            with noted:
+            with reported:
                 log.on_step(record(1))
             log.close()
 
 
 def test_a_log_that_cannot_be_started_stops_the_run_with_advice_that_helps(tmp_path):
-    """Without a folder or steps.jsonl there is no log, so `checkpoint.on_failed: continue` would change nothing."""
+    """Without the folder or steps.jsonl there is no log, so `checkpoint.on_failed: continue` would change nothing."""
     (tmp_path / "file").write_text("")
     (tmp_path / "run" / "steps.new").mkdir(parents=True)
     for place in ("file", "run"):
@@ -216,7 +222,8 @@ def test_a_log_that_cannot_be_started_stops_the_run_with_advice_that_helps(tmp_p
 
 
 def test_files_of_a_run_are_in_utf_8_whatever_the_locale_says(tmp_path, monkeypatch):
-    write, start = Path.write_text, RunStart(**vars(START) | {"name": "größer", "report": "2 → 4"})
+    start = RunStart(**vars(START) | {"name": "größer", "report": "2 → 4"})
+    write = Path.write_text  # of a locale with Latin-1, in which an arrow cannot be written
     monkeypatch.setattr(Path, "write_text", lambda *args, encoding="latin-1": write(*args, encoding=encoding))
     for listener in (run_log.RunLog(tmp_path), page.RunPage(tmp_path)):
         listener.on_start(start)
@@ -226,7 +233,8 @@ def test_files_of_a_run_are_in_utf_8_whatever_the_locale_says(tmp_path, monkeypa
     assert (tmp_path / "report.txt").read_bytes().decode("utf-8") == "2 → 4\n"
 
 
-def test_without_matplotlib_the_picture_is_left_out_and_said(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_the_picture_is_left_out_with_a_message(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert not page.write_png([{"step": 1, "loss": 1.0}], tmp_path / "report.png")
+    page.write_png([{"step": 1, "loss": 1.0}], tmp_path / "report.png")
+    assert not list(tmp_path.iterdir())
     assert "matplotlib is not installed" in capsys.readouterr().out
