@@ -5,7 +5,7 @@
 
 Each of our collectives registers a description (`operation`), and hooks record the running module. A thread checks both:
 when an operation has not ended, or no module has been entered, for `timeout` seconds, it prints the rank, the module,
-the operation and the Python stack, and ends the process, so that the launcher ends the others.
+the operation and the Python stacks of all threads, and ends the process, so that the launcher ends the others.
 """
 
 from __future__ import annotations
