@@ -8,7 +8,8 @@ from patchgen.runtime.train.sources import SourceFigures
 
 
 class TrainingStopped(RuntimeError):
-    """The run cannot continue: its first loss is implausible, its gradients are not finite, its disk is full, or its log is broken."""
+    """The run cannot continue: its first loss is implausible, its gradients are not finite, its disk is full, or its log is
+    broken."""
 
 
 @dataclass(frozen=True)
