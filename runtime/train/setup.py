@@ -30,7 +30,7 @@ from patchgen.runtime.train.page import RunPage
 from patchgen.runtime.train.recipe import Recipe, RecipeError, flatten, to_dict
 from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
-from patchgen.runtime.train.view import view
+from patchgen.runtime.train.view import progress_view
 from patchgen.runtime.verify.verdict import one_line
 
 EXPORT = "export"  # the folder of a run's model
@@ -294,7 +294,7 @@ def listeners(recipe: Recipe) -> tuple[Listener, ...]:
     trackers = [Tracker(kind, recipe.log.project, recipe.directory) for kind in recipe.log.trackers]
     on_failed = recipe.checkpoint.on_failed
     log, page = RunLog(recipe.directory, on_failed=on_failed), RunPage(recipe.directory, on_failed=on_failed)
-    return (log, *trackers, page, view(recipe.log.every))
+    return (log, *trackers, page, progress_view(recipe.log.every))
 
 
 def profiler(recipe: Recipe) -> contextlib.AbstractContextManager[profile | None]:

@@ -123,7 +123,7 @@ class LiveView(Listener):
             self._live.stop()  # restores the cursor, also before an error message
 
 
-def view(every: int) -> Listener:
+def progress_view(every: int) -> Listener:
     """The live view on a terminal, the plain one elsewhere."""
     return LiveView(every) if sys.stdout.isatty() else PlainView(every)
 
