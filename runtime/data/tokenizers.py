@@ -80,8 +80,8 @@ def _train(path: Path, texts: Iterator[str], vocab_size: int) -> None:
         unfinished.replace(path)
     except OSError as error:
         raise DataError(
-            f"The trained tokenizer cannot be written to the cache folder {path.parent}: {error.strerror or error}. To fix: free "
-            "space there, or name another data.cache_dir."
+            f"The trained tokenizer cannot be written to the cache folder {path.parent}: {error.strerror or error}. To fix: "
+            "free space there, or name another data.cache_dir."
         ) from error
     finally:
         unfinished.unlink(missing_ok=True)

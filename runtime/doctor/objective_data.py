@@ -94,7 +94,8 @@ def class_problems(samples: Sequence[Sample], patient: Patient) -> Iterator[tupl
 
 
 class ObjectiveCheck(Check):
-    """A teacher has the student's tokens, special ones left out; chosen answers are not all much less likely than rejected ones."""
+    """A teacher has the student's tokens, special ones left out; chosen answers are not all much less likely than rejected
+    ones."""
 
     name = "objective"
 

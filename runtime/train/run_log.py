@@ -120,7 +120,8 @@ def read(directory: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise TrainingStopped(
-                f"{path}, line {number}, is not an entry of the log ({error}): {line[:SHOWN_BYTES]!r}. To fix: delete this line."
+                f"{path}, line {number}, is not an entry of the log ({error}): {line[:SHOWN_BYTES]!r}. "
+                "To fix: delete this line."
             ) from error
         entries.append(entry)
     return entries
