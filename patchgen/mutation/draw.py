@@ -1,4 +1,4 @@
-"""Random mutants of a source: all operators equally often, all places of an operator equally likely."""
+"""Random mutants of a source: operators take turns while they have any left; an operator's places come in random order."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ OPERATORS: tuple[Operator, ...] = (
     *LOSS_OPERATORS,
     *HIDDEN_VALUE_OPERATORS,
 )
+# By name, the operator on the configuration file included. What keeps the meaning is meant to compute the same.
 NAMES = {operator.name: operator.keeps_meaning for operator in OPERATORS} | {configurations.NAME: False}
 """Every operator -> whether it keeps the meaning."""
 
@@ -32,14 +33,15 @@ def draw(
     configuration: configurations.Configuration | None = None,
     operators: Container[str] = NAMES,
 ) -> Iterator[Mutant]:
-    """Random mutants of a source until there are no more; none twice.
+    """Random mutants of a source until there are no more, at most two per place and operator; none twice.
 
     Args:
         text: the source.
         seed: equal seeds give equal mutants.
-        executed: whether the statement of those lines runs in training; others are not changed.
-        configuration: the configuration file beside it, if any.
-        operators: the names of the operators to apply.
+        executed: whether the statement from the first line to the last runs in training. Mutants start at such statements
+            only; what an operator changes with them, such as the other uses of a name that it renames, may lie elsewhere.
+        configuration: the configuration file beside it, if any; its defaults are changed too, whatever `operators` are.
+        operators: the names of the operators on the source.
     """
     generator = random.Random(seed)
     source = Source(text)
@@ -55,7 +57,7 @@ def draw(
         changes = list(configuration.mutants(text))
         generator.shuffle(changes)
         waiting[configurations.NAME] = iter(changes)
-    seen = {Mutant("", "", "", text, True).digest}
+    seen = {Mutant("", "", "", text, True).digest}  # the unchanged source
     names = list(waiting)
     generator.shuffle(names)  # a short round has other operators with another seed
     while names:
