@@ -30,7 +30,7 @@ class Step:
 
     @functools.cached_property
     def max_gradient_norm(self) -> float:
-        """The largest finite 2-norm of a gradient: relative to an infinite one, every difference would be none."""
+        """The largest finite 2-norm of a gradient: relative to an infinite one, every finite difference would be 0."""
         norms = (gradient.double().norm().item() for gradient in self.gradients.values() if gradient is not None)
         return max(filter(math.isfinite, norms), default=0.0)
 
@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor is from its reference."""
+    """How far a tensor `a` is from its reference `b`."""
 
     is_equal: bool
     absolute: float = 0.0
@@ -50,7 +50,7 @@ class Difference:
     """|a - b| / |b|, both in the 2-norm"""
 
     def worst(self, other: Difference) -> Difference:
-        """The elementwise maximum of both."""
+        """The worse of both, field by field."""
         return Difference(
             self.is_equal and other.is_equal,
             max(self.absolute, other.absolute, key=nan_is_largest),
@@ -64,7 +64,7 @@ def nan_is_largest(figure: float) -> tuple[bool, float]:
 
 
 def worst_of(differences: Iterable[Difference]) -> Difference:
-    """The elementwise maximum of all; `EQUAL` of none."""
+    """The worst of all, field by field; `EQUAL` of none."""
     return functools.reduce(Difference.worst, differences, EQUAL)
 
 
@@ -109,6 +109,9 @@ def floating_tensors(value: object, path: str = "") -> list[tuple[str, Tensor]]:
 
 def difference(actual: Tensor | None, expected: Tensor | None, *, floor: float = 0.0) -> Difference:
     """The difference of two tensors; infinite if only one exists, or if shape or dtype differ.
+
+    Tensors that are not equal and hold an infinity or a NaN differ by an infinity or a NaN. `relative` is infinite as well
+    where the norm to divide by is 0.
 
     Args:
         floor: the smallest norm that the relative difference is divided by.
