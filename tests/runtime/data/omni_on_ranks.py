@@ -1,4 +1,4 @@
-"""Made-up omni samples to the loss of a small qwen3_omni_moe on two ranks that share each sequence.
+"""Batches of the built-in omni samples: loss and gradients of a small qwen3_omni_moe on two ranks that share each sequence.
 
     python tests/runtime/data/omni_on_ranks.py      # prints one JSON object per batch
 
@@ -19,7 +19,7 @@ from small_processors import omni_processor, use_torchvision
 
 MODEL, HEAD = "qwen3_omni_moe", "Qwen3OmniMoeThinkerForConditionalGeneration"
 NUM_BATCHES = 3
-TOKENS = 512
+TOKENS = 300  # the first batch has media of all kinds, the second is text only
 
 
 def small_model() -> tuple[Any, Any]:
@@ -48,7 +48,7 @@ def small_model() -> tuple[Any, Any]:
     return model.train(), processor
 
 
-def on_rank(rank: int, world: int, store: str) -> None:
+def on_rank(rank: int, world: int, store_file: str) -> None:
     use_torchvision()
     import torch
     import torch.distributed as dist
@@ -62,7 +62,7 @@ def on_rank(rank: int, world: int, store: str) -> None:
     gloo_groups.use_one_worker()
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world),
+        store=dist.FileStore(store_file, world),
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=120),
@@ -81,25 +81,28 @@ def on_rank(rank: int, world: int, store: str) -> None:
     )
     for _ in range(NUM_BATCHES):
         whole = next(loader)
-        sample = dict(whole)
         with parallel.using(None):
-            alone = model(**batch.slice_batch(sample, sp=1, sp_rank=0)).loss
-        mine = batch.slice_batch(sample, sp=world, sp_rank=rank, pad_token_id=processor.tokenizer.pad_token_id)
+            alone = model(**batch.slice_batch(whole, sp=1, sp_rank=0)).loss
+        mine = batch.slice_batch(whole, sp=world, sp_rank=rank, pad_token_id=processor.tokenizer.pad_token_id)
         with parallel.using(state), loss.step(loss.count_items([mine], "cpu")):
             share = model(**mine).loss
+            model.zero_grad(set_to_none=True)
             share.backward()
         together = share.detach().clone()
         dist.all_reduce(together)
+        parts = sorted({name.split(".")[1] for name, one in model.named_parameters() if one.grad is None})
+        without_gradients: list[Any] = [None] * world
+        dist.all_gather_object(without_gradients, parts)
         if rank == 0:
             row = {
                 "one_rank": float(alone.detach()),
                 "ranks": float(together),
                 "documents": len(whole["cu_seq_lens_q"]) - 1,
                 "tokens": whole["input_ids"].shape[1],
-                "fields": sorted(
+                "media": sorted(
                     name for name in whole if name in ("pixel_values", "pixel_values_videos", "input_features")
                 ),
-                "gradient": all(parameter.grad is not None for parameter in model.parameters()),
+                "without_gradients": without_gradients,
             }
             print(json.dumps(row), flush=True)
     dist.barrier()
@@ -108,8 +111,8 @@ def on_rank(rank: int, world: int, store: str) -> None:
 
 def main() -> int:
     context = multiprocessing.get_context("spawn")
-    store = str(Path(tempfile.mkdtemp()) / "store")
-    ranks = [context.Process(target=on_rank, args=(rank, 2, store)) for rank in range(2)]
+    store_file = str(Path(tempfile.mkdtemp()) / "store")
+    ranks = [context.Process(target=on_rank, args=(rank, 2, store_file)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
