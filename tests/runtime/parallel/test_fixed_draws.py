@@ -1,4 +1,4 @@
-"""Forwards that draw random numbers give the same twice, leave the generators alone, and differ from no dropout in nothing."""
+"""Under `fixed_draws` dropout does nothing, what torch draws is constant for every shape, and the generators stay as they were."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ X = torch.linspace(-1, 1, 24).view(1, 2, 3, 4)
         (lambda: X.clone().bernoulli_(0.1), torch.ones_like(X)),
     ],
 )  # fmt: skip
-def test_what_torch_draws_is_constant(draw, expected: Tensor):
+def test_dropout_does_nothing_and_draws_are_constant(draw, expected: Tensor):
     before = torch.get_rng_state()
     with fixed_draws():
         actual = draw()
@@ -38,7 +38,28 @@ def test_what_torch_draws_is_constant(draw, expected: Tensor):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_others_draw_is_seen_in_the_generators_state():
+class Noisy(nn.Module):
+    """Draws of several kinds, each token for itself but for the attention to those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noisy = x + torch.randn_like(x) + torch.rand(x.shape) * torch.bernoulli(torch.full_like(x, 0.3))
+        attended = F.scaled_dot_product_attention(noisy, noisy, noisy, dropout_p=0.5, is_causal=True)
+        return self.dropout(attended) + torch.empty_like(x).normal_()
+
+
+def test_a_part_of_the_input_draws_what_the_whole_did():
+    model = Noisy().train()
+    with fixed_draws():
+        whole, part = model(X), model(X[:, :, :2])
+    torch.testing.assert_close(part, whole[:, :, :2])
+    assert not torch.equal(model(X), whole), "outside of the block it draws"
+
+
+def test_other_samples_stay_random_and_move_the_generator():
     before = torch.get_rng_state()
     with fixed_draws():
         torch.multinomial(torch.ones(4), 2)
