@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -32,6 +33,8 @@ def test_every_sample_lands_in_one_batch_within_the_budget(lengths, best_fit):
     assert pool.tokens == 0
     if not best_fit:
         assert [key for batch in batches for key in batch] == list(range(len(lengths)))
+        for batch, later in itertools.pairwise(batches):
+            assert sum(lengths[key] for key in batch) + lengths[later[0]] > 50, "the next one would have fitted"
     else:
         for number, batch in enumerate(batches):
             room = 50 - sum(lengths[key] for key in batch)
@@ -57,13 +60,13 @@ def test_modalities_that_are_kept_apart_share_no_batch(samples, best_fit):
         held = frozenset().union(*(samples[key][1] for key in batch))
         assert not held >= {"image", "video"}
         room = 50 - sum(samples[key][0] for key in batch)
-        left = (samples[key] for later in batches[number + 1 :] for key in later)
-        if best_fit:
-            assert all(length > room or held | kinds >= {"image", "video"} for length, kinds in left)
+        left = [samples[key] for later in batches[number + 1 :] for key in later]
+        could_have_fitted = left if best_fit else left[:1]
+        assert all(length > room or held | kinds >= {"image", "video"} for length, kinds in could_have_fitted)
 
 
 @pytest.mark.parametrize("length", [0, 51])
-def test_a_sample_longer_than_a_batch_is_refused(length):
+def test_a_sample_without_tokens_or_longer_than_a_batch_is_refused(length):
     with pytest.raises(ValueError, match="expected 1 to 50"):
         Pool(50).add("a", length)
 
