@@ -6,7 +6,6 @@ import contextlib
 import io
 import itertools
 import os
-import time
 from pathlib import Path
 
 import torch
@@ -150,13 +149,13 @@ def divergence(values: dict) -> str:
     raise AssertionError("the run went on")
 
 
-def data_error(values: dict) -> tuple[str, float]:
-    """What a run is refused with on this rank because of its data, and the seconds until then."""
-    started = time.monotonic()
+def data_error(values: dict) -> tuple[str, int]:
+    """What a run is refused with on this rank because of its data, and the steps that it took before."""
+    kept = Kept()
     try:
-        train(values)
+        Trainer(from_dict(values), torch.device("cpu"), (kept,)).run()
     except DataError as error:
-        return str(error), time.monotonic() - started
+        return str(error), len(kept.steps)
     raise AssertionError("the data were accepted")
 
 
