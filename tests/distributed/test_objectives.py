@@ -93,7 +93,7 @@ def test_documents_in_rows_of_their_own_give_the_same(name, trainer_folder, tmp_
     require_rounding(apart, packed)
 
 
-def test_the_loss_of_routers_is_added_in_every_layout(trainer_folder, tmp_path, one_rank, two_ranks):
+def test_the_loss_of_routers_is_added_on_one_rank_and_on_slices(trainer_folder, tmp_path, one_rank, two_ranks):
     model = {"overrides": {"output_router_logits": True, "router_aux_loss_coef": 0.5}}
     plain = curve("dpo", one_rank, trainer_folder, tmp_path / "plain", steps=2)
     alone = curve("dpo", one_rank, trainer_folder, tmp_path / "one", steps=2, model=model)

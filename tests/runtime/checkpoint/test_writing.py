@@ -55,7 +55,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("first, second", [(10_000, 10_000), (10**9, 10_000), (10_000, 10**9)])
 def test_an_export_killed_while_it_replaces_files_is_refused_or_complete(
-    first, second, original, checkpoint, tmp_path, monkeypatch
+    first, second, original, tmp_path, monkeypatch
 ):
     """Killed at every single change of a name in turn: what is there is the one or the other, whole, or refused."""
     from transformers import Qwen3MoeForCausalLM
@@ -109,7 +109,7 @@ def test_an_export_killed_while_it_replaces_files_is_refused_or_complete(
     assert finished and seen == {"whole", "refused"}
 
 
-def test_an_error_after_the_first_replacement_marks_the_folder(original, tmp_path, monkeypatch):
+def test_an_error_while_files_are_renamed_marks_the_folder(original, tmp_path, monkeypatch):
     export_pretrained(original, tmp_path, max_file=10_000)
 
     def fail(self):
@@ -142,7 +142,9 @@ def test_a_folder_that_cannot_be_marked_is_unchanged(original, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("method", ["_invalidate", "_complete"])
-def test_a_write_that_fails_at_the_end_leaves_no_temporary_files(method, original, tmp_path, monkeypatch):
+def test_a_write_that_fails_while_files_are_replaced_leaves_no_temporary_files(
+    method, original, tmp_path, monkeypatch
+):
     export_pretrained(original, tmp_path)
 
     def fail(self, prepared):

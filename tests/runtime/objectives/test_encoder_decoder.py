@@ -41,7 +41,7 @@ def test_a_document_with_several_answers_is_refused_where_tokens_between_them_wo
         require_one_answer({"labels": torch.tensor(several), "cu_seq_lens_q": bounds})
 
 
-def test_ranks_learn_of_it_before_the_step():
+def test_rows_are_checked_for_heads_that_take_packed_rows_only():
     head = accept_packed_rows(type("Head", (torch.nn.Module,), {"forward": lambda self: None}))
     assert row_check(head()) is require_one_answer
     assert row_check(torch.nn.Module()) is None

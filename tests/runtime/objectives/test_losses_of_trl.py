@@ -1,6 +1,7 @@
-"""Losses of packed rows on the generated model, and TRL's trainers on transformers' model with the same padded batch.
+"""Losses and gradients of packed rows on the generated model, and those of others on transformers' model.
 
-The trainers are TRL's own, with their collators: only their loss is asked for.
+The others get the same documents, padded or one by one: TRL's trainers with their own collators, of which only the loss is
+asked for, transformers' task heads, and for embeddings the formula.
 """
 
 from __future__ import annotations

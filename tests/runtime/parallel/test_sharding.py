@@ -1,4 +1,5 @@
-"""What is refused before anything is sharded, and how experts and layers are found. No ranks needed."""
+"""What is refused before anything is sharded, and what is chosen: layers, cuts of experts, repeats of key heads, what stays in
+fp32. No ranks needed."""
 
 from __future__ import annotations
 
