@@ -139,6 +139,13 @@ def test_a_target_that_is_not_there_is_an_error_with_the_nearest(wrong, nearest)
         edit(wrong)
 
 
+def test_what_is_not_there_is_named_as_what_was_wanted():
+    with pytest.raises(PassMismatch, match="wants the class 'scale'"):
+        edit(ReplaceClass("scale", "class scale: ...", reason="why"))
+    with pytest.raises(PassMismatch, match="wants the function 'Layer'"):
+        edit(ReplaceFunction("Layer", "def Layer(): ...", reason="why"))
+
+
 def test_adding_a_method_that_exists_and_overriding_one_of_several_are_errors():
     with pytest.raises(PassMismatch, match="exists upstream; use override_method"):
         edit(AddMethod("Layer.forward", "def forward(self): ...", reason="why"))

@@ -175,6 +175,14 @@ def test_what_something_else_reads_stays():
     assert "mask = F.one_hot(" in moe and "hit = " not in moe
 
 
+def test_what_is_read_below_the_branch_of_a_loop_stays():
+    head, body = HIT_LOOP.split("        tokens, hidden_dim")
+    branch = textwrap.indent("        tokens, hidden_dim" + body.replace("        return total\n", ""), "    ")
+    loop = f"{head}        if self.num_experts:\n{branch}        return total, mask.sum()\n"
+    moe = method_text(stack(EXPERT + loop + ROUTE + MODEL).module, "ToyMoE", "moe")
+    assert "mask = F.one_hot(" in moe and "hit = " not in moe
+
+
 def test_fused_experts_and_parallel_plan_see_the_new_class(default_config):
     head = (
         "from transformers import GenerationMixin\n\n\nclass ToyForCausalLM(ToyModel, GenerationMixin):\n"
