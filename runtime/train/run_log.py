@@ -109,7 +109,8 @@ def read(directory: Path) -> list[dict[str, Any]]:
     path = directory / STEPS
     if not path.is_file():
         return []
-    lines = path.read_bytes().splitlines()
+    content = path.read_bytes()
+    lines, is_truncated = content.splitlines(), not content.endswith(b"\n")
     entries = []
     for number, line in enumerate(lines, 1):
         try:
@@ -117,7 +118,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
             if not isinstance(entry, dict) or "step" not in entry:
                 raise ValueError("expected an object with a step")
         except ValueError as error:  # also of json and of UTF-8
-            if number == len(lines):
+            if is_truncated and number == len(lines):
                 break
             raise TrainingStopped(
                 f"{path}, line {number}, is not an entry of the log ({error}): {line[:SHOWN_BYTES]!r}. "

@@ -52,6 +52,9 @@ def test_a_broken_line_inside_the_log_stops_a_run_that_continues_it_and_is_named
         TrainingStopped, match=r"steps.jsonl, line 2, is not an entry of the log .*: b.* To fix: delete"
     ):
         run_log.RunLog(tmp_path).on_start(START)
+    (tmp_path / "steps.jsonl").write_bytes(b"\n".join([whole, line, b""]))
+    with pytest.raises(TrainingStopped, match="line 2, is not an entry"):  # whole: no crash made it
+        run_log.read(tmp_path)
     (tmp_path / "steps.jsonl").write_bytes(b"\n".join([whole, line]))
     assert run_log.read(tmp_path) == [{"step": 2, "loss": 1.0}]
 
