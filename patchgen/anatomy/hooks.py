@@ -66,6 +66,12 @@ def _module_hooks(owner: str, anatomy: Anatomy) -> Iterator[str]:
         yield from hooks(info.node, anatomy, MODULE_HOOKS, but_on_self=name not in own)
 
 
+def tensor_hooks(owner: str, anatomy: Anatomy) -> Iterator[str]:
+    """What adds a hook to a tensor, in a class, its ancestors and the functions of the file that they may call."""
+    for code in (*outside_classes(anatomy), *(info.node for info in anatomy.lineage(owner))):
+        yield from hooks(code, anatomy, TENSOR_HOOKS)
+
+
 def reparametrized(anatomy: Anatomy) -> ast.expr | None:
     """The first name in the file of what of torch computes a weight of a module from others, or masks it."""
     codes = (*outside_classes(anatomy), *(info.node for info in anatomy.classes.values()))

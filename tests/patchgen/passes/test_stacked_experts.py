@@ -323,6 +323,10 @@ REFUSED = {
         "        self.moe = ToyMoE(config)\n",
         "        self.moe = ToyMoE(config)\n        for one in self.modules():\n            one.register_forward_hook(print)\n",
     ),
+    "a hook on weights that a function adds": (
+        "class ToyModel(",
+        "def damped(module):\n    for one in module.parameters():\n        one.register_hook(lambda g: g / 2)\n\n\nclass ToyModel(",
+    ),
     "a forward that a function sets": (
         "class ToyModel(",
         "def double(module):\n    module.forward = lambda x: 2 * x\n\n\nclass ToyModel(",
