@@ -26,7 +26,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.experts import num_experts_expressions, require_rowwise, single_call, term_text
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.hooks import reparametrized, require_plain_calls, tensor_hooks
+from patchgen.anatomy.hooks import TENSOR_HOOKS, added_hooks, require_plain_calls, require_plain_weights
 from patchgen.anatomy.interpreter import Interpreter, Term
 from patchgen.anatomy.names import is_of_config, local_names
 from patchgen.anatomy.roles import LIST, is_gated_mlp
@@ -249,10 +249,9 @@ def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
 def _require_no_other_use(anatomy: Anatomy, name: str, parts: Collection[str], forward: FunctionNode) -> None:
     """Raises Missed if a hook is added, or a part handed to what may change it: stacked weights have no modules to call."""
     require_plain_calls(name, "an expert", anatomy)
-    for hook in tensor_hooks(name, anatomy):
+    require_plain_weights(name, "an expert", anatomy)
+    for hook in added_hooks(name, anatomy, TENSOR_HOOKS):
         raise Missed("an expert without hooks", hook)
-    if (other := reparametrized(anatomy)) is not None:
-        raise Missed("no weight that torch computes from others", other)
     for info in anatomy.lineage(name):
         for method in info.methods.values():
             for node in walk(method) if method is not forward else ():

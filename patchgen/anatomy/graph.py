@@ -134,7 +134,7 @@ class Anatomy:
         Subclasses count: their instances run the class's code too. Empty where the source does not tell: there is nothing of
         that name, a method and a value, or a store through another object, a call or a computed name (see `stores`).
         """
-        family = self._family(owner)
+        family = self.family(owner)
         methods = [info.methods[attribute] for info in family if attribute in info.methods]
         values = [value for info in family for value in stores_of(info, attribute)]
         if self.is_stored_outside(attribute, [info.name for info in family]) or (methods and values):
@@ -146,7 +146,7 @@ class Anatomy:
         heirs = [name for name in self.classes if any(info.name == owner for info in self.lineage(name))]
         return [owner, *(name for name in heirs if name != owner)]
 
-    def _family(self, owner: str) -> list[ClassInfo]:
+    def family(self, owner: str) -> list[ClassInfo]:
         """The classes whose code instances of the class or of its subclasses run."""
         infos = {info.name: info for name in self.below(owner) for info in self.lineage(name)}
         return list(infos.values())

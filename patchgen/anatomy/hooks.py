@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator
 
-from patchgen.anatomy.classes import calls, own_attribute, walk
+from patchgen.anatomy.classes import calls, own_attribute, stores_of, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.errors import Missed
 
@@ -25,15 +25,19 @@ BACKWARD_HOOKS = {
     "register_module_backward_hook",
     "register_module_full_backward_hook",
     "register_module_full_backward_pre_hook",
+    "_backward_hooks",  # where a module keeps them
+    "_backward_pre_hooks",
 }
 FORWARD_HOOKS = {
     "register_forward_hook",
     "register_forward_pre_hook",
     "register_module_forward_hook",
     "register_module_forward_pre_hook",
+    "_forward_hooks",
+    "_forward_pre_hooks",
 }
 REPARAMETRIZED = tuple(f"torch.nn.utils.{name}" for name in ("parametri", "weight_norm", "spectral_norm", "prune"))
-CALLED = ("forward", "_call_impl", "__class__")  # what a call of a module runs
+CALLED = ("forward", "__call__", "_call_impl", "__class__")  # what a call of a module runs
 GRADIENT_HOOKS = TENSOR_HOOKS | BACKWARD_HOOKS
 MODULE_HOOKS = BACKWARD_HOOKS | FORWARD_HOOKS
 
@@ -45,38 +49,41 @@ def outside_classes(anatomy: Anatomy) -> list[ast.stmt]:
 
 
 def require_plain_calls(owner: str, what: str, anatomy: Anatomy) -> None:
-    """Raises Missed if anything in the file may add a hook to a module of a class, or give one another forward than its class has:
-    a seam does not call these modules.
-
-    Other classes may add hooks to themselves and to their own attributes, and to nothing else: which module that is is unknown.
-    """
-    for hook in _module_hooks(owner, anatomy):
+    """Raises Missed if anything in the file may add a hook to a module of a class, or give one another call or forward than its
+    class has: a seam does not call these modules."""
+    for hook in added_hooks(owner, anatomy, MODULE_HOOKS):
         raise Missed(f"{what} without hooks", hook)
-    own = [info.name for info in anatomy.lineage(owner)]
+    family = anatomy.family(owner)
     for attribute in CALLED:
-        if anatomy.is_stored_outside(attribute, own):
+        defined = attribute != "forward" and any(attribute in info.methods for info in family)
+        is_set = any(stores_of(info, attribute) for info in family)
+        if defined or is_set or anatomy.is_stored_outside(attribute, [info.name for info in family]):
             raise Missed(f"{what} of modules that run the forward of their class", f"another value of {attribute}")
 
 
-def _module_hooks(owner: str, anatomy: Anatomy) -> Iterator[str]:
-    own = [info.name for info in anatomy.lineage(owner)]
+def added_hooks(owner: str, anatomy: Anatomy, kinds: Collection[str]) -> Iterator[str]:
+    """What in the file may add a hook of these kinds to a module of a class, or to its tensors.
+
+    Classes whose code its instances do not run may add hooks to themselves and to their own attributes, and to nothing else: which
+    module or tensor that is is unknown.
+    """
+    family = [info.name for info in anatomy.family(owner)]
     for code in outside_classes(anatomy):
-        yield from hooks(code, anatomy, MODULE_HOOKS)
+        yield from hooks(code, anatomy, kinds)
     for name, info in anatomy.classes.items():
-        yield from hooks(info.node, anatomy, MODULE_HOOKS, but_on_self=name not in own)
+        yield from hooks(info.node, anatomy, kinds, but_on_self=name not in family)
 
 
-def tensor_hooks(owner: str, anatomy: Anatomy) -> Iterator[str]:
-    """What adds a hook to a tensor, in a class, its ancestors and the functions of the file that they may call."""
-    for code in (*outside_classes(anatomy), *(info.node for info in anatomy.lineage(owner))):
-        yield from hooks(code, anatomy, TENSOR_HOOKS)
-
-
-def reparametrized(anatomy: Anatomy) -> ast.expr | None:
-    """The first name in the file of what of torch computes a weight of a module from others, or masks it."""
-    codes = (*outside_classes(anatomy), *(info.node for info in anatomy.classes.values()))
-    names = (node for code in codes for node in walk(code) if isinstance(node, ast.Name | ast.Attribute))
-    return next((name for name in names if (anatomy.names.resolve(name) or "").startswith(REPARAMETRIZED)), None)
+def require_plain_weights(owner: str, what: str, anatomy: Anatomy) -> None:
+    """Raises Missed if anything that may reach the weights of a class reads what of torch computes a weight from others, or masks
+    it, before each call of the module."""
+    family = {info.name for info in anatomy.family(owner)}
+    holders = [info.node for name, info in anatomy.classes.items() if family & anatomy.reached_from([name])]
+    for node in (node for code in (*outside_classes(anatomy), *holders) for node in walk(code)):
+        if isinstance(node, ast.Name | ast.Attribute) and (anatomy.names.resolve(node) or "").startswith(
+            REPARAMETRIZED
+        ):
+            raise Missed(f"{what} without a weight that torch computes from others", node)
 
 
 def hooks(code: ast.AST, anatomy: Anatomy, kinds: Collection[str], *, but_on_self: bool = False) -> Iterator[str]:

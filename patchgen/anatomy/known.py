@@ -83,7 +83,7 @@ def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: fr
     if name.id in annotations and function.name == "__init__":
         default = defaults_of(function).get(name.id)
         handed = anatomy.handed(owner, name) or ([default] if default is not None and not is_annotated else [])
-        known = [*known, *handed] if handed else []
+        known = [*handed]
     elif name.id in annotations and not is_annotated:
         known = []  # what other methods are called with is not read
     return bool(known or is_annotated) and all(_is_number(value, anatomy, owner, visited) for value in known)

@@ -26,7 +26,7 @@ from patchgen.anatomy.classes import (
     walk,
 )
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.hooks import require_plain_calls
+from patchgen.anatomy.hooks import require_plain_calls, require_plain_weights
 from patchgen.anatomy.library_losses import library_form
 from patchgen.anatomy.loss_terms import LossTerms, is_number
 from patchgen.anatomy.names import local_names, uses_name
@@ -240,6 +240,7 @@ def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> Iterator[ast.
 def check_own_losses(owner: str, anatomy: Anatomy) -> None:
     """Raises Missed if a class or an ancestor replaces transformers' loss, or if its forward is wrapped or has a hook."""
     require_plain_calls(owner, "a head", anatomy)
+    require_plain_weights(owner, "a head", anatomy)
     for info in anatomy.lineage(owner):
         members = [ast.Attribute(ast.Name(info.name), member) for member in ("forward", *OWN_LOSSES)]
         around = [*info.node.decorator_list, *getattr(info.methods.get("forward"), "decorator_list", ())]

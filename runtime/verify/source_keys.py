@@ -75,10 +75,10 @@ def _templates(files: Iterable[Path]) -> list[Path]:
     """The template files whose names appear in these sources."""
     names = frozenset[str]().union(*(_named_templates(path.read_text(encoding="utf-8")) for path in files))
     folder = source_closure.ROOT / "templates"
-    return sorted(path for path in folder.rglob("*.jinja") if path.relative_to(folder).as_posix() in names)
+    return sorted(path for path in folder.rglob("*.*") if path.relative_to(folder).as_posix() in names)
 
 
 @functools.cache
 def _named_templates(text: str) -> frozenset[str]:
     constants = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
-    return frozenset(value for value in constants if isinstance(value, str) and value.endswith(".jinja"))
+    return frozenset(value for value in constants if isinstance(value, str) and value.endswith((".jinja", ".toml")))

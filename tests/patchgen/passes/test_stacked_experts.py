@@ -323,6 +323,19 @@ REFUSED = {
         "        self.moe = ToyMoE(config)\n",
         "        self.moe = ToyMoE(config)\n        for one in self.modules():\n            one.register_forward_hook(print)\n",
     ),
+    "a forward of the expert's own": (ACT, f"{ACT}\n        self.forward = lambda x: 2 * x"),
+    "a call of the expert's own": (
+        "    def forward(self, x):\n        product",
+        "    def __call__(self, x):\n        return 2 * super().__call__(x)\n\n    def forward(self, x):\n        product",
+    ),
+    "a hook where modules keep them": (
+        "        self.moe = ToyMoE(config)\n",
+        "        self.moe = ToyMoE(config)\n        for one in self.modules():\n            one._forward_hooks[0] = print\n",
+    ),
+    "a hook on all weights of a model": (
+        "        self.moe = ToyMoE(config)\n",
+        "        self.moe = ToyMoE(config)\n        for one in self.parameters():\n            one.register_hook(print)\n",
+    ),
     "a hook on weights that a function adds": (
         "class ToyModel(",
         "def damped(module):\n    for one in module.parameters():\n        one.register_hook(lambda g: g / 2)\n\n\nclass ToyModel(",
