@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator, Sequence
 
 from patchgen.anatomy import known
@@ -254,13 +254,20 @@ def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
 
 
 def is_result_class(function: ast.expr, anatomy: Anatomy, scope: Container[str]) -> bool:
-    """Whether a called class is one of transformers' results, or a subclass in the file that only adds fields."""
+    """Whether a called class is one of transformers' results, or a subclass in the file that only adds fields and properties:
+    making a result runs no property, and fails where one has a field's name."""
     meaning = anatomy.names.resolve(function, scope) or ""
     if RESULTS.fullmatch(meaning):
         return True
     info = anatomy.classes.get(meaning.removeprefix(".")) if meaning.startswith(".") else None
-    if info is None or info.methods or not info.node.bases:
+    if info is None or not info.node.bases or not all(_adds_a_property(one, anatomy) for one in info.methods.values()):
         return False
     decorators = [anatomy.names.resolve(d.func if isinstance(d, ast.Call) else d) for d in info.node.decorator_list]
     is_plain = all(name and not name.startswith(".") for name in decorators)
     return is_plain and all(is_result_class(base, anatomy, ()) for base in info.node.bases)
+
+
+def _adds_a_property(method: FunctionNode, anatomy: Anatomy) -> bool:
+    """Whether a method of a result's class is a property that no code of a result's own runs."""
+    is_property = [anatomy.names.resolve(decorator) for decorator in method.decorator_list] == ["builtins.property"]
+    return is_property and not method.name.startswith("_") and method.name not in (*dir(OrderedDict), "to_tuple")

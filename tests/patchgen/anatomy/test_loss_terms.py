@@ -12,6 +12,7 @@ from patchgen.anatomy.loss_terms import LossTerms
 BALANCED = "aux = None\nif wanted:\n    aux = ops.router_loss(balance, logits)\n    if labels is not None:\n        "
 RESULT = "return CausalLMOutputWithPast(loss=loss, logits=logits)"
 HEAD = """
+import functools
 from dataclasses import dataclass
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -25,6 +26,38 @@ class Fields(ModelOutput):
 class Squares(CausalLMOutputWithPast):
     def __post_init__(self):
         self.loss = self.loss**2
+
+@dataclass
+class Described(CausalLMOutputWithPast):
+    image_states: float = None
+
+    @property
+    def last_image_state(self):
+        return self.image_states[-1]
+
+class Tupled(CausalLMOutputWithPast):
+    @property
+    def to_tuple(self):
+        return lambda: (self.loss**2,)
+
+class Initialised(CausalLMOutputWithPast):
+    @property
+    def __post_init__(self):
+        return print
+
+class Set(CausalLMOutputWithPast):
+    @property
+    def first(self):
+        return self.logits[0]
+
+    @first.setter
+    def first(self, value):
+        self.logits[0] = value
+
+class Squared(CausalLMOutputWithPast):
+    @functools.cached_property
+    def to_loss(self):
+        return self.loss**2
 
 def SquaredOutput(loss, **kwargs):
     return CausalLMOutputWithPast(loss=loss**2, **kwargs)
@@ -78,6 +111,7 @@ def terms_of(code: str, result: str = RESULT) -> LossTerms:
         "if not wanted:\n    return (loss,) + outputs[1:] if loss is not None else outputs[1:]",
         "result = (loss, logits)\nif wanted:\n    return result",
         "if wanted:\n    return Fields(loss, ce=loss)",
+        "if wanted:\n    return Described(loss, ce=loss)",
     ],
 )
 def test_sums_and_multiples_of_shares_are_shares(code):
@@ -172,7 +206,10 @@ def test_what_is_a_number_of_one_rank_is_named(code, local):
         "if wanted:\n    return (z, loss)",
         "if wanted:\n    return loss",
         "if wanted:\n    return SquaredOutput(loss=loss)",
-        "if wanted:\n    return Squares(loss=loss)",
+        *(
+            f"if wanted:\n    return {name}(loss=loss)"
+            for name in ("Squares", "Tupled", "Initialised", "Set", "Squared")
+        ),
         "if wanted:\n    return self.make(loss=loss)",
         "if wanted:\n    return torch.stack((loss, z)).sum()",
         "if wanted:\n    return (loss,) if wanted else (z,)",
