@@ -7,6 +7,7 @@ import re
 import textwrap
 
 import pytest
+from expert_list_refusals import NAMED
 from generation_cases import applied
 
 from patchgen.anatomy import Role, study
@@ -363,7 +364,9 @@ def test_what_is_not_understood_is_a_miss_that_names_the_code(case):
     assert text.count(old) == 1
     with pytest.raises(PassMismatch) as caught:
         stack(text.replace(old, new))
-    assert "site     ToyMoE" in str(caught.value) and "closest" in str(caught.value)
+    expected, closest = NAMED[case]
+    assert "site     ToyMoE" in str(caught.value)
+    assert f"  expected {expected}\n  closest  {closest}" in str(caught.value)
 
 
 def test_a_list_under_two_names_is_a_miss():
