@@ -39,6 +39,21 @@ class PlainText:
     literals: list[tuple[Span, str]] = field(default_factory=list)
 
 
+def added_tokens(tokenizer: Any) -> dict[int, Any] | None:
+    """A tokenizer's added tokens by id; None: it does not list them, as transformers' MistralCommonBackend, where
+    `added_tokens_decoder` is a method that raises."""
+    tokens = tokenizer.added_tokens_decoder
+    return tokens if isinstance(tokens, dict) else None
+
+
+def not_for_training(tokenizer: Any) -> str:
+    """Why a tokenizer without `added_tokens` encodes no training data, and what to do: the end of a message."""
+    return (
+        f"is a {type(tokenizer).__name__}, which neither lists its added tokens nor returns the characters of each token. "
+        "To fix: uninstall the package mistral-common; transformers then loads the checkpoint's tokens without it."
+    )
+
+
 class Literals:
     """Marks special tokens of a tokenizer in data, and encodes marked ones as plain text.
 
@@ -47,13 +62,16 @@ class Literals:
         placeholders: of media; never used as a stand-in.
 
     Raises:
-        DataError: a token of `kept` is not a special token of the tokenizer.
+        DataError: the tokenizer does not list its added tokens, or a token of `kept` is none of its special tokens.
     """
 
     def __init__(self, tokenizer: Any, *, kept: Sequence[str] = (), placeholders: Collection[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.kept = tuple(kept)
-        special = {token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special}
+        added = added_tokens(tokenizer)
+        if added is None:
+            raise DataError(f"The tokenizer {not_for_training(tokenizer)}")
+        special = {token.content: token for token in added.values() if token.special}
         for name in self.kept:
             if name not in special:
                 near = difflib.get_close_matches(name, special, n=3, cutoff=0.5) or sorted(special)[:8]

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 from patchgen.runtime.checkpoint import export_pretrained
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
 from patchgen.runtime.data import DataConfig, Loader, build_loader, train_tokenizer
+from patchgen.runtime.data.literals import added_tokens, not_for_training
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.parallel.collectives import broadcast_object, gather_objects
 from patchgen.runtime.train import architecture, run_lock
@@ -115,7 +116,11 @@ def _no_processor(source: str, why: str) -> RecipeError:
 
 
 def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
-    """Raises RecipeError for a tokenizer with special tokens only, or with tokens that the model has no embedding for."""
+    """Raises RecipeError for a tokenizer that encodes no training data, with special tokens only, or with tokens that the model
+    has no embedding for.
+    """
+    if added_tokens(tokenizer) is None:
+        raise RecipeError(f"The tokenizer of model.source = '{source}' {not_for_training(tokenizer)}")
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise RecipeError(
             f"model.source = '{source}' has no tokenizer: the one that transformers loads has {len(tokenizer)} tokens, "
@@ -184,10 +189,11 @@ def differing_ids(own: Any, other: Any) -> dict[int, tuple[str, str]]:
 
 
 def _ordinary_tokens(tokenizer: Any) -> dict[int, str]:
-    try:
-        special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    except NotImplementedError:  # by transformers' MistralCommonBackend, which knows special tokens by their ids alone
+    added = added_tokens(tokenizer)
+    if added is None:  # special tokens are known by their ids alone
         special = set(tokenizer.all_special_ids)
+    else:
+        special = {index for index, token in added.items() if token.special}
     return {index: token for token, index in tokenizer.get_vocab().items() if index not in special}
 
 

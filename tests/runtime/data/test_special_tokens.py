@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from small_processors import audio_processor, byte_tokenizer, image_processor, template
+from small_tokenizers import of_mistral
 from test_multimodal import loader_of, sample
 
 from patchgen.runtime.data import DataConfig, DataError, SourceConfig
@@ -62,6 +63,11 @@ def test_those_that_the_recipe_names_are_meant():
     assert encoder.fingerprint() != TextEncoder(TOKENIZER, append_eos=False).fingerprint()
     with pytest.raises(DataError, match=r"'<\|boxx\|>', which is not a special token.*are, for example, <\|box\|>"):
         TextEncoder(TOKENIZER, append_eos=False, special_tokens=("<|boxx|>",))
+
+
+def test_a_tokenizer_that_does_not_list_its_special_tokens_is_refused():
+    with pytest.raises(DataError, match="is a MistralCommonBackend.* To fix: uninstall the package mistral-common"):
+        Literals(of_mistral("<s>", "one"))
 
 
 def test_the_warning_comes_once_per_token():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from small_tokenizers import of_mistral, of_words
+from transformers import AutoConfig
 
 from patchgen.runtime import attention, registry
 from patchgen.runtime.train import data_check, setup
@@ -76,12 +78,7 @@ def test_a_folder_named_as_a_model_type_hides_the_type_and_a_plain_file_does_not
 
 
 def three_tokens():
-    """A word-level tokenizer of three tokens, one of them special."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "one": 1, "two": 2}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+    return of_words("<pad>", "one", "two")
 
 
 class Config:
@@ -95,12 +92,8 @@ class Config:
 
 
 def test_a_tokenizer_must_have_tokens_and_the_model_embeddings_for_them():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>")
     with pytest.raises(RecipeError, match="'folder' has no tokenizer: .* has 1 tokens, all of them special"):
-        setup.require_fitting(empty, Config(300), "folder")
+        setup.require_fitting(of_words("<pad>"), Config(300), "folder")
     with pytest.raises(RecipeError, match=r"has 3 tokens, but the model has a vocab_size of 2: 1 tokens .*'two' = 2"):
         setup.require_fitting(three_tokens(), Config(2), "folder")
     setup.require_fitting(three_tokens(), Config(3), "folder")
@@ -113,7 +106,7 @@ def test_a_tokenizer_must_have_tokens_and_the_model_embeddings_for_them():
 
 
 def test_placeholders_are_padding_and_media_tokens_that_no_text_has():
-    config = default_config("qwen3_omni_moe")
+    config = AutoConfig.for_model("qwen3_omni_moe")
     ids, thinker = setup.placeholder_ids(config), config.thinker_config
     chat = ("im_start", "im_end", "system", "user", "assistant")
     assert not ids & {getattr(config, f"{name}_token_id") for name in chat}
@@ -144,23 +137,13 @@ def test_placeholders_are_padding_and_media_tokens_that_no_text_has():
     ],
 )
 def test_every_media_token_of_a_model_is_a_placeholder(model, names):
-    config = default_config(model)
+    config = AutoConfig.for_model(model)
     assert setup.placeholder_ids(config) >= {getattr(config, name) for name in names}
 
 
-def default_config(model: str):
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[model]()
-
-
 def save_tokenizer(folder, *tokens: str) -> str:
-    """Saves a word-level tokenizer whose tokens have the ids 0, 1, ..., the first special; returns its folder."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=tokens[0]))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token=tokens[0]).save_pretrained(folder)
+    """Saves the tokenizer of these tokens; returns its folder."""
+    of_words(*tokens).save_pretrained(folder)
     return str(folder)
 
 
@@ -179,24 +162,15 @@ def test_a_teacher_that_exchanges_two_tokens_is_refused_with_both_and_one_with_m
 
 
 def test_tokens_of_a_tokenizer_that_names_its_special_ones_by_their_ids_alone_are_compared():
-    class OfMistral:
-        """Like transformers' MistralCommonBackend, which needs the package mistral_common."""
+    own, other = of_mistral("<s>", "one", "two"), of_mistral("<pad>", "one", "three")
+    assert setup.differing_ids(own, other) == {2: ("two", "three")}
 
-        all_special_ids = (0,)
 
-        def __init__(self, *tokens: str):
-            self.tokens = tokens
-
-        @property
-        def added_tokens_decoder(self):
-            raise NotImplementedError
-
-        def get_vocab(self):
-            return {token: index for index, token in enumerate(self.tokens)}
-
-    assert setup.differing_ids(OfMistral("<s>", "one", "two"), OfMistral("<pad>", "one", "three")) == {
-        2: ("two", "three")
-    }
+def test_a_tokenizer_without_the_characters_of_tokens_is_refused_with_the_package_that_it_is_loaded_by():
+    with pytest.raises(
+        RecipeError, match="model.source = 'folder' is a MistralCommonBackend.* uninstall .*mistral-common"
+    ):
+        setup.require_fitting(of_mistral("<s>", "one", "two"), Config(3), "folder")
 
 
 def test_a_package_that_a_tokenizer_needs_is_named_with_the_key_of_its_source(tmp_path, monkeypatch):
