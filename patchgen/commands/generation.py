@@ -185,7 +185,8 @@ def _git(folder: Path, *arguments: str) -> bool:
 
 def check(models: list[str]) -> int:
     """Compares every committed file with what generation gives now, and every recorded proof with the sources that it
-    depends on, and runs the examples of the project's passes; prints what differs or is stale. 0 if all agree."""
+    depends on, and runs the examples of the project's passes; without `models`, looks for folders without a record, too. Prints
+    what differs or is stale. 0 if all agree."""
     names = models or committed()
     if not names:
         raise StaleFile(

@@ -219,6 +219,7 @@ def test_check_reports_a_stray_folder(models: Path):
     (models / "stray" / "modeling_stray.py").write_text("x = 1\n")
     result = invoke("check")
     assert result.exit_code == 1 and "stray" in result.output
+    assert "stray" not in invoke("check", MODEL).output  # as its help says
 
 
 @pytest.mark.parametrize("name", [f"modeling_{MODEL}.py", f"modeling_{MODEL}.diff"])
