@@ -75,7 +75,7 @@ def start_script(kind: str, path: Path, name: str, assignments: list[str], proce
 
     count, most = launch.parse_nodes(nodes)
     if count != most:
-        raise ConfigError(f"--script needs a fixed number of machines (--nnodes), at least 1, not '{nodes}'.")
+        raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
     command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", str(count)]
     start = shlex.join([*command, *(word for assignment in assignments for word in ("--set", assignment))])
     if kind == "ssh":  # the template puts it within double quotes

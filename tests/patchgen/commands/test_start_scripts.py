@@ -77,5 +77,5 @@ def test_a_number_of_machines_that_is_none_is_refused(nodes: str, shown: list[st
 
 
 def test_a_script_is_for_a_fixed_number_of_machines():
-    with pytest.raises(ConfigError, match=r"fixed number of machines .*, not '2:4'"):
+    with pytest.raises(ConfigError, match=r"a fixed number of machines \(--nnodes\), not '2:4'"):
         invoke("train", "recipes/qwen3_moe_toy.yaml", "--script", "ssh", "--nnodes", "2:4")
