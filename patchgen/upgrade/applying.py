@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,17 +189,15 @@ def _stage(generated: Generated, context: MoveContext) -> Path:
     These are the committed ones, in a folder of this model: another move may have left others where all are staged.
     """
     place = context.staging / f"{generated.model}-with-parts" if generated.parts else context.staging
-    _copy_parts(json.loads(generated.provenance), context.root, place)
+    _copy_parts(generated.parts, context.root, place)
     staging = place / generated.model
     provenance.write(generated, staging, force=True, reviewed=[edit.target for edit in generated.config.edits])
     return staging
 
 
-def _copy_parts(record: Mapping[str, Any], root: Path, place: Path) -> None:
-    """Copies the models that a record of provenance lists, from where `digest` finds them for a model in `root`, to `place`."""
-    for name in (part["default"]["model"] for part in record.get("parts", ())):
-        if name is None:
-            continue
+def _copy_parts(parts: Iterable[str], root: Path, place: Path) -> None:
+    """Copies the models that another builds, from where `digest` finds them for a model in `root`, to `place`."""
+    for name in parts:
         folders = (folder / name for folder in (root, registry.installed_directory()))
         source = next((folder for folder in folders if (folder / f"modeling_{name}.py").is_file()), None)
         if source is not None:
@@ -275,7 +273,8 @@ def prove_against(model: str, to: str, root: Path, python: Path | None = None) -
         _require_proof_of_present_text(before, source, model)
     _copy_model(source, staging)
     # Beside the copy, as beside the committed file: the proof is also of the text of these.
-    _copy_parts(provenance.read(source), root, place)
+    committed_parts = [part["default"]["model"] for part in provenance.read(source).get("parts", ())]
+    _copy_parts(filter(None, committed_parts), root, place)
     python = environments.python_for(target, python)
     try:
         prove(python, staging, 1, {ALLOW_VARIABLE: version})
