@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_processors import byte_tokenizer, template
 from toys import RIVERS, Toy
+from transformers import AutoTokenizer
 
-from patchgen.runtime.data import DataConfig, SourceConfig
 from patchgen.runtime.doctor import CHECKS, Report, examine
 from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED
-from patchgen.runtime.doctor.samples import first_samples
 from patchgen.runtime.train.recipe import from_dict
-from patchgen.runtime.train.setup import DataParts
 
 SLOW = ("proof", "step", "layout", "kernels", "router", "export", "plain transformers", "alternatives")
 WRONG = "xylophone quartz"
@@ -124,31 +121,6 @@ def test_a_fault_planted_in_pairs_is_found(toy, tmp_path, spoil: Callable, data,
     assert report[check].advice
 
 
-def test_only_the_half_that_a_run_truncates_counts_as_cut_in_it(tmp_path):
-    """The doctor cuts both halves, to 512 tokens; the run cuts the longer one, to 1,024."""
-    row = pair("Elbe", "yes " * 200, "no " * 600)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    config = DataConfig(
-        (SourceConfig(str(tmp_path / "rows.jsonl")),),
-        kind="preference", tokens_per_batch=2048, max_length=1024, on_long="truncate",
-    )  # fmt: skip
-    samples = first_samples(config, DataParts(byte_tokenizer(template(marked=False), {})))
-    assert [(sample.half, sample.is_cut, sample.is_cut_in_run) for sample in samples] == [
-        ("chosen", True, False),
-        ("rejected", True, True),
-    ]
-
-
-def test_a_sample_that_is_examined_as_the_run_truncates_it_counts_as_cut(tmp_path):
-    """Its only answer begins after the doctor's 512 tokens and ends after the run's 1,024."""
-    messages = [{"role": "user", "content": "why? " * 140}, {"role": "assistant", "content": "so " * 200}]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    source = SourceConfig(str(tmp_path / "rows.jsonl"))
-    config = DataConfig((source,), kind="chat", tokens_per_batch=2048, max_length=1024, on_long="truncate")
-    (sample,) = first_samples(config, DataParts(byte_tokenizer(template(marked=False), {})))
-    assert len(sample.ids) == 1024 and sample.is_cut and sample.is_cut_in_run
-
-
 CLASSES = [{"text": f"The {river} is a river.", "label": number % 2} for number, (river, _) in enumerate(RIVERS)]
 
 
@@ -210,6 +182,8 @@ def test_a_teacher_whose_special_token_has_another_name_passes_as_it_does_in_tra
     special = next(one["content"] for one in json.loads((folder / "tokenizer.json").read_text())["added_tokens"])
     for file in folder.glob("tokenizer*.json"):
         file.write_text(file.read_text().replace(json.dumps(special), '"<renamed>"'))
+    own, other = (AutoTokenizer.from_pretrained(place).get_vocab() for place in (toy.folder, folder))
+    assert own[special] == other["<renamed>"] and special not in other
     report = examined(toy, tmp_path, chats(), "distillation", teacher={"source": str(folder)})
     assert report["objective"].status == PASSED, report.text()
 
