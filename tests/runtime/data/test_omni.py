@@ -1,4 +1,5 @@
-"""Video and omni processors: samples against the processors called by hand, and on two ranks to the loss."""
+"""Video and omni processors: samples against the processors called by hand, and on two ranks to the loss and the
+gradients."""
 
 from __future__ import annotations
 
@@ -40,12 +41,14 @@ def test_samples_are_what_the_processor_makes():
 
 
 @needs_torchvision
-def test_images_videos_and_sounds_reach_the_loss_on_two_ranks():
+def test_images_videos_and_sounds_give_the_loss_and_gradients_of_one_rank_on_two():
     """A row without media gives its towers no gradients: the ranks that share it need none, as one rank alone."""
     rows = run("omni_on_ranks.py", timeout=240)
     assert len(rows) == 3
     assert {len(row["media"]) for row in rows} == {0, 3}
     assert any(row["documents"] > 1 and row["media"] for row in rows)
     for row in rows:
-        assert row["without_gradients"] == [[] if row["media"] else ["audio_tower", "visual"]] * 2
+        assert row["without_gradients"] == [[] if row["media"] else ["audio_tower", "visual"]] * 3
         assert row["ranks"] == pytest.approx(row["one_rank"], rel=1e-5)
+        assert row["gradient_errors"].keys() == {"audio_tower", "visual", "language_model", "lm_head"}
+        assert all(error <= 1e-5 for error in row["gradient_errors"].values()), row["gradient_errors"]
