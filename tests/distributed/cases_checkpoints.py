@@ -68,7 +68,7 @@ def misplaced_parts(name: str, **layout: int) -> list[str]:
 
 
 def part_of_a_whole(source: str, target: str, ep: int) -> None:
-    """Loads the part of a checkpoint that trains into a sharded model, moves it by one, and exports the whole."""
+    """Loads the part of a checkpoint that trains into a sharded model, adds one to every parameter, and exports the whole."""
     head, config = find_head_and_config(AutoConfig.from_pretrained(source))
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -81,7 +81,7 @@ def part_of_a_whole(source: str, target: str, ep: int) -> None:
 
 
 def load_fails(head: str, file: str, source: str) -> str:
-    """The message that this rank gets; `{rank}` in the path is its own."""
+    """The error of this rank where a checkpoint cannot be loaded; `{rank}` in `source` becomes its number."""
     model = meta_model(head, file)
     sharding.shard_model(model, cases_sequence.state_of())
     try:
@@ -92,7 +92,7 @@ def load_fails(head: str, file: str, source: str) -> str:
 
 
 def export_fails(head: str, file: str, source: str, target: str) -> str:
-    """The message that this rank gets where no file can be written."""
+    """The error of this rank where no file can be written."""
     model = meta_model(head, file)
     sharding.shard_model(model, cases_sequence.state_of())
     load_pretrained(model, source)
@@ -104,7 +104,7 @@ def export_fails(head: str, file: str, source: str, target: str) -> str:
 
 
 def too_large_for_float16(head: str, file: str, source: str, target: str) -> list[str]:
-    """The messages that this rank gets from an export and from a stream, where the last rank has a value above 65504."""
+    """The errors of this rank from an export and a stream, where the last rank has a value that fp16 cannot represent."""
     model = meta_model(head, file)
     sharding.shard_model(model, cases_sequence.state_of())
     load_pretrained(model, source)
@@ -124,7 +124,7 @@ def too_large_for_float16(head: str, file: str, source: str, target: str) -> lis
 
 
 def export_fails_midway(head: str, file: str, source: str, target: str, rank: int, what: str) -> tuple[str, float]:
-    """The message of this rank and the seconds until it came, where one rank fails in the middle of an export.
+    """The error of this rank and the seconds until it came, where one rank fails in the middle of an export.
 
     Args:
         what: "disk": the rank's files reach a size limit of the system; "tensor": it fails to provide its part of a tensor.
@@ -159,7 +159,7 @@ def export_fails_midway(head: str, file: str, source: str, target: str, rank: in
 
 
 def export_peak(head: str, file: str, target: str) -> tuple[int, int]:
-    """Bytes that this rank's memory grew by at most in an export, and those of the largest tensor (embeddings)."""
+    """The most bytes that an export adds to this rank's memory, and those of the largest tensor, the embeddings."""
     cls = generated_class(head, file)
     config = cls.config_class(
         vocab_size=65536, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
@@ -172,7 +172,7 @@ def export_peak(head: str, file: str, target: str) -> tuple[int, int]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(dist.get_rank())
-    export_pretrained(model, target, max_file=40_000_000)  # what a first call needs for good does not count
+    export_pretrained(model, target, max_file=40_000_000)  # a first call also allocates what stays
 
     def kilobytes(name: str) -> int:
         line = next(
@@ -180,14 +180,14 @@ def export_peak(head: str, file: str, target: str) -> tuple[int, int]:
         )
         return int(line.split()[1])
 
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = kilobytes("VmRSS")
     export_pretrained(model, target, max_file=40_000_000)
     return (kilobytes("VmHWM") - before) * 1024, config.vocab_size * config.hidden_size * 4
 
 
 def initialised_parts(head: str, file: str, source: str) -> torch.Tensor:
-    """A head that the checkpoint lacks, gathered."""
+    """The weight of a head that the checkpoint lacks, as initialised, gathered."""
     model = meta_model(head, file)
     sharding.shard_model(model, cases_sequence.state_of())
     load_pretrained(model, source, allow_missing=["lm_head.*"])
@@ -197,7 +197,7 @@ def initialised_parts(head: str, file: str, source: str) -> torch.Tensor:
 def train(
     name: str, directory: str, *, steps: int, save_at: int = 0, resume: bool = False, **layout
 ) -> tuple[list[float], int]:
-    """Losses of a run; from the newest checkpoint with `resume`, then built on the meta device as users do."""
+    """Losses of a run, and its first step; with `resume` from the newest checkpoint, built on the meta device as users do."""
     attention.register()
     state = cases_sequence.state_of(**layout)
     model = cases_models.build(name, generated=True, attention_name="patchgen_eager")
@@ -236,7 +236,7 @@ def train(
 
 
 def one_rank_cannot_write(name: str, directory: str, rank_that_fails: int) -> str:
-    """A save in which one rank's file cannot be written: every rank hears of it, and the next save works."""
+    """A save in which one rank's file cannot be written: every rank gets the error, and the next save works."""
     from patchgen.runtime.checkpoint import train_state
 
     attention.register()
