@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import FileReader, unrepresentable
-from patchgen.runtime.checkpoint.layout import Origin, class_name, disassemble
+from patchgen.runtime.checkpoint.layout import class_name, disassemble
 from patchgen.runtime.checkpoint.lazy_tensors import (
     LazyTensor,
     ReadPlan,
@@ -91,11 +91,12 @@ def export_pretrained(
 
     def prepare() -> tuple[dict[str, str | Path], list[PlannedFile], _Gatherer]:
         require_no_adapters(model)
-        lazy = _lazy_tensors(tensors)
         origin, folder = getattr(model, "checkpoint_origin", None), Path(source) if source is not None else None
-        outputs, other_files = outputs_and_files(
-            model, lazy, origin, folder, layout=layout, dtype=dtype, trained_only=trained_only
+        untrained = (
+            UntrainedPart(trained_origin=origin) if trained_only else find_untrained_part(model, origin, folder)
         )
+        lazy = _lazy_tensors(tensors)
+        outputs, other_files = outputs_and_files(model, lazy, untrained, folder, layout=layout, dtype=dtype)
         require_representable(outputs, tensors)
         return other_files, plan_files(outputs, max_file=max_file), _Gatherer(tensors)
 
@@ -135,19 +136,17 @@ def _write_round(writer: FolderWriter, gatherer: _Gatherer, round_: Sequence[tup
 def outputs_and_files(
     model: PreTrainedModel,
     tensors: dict[str, LazyTensor],
-    origin: Origin | None,
+    untrained: UntrainedPart,
     source: Path | None,
     *,
     layout: str | None,
     dtype: torch.dtype | None,
-    trained_only: bool,
 ) -> tuple[list[Output], dict[str, str | Path]]:
-    """What an export writes: tensors, those of the untrained part among them, and the other files.
+    """What an export writes: the model's tensors and those of the untrained part, and the other files.
 
     Raises:
-        CheckpointError: no such layout; the folder of the untrained part is missing; two tensors with the same key.
+        CheckpointError: no such layout; two tensors with the same key.
     """
-    untrained = UntrainedPart(trained_origin=origin) if trained_only else find_untrained_part(model, origin, source)
     outputs = make_outputs(model, disassemble(model, tensors, layout=layout, origin=untrained.trained_origin), dtype)
     duplicates = {output.name for output in outputs} & {output.name for output in untrained.tensors}
     if duplicates:

@@ -27,7 +27,7 @@ from patchgen.runtime.checkpoint.load import (
 )
 from patchgen.runtime.checkpoint.offline import are_equal
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
-from patchgen.runtime.checkpoint.untrained_part import CopiedTensor
+from patchgen.runtime.checkpoint.untrained_part import CopiedTensor, find_untrained_part
 
 
 class IncrementalLoader:
@@ -83,9 +83,8 @@ class IncrementalLoader:
             if name not in match.initialised
         }
         source = stored_leaves(stored)
-        outputs, _ = outputs_and_files(
-            self.model, parameters, match.origin, self.directory, layout=None, dtype=None, trained_only=False
-        )
+        untrained = find_untrained_part(self.model, match.origin, self.directory)
+        outputs, _ = outputs_and_files(self.model, parameters, untrained, self.directory, layout=None, dtype=None)
         tied_copy_keys = {part.name for name, _ in match.copies for part in leaves(match.lazy_tensors[name])}
         yield from sorted(
             f"{key} is only in the checkpoint."

@@ -24,9 +24,10 @@ from transformers import PreTrainedModel
 from patchgen.runtime.checkpoint import host_memory, initialise
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import STAGING, FileReader
-from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name
+from patchgen.runtime.checkpoint.layout import Assembly, assemble, class_name
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Leaf, Region, leaf, leaves, plan_reads
 from patchgen.runtime.checkpoint.model_files import read_config
+from patchgen.runtime.checkpoint.origin import LoadedOrigin
 from patchgen.runtime.checkpoint.placement import (
     device_of,
     is_replicated,
@@ -162,7 +163,7 @@ class CheckpointMatch:
     copies: list[tuple[str, str]]
     initialised: tuple[str, ...]
     ignored: tuple[str, ...]
-    origin: Origin
+    origin: LoadedOrigin
     num_bytes: int
 
 
@@ -216,7 +217,7 @@ def match_checkpoint(
     problems = integer_weight_problems(state, assembly.parameters, stored)
     if problems:
         raise CheckpointError(f"{directory} does not fit {class_name(model)}:", problems)
-    origin = Origin.of(directory.absolute(), {key: tensor.shape for key, tensor in stored.items()})
+    origin = LoadedOrigin.of(directory.absolute(), {key: tensor.shape for key, tensor in stored.items()})
     num_bytes = sum(tensor.num_bytes for tensor in stored.values())
     return CheckpointMatch(
         assembly.parameters, loaded_names, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes
@@ -346,8 +347,7 @@ def _should_stay_cached(num_bytes: int, state: Mapping[str, Tensor]) -> bool:
     """Whether files should stay in the page cache: they are small beside available memory, or other ranks read them too."""
     if num_bytes <= MAX_CACHED_SHARE * host_memory.available():
         return True
-    large = [tensor for tensor in state.values() if local_tensor(tensor).nbytes > SMALL_TENSOR]
-    return any(is_replicated(tensor) for tensor in large)
+    return any(is_replicated(tensor) for tensor in state.values() if local_tensor(tensor).nbytes > SMALL_TENSOR)
 
 
 def fill_tensors(reader: FileReader, match: CheckpointMatch, tensors: Mapping[str, Tensor]) -> list[str]:

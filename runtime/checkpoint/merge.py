@@ -23,7 +23,7 @@ from patchgen.runtime import registry
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import outputs_and_files, saved_tensors
 from patchgen.runtime.checkpoint.file_reader import FileReader, unrepresentable
-from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, disassemble
+from patchgen.runtime.checkpoint.layout import assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Region, full_region, leaf, leaves, plan_reads
 from patchgen.runtime.checkpoint.load import (
     integer_weight_problems,
@@ -36,7 +36,7 @@ from patchgen.runtime.checkpoint.load import (
 from patchgen.runtime.checkpoint.model_files import candidate_models_on_meta, generated_folders, on_meta
 from patchgen.runtime.checkpoint.offline import read_region, write_folder
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
-from patchgen.runtime.checkpoint.untrained_part import find_untrained_part
+from patchgen.runtime.checkpoint.untrained_part import untrained_part_of
 from patchgen.runtime.checkpoint.writing import MAX_FILE, Output, ReadableOutput
 
 WEIGHTS = "adapter_model.safetensors"
@@ -117,7 +117,6 @@ def merge_adapter(
     model = _adapted_model(adapter, source)
     require_loadable_config(model, source)
     factors = _factors(model, adapter)
-    origin = Origin.of(source, {key: tensor.shape for key, tensor in stored.items()})
     assembly = assemble(model, stored_leaves(stored))
     parameters = dict(assembly.parameters)
     problems = integer_weight_problems(model.state_dict(), parameters, stored)
@@ -135,15 +134,12 @@ def merge_adapter(
     if problems:
         raise CheckpointError(f"{source} does not fit {class_name(model)}:", problems)
     parameters = {name: parameters[name] for name in saved}
-    outputs, files = outputs_and_files(
-        model, parameters, origin, source, layout=layout, dtype=dtype, trained_only=False
-    )
+    untrained = untrained_part_of(model, source, stored, assembly)
+    outputs, files = outputs_and_files(model, parameters, untrained, source, layout=layout, dtype=dtype)
     delta_leaves = {
         name: leaf(name, lazy.shape, torch.float32, factors.get(name)) for name, lazy in parameters.items()
     }
-    deltas = disassemble(
-        model, delta_leaves, layout=layout, origin=find_untrained_part(model, origin, source).trained_origin
-    )
+    deltas = disassemble(model, delta_leaves, layout=layout, origin=untrained.trained_origin)
     merged = [_merged(output, deltas) for output in outputs]
     write_folder(directory, merged, files, max_file, keys_of_buffers(model, parameters))
     return len(factors.keys() & saved.keys())

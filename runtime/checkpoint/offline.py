@@ -22,7 +22,7 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import make_outputs, most_common_dtype, outputs_and_files, saved_tensors
 from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.folders import describe, is_training_checkpoint
-from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, disassemble
+from patchgen.runtime.checkpoint.layout import Assembly, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.lazy_tensors import (
     LazyTensor,
     Region,
@@ -49,12 +49,13 @@ from patchgen.runtime.checkpoint.model_files import (
     config_files,
     side_files,
 )
+from patchgen.runtime.checkpoint.origin import LoadedOrigin
 from patchgen.runtime.checkpoint.placement import intersection, narrow_to
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.saved_shards import stored_shards
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps
 from patchgen.runtime.checkpoint.train_state import MODEL
-from patchgen.runtime.checkpoint.untrained_part import CopiedTensor
+from patchgen.runtime.checkpoint.untrained_part import CopiedTensor, UntrainedPart, find_untrained_part
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, ReadableOutput, plan_files
 
 CHUNK = 64 << 20
@@ -144,7 +145,7 @@ def export_run(
     advice = f"--step chooses another: {', '.join(map(str, other_steps))}." if other_steps else ""
     require_checksums(folder, manifest, sorted(manifest.checksums), advice)
     stored = stored_shards(folder)
-    origin = Origin.from_json(manifest.origin) if manifest.origin else None
+    origin = LoadedOrigin.from_json(manifest.origin) if manifest.origin else None
     model = next(
         (model for model in candidate_models_on_meta(folder) if distinct_state(model).keys() == stored.keys()), None
     )
@@ -165,9 +166,10 @@ def export_run(
     source_folder = Path(source) if source is not None else None
     if source_folder is None and origin is not None and Path(origin.directory).is_dir():
         source_folder = Path(origin.directory)
-    outputs, files = outputs_and_files(
-        model, parameters, origin, source_folder, layout=layout, dtype=dtype, trained_only=trained_only
-    )
+    untrained = UntrainedPart(trained_origin=origin)
+    if not trained_only:
+        untrained = find_untrained_part(model, origin, source_folder)
+    outputs, files = outputs_and_files(model, parameters, untrained, source_folder, layout=layout, dtype=dtype)
     if isinstance(files.get(GENERATION_CONFIG), str) and (folder / GENERATION_CONFIG).is_file():
         files[GENERATION_CONFIG] = folder / GENERATION_CONFIG  # the run's, if the original has none
     write_folder(Path(directory), outputs, files, max_file, _keys_of_buffers_in_run(model))

@@ -8,6 +8,7 @@ code2wav.*   never read                               -+
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class
 from patchgen.runtime.checkpoint.lazy_tensors import full_region, leaf
 from patchgen.runtime.checkpoint.load import COMPUTED_BUFFER_SUFFIXES, ignored_by_upstream, stored_leaves
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
+from patchgen.runtime.checkpoint.origin import LoadedOrigin
+from patchgen.runtime.checkpoint.placement import rank_and_world_size
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.writing import ReadableOutput
 
@@ -109,28 +112,50 @@ def find_untrained_part(model: PreTrainedModel, origin: Origin | None, source: P
     if origin is None:
         return UntrainedPart()
     folders = list(dict.fromkeys(folder for folder in (source, Path(origin.directory)) if folder is not None))
-    found = ((folder, _matching(folder, origin, model)) for folder in folders)
-    directory, match = next(((folder, match) for folder, match in found if match is not None), (None, None))
-    if source is not None and directory not in (None, source) and any(source.glob("*.safetensors")):
-        warnings.warn(
-            f"{source} is not the checkpoint that {class_name(model)} was loaded from: {_OTHERS}. The layout and "
-            f"what was not trained are those of {directory}. To fix: name the folder of that checkpoint (--source), or none.",
-            stacklevel=2,
-        )
-    if directory is None or match is None:
+    found = ((folder, _matching(folder, origin)) for folder in folders)
+    directory, stored = next(((folder, stored) for folder, stored in found if stored), (None, {}))
+    if directory is None:
         return _without_folder(model, origin, [folder for folder in folders if folder == source or folder.is_dir()])
-    stored, unused = match[0], match[1].unexpected
+    is_other = source is not None and source != directory and any(source.glob("*.safetensors"))
+    if is_other and rank_and_world_size()[0] == 0:
+        _warn_caller(
+            f"{source} is not the checkpoint that {class_name(model)} was loaded from: {_OTHERS}. The layout and "
+            f"what was not trained are those of {directory}. To fix: name the folder of that checkpoint (--source), or none."
+        )
+    return untrained_part_of(model, directory, stored, assemble(model, stored_leaves(stored)))
+
+
+def untrained_part_of(
+    model: PreTrainedModel, directory: Path, stored: Mapping[str, StoredTensor], assembly: Assembly
+) -> UntrainedPart:
+    """The part of a folder that is not the model's.
+
+    Args:
+        stored: its tensors.
+        assembly: how they make up `model`.
+    """
+    unused = assembly.unexpected
     shapes = {key: tensor.shape for key, tensor in stored.items() if key not in unused}
     config = read_config(directory) if (directory / CONFIG).is_file() else {}
     is_part = config.get("model_type") != model.config.model_type and _own_config(config, model) is not None
-    # From a checkpoint of this very model, keys that only the user's `allow_unexpected` ignores are not copied.
-    copied = unused if is_part else ignored_by_upstream(model, unused)
+    copied = ignored_by_upstream(model, unused)  # not what only the user's `allow_unexpected` ignores
+    if is_part:  # the rest is of the complete model, except layers that the part was loaded without
+        own = {pattern_of(key) for sources in assembly.sources.values() for key in sources}
+        copied |= {key for key in unused if pattern_of(key) not in own}
     return UntrainedPart(
         tuple(CopiedTensor.of(stored[key]) for key in unused if key in copied),
         directory if copied else None,
         config if is_part else None,
         Origin.of(directory, shapes),
     )
+
+
+def _warn_caller(message: str) -> None:
+    """Warns at the line outside this package that called it."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_globals["__name__"].startswith((f"{__package__}.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def _without_folder(model: PreTrainedModel, origin: Origin, others: list[Path]) -> UntrainedPart:
@@ -150,25 +175,15 @@ def _without_folder(model: PreTrainedModel, origin: Origin, others: list[Path]) 
     )
 
 
-def _matching(folder: Path, origin: Origin, model: PreTrainedModel) -> tuple[dict[str, StoredTensor], Assembly] | None:
-    """The tensors of a folder, and how they make up `model`, if they are like those of `origin` (by the first key of each pattern),
-    of as many layers and experts as the model has; otherwise None.
+def _matching(folder: Path, origin: Origin) -> dict[str, StoredTensor]:
+    """The tensors of a folder, if it is the checkpoint of `origin`; otherwise none.
 
     Raises:
         CheckpointError: it has safetensors that cannot be read.
     """
-    if not any(folder.glob("*.safetensors")):
-        return None
-    stored = read_folder(folder)
-    if Origin.of(folder, {key: tensor.shape for key, tensor in stored.items()}).shapes != origin.shapes:
-        return None
-    assembly = assemble(model, stored_leaves(stored))
-    names = {pattern_of(name) for name in assembly.parameters}
-    keys = {pattern_of(key) for sources in assembly.sources.values() for key in sources}
-    missing = [name for name in model.state_dict().keys() - assembly.parameters.keys() if pattern_of(name) in names]
-    # Layers for multi-token prediction may be numbered like those of the model.
-    extra = set(assembly.unexpected) - ignored_by_upstream(model, assembly.unexpected)
-    return None if missing or any(pattern_of(key) in keys for key in extra) else (stored, assembly)
+    stored = read_folder(folder) if any(folder.glob("*.safetensors")) else {}
+    here = LoadedOrigin.of(folder, {key: tensor.shape for key, tensor in stored.items()})
+    return stored if here.has_tensors_of(origin) else {}
 
 
 def _lost_keys(model: PreTrainedModel, origin: Origin) -> list[str]:

@@ -155,13 +155,46 @@ def test_a_source_with_another_number_of_layers_is_not_that_of_the_untrained_par
 
 
 @pytest.mark.parametrize("omni", ["qwen2_5_omni"], indirect=True)
+@pytest.mark.parametrize("way", ["allow_missing", "allow_unexpected"])
+def test_a_part_loaded_with_a_new_layer_or_without_one_is_exported(way, omni, tmp_path):
+    """Its folder was compared with the model instead of with what was loaded, so it was told to be another checkpoint."""
+    place, config, _, _ = omni
+    plain = small_models.tensors(place / "source")
+    prefix = "thinker.model.layers."
+    last = f"{prefix}{max(int(name.split('.')[3]) for name in plain if name.startswith(prefix))}."
+
+    def change(found):
+        if way == "allow_missing":
+            return {name: tensor for name, tensor in found.items() if not name.startswith(last)}
+        return found | {name.replace(last, f"{prefix}9."): found[name].clone() for name in found if last in name}
+
+    source = small_models.rewrite(place / "source", tmp_path / "source", change)
+    assert small_models.tensors(source).keys() != plain.keys()
+    head, own = find_head_and_config(config)
+    model = head._from_config(own, attn_implementation="eager")
+    allowed = {
+        "allow_missing": last.replace(prefix, "model.language_model.layers."),
+        "allow_unexpected": f"{prefix}9.",
+    }
+    load_pretrained(model, source, **{way: [f"{allowed[way]}*"]})
+    Checkpointer(tmp_path / "run" / "checkpoints").save(1, model=model, asynchronous=False)
+    export_pretrained(model, tmp_path / "of the model")
+    export_run(tmp_path / "run", tmp_path / "of the run")
+    for folder in ("of the model", "of the run"):
+        got = small_models.tensors(tmp_path / folder)
+        assert got.keys() == plain.keys()
+        assert same(got, plain, [name for name in plain if not name.startswith(last) or way == "allow_unexpected"])
+
+
+@pytest.mark.parametrize("omni", ["qwen2_5_omni"], indirect=True)
 def test_a_source_that_is_another_checkpoint_is_told_where_the_original_is_taken(omni, tmp_path, monkeypatch):
     place, _, _, model = omni
     other = small_models.rewrite(
         place / "source", tmp_path / "other", lambda found: found | {"my.weight": torch.ones(1)}
     )
-    with pytest.warns(UserWarning, match=r"other is not the checkpoint that .* was loaded from: .* To fix: "):
+    with pytest.warns(UserWarning, match=r"other is not the checkpoint that .* was loaded from: .* To fix: ") as told:
         export_pretrained(model, tmp_path / "out", source=other)
+    assert [warning.filename for warning in told if "is not the checkpoint" in str(warning.message)] == [__file__]
     assert small_models.tensors(tmp_path / "out").keys() == small_models.tensors(place / "source").keys()
     read, assembled = untrained_part.read_folder, untrained_part.assemble
     calls = []
@@ -170,7 +203,9 @@ def test_a_source_that_is_another_checkpoint_is_told_where_the_original_is_taken
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".* is not the checkpoint")
         export_pretrained(model, tmp_path / "out", source=place / "source")
-    assert calls == ["read", "assembled"]
+        assert calls == ["read", "assembled"]
+        monkeypatch.setattr(untrained_part, "rank_and_world_size", lambda: (1, 2), raising=False)
+        untrained_part.find_untrained_part(model, model.checkpoint_origin, other)  # rank 0 warns
 
 
 @pytest.mark.parametrize("omni", ["qwen3_omni_moe"], indirect=True)
