@@ -23,6 +23,7 @@ from patchgen.runtime import registry
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import outputs_and_files, saved_tensors
 from patchgen.runtime.checkpoint.file_reader import FileReader, unrepresentable
+from patchgen.runtime.checkpoint.finite import is_finite
 from patchgen.runtime.checkpoint.layout import assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Region, full_region, leaf, leaves, plan_reads
 from patchgen.runtime.checkpoint.load import (
@@ -73,7 +74,7 @@ class MergedTensor(ReadableOutput):
         """The sum, computed in fp32 on the CPU.
 
         Raises:
-            CheckpointError: naming file and key; also for a sum that the dtype of the output cannot represent.
+            CheckpointError: naming file and key; also for a sum that fp32 or the dtype of the output cannot represent.
         """
         shape = tuple(self.tensor.shape)
         total, delta = torch.empty(shape), torch.empty(shape)
@@ -83,7 +84,13 @@ class MergedTensor(ReadableOutput):
             assert isinstance(part.source, Factors | None), "the leaves of `merge_adapter`"
             view.copy_(part.source.product(region) if part.source is not None else torch.zeros(()))
         plan.finish()
-        lost = unrepresentable(total.add_(delta), self.dtype)
+        total.add_(delta)
+        if not is_finite(total):
+            raise CheckpointError(
+                f"{self.name} is {float(total[~total.isfinite()][0]):g} after the merge, which is computed in fp32: the factors of "
+                "the adapter are too large, or not finite."
+            )
+        lost = unrepresentable(total, self.dtype)
         if lost is not None:
             raise CheckpointError(f"{self.name} is {lost:g} after the merge, which {self.dtype} cannot represent.")
         return total.to(self.dtype)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from patchgen.cli import app
 from patchgen.runtime import project, registry
-from patchgen.runtime.checkpoint import CheckpointError, load_pretrained, merge_adapter
+from patchgen.runtime.checkpoint import CheckpointError, load_pretrained, merge_adapter, untrained_part
 from patchgen.runtime.verify.small_config import small_config
 
 LINEAR = {"target_modules": ["q_proj", "o_proj"], "rank_pattern": {"o_proj": 2}, "use_rslora": True}
@@ -68,25 +68,48 @@ def test_merged_files_equal_the_model_that_peft_merges(fields, layout, tmp_path)
     assert sum(not torch.equal(tensor, plain[name]) for name, tensor in merged.state_dict().items()) == 4
 
 
+def scale_factors(adapter, by):
+    factors = load_file(adapter / "adapter_model.safetensors")
+    scaled = {name: tensor * by if "q_proj" in name else tensor for name, tensor in factors.items()}
+    save_file(scaled, adapter / "adapter_model.safetensors")
+
+
 def test_a_sum_that_the_dtype_cannot_represent_is_refused(tmp_path):
     model = moe()
     model.save_pretrained(tmp_path / "source")
     adapt(model, tmp_path / "adapter", **LINEAR)
-    factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    scaled = {name: tensor * 1e4 if "q_proj" in name else tensor for name, tensor in factors.items()}
-    save_file(scaled, tmp_path / "adapter" / "adapter_model.safetensors")
+    scale_factors(tmp_path / "adapter", 1e4)
     with pytest.raises(
         CheckpointError, match=r"q_proj.weight is .* after the merge, which torch.float16 cannot represent"
     ):
         merge_adapter(tmp_path / "adapter", tmp_path / "source", tmp_path / "out", dtype=torch.float16)
+    merge_adapter(tmp_path / "adapter", tmp_path / "source", tmp_path / "wide")
     merge_adapter(tmp_path / "adapter", tmp_path / "source", tmp_path / "out", dtype=torch.bfloat16)
+    sums, got = small_models.tensors(tmp_path / "wide"), small_models.tensors(tmp_path / "out")
+    assert max(tensor.max() for tensor in sums.values()) > torch.finfo(torch.float16).max
+    assert got.keys() == sums.keys() and same(got, {name: tensor.bfloat16() for name, tensor in sums.items()}, sums)
 
 
-def test_into_a_larger_checkpoint_than_the_adapted_model(tmp_path):
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("by", [1e30, float("nan")])
+def test_a_sum_that_is_not_finite_in_fp32_is_refused(by, dtype, tmp_path):
+    """It was written: only finite sums were compared with the range of the dtype, and none in fp32."""
+    model = moe()
+    model.save_pretrained(tmp_path / "source")
+    adapt(model, tmp_path / "adapter", **LINEAR)
+    scale_factors(tmp_path / "adapter", by)
+    with pytest.raises(
+        CheckpointError, match=r"q_proj.weight is (-?inf|nan) after the merge, which is computed in fp32"
+    ):
+        merge_adapter(tmp_path / "adapter", tmp_path / "source", tmp_path / "out", dtype=dtype)
+
+
+def test_into_a_larger_checkpoint_than_the_adapted_model(tmp_path, monkeypatch):
     """The thinker's adapter into the whole that speaks; its talker has modules of the same names, and keeps them."""
     config = omni_models.qwen3_omni()
     whole = omni_models.save_whole(config, tmp_path / "source", dtype=torch.bfloat16)
     merged = adapt(whole.thinker.float(), tmp_path / "adapter", **LINEAR)
+    monkeypatch.setattr(untrained_part, "read_folder", lambda folder: pytest.fail(f"{folder} is read again"))
     merge_adapter(tmp_path / "adapter", tmp_path / "source", tmp_path / "out")
     before, got = small_models.tensors(tmp_path / "source"), small_models.tensors(tmp_path / "out")
     weights = [f"{name}.weight" for name in LINEAR["target_modules"]]
