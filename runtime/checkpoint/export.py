@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -208,13 +209,36 @@ def require_representable(outputs: Sequence[Output], tensors: dict[str, Tensor])
     """
     built = (output for output in outputs if not isinstance(output, ReadableOutput))
     casts = dict.fromkeys((part.name, output.dtype) for output in built for part in leaves(output.tensor))
+    shards = [(name, local_tensor(tensors[name]), dtype) for name, dtype in casts]
     problems = []
-    for name, dtype in casts:
-        lost = unrepresentable(local_tensor(tensors[name]), dtype)
+    for name, shard, dtype in _not_surely_representable(shards):
+        lost = unrepresentable(shard, dtype)
         if lost is not None:
             problems.append(f"{name} holds {lost:g}, which {dtype} cannot represent.")
     if problems:
         raise CheckpointError("Weights do not fit into the dtype that they are to be written in:", problems)
+
+
+Cast: TypeAlias = tuple[str, Tensor, torch.dtype]
+"""The name of a tensor, this rank's shard of it, and the dtype it is written in."""
+
+
+def _not_surely_representable(casts: Sequence[Cast]) -> Iterator[Cast]:
+    """Those to be examined one by one, as their extremes are not finite in the new dtype.
+
+    The host waits for a device once per pair of dtypes, not for each tensor.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Cast]] = {}
+    for cast in casts:
+        _, shard, dtype = cast
+        if not (shard.is_floating_point() and dtype.is_floating_point):
+            yield cast
+        elif shard.numel() and torch.finfo(dtype).max < torch.finfo(shard.dtype).max:
+            groups.setdefault((shard.device, shard.dtype, dtype), []).append(cast)
+    for (_, _, dtype), members in groups.items():
+        extremes = torch.stack([torch.stack(shard.aminmax()) for _, shard, _ in members])
+        are_finite = extremes.to(dtype).isfinite().all(1).tolist()
+        yield from (cast for cast, is_finite in zip(members, are_finite, strict=True) if not is_finite)
 
 
 def require_no_adapters(model: nn.Module) -> None:

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import small_models
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchgen.runtime.checkpoint import (
     Checkpointer,
     CheckpointError,
     convert,
+    export,
     export_pretrained,
     fingerprint,
     stream_weights,
@@ -46,7 +48,37 @@ def test_an_export_refuses_a_value_that_its_dtype_cannot_represent(original, tmp
     assert len(caught.value.problems) == 1 and not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match=refused):
         next(stream_weights(model, dtype=torch.float16))
+    export_pretrained(model, tmp_path / "wide")
     export_pretrained(model, tmp_path / "out", dtype=torch.bfloat16)
+    got, wide = small_models.tensors(tmp_path / "out"), small_models.tensors(tmp_path / "wide")
+    assert got.keys() == wide.keys() and wide["lm_head.weight"].isinf().sum() == 1
+    for name, tensor in wide.items():
+        assert got[name].dtype == torch.bfloat16 and torch.equal(
+            got[name].view(torch.int16), tensor.bfloat16().view(torch.int16)
+        )
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that the host reads, for which it waits on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        has_mask = func is torch.ops.aten.index.Tensor and any(
+            one.dtype == torch.bool for one in args[1] if one is not None
+        )
+        self.count += has_mask or func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_that_fit_into_their_dtype_are_not_read_one_by_one(original, monkeypatch):
+    """Each was read twice, by a stream for every update of an engine's weights."""
+    lists, real = [], torch.Tensor.tolist
+    tensors = export.saved_tensors(original)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (lists.append(self), real(self))[1])
+    with Reads() as reads:
+        assert export.plan_outputs(original, tensors, None, torch.float16)
+    assert reads.count == 0 and len(lists) == 1 and len(tensors) > 10
 
 
 class Killed(BaseException):
