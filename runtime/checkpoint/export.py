@@ -55,6 +55,9 @@ from patchgen.runtime.checkpoint.placement import (
 from patchgen.runtime.checkpoint.untrained_part import CopiedTensor, UntrainedPart, find_untrained_part
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, PlannedFile, ReadableOutput, plan_files
 
+Cast: TypeAlias = tuple[str, Tensor, torch.dtype]
+"""The name of a tensor, this rank's shard of it, and the dtype it is written in."""
+
 
 @torch.no_grad()
 def export_pretrained(
@@ -217,10 +220,6 @@ def require_representable(outputs: Sequence[Output], tensors: dict[str, Tensor])
             problems.append(f"{name} holds {lost:g}, which {dtype} cannot represent.")
     if problems:
         raise CheckpointError("Weights do not fit into the dtype that they are to be written in:", problems)
-
-
-Cast: TypeAlias = tuple[str, Tensor, torch.dtype]
-"""The name of a tensor, this rank's shard of it, and the dtype it is written in."""
 
 
 def _not_surely_representable(casts: Sequence[Cast]) -> Iterator[Cast]:

@@ -82,16 +82,16 @@ def empty_state(
             the optimizer itself knows.
     """
     parameters = named_parameters(model, optimizer)
-    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    empty_tensors = {}
-    pairs = [(name, field) for name, fields in others.items() for field in fields]
-    pairs += [(name, field) for name, _, field in (key.rpartition(SEPARATOR) for key in saved)]
-    untrained = [
+    fields = [(name, field) for name, values in others.items() for field in values]
+    fields += [(name, field) for name, _, field in (key.rpartition(SEPARATOR) for key in saved)]
+    problems = [
         f"{name} has a saved {field}, but this optimizer does not train it."
-        for name, field in pairs
+        for name, field in fields
         if name not in parameters
     ]
-    problems = []
+    advice = "To fix: train the parameters of the saved run, or load without the optimizer." if problems else ""
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    empty_tensors = {}
     for key, stored in saved.items():
         name, _, field = key.rpartition(SEPARATOR)
         if name not in parameters:
@@ -113,14 +113,8 @@ def empty_state(
                 f"{field} of {name} is {list(stored.size)} in {len(stored.chunks)} parts; the parameter is "
                 f"{list(parameter.shape)}. Take one step with the optimizer, which creates its state, before loading."
             )
-    if untrained or problems:
-        raise CheckpointError(
-            f"The saved state does not fit {type(optimizer).__name__}:",
-            [*untrained, *problems],
-            advice="To fix: train the parameters of the saved run, or load without the optimizer."
-            if untrained
-            else "",
-        )
+    if problems:
+        raise CheckpointError(f"The saved state does not fit {type(optimizer).__name__}:", problems, advice=advice)
     return empty_tensors
 
 
@@ -140,34 +134,36 @@ def restore(
     Raises:
         CheckpointError: parameters of one group had different options.
     """
-    by_name = {name: group["options"] for group in groups for name in group["names"]}
-    names = {id(parameter): name for name, parameter in named_parameters(model, optimizer).items()}
+    parameters = named_parameters(model, optimizer)
+    options_of = {
+        id(parameters[name]): group["options"] for group in groups for name in group["names"] if name in parameters
+    }
     problems = []
     for index, group in enumerate(optimizer.param_groups):
-        saved = [by_name[names[id(p)]] for p in group["params"] if names[id(p)] in by_name]
+        saved = [options_of[id(parameter)] for parameter in group["params"] if id(parameter) in options_of]
         if not saved:
             continue
-        compared = saved[0].keys() - set(IMPLEMENTATION_OPTIONS)
-        differing = sorted(
-            key for key in compared if any(not _equal(options.get(key), saved[0][key]) for options in saved)
-        )
+        restored = {key: value for key, value in saved[0].items() if key not in IMPLEMENTATION_OPTIONS}
+        differing = [
+            key for key, value in restored.items() if any(not _equal(options.get(key), value) for options in saved)
+        ]
         if differing:
-            problems.append(f"group {index} holds parameters that were saved with different {', '.join(differing)}.")
-        group.update({key: value for key, value in saved[0].items() if key not in IMPLEMENTATION_OPTIONS})
+            names = ", ".join(sorted(differing))
+            problems.append(f"group {index} holds parameters that were saved with different {names}.")
+        group.update(restored)
     if problems:
         raise CheckpointError(
             "A parameter group of the optimizer has parameters that the saved run had in groups with different options:",
             problems,
             advice="To fix: use the parameter groups of the saved run.",
         )
-    parameters = named_parameters(model, optimizer)
     optimizer.state.clear()
     for key, value in tensors.items():
         name, _, field = key.rpartition(SEPARATOR)
         optimizer.state[parameters[name]][field] = value
     for name, fields in others.items():
         optimizer.state[parameters[name]].update(fields)
-    return sorted(parameters.keys() - by_name.keys())
+    return sorted(name for name, parameter in parameters.items() if id(parameter) not in options_of)
 
 
 def _equal(a: object, b: object) -> bool:
