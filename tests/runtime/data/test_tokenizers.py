@@ -61,7 +61,13 @@ def test_the_template_renders_texts_parts_of_text_and_no_content(content, render
     ("message", "reason"),
     [
         ({"role": "user", "content": [{"type": "image", "image": "a.png"}]}, "only parts with a text"),
-        ({"role": "assistant", "content": None, "tool_calls": [{"name": "now", "arguments": {}}]}, "no tool calls"),
+        *(
+            (
+                {"role": "assistant", "content": content, "tool_calls": [{"name": "now", "arguments": {}}]},
+                "no tool calls",
+            )
+            for content in (None, "", "Wait.", [{"type": "text", "text": "Wait."}])
+        ),
     ],
 )
 def test_the_template_refuses_what_it_would_leave_out(message, reason, tmp_path):
