@@ -46,6 +46,16 @@ FULL_DISK_ERRORS = {
 """Error of a write -> how to fix it."""
 
 
+def write_error(what: str, error: OSError) -> DataError:
+    """For an error of a write to the cache folder.
+
+    Args:
+        what: a sentence without its end, such as "The tokens do not fit into DIR".
+    """
+    remedies = [FULL_DISK_ERRORS.get(error.errno or 0), "name another data.cache_dir"]
+    return DataError(f"{what}: {error.strerror or error}. To fix: {', or '.join(filter(None, remedies))}.")
+
+
 @dataclass(frozen=True)
 class TokenCache:
     """The tokens of one source. A sample is a document or a pair of them; T: all tokens.
@@ -158,9 +168,8 @@ def _build(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
     except OSError as error:
         if error.errno not in FULL_DISK_ERRORS:
             raise
-        raise DataError(
-            f"The tokens of {source.name} do not fit into the cache folder {folder.parent}: {error.strerror}. To fix: "
-            f"{FULL_DISK_ERRORS[error.errno]}, or name another data.cache_dir."
+        raise write_error(
+            f"The tokens of {source.name} do not fit into the cache folder {folder.parent}", error
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

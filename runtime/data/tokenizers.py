@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from patchgen.runtime.data.cache import cache_lock
+from patchgen.runtime.data.cache import cache_lock, write_error
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.problems import BadSample, DataError
 from patchgen.runtime.data.sources import open_source
@@ -79,9 +79,8 @@ def _train(path: Path, texts: Iterator[str], vocab_size: int) -> None:
         unfinished.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
-        raise DataError(
-            f"The trained tokenizer cannot be written to the cache folder {path.parent}: {error.strerror or error}. To fix: "
-            "free space there, or name another data.cache_dir."
+        raise write_error(
+            f"The trained tokenizer cannot be written to the cache folder {path.parent}", error
         ) from error
     finally:
         unfinished.unlink(missing_ok=True)

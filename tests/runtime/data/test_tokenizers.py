@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,28 @@ def test_a_vocabulary_smaller_than_the_bytes_is_an_error_of_the_recipe(tmp_path)
 
 
 @pytest.mark.parametrize("method", ["write_text", "replace"])
-def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_data_and_leaves_no_file(method, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "No space left on device. To fix: free space there, or name"),
+        (errno.EFBIG, "File too large. To fix: raise the limit .*, or name"),
+        (errno.EACCES, "Permission denied. To fix: name"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_data_and_leaves_no_file(
+    number, advice, method, tmp_path, monkeypatch
+):
     config, real = chats(tmp_path, [ASKED, ANSWER]), getattr(Path, method)
 
     def full(self, *args, **options):
         if self.suffix == ".tmp":
             real(self, *args, **options) if method == "write_text" else None
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         return real(self, *args, **options)
 
     monkeypatch.setattr(Path, method, full)
     with pytest.raises(
-        DataError, match="cannot be written to the cache folder .*cache: No space left on device. To fix"
+        DataError, match=f"cannot be written to the cache folder .*cache: {advice} another data.cache_dir"
     ):
         train_tokenizer(config, vocab_size=258)
     assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
