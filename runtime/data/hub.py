@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from patchgen.runtime.data.cache import FULL_DISK_ERRORS
 from patchgen.runtime.data.config import SourceConfig
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.records import Record
@@ -72,27 +74,49 @@ def _load(source: SourceConfig, path: str) -> Any:
     """The split of `datasets.load_dataset`.
 
     Raises:
-        DataError: there are no such data, they cannot be read, or they have no such split or subset.
+        DataError: there are no such data, they cannot be read or do not fit into the cache of datasets, or they have no such
+            split or subset.
     """
     import datasets
-    from datasets.exceptions import ChecksumVerificationError, DatasetBuildError, DatasetsError
+    from datasets.exceptions import DatasetsError
 
     try:
         return datasets.load_dataset(path, source.subset, split=source.split, streaming=source.streaming)
-    except OSError as error:
+    except (OSError, ValueError, DatasetsError) as error:  # an unknown split or subset is a ValueError
+        raise DataError(_why_not_loaded(source, path, error)) from error
+
+
+def _why_not_loaded(source: SourceConfig, path: str, error: Exception) -> str:
+    """What an error of `datasets.load_dataset` means, and how to fix it."""
+    from datasets import config
+    from datasets.exceptions import ChecksumVerificationError, DatasetBuildError
+
+    full_disk = _full_disk_error(error)
+    if full_disk is not None:
+        return (
+            f"{source.path} does not fit into the cache of datasets, {config.HF_DATASETS_CACHE}: "
+            f"{os.strerror(full_disk)}. To fix: {FULL_DISK_ERRORS[full_disk]}, or set HF_HOME to a folder on another disk."
+        )
+    if isinstance(error, OSError):
         is_folder = Path(path).is_dir()
         reason = "the folder" if is_folder else "it is not a local file or folder, and"
         place = "by datasets" if is_folder else "from the hub"
-        raise DataError(f"No data at {source.path}: {reason} could not be loaded {place}: {error}") from error
-    except (DatasetBuildError, ChecksumVerificationError) as error:
-        raise DataError(
-            f"The files of {source.path} cannot be read by datasets: {error.__cause__ or error}. To fix: repair or remove them."
-        ) from error
-    except (ValueError, DatasetsError) as error:  # an unknown split or subset is a ValueError
-        raise DataError(
-            f"{source.path} cannot be loaded with split = {source.split}, subset = {source.subset}: {error}. To fix: set "
-            "data.sources[].split and subset to those that the dataset has."
-        ) from error
+        return f"No data at {source.path}: {reason} could not be loaded {place}: {error}"
+    if isinstance(error, DatasetBuildError | ChecksumVerificationError):
+        return f"The files of {source.path} cannot be read by datasets: {error.__cause__ or error}. To fix: repair or remove them."
+    return (
+        f"{source.path} cannot be loaded with split = {source.split}, subset = {source.subset}: {error}. To fix: set "
+        "data.sources[].split and subset to those that the dataset has."
+    )
+
+
+def _full_disk_error(error: BaseException | None) -> int | None:
+    """The number of the write error that an error of datasets is caused by; None: it is no write error."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def undecoded(dataset: Any) -> Any:

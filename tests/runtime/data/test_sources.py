@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -258,5 +260,29 @@ def test_files_that_datasets_cannot_read_are_told_as_such(tmp_path):
     (path / "one.jsonl").write_text('{"text": "a"}\n{"text": \n')
     with pytest.raises(
         DataError, match=rf"The files of {path} cannot be read by datasets: .*To fix: repair or remove"
+    ):
+        open_source(SourceConfig(str(path), format="datasets"))
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.ENOSPC, "free space there"), (errno.EFBIG, r"raise the limit on the size of files \(.*\)")],
+)
+def test_a_full_disk_under_the_cache_of_datasets_is_told_as_such(number, advice, tmp_path, monkeypatch):
+    """datasets wraps it into the error of files that it cannot read, so the advice was to repair them."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def full(self, *args, **options):
+        raise OSError(number, "Error writing bytes to file")  # as pyarrow does
+
+    monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "write_table", full)
+    path = tmp_path / "data"
+    path.mkdir()
+    (path / "one.jsonl").write_text('{"text": "a"}\n' * 2)
+    with pytest.raises(
+        DataError,
+        match=rf"^{path} does not fit into the cache of datasets, {tmp_path / 'cache'}: {os.strerror(number)}. "
+        rf"To fix: {advice}, or set HF_HOME",
     ):
         open_source(SourceConfig(str(path), format="datasets"))
