@@ -99,6 +99,7 @@ class AnswerEncoder(TaskEncoder):
                 raise BadSample(
                     where, "answers without a text or an answer_start: questions without an answer have no targets"
                 )
+            values = values[:1] if isinstance(values, list | tuple) else values  # the others are not read
             if type_of(values) != expected:
                 raise BadSample(where, f"answers holds {name} as {type_of(values)}, expected {expected}")
             first[name] = values[0]

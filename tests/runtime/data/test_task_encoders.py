@@ -61,7 +61,7 @@ def test_every_word_and_tag_is_checked(tmp_path, row):
             "answers holds answer_start as list of text, expected list of int",
         ),
         ({"text": [3], "answer_start": [4]}, "answers holds text as list of int, expected list of text"),
-        ({"text": ["wrote", 3], "answer_start": [4, 0]}, "answers holds text as list of text and int, expected list"),
+        ({"text": [3, "wrote"], "answer_start": [0, 4]}, "answers holds text as list of int, expected list of text"),
         (
             {"text": ["wrote"], "answer_start": [True]},
             "answers holds answer_start as list of bool, expected list of int",
@@ -75,6 +75,16 @@ def test_answers_of_other_types_are_bad_samples(tmp_path, answers, reason):
     row = {"question": "Who?", "context": "Ada wrote.", "answers": answers}
     with pytest.raises(DataError, match=f"rows.jsonl:1: {reason}"):
         batches_of(tmp_path, [row], kind="answers")
+
+
+def test_only_the_first_answer_is_checked_and_used():
+    """A row was refused for a further answer, which nothing reads."""
+    answers = {"text": ["b", None, 3], "answer_start": [1, None, "x"]}
+    text = TextEncoder(byte_tokenizer(template(), {}), append_eos=False)
+    tokens = AnswerEncoder(text).tokens("x", {"question": "?", "context": "ab", "answers": answers})
+    assert tokens.targets is not None and tokens.ids[tokens.targets].tolist() == [
+        byte_tokenizer(template(), {}).encode("b")[0]
+    ]
 
 
 def test_numbers_of_numpy_are_numbers():
