@@ -21,7 +21,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from patchgen.runtime.data.media_parts import MEDIA_COLUMNS, as_list, messages_with_parts
@@ -229,9 +229,8 @@ def _describe_nearest(row: Row, kind: str) -> str:
             max((difflib.SequenceMatcher(None, column_name, str(column)).ratio() for column in row), default=0)
             for column_name in missing
         ]
-        share = (len(missing) + len(missing_columns(name, row))) / len(
-            FORMATS[name].required
-        )  # a wrong type counts half
+        num_problems = len(missing) + len(missing_columns(name, row))  # a wrong type counts half
+        share = num_problems / len(FORMATS[name].required)
         return share, name not in FORMATS_OF_KIND[kind], -sum(similarities) / max(1, len(similarities))
 
     descriptions = []
@@ -278,7 +277,8 @@ def fields_of(where: str, row: Row, name: str, kind: str) -> dict[str, Any]:
             fields["tools"] = _tools(where, row["tools"])
     if kind == "multimodal":
         fields = _with_media(where, fields, all_marks_are_media=name == "sharegpt")
-    if kind == "classification" and (isinstance(row.get(LABEL), bool) or not isinstance(row.get(LABEL), int | float)):
+    label = row.get(LABEL)
+    if kind == "classification" and (isinstance(label, bool) or not isinstance(label, Real)):
         raise BadSample(where, f"data.kind = classification needs label as a number; the row has {_columns_of(row)}")
     return fields
 

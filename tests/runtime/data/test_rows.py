@@ -1,7 +1,8 @@
-"""Values of a row's columns: which count as none, which are read, and which are refused with file and line."""
+"""Rows of a source as fields: which values of columns count as none, which are read, and which are refused with their place."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from patchgen.runtime.data import SourceConfig
@@ -15,17 +16,25 @@ PAIR = {"chosen": "Hello", "rejected": "Go"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "row"),
-    [
-        ("chat", {**ALPACA, "input": [None]}),
-        ("chat", {**ALPACA, "system": [None]}),
-        ("preference", {**PAIR, "instruction": [None]}),
-    ],
+    ("kind", "row", "column"),
+    [("chat", ALPACA, "input"), ("chat", ALPACA, "system"), ("preference", PAIR, "instruction")],
 )
-def test_a_list_of_none_is_a_value_of_another_type(kind, row):
+def test_a_list_of_none_is_a_value_of_another_type(kind, row, column):
     """Such a list counted as no value, and then ended the run with a TypeError."""
-    with pytest.raises(BadSample, match=r"x: column '.*' holds list of nothing, expected text"):
-        Rows(SourceConfig("x"), kind)("x", row)
+    with pytest.raises(BadSample, match=rf"^x: column '{column}' holds list of nothing, expected text"):
+        Rows(SourceConfig("x"), kind)("x", {**row, column: [None]})
+
+
+@pytest.mark.parametrize("label", [1, 0.5, np.int64(1), np.uint8(1), np.float32(0.5), np.float64(0.5)])
+def test_a_label_is_a_number_of_python_or_numpy(label):
+    """A transform may return numpy's: integers and fp32 were refused."""
+    assert Rows(SourceConfig("x"), "classification")("x", {"text": "a", "label": label})["label"] == label
+
+
+@pytest.mark.parametrize("label", [True, np.bool_(True), "1", None, np.array([1])])
+def test_other_labels_are_refused(label):
+    with pytest.raises(BadSample, match="label"):
+        Rows(SourceConfig("x"), "classification")("x", {"text": "a", "label": label})
 
 
 @pytest.mark.parametrize("other", [{"conversations": []}, {"instruction": None}, {"input": [ASK]}])
