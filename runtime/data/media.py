@@ -57,7 +57,7 @@ def load_image(value: Any, root: Path) -> Any:
                 f"an image as an array {value.shape}, expected (height, width) or (height, width, 3). To fix: return it so from a "
                 "data.sources[].transform"
             )
-        value = Image.fromarray(value)
+        value = Image.fromarray(value.astype(np.uint8) * 255 if value.dtype == np.bool_ else value)
     if isinstance(value, Image.Image):
         return value.convert("RGB")
     try:

@@ -321,6 +321,8 @@ def test_pictures_and_videos_as_arrays_of_other_types_are_refused(tmp_path):
         with pytest.raises(MediaError, match=r"an image as an array \(.*, expected \(height, width\) or .* To fix: "):
             load_image(np.zeros(shape, dtype=np.uint8), tmp_path)
     assert load_image(np.zeros((4, 5, 4), dtype=np.uint8), tmp_path).size == (5, 4)
+    for shape in ((4, 5), (4, 5, 2), (4, 5, 3), (4, 5, 4)):  # PIL has no pictures of several bools a pixel
+        assert (np.asarray(load_image(np.ones(shape, dtype=np.bool_), tmp_path)) == 255).all()
     wrong = [np.zeros((3, 4, 5, 3), dtype=np.float32)]
     for frames in [*wrong, *(np.zeros(shape, dtype=np.uint8) for shape in ((3, 4, 5), (3, 4, 5, 6), (3, 4, 5, 3, 1)))]:
         with pytest.raises(
