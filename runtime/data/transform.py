@@ -220,7 +220,7 @@ def _source_files(spec: str) -> list[Path]:
     """The files that a transform depends on: the one that `spec` names, and that of the function.
 
     The first may make the function with arguments (`functools.partial`, a closure, a bound method, an object with `__call__`).
-    Built-in functions have no file.
+    Built-in functions have no file; of a compiled module, what was compiled is the file.
     """
     definition: Any = load_function(spec)
     while isinstance(definition, functools.partial):
