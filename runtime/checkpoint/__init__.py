@@ -10,7 +10,7 @@ merge.py                an adapter into a checkpoint
 untrained_part.py       tensors of a checkpoint that the model does not load
 
 lazy_tensors.py         tensors without data that record how they are built
-layout.py               transformers' own conversions on such tensors
+layout.py               transformers' own conversions on such tensors      origin.py   the checkpoint that a model was loaded from
 safetensor_files.py     headers of safetensors files        writing.py   writes such files
 file_reader.py          reads their data                saved_shards.py   tensors of training checkpoints
 placement.py            which rank holds which region       staging.py   copies while training goes on
