@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from patchgen.runtime.train import run_log
+from patchgen.runtime.train.records import TrainingStopped
 
 LAST_STEPS = 5
 
@@ -60,7 +61,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         print(check(arguments.directory, arguments.below))
-    except ValueError as error:
+    except (ValueError, TrainingStopped) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

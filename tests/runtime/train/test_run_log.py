@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from patchgen.runtime.train import page, run_log, view
+from patchgen.runtime.train import check_run, page, run_log, view
 from patchgen.runtime.train.recipe import RecipeError
 from patchgen.runtime.train.records import Evaluation, RunStart, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.sources import SourceFigures
@@ -57,6 +57,13 @@ def test_a_broken_line_inside_the_log_stops_a_run_that_continues_it_and_is_named
         run_log.read(tmp_path)
     (tmp_path / "steps.jsonl").write_bytes(b"\n".join([whole, line]))
     assert run_log.read(tmp_path) == [{"step": 2, "loss": 1.0}]
+
+
+def test_the_check_of_a_run_tells_a_broken_log_in_a_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "steps.jsonl").write_text("7\n")
+    monkeypatch.setattr("sys.argv", ["check_run", str(tmp_path)])
+    assert check_run.main() == 1
+    assert "steps.jsonl, line 1, is not an entry of the log" in capsys.readouterr().err
 
 
 def test_tensorboard_gets_the_numbers(tmp_path):
