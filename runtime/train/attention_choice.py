@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,17 +24,35 @@ if TYPE_CHECKING:
 
 
 def require_available(requested: Names | None) -> None:
-    """Refuses unknown names, and those that cannot run on this machine."""
-    for name in attention_kinds.all_names(requested) if requested is not None else ():
-        if name not in attention.names():
-            near = difflib.get_close_matches(name, attention.names(), n=1, cutoff=0.3)
+    """Refuses unknown names, those that cannot run on this machine, and a mapping that names none for its own config.
+
+    Raises:
+        RecipeError: with the key.
+    """
+    if requested is not None:
+        _require_available(requested, "model.attention")
+
+
+def _require_available(names: object, key: str) -> None:
+    """`require_available` for the value of one key, which YAML may have given any type."""
+    if isinstance(names, Mapping):
+        if "" not in names:
             raise RecipeError(
-                f"model.attention = '{name}' is unknown. There are: {', '.join(attention.names())}."
-                + (f" Did you mean {near[0]}?" if near else "")
+                f'{key} names the attention of {", ".join(map(str, names)) or "no config"} only. To fix: add an entry "" for '
+                "the config itself and its other sub-configs."
             )
-        reason = None if name == attention.BY_LAYER else BACKENDS[name].unavailable()
-        if reason is not None:
-            raise RecipeError(f"model.attention = '{name}' cannot run here: {reason}.")
+        for field, inner in names.items():
+            _require_available(inner, f"{key}.{field}" if field else f'{key}[""]')
+        return
+    if not isinstance(names, str) or names not in attention.names():
+        near = difflib.get_close_matches(str(names), attention.names(), n=1, cutoff=0.3)
+        raise RecipeError(
+            f"{key} = {names!r} is unknown. There are: {', '.join(attention.names())}."
+            + (f" Did you mean {near[0]}?" if near else "")
+        )
+    reason = None if names == attention.BY_LAYER else BACKENDS[names].unavailable()
+    if reason is not None:
+        raise RecipeError(f"{key} = '{names}' cannot run here: {reason}.")
 
 
 def choose(

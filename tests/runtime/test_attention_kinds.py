@@ -228,6 +228,26 @@ def test_a_run_chooses_by_kind_and_its_proof_runs_what_it_chose(plant):
         attention_choice.choose({"": "patchgen_eager", "text_config": "patchgen_eagre"}, head, config)
 
 
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ({"text_config": "patchgen_eager"}, r"^model.attention names .* text_config only. To fix: add an entry \"\""),
+        (
+            {"": "patchgen_eager", "text_config": {"inner": "patchgen_eager"}},
+            r"^model.attention.text_config names .* inner",
+        ),
+        ({}, "^model.attention names the attention of no config only"),
+        ({"": "patchgen_eager", "text_config": "eagre"}, "^model.attention.text_config = 'eagre' is unknown"),
+        ({"": {"": 3}}, r'^model.attention\[""\]\[""\] = 3 is unknown'),
+        ({"": "patchgen_flash_attention_4"}, r'^model.attention\[""\] = .* cannot run here'),
+    ],
+)
+def test_a_mapping_of_attention_is_refused_by_its_key(names, told, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RecipeError, match=told):
+        attention_choice.require_available(names)
+
+
 def test_what_the_report_of_a_start_says(plant):
     """The live model's names, and for each kind of layer what serves it and why nothing faster does."""
     plant("sinks")
