@@ -9,6 +9,7 @@ run_plan.py    what --dry-run prints                               lora.py      
 expert_lora.py adapters of stacked experts, sharded over ranks     lora_targets.py  which modules get adapters
 run_log.py     JSONL, trackers                                     view.py       the terminal
 page.py        report.png and the page of a run                    architecture.py  registers custom architectures
+reading.py     errors, counts and random draws of reading data
 
 from pathlib import Path
 

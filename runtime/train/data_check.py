@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import re
 from collections.abc import Sequence
 
 from patchgen.runtime.data import DataConfig, DataError
@@ -17,14 +15,9 @@ from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.text import required_field
 from patchgen.runtime.data.transform import FIRST_ROWS, ModelInputs, check_first_rows, mappers_of
 from patchgen.runtime.objectives.encoder_decoder import ONE_ANSWER
-from patchgen.runtime.train import architecture, setup
+from patchgen.runtime.train import architecture, reading, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
-
-# A key of the section `data` in a message; not a file such as x/data.jsonl.
-_DATA_KEY = re.compile(
-    rf"(?<![\w./-])data\.(?=(?:{'|'.join(field.name for field in dataclasses.fields(DataConfig))})\b)"
-)
 
 
 def require_data(recipe: Recipe) -> None:
@@ -41,27 +34,27 @@ def require_data(recipe: Recipe) -> None:
         if config is None:
             continue
         try:
-            sources = [open_source(source) for source in config.sources]
-            check_first_rows(config, sources)
-            if config.kind in ("chat", "multimodal") and models.read_config(recipe.model).is_encoder_decoder:
-                _require_one_answer(config, sources)
-            if not config.media and not config.special_tokens:
-                continue
-            if config.kind != "multimodal":
-                # Raises if one of them is no special token.
-                Literals(setup.data_parts(recipe).tokenizer, kept=config.special_tokens)
-                continue
-            prepare = PrepareMultimodal(config, setup.load_processor(recipe.model.source), None)
-            if config.media:
-                prepare.options.require_accepted()
+            with reading.named(name):
+                _require_section(recipe, config)
         except DataError as error:
-            raise RecipeError(str(error) if name == "data" else _of_eval_data(str(error))) from error
+            raise RecipeError(str(error)) from error
 
 
-def _of_eval_data(message: str) -> str:
-    """A message about data, with the section `eval_data` named instead of `data`."""
-    message = _DATA_KEY.sub("eval_data.", message).replace(" a eval_data.", " an eval_data.")
-    return message if message.startswith("eval_data.") else f"eval_data: {message}"
+def _require_section(recipe: Recipe, config: DataConfig) -> None:
+    """`require_data` for one section, with DataErrors that name the keys of `data`."""
+    sources = [open_source(source) for source in config.sources]
+    check_first_rows(config, sources)
+    if config.kind in ("chat", "multimodal") and models.read_config(recipe.model).is_encoder_decoder:
+        _require_one_answer(config, sources)
+    if not config.media and not config.special_tokens:
+        return
+    if config.kind != "multimodal":
+        # Raises if one of them is no special token.
+        Literals(setup.data_parts(recipe).tokenizer, kept=config.special_tokens)
+        return
+    prepare = PrepareMultimodal(config, setup.load_processor(recipe.model.source), None)
+    if config.media:
+        prepare.options.require_accepted()
 
 
 def _require_one_answer(config: DataConfig, sources: Sequence[Source]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from patchgen.runtime import model_calls, random_state
+from patchgen.runtime import model_calls
 from patchgen.runtime.data import DataError, Loader
 from patchgen.runtime.data.agreement import raise_on_all_ranks
 from patchgen.runtime.objectives.base import NextToken, Objective, sources_of
@@ -25,7 +25,7 @@ from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.loss import real_tokens
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import sources
+from patchgen.runtime.train import reading, sources
 from patchgen.runtime.train.flops import ModelCost
 from patchgen.runtime.train.recipe import RecipeError
 
@@ -103,6 +103,7 @@ class Feed:
         should_stop: whether this rank was asked to stop.
         objective: of the run; None: next-token loss.
         require_row: a further check of each full micro-batch, beside the objective's; an error in it ends every rank.
+        section: of the recipe, which errors about data name.
     """
 
     def __init__(
@@ -116,8 +117,9 @@ class Feed:
         objective: Objective | None = None,
         num_sources: int = 0,
         require_row: Callable[[Mapping[str, Any]], None] | None = None,
+        section: str = "data",
     ) -> None:
-        self.num_sources = num_sources
+        self.num_sources, self.section = num_sources, section
         self.loader, self.state, self.cost = loader, state, cost
         self.num_micro_batches = num_micro_batches
         self.should_stop = should_stop
@@ -131,6 +133,10 @@ class Feed:
         Raises:
             DataError: on all ranks, if a step has no item (label, document or pair) or the data of any rank are refused.
         """
+        with reading.named(self.section):
+            return self._next()
+
+    def _next(self) -> StepBatches | End:
         failure, full_rows, slices, counts = None, [], [], [0.0] * (6 + 2 * self.num_sources)
         try:
             batches = (next(self._rows, None) for _ in range(self.num_micro_batches))
@@ -208,20 +214,11 @@ def require_first_step(feed: Feed, loader: Loader, start: dict[str, Any]) -> Non
     Raises:
         DataError: on all ranks.
     """
-    generators = random_state.capture()  # of the workers' seeds and of transforms: training must not depend on this
-    try:
+    with reading.kept_generators():
         first = feed.next()
-    except DataError as error:
-        raise DataError(f"eval_data: {error}") from error
-    finally:
-        random_state.restore(generators)
-    read = loader.counters.summary()
-    loader.load_state_dict(start)
     if isinstance(first, End):
-        raise DataError(
-            f"eval_data: no sample can be used, so there is no loss to evaluate. What was read: {read}. To fix: correct the "
-            "samples, or raise eval_data.tokens_per_batch or max_length if they are too long."
-        )
+        raise reading.nothing_to_evaluate(loader, feed.state)
+    loader.load_state_dict(start)
 
 
 def document_lengths(row: dict[str, Any]) -> Iterable[int]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from patchgen.kernels import choices
 from patchgen.runtime import parallel
 from patchgen.runtime.data import DataConfig, DataError, Loader
-from patchgen.runtime.data.agreement import counters_of_all_ranks, run_on_all_ranks
+from patchgen.runtime.data.agreement import run_on_all_ranks
 from patchgen.runtime.objectives import encoder_decoder, learning
 from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
@@ -33,7 +33,7 @@ from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import first_loss, flops, lora, optimizers, run_lock, run_log, setup
+from patchgen.runtime.train import first_loss, flops, lora, optimizers, reading, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.captured import CapturedStep
 from patchgen.runtime.train.feed import Batches, End, Feed, StepBatches, micro_batches_per_step, require_first_step
@@ -110,7 +110,8 @@ class Trainer:
         recipe, parts = self.recipe, setup.data_parts(self.recipe)
         group = self.state.batch_index, self.state.config.num_batches
         loader, eval_data = setup.loader_of_group(recipe.data, parts, *group), recipe.evaluation_data
-        return parts, loader, setup.loader_of_group(eval_data, parts, *group) if eval_data else None
+        with reading.named("eval_data"):
+            return parts, loader, setup.loader_of_group(eval_data, parts, *group) if eval_data else None
 
     # ------------------------------------------------------------------------------------------ the loop
 
@@ -177,7 +178,8 @@ class Trainer:
 
     def feed(self, loader: Batches, num_micro_batches: int, should_stop: Callable[[], bool] = lambda: False) -> Feed:
         """The steps of a loader."""
-        source_losses = self.eval_source_losses if loader is self.eval_loader else self.source_losses
+        evaluates = loader is self.eval_loader
+        source_losses = self.eval_source_losses if evaluates else self.source_losses
         return Feed(
             loader,
             self.state,
@@ -187,6 +189,7 @@ class Trainer:
             objective=self.learning.objective,
             num_sources=len(source_losses.names) if source_losses else 0,
             require_row=encoder_decoder.row_check(self.model),
+            section="eval_data" if evaluates else "data",
         )
 
     def build_source_losses(self, data: DataConfig | None) -> SourceLosses | None:
@@ -290,7 +293,11 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """The mean loss per item, without router losses, over the first `eval_batches` packed batches."""
+        """The mean loss per item, without router losses, over the first `eval_batches` packed batches.
+
+        Raises:
+            DataError: on all ranks, if there is no batch.
+        """
         assert self.eval_loader is not None, "only called with evaluation data"
         self.eval_loader.load_state_dict(copy.deepcopy(self.eval_start))
         eval_steps = micro_batches_per_step(self.recipe.train.eval_batches, self.state.config.num_batches)
@@ -308,6 +315,8 @@ class Trainer:
             counts += numpy.array(batches.sources, dtype=numpy.int64).reshape(counts.shape)
         self.model.train()
         reshard(self.model)
+        if not num_items:
+            raise reading.nothing_to_evaluate(self.eval_loader, self.state)
         mean = float(all_reduce(total, operation="add up the evaluation loss")) / num_items
         by_source = self.eval_source_losses.figures(counts.tolist()) if self.eval_source_losses else None
         seconds = time.perf_counter() - started
@@ -328,7 +337,7 @@ class Trainer:
         if reason != "stop" and self.step == 0:
             raise DataError(
                 "The data ended before the first step: nothing was trained, and nothing is exported. "
-                f"What was read: {self.loader.counters.summary()}."
+                f"What was read: {reading.counters_of(self.loader, self.state).summary()}."
             )
         folder = None
         if reason != "stop" and self.recipe.checkpoint.export:
@@ -337,15 +346,12 @@ class Trainer:
                 folder = self.export()
             elif dist.get_rank() == 0:
                 print(f"Nothing to export: {folder} has the model of step {self.step}.", flush=True)
-        counters = self.loader.counters
-        if self.loader.is_sharded:
-            counters = counters_of_all_ranks(counters, batch_index=self.state.batch_index)
         summary = Summary(
             steps=self.step,
             reason=reason,
             directory=str(self.recipe.directory),
             export=str(folder) if folder else None,
-            data=counters.summary(),
+            data=reading.counters_of(self.loader, self.state).summary(),
         )
         for listener in self.listeners:
             listener.on_end(summary)

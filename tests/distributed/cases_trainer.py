@@ -92,6 +92,18 @@ def losses_by_document(values: dict, count: int) -> list[list[tuple[int, int, fl
     return found
 
 
+def evaluation_of_nothing(values: dict) -> str:
+    """The error of an evaluation outside of a run."""
+    trainer = Trainer(from_dict(values), torch.device("cpu"))
+    try:
+        with parallel.using(trainer.state):
+            trainer.evaluate()
+    except DataError as error:
+        assert trainer.model.training
+        return str(error)
+    raise AssertionError("there was nothing to evaluate")
+
+
 def learning_rates(values: dict) -> list[float]:
     """The learning rates of the steps that a run takes."""
     kept = Kept()

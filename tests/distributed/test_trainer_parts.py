@@ -157,6 +157,25 @@ def test_what_changed_is_told_and_another_optimizer_refused(trainer_folder, tmp_
     assert "differs from step-00000004's:\n  train.steps: 6 -> 8" in told and "step-00000006's" not in told
 
 
+def test_an_evaluation_without_a_batch_says_what_was_read(trainer_folder, tmp_path, one_rank):
+    (tmp_path / "bad.jsonl").write_text('{"text": ""}\n' * 3)
+    values = cases.recipe_of(trainer_folder, log={"directory": str(tmp_path / "run")})
+    source = {"path": str(tmp_path / "bad.jsonl"), "streaming": True}
+    values["eval_data"] = {**values["data"], "sources": [source], "on_bad": "skip"}
+    told = one_rank.run(cases.evaluation_of_nothing, values)[0]
+    assert re.search("eval_data: no sample can be used.* What was read: 3 bad.* To fix: correct the samples", told)
+
+
+@pytest.mark.parametrize("section", ["data", "eval_data"])
+def test_data_of_which_nothing_can_be_used_are_counted_over_all_ranks(section, trainer_folder, tmp_path, two_ranks):
+    (tmp_path / "bad.jsonl").write_text('{"text": ""}\n' * 5)
+    values = cases.recipe_of(trainer_folder, log={"directory": str(tmp_path / "run")})
+    source = {"path": str(tmp_path / "bad.jsonl"), "streaming": True}
+    values[section] = {**values["data"], "sources": [source], "on_bad": "skip", "epochs": 1}
+    told = two_ranks.run(cases.data_error, values, timeout=60)
+    assert told[0] == told[1] and "What was read: 5 bad" in told[0][0], told
+
+
 def test_evaluation_data_of_which_nothing_can_be_used_end_the_run_before_its_first_step(
     trainer_folder, tmp_path, one_rank
 ):
@@ -229,6 +248,13 @@ def test_a_source_that_only_one_rank_cannot_open_ends_all(trainer_folder, tmp_pa
     values = cases.recipe_of(trainer_folder, data={"sources": [source]}, log={"directory": str(tmp_path / "run")})
     told = two_ranks.run(cases.data_error_where_one_sees_nothing, values, str(tmp_path), timeout=60)
     assert told[0] == told[1] and told[0].startswith("rank 1: No data at ")
+
+
+def test_evaluation_data_that_one_rank_cannot_open_are_named(trainer_folder, tmp_path, two_ranks):
+    values = cases.recipe_of(trainer_folder, log={"directory": str(tmp_path / "run")})
+    values["eval_data"] = {**values["data"], "sources": [{"path": "text.jsonl", "streaming": True}]}
+    told = two_ranks.run(cases.data_error_where_one_sees_nothing, values, str(tmp_path), timeout=60)
+    assert told[0] == told[1] and told[0].startswith("rank 1: eval_data: No data at ")
 
 
 def test_machines_with_different_recipes_are_refused(trainer_folder, tmp_path, two_ranks):

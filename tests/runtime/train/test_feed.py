@@ -34,7 +34,7 @@ class Rows:
     def load_state_dict(self, state: dict) -> None:
         self.place = state["place"]
 
-    counters = Counters()
+    counters, is_sharded = Counters(), False
 
 
 class State:
@@ -83,7 +83,7 @@ def test_a_whole_step_without_a_label_is_refused_and_a_rest_without_one_is_the_e
 def test_evaluation_data_without_a_loss_are_refused_before_the_run(labels, told):
     rows = Rows(labels)
     with pytest.raises(DataError, match=told):
-        feed.require_first_step(Feed(rows, State(), 1, Cost()), rows, rows.state_dict())
+        feed.require_first_step(Feed(rows, State(), 1, Cost(), section="eval_data"), rows, rows.state_dict())
 
 
 class Drawn(Rows):
