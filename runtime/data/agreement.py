@@ -63,7 +63,9 @@ def raise_on_all_ranks(failure: Exception | None) -> None:
 def _message(failure: Exception | None) -> str:
     if failure is None:
         return ""
-    return str(failure) if isinstance(failure, DataError) and str(failure) else f"{type(failure).__name__}: {failure}"
+    if isinstance(failure, DataError) and str(failure):
+        return str(failure)
+    return " ".join(f"{type(failure).__name__}: {failure}".split())
 
 
 def counters_of_all_ranks(local_counters: Counters, *, batch_index: int) -> Counters:

@@ -6,10 +6,14 @@ Resumed with a recipe that differs from step-00000300's:
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps
 from patchgen.runtime.train.recipe import Recipe, RecipeError, flatten, from_dict, to_dict
@@ -23,46 +27,62 @@ FREE_KEYS = ("lora.dropout", "lora.merge")
 """Exceptions from FIXED_KEYS."""
 
 
-def require_resumable(recipe: Recipe, step: int | None = None) -> None:
-    """Raises RecipeError, with all fixed keys that differ, if a checkpoint of the run cannot be resumed with this recipe.
+@dataclass(frozen=True)
+class Changes:
+    """How a recipe differs from that of a checkpoint.
+
+    Attributes:
+        directory: of the run.
+        step: of the checkpoint; None: there is none.
+        checkpoint: the name of its folder.
+        lines: dotted key -> its old and its new value, in one line.
+    """
+
+    directory: Path
+    step: int | None = None
+    checkpoint: str = ""
+    lines: Mapping[str, str] = field(default_factory=dict)
+
+    def require_resumable(self) -> None:
+        """Raises RecipeError, with all fixed keys that differ, if the checkpoint cannot be resumed with the recipe."""
+        fixed = [line for key, line in self.lines.items() if f"{key}.".startswith(FIXED_KEYS) and key not in FREE_KEYS]
+        if fixed:
+            listed = "".join(f"\n  {line}" for line in fixed)
+            raise RecipeError(
+                f"{self.directory} cannot be resumed with a different objective, optimizer or adapters than {self.checkpoint} "
+                f"was trained with:{listed}\nSet them back, name another log.directory, or start anew with --fresh."
+            )
+
+    @property
+    def description(self) -> str:
+        """A heading, then one line per key; "" if nothing differs."""
+        heading = f"Resumed with a recipe that differs from {self.checkpoint}'s:"
+        return "\n  ".join([heading, *self.lines.values()]) if self.lines else ""
+
+
+def since(recipe: Recipe, step: int | None = None) -> Changes:
+    """How a recipe differs from that of a checkpoint of its run; not at all if that recipe cannot be read.
 
     Args:
         step: of the checkpoint; None: the newest complete one, whose content may still turn out to be damaged.
     """
-    checkpoint, lines = _differences(recipe, step)
-    fixed = [line for key, line in lines.items() if f"{key}.".startswith(FIXED_KEYS) and key not in FREE_KEYS]
-    if fixed:
-        listed = "".join(f"\n  {line}" for line in fixed)
-        raise RecipeError(
-            f"{recipe.directory} cannot be resumed with a different objective, optimizer or adapters than {checkpoint} was "
-            f"trained with:{listed}\nSet them back, name another log.directory, or start anew with --fresh."
-        )
-
-
-def description(recipe: Recipe, step: int | None = None) -> str:
-    """How a recipe differs from that of a checkpoint: a heading, then one line per key; "" if they are equal.
-
-    Args:
-        step: as in `require_resumable`.
-    """
-    checkpoint, lines = _differences(recipe, step)
-    return "\n  ".join([f"Resumed with a recipe that differs from {checkpoint}'s:", *lines.values()]) if lines else ""
-
-
-def _differences(recipe: Recipe, step: int | None) -> tuple[str, dict[str, str]]:
-    """The name of the checkpoint's folder, and a line for each key that differs; none without a readable saved recipe."""
     saved_steps = SavedSteps(recipe.directory / "checkpoints")
     if step is None:
         step = next(reversed(saved_steps.complete_steps()), None)
     if step is None:
-        return "", {}
+        return Changes(recipe.directory)
     folder = saved_steps.folder_of(step)
-    before = _read(folder / RECIPE_FILE)
+    before, now = _read(folder / RECIPE_FILE), flatten(to_dict(recipe))
     if before is None:
-        return folder.name, {}
-    now = flatten(to_dict(recipe))
+        return Changes(recipe.directory, step, folder.name)
     keys = [key for key in before | now if before.get(key) != now.get(key)]
-    return folder.name, {key: f"{key}: {_show(before, key)} -> {_show(now, key)}" for key in keys}
+    lines = {key: f"{key}: {_show(before, key)} -> {_show(now, key)}" for key in keys}
+    return Changes(recipe.directory, step, folder.name, lines)
+
+
+def require_resumable(recipe: Recipe) -> None:
+    """Raises RecipeError if the newest checkpoint of the run, if there is one, cannot be resumed with this recipe."""
+    since(recipe).require_resumable()
 
 
 def _read(file: Path) -> dict[str, Any] | None:
@@ -71,17 +91,38 @@ def _read(file: Path) -> dict[str, Any] | None:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    return flatten(_with_defaults(values)) if isinstance(values, dict) else None
+    return _with_defaults(values) if isinstance(values, dict) else None
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """A saved recipe with the defaults of keys that it lacks: it was saved before there were such keys, and trained as their
-    defaults say. Without them a new key of `lora` would count as a change, and the run could not be resumed. A recipe that is
-    not valid today is returned as it is, so that every key which it lacks counts as a change."""
-    try:
-        return to_dict(from_dict(values))
-    except RecipeError:
-        return values
+    """A saved recipe with dotted keys, and with the defaults of keys that it lacks: it was saved before there were such keys, and
+    trained as their defaults say. Without them a new key of `lora` would count as a change, and the run could not be resumed.
+    Keys and values that are not valid today stay as they are. If no valid recipe is left without them, it gets no defaults, and
+    every key that it lacks counts as a change."""
+    valid, outdated = copy.deepcopy(values), dict[str, Any]()
+    while True:
+        try:
+            return flatten(to_dict(from_dict(valid))) | outdated
+        except RecipeError as error:
+            problems = error.__cause__.errors() if isinstance(error.__cause__, ValidationError) else []
+        removed = [_remove(valid, problem["loc"]) for problem in problems]
+        if not any(removed):
+            return flatten(values)
+        for keys in removed:
+            outdated |= keys
+
+
+def _remove(values: dict[str, Any], path: tuple[int | str, ...]) -> dict[str, Any]:
+    """Removes a key from nested values; returns it, dotted, with its value, or nothing if there is no such key."""
+    parent: Any = values
+    for part in path[:-1]:
+        inner = parent.get(part) if isinstance(parent, dict) else None
+        if isinstance(parent, list) and isinstance(part, int) and part < len(parent):
+            inner = parent[part]
+        parent = inner
+    if not path or not isinstance(parent, dict) or path[-1] not in parent:
+        return {}
+    return flatten({".".join(map(str, path)): parent.pop(path[-1])})
 
 
 def _show(values: dict[str, Any], key: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -11,10 +12,13 @@ from torch.optim import Optimizer
 
 from patchgen.runtime.checkpoint import Checkpointer, CheckpointError
 from patchgen.runtime.data import Loader
+from patchgen.runtime.data.agreement import run_on_all_ranks
 from patchgen.runtime.parallel import watch
 from patchgen.runtime.parallel.collectives import broadcast_object
 from patchgen.runtime.train import resume_changes
-from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
+from patchgen.runtime.train.recipe import Recipe, to_yaml
+
+Result = TypeVar("Result")
 
 PENDING_SAVE_TIMEOUT = 10.0
 """Seconds that a run which ends with an error waits for a pending save, which its other ranks may never finish."""
@@ -38,40 +42,31 @@ class RunCheckpoints:
         Raises:
             RecipeError: on all ranks, if this recipe cannot continue the checkpoint.
             CheckpointError: every complete checkpoint is damaged.
+            DataError: on all ranks, if rank 0 cannot read the folder of checkpoints, or on any rank the data are others than
+                those of the saved position.
         """
-        has_checkpoint = broadcast_object(dist.get_rank() == 0 and self.checkpointer.latest() is not None)
-        if not has_checkpoint:
+        if not _on_rank_0(lambda: self.checkpointer.latest() is not None):
             return self.loader.state_dict()
-        self._require_resumable()  # before anything is loaded
+        changes = _on_rank_0(lambda: resume_changes.since(self.recipe))
+        changes.require_resumable()  # before anything is loaded
         groups = self.optimizer.param_groups
         recipe_options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         saved = self.checkpointer.load(model=self.model, optimizer=self.optimizer)
         for group, options in zip(groups, recipe_options, strict=True):
             group.update(options)  # the current recipe overrides the saved options
-        # The checkpoint that was loaded may be an older one than the newest, whose content may be damaged.
-        self._require_resumable(saved["step"])
-        if dist.get_rank() == 0 and (changes := resume_changes.description(self.recipe, saved["step"])):
-            print(changes, flush=True)
+        if saved["step"] != changes.step:  # the newest was damaged, and an older one was loaded
+            changes = _on_rank_0(lambda: resume_changes.since(self.recipe, saved["step"]))
+            changes.require_resumable()
+        if dist.get_rank() == 0 and changes.description:
+            print(changes.description, flush=True)
+        self.saved_step = saved["step"]
+        return run_on_all_ranks(lambda: self._load_position(saved))
+
+    def _load_position(self, saved: dict[str, Any]) -> dict[str, Any]:
         own_position = saved["rank"]["loader"] if saved["rank"] is not None else None
         position = self.loader.position_of(own_position, lambda: [rank["loader"] for rank in saved["ranks"]])
-        self.saved_step = saved["step"]
         self.loader.load_state_dict(position)
         return position
-
-    def _require_resumable(self, step: int | None = None) -> None:
-        """`resume_changes.require_resumable`, read by rank 0 for all ranks.
-
-        Raises:
-            RecipeError: on all ranks, if this recipe cannot continue the checkpoint.
-        """
-        refusal = ""
-        if dist.get_rank() == 0:
-            try:
-                resume_changes.require_resumable(self.recipe, step)
-            except RecipeError as error:
-                refusal = str(error)
-        if refusal := broadcast_object(refusal):
-            raise RecipeError(refusal)
 
     def save(self, step: int, position: dict[str, Any], *, asynchronous: bool) -> None:
         """Saves a checkpoint; `position` is the loader's after the steps taken so far."""
@@ -116,3 +111,8 @@ class RunCheckpoints:
         save_error = self.checkpointer.failure(PENDING_SAVE_TIMEOUT) if exc_type is not None else None
         if save_error is not None and save_error is not error and dist.get_rank() == 0:
             print(save_error, file=sys.stderr, flush=True)
+
+
+def _on_rank_0(work: Callable[[], Result]) -> Result:
+    """What `work` returns on rank 0, on all ranks; its error reaches them, too (collective)."""
+    return cast("Result", broadcast_object(run_on_all_ranks(work if dist.get_rank() == 0 else lambda: None)))

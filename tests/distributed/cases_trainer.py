@@ -14,7 +14,7 @@ import torch.distributed as dist
 from patchgen.runtime import parallel
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
-from patchgen.runtime.train import setup
+from patchgen.runtime.train import resume_changes, setup
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.train.records import Evaluation, Listener, StepRecord, Summary
 from patchgen.runtime.train.trainer import Trainer, TrainingStopped
@@ -102,6 +102,42 @@ def evaluation_of_nothing(values: dict) -> str:
         assert trainer.model.training
         return str(error)
     raise AssertionError("there was nothing to evaluate")
+
+
+def recipes_read(values: dict) -> int:
+    """How often a run reads the recipes of its checkpoints."""
+    read, files = resume_changes._read, []
+    resume_changes._read = lambda file: files.append(file) or read(file)
+    try:
+        train(values)
+    finally:
+        resume_changes._read = read
+    return len(files)
+
+
+def errors_of_one_rank_in_a_resume(values: dict) -> list[str]:
+    """The errors of resuming where rank 0 cannot read a recipe, and where rank 1 has other data."""
+
+    def fails(*_: object) -> None:
+        raise OSError("the disk\nis gone")
+
+    def refuses(state: dict) -> None:
+        raise DataError("other data")
+
+    read, told = resume_changes._read, []
+    for broken in (0, 1):
+        trainer = Trainer(from_dict(values), torch.device("cpu"))
+        if dist.get_rank() == broken == 0:
+            resume_changes._read = fails
+        elif dist.get_rank() == broken:
+            trainer.loader.load_state_dict = refuses
+        try:
+            trainer.run()
+        except DataError as error:
+            told.append(str(error))
+        finally:
+            resume_changes._read = read
+    return told
 
 
 def learning_rates(values: dict) -> list[float]:

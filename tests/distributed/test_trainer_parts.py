@@ -150,10 +150,12 @@ def test_what_changed_is_told_and_another_optimizer_refused(trainer_folder, tmp_
         with pytest.raises(Exception, match=r"(?s)cannot be resumed .* optim.name: 'adamw' -> 'muon'.*--fresh"):
             refused()
     changed = {**values, "train": {**values["train"], "steps": 8}}
-    told = resume_changes.description(recipes.from_dict(changed))
+    told = resume_changes.since(recipes.from_dict(changed)).description
     assert told == "Resumed with a recipe that differs from step-00000006's:\n  train.steps: 6 -> 8"
     losses, told = one_rank.run(cases.train_and_print, changed)[0]
     assert len(losses) == 4, "from step 4: step 6 is damaged"
+    more = {**values, "train": {**values["train"], "steps": 9}}
+    assert one_rank.run(cases.recipes_read, more)[0] == 1, "each checkpoint is compared once"
     assert "differs from step-00000004's:\n  train.steps: 6 -> 8" in told and "step-00000006's" not in told
 
 
@@ -164,6 +166,13 @@ def test_an_evaluation_without_a_batch_says_what_was_read(trainer_folder, tmp_pa
     values["eval_data"] = {**values["data"], "sources": [source], "on_bad": "skip"}
     told = one_rank.run(cases.evaluation_of_nothing, values)[0]
     assert re.search("eval_data: no sample can be used.* What was read: 3 bad.* To fix: correct the samples", told)
+
+
+def test_an_error_of_one_rank_in_a_resume_ends_all(trainer_folder, tmp_path, two_ranks):
+    values = cases.recipe_of(trainer_folder, train={"steps": 3}, log={"directory": str(tmp_path / "run")})
+    two_ranks.run(cases.train, values)
+    told = two_ranks.run(cases.errors_of_one_rank_in_a_resume, values, timeout=60)
+    assert told == [["rank 0: OSError: the disk is gone", "rank 1: other data"]] * 2
 
 
 @pytest.mark.parametrize("section", ["data", "eval_data"])
