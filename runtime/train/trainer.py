@@ -200,6 +200,7 @@ class Trainer:
         reads_losses = self.learning.objective.is_models_own and not self.recipe.train.cuda_graph
         return SourceLosses(data.source_names, self.state, self.device, reads_losses=reads_losses)
 
+    @reading.kept_generators()
     def compute_reference(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Fills the objective's reference table with the model before the run, over all data of the run. On a request to stop it
         keeps what it has, and the loop ends before its first step."""
@@ -292,6 +293,7 @@ class Trainer:
     # ----------------------------------------------------------------------------------------- evaluation
 
     @torch.no_grad()
+    @reading.kept_generators()
     def evaluate(self) -> Evaluation:
         """The mean loss per item, without router losses, over the first `eval_batches` packed batches.
 

@@ -137,6 +137,24 @@ def stopped_while_referring(values: dict) -> tuple[str, list[float]]:
     return trainer.run().reason, [record.loss for record in kept.steps]
 
 
+class DrawingLoader(DocumentLoader):
+    """Draws a random number for each row, as a transform may."""
+
+    def __next__(self) -> dict[str, Any]:
+        torch.rand(())
+        return super().__next__()
+
+
+def draws_around_the_reference(values: dict) -> bool:
+    """Whether the random numbers after the reference was computed are those without it."""
+    trainer, _ = trainer_of(values, 2)
+    trainer.loader = DrawingLoader(2, trainer.state.batch_index, trainer.state.config.num_batches)
+    before = torch.get_rng_state()
+    trainer.compute_reference()
+    assert trainer.learning.table.values
+    return torch.equal(torch.get_rng_state(), before)
+
+
 def errors_of_a_reference(directory: str) -> list[str]:
     """The errors of loading and of saving the table of a run; empty where there is none."""
     table, errors = ReferenceTable(Path(directory), "this model"), []

@@ -6,12 +6,14 @@ import contextlib
 import io
 import itertools
 import os
+import random
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 
-from patchgen.runtime import parallel
+from patchgen.runtime import parallel, random_state
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.train import resume_changes, setup
@@ -89,6 +91,29 @@ def losses_by_document(values: dict, count: int) -> list[list[tuple[int, int, fl
                     loss = float(model(input_ids=row["input_ids"][:, start:end], labels=labels).loss)
                 documents.append((source, learned, loss * learned))
         found.append(documents)
+    return found
+
+
+def draws(values: dict) -> list[tuple[float, float, float]]:
+    """What each generator would give after each step of a run, whose evaluation draws from Python's and NumPy's."""
+    found = []
+
+    class Drawn(Listener):
+        def on_step(self, record: StepRecord) -> None:
+            state = random_state.capture()
+            found.append((random.random(), numpy.random.rand(), float(torch.rand(()))))
+            random_state.restore(state)
+
+    trainer = Trainer(from_dict(values), torch.device("cpu"), (Drawn(),))
+    forward = trainer.model.forward
+
+    def draws_in_evaluation(*arguments: object, **options: object):
+        if not trainer.model.training:
+            random.random(), numpy.random.rand()
+        return forward(*arguments, **options)
+
+    trainer.model.forward = draws_in_evaluation
+    trainer.run()
     return found
 
 

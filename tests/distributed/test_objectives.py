@@ -138,6 +138,11 @@ def test_a_request_to_stop_is_heard_while_the_reference_is_computed(trainer_fold
     assert all(whole[key] == value for key, value in kept.items()), "what was computed is not computed again"
 
 
+def test_computing_the_reference_leaves_the_random_generators_as_they_were(trainer_folder, tmp_path, one_rank):
+    values = recipe_of("dpo", trainer_folder, tmp_path / "run", steps=2)
+    assert one_rank.run(cases.draws_around_the_reference, values)[0]
+
+
 @pytest.mark.parametrize(
     "content", ['{"model": "this mod', '{"log_probs": {}}', '{"model": "this model", "log_probs": [1.0]}', "[]"]
 )

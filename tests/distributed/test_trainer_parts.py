@@ -159,6 +159,16 @@ def test_what_changed_is_told_and_another_optimizer_refused(trainer_folder, tmp_
     assert "differs from step-00000004's:\n  train.steps: 6 -> 8" in told and "step-00000006's" not in told
 
 
+def test_an_evaluation_changes_no_random_number_of_training(trainer_folder, tmp_path, one_rank):
+    """Workers of a stream draw their seed, transforms and models may draw too."""
+    values = cases.recipe_of(trainer_folder, train={"steps": 3}, log={"directory": str(tmp_path / "plain")})
+    plain = one_rank.run(cases.draws, values)[0]
+    source = {"path": str(trainer_folder / "text.jsonl"), "streaming": True}
+    values["eval_data"] = {**values["data"], "sources": [source]}
+    values |= {"train": {**values["train"], "eval_every": 1}, "log": {"directory": str(tmp_path / "evaluated")}}
+    assert one_rank.run(cases.draws, values)[0] == plain
+
+
 def test_an_evaluation_without_a_batch_says_what_was_read(trainer_folder, tmp_path, one_rank):
     (tmp_path / "bad.jsonl").write_text('{"text": ""}\n' * 3)
     values = cases.recipe_of(trainer_folder, log={"directory": str(tmp_path / "run")})
