@@ -22,7 +22,7 @@ from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.sequence import key_value_repeats
-from patchgen.runtime.train import lora, lora_targets, run_plan, setup
+from patchgen.runtime.train import lora, lora_targets, reading, run_plan, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify.verdict import one_line
@@ -49,9 +49,12 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
             f"./{folder} to mean the folder, or start from another directory to mean the type.",
             stacklevel=2,
         )
-    for data in (recipe.data, recipe.eval_data):
-        for source in data.sources if data else ():
-            open_source(source)
+    if recipe.has_media and models.is_model_type(recipe.model.source):
+        setup.load_processor(recipe.model.source)  # refuses the type, as the ranks would: it has none
+    for section, data in (("data", recipe.data), ("eval_data", recipe.eval_data)):
+        with reading.named(section):
+            for source in data.sources if data else ():
+                open_source(source)
     model = models.build_on_meta(recipe)
     models.configure_seams(recipe, model)
     if (teacher_recipe := choose.teacher_recipe(recipe)) is not None:
@@ -80,15 +83,16 @@ def _require_weights(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def _require_divisible_heads(recipe: Recipe, sp: int) -> None:
-    """Refuses sequence slices that do not divide the attention heads; warns if these cannot be counted here."""
+    """Refuses sequence slices that do not divide the attention heads; warns of those that cannot be counted here."""
     head_counts, failure = _attention_heads(models.build_on_meta(recipe))
     with _as_recipe_error(f"parallel.sp = {sp}"):
         for name, heads in head_counts.items():
             key_value_repeats(*heads, sp, where=name)
-    if not head_counts:
+    if failure:
+        counted = f" in layers after {[*head_counts][-1]}" if head_counts else ""
         warnings.warn(
-            f"parallel.sp = {sp}: whether it divides the attention heads of '{recipe.model.source}' cannot be checked here, so "
-            f"only the ranks check it: {failure}.",
+            f"parallel.sp = {sp}: whether it divides the attention heads of '{recipe.model.source}'{counted} cannot be checked "
+            f"here, so only the ranks check it: {failure}.",
             stacklevel=3,
         )
 
@@ -104,19 +108,24 @@ def _as_recipe_error(setting: str) -> Iterator[None]:
 
 def _attention_heads(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]], str]:
     """Path of each attention module -> its numbers of query and key heads, counted by running the forward on the meta device;
-    and why some of them may be missing.
+    and why some of them are missing, "" if none is known to be.
 
     Experts return their input: routing depends on values, and meta tensors have none. If another layer depends on values,
-    the forward ends there, and the ranks check the remaining layers.
+    the forward ends there, and the ranks check the remaining layers. An error of the counting itself is raised.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     head_counts: dict[str, tuple[int, int]] = {}
+    own_errors: list[Exception] = []
 
     def count(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: object, **options: object):
-        head_counts[paths[id(module)]] = query.shape[1], key.shape[1]
-        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+        try:
+            head_counts[paths.get(id(module), type(module).__name__)] = query.shape[1], key.shape[1]
+            return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+        except Exception as error:
+            own_errors.append(error)
+            raise
 
-    failure = "no layer calls the attention that is chosen by name"
+    failure = ""
     model.config._attn_implementation = HEAD_COUNTER
     for path in sharding.expert_paths(model):
         experts = model.get_submodule(path.rpartition(".")[0])
@@ -135,4 +144,8 @@ def _attention_heads(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]]
     finally:
         del ALL_ATTENTION_FUNCTIONS[HEAD_COUNTER]
         del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[HEAD_COUNTER]
+    if own_errors:
+        raise own_errors[0]
+    if not head_counts:
+        failure = failure or "no layer calls the attention that is chosen by name"
     return head_counts, failure

@@ -23,6 +23,9 @@ SMALL = {
 }  # fmt: skip
 
 
+MEDIA = {"kind": "multimodal", "sources": [{"path": "builtin:vision"}]}
+
+
 def recipe_of(**sections: dict):
     base = {"source": "qwen3_moe", "overrides": SMALL}
     values = {"model": base, "data": {"tokens_per_batch": 256}, "train": {"steps": 10, "batches_per_step": 8}}
@@ -105,6 +108,12 @@ def test_a_dry_run_says_what_would_run():
             "of 'gpt_oss': `num_hidden_layers` (2) must be equal to the number of `layer_types`",
         ),
         ({"model": {"source": "qwen3_mo"}}, 1, "nor a model type"),
+        ({"model": {"source": "qwen3_vl", "overrides": {}}, "data": MEDIA}, 1, "'qwen3_vl' has no usable processor"),
+        (
+            {"model": {"source": "qwen3_vl", "overrides": {}}, "eval_data": MEDIA, "train": {"eval_every": 1}},
+            1,
+            "'qwen3_vl' has no usable processor",
+        ),
         ({"model": {"freeze": ["model.vision.*"]}}, 1, "'model.vision.*' matches no parameter"),
         ({"optim": {"groups": [{"pattern": "model.nope.*"}]}}, 1, "'model.nope.*' matches no trainable parameter"),
         (
@@ -157,6 +166,8 @@ def test_a_dry_run_names_data_that_are_not_there(tmp_path):
     missing = str(tmp_path / "my.jsonl")
     with pytest.raises(DataError, match="my.jsonl"):
         described(recipe_of(data={"sources": [{"path": missing}]}), world=8)
+    with pytest.raises(DataError, match="^eval_data: .*my.jsonl"):
+        described(recipe_of(eval_data={"sources": [{"path": missing}]}, train={"eval_every": 1}), world=8)
 
 
 def test_weights_that_do_not_fit_are_known_from_their_headers(tmp_path):
@@ -226,6 +237,35 @@ def test_heads_that_cannot_be_counted_are_warned_of_with_the_reason(monkeypatch,
     monkeypatch.setattr(type(model.build_on_meta(recipe)), "forward", depends_on_values)
     with pytest.warns(UserWarning, match=r"parallel.sp = 2: .*'qwen3_moe' cannot be checked.*no values on the meta"):
         checks._require_divisible_heads(recipe, 2)
+    assert checks.HEAD_COUNTER not in checks.ALL_ATTENTION_FUNCTIONS
+
+
+def test_a_warning_names_the_last_layer_whose_heads_were_counted(monkeypatch):
+    recipe = recipe_of(parallel={"sp": 2})
+    first = type(model.build_on_meta(recipe).model.layers[0].self_attn)
+    forward = first.forward
+
+    def depends_on_values(self, *arguments, **options):
+        if self.layer_idx == 1:
+            raise RuntimeError("no values on the meta device")
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(first, "forward", depends_on_values)
+    with pytest.warns(UserWarning, match=r"in layers after model.layers.0.self_attn cannot be checked.*no values"):
+        checks._require_divisible_heads(recipe, 2)
+    with pytest.raises(RecipeError, match="parallel.sp = 8: model.layers.0.self_attn has 4 query heads"):
+        checks._require_divisible_heads(recipe, 8)
+
+
+def test_an_error_of_the_counting_itself_is_not_taken_for_one_of_the_model(monkeypatch):
+    built = model.build_on_meta(recipe_of())
+
+    def flat(self, hidden_states, **options):
+        return checks.ALL_ATTENTION_FUNCTIONS[checks.HEAD_COUNTER](self, *[hidden_states.flatten()] * 3)
+
+    monkeypatch.setattr(type(built.model.layers[0].self_attn), "forward", flat)
+    with pytest.raises(IndexError):
+        checks._attention_heads(built)
     assert checks.HEAD_COUNTER not in checks.ALL_ATTENTION_FUNCTIONS
 
 
