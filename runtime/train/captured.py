@@ -33,6 +33,7 @@ from patchgen.runtime.parallel import peer_shards, peer_units, undivided, unused
 from patchgen.runtime.parallel.config import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train.recipe import Recipe, RecipeError
+from patchgen.runtime.verify.verdict import one_line_error
 
 BOUNDS, MAX_LENGTHS, REAL_TOKENS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k"), "real_tokens"
 TEXT_INPUTS = {"input_ids", "labels", "shift_labels", "position_ids", REAL_TOKENS, *BOUNDS, *MAX_LENGTHS}
@@ -240,8 +241,8 @@ class CapturedStep:
                 raise
             except Exception as error:
                 raise RuntimeError(
-                    f"This step cannot be captured as a CUDA graph: {error}\nSteps that wait for the device cannot be "
-                    "captured. To fix: set train.cuda_graph: false."
+                    f"This step cannot be captured as a CUDA graph: {one_line_error(error)} Steps that wait for the "
+                    "device cannot be captured. To fix: set train.cuda_graph: false."
                 ) from error
         self._gradients = [
             (parameter, parameter.grad, getattr(parameter, unused.LEFT_OUT, False))

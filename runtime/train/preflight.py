@@ -155,7 +155,7 @@ def examine(recipe: Recipe) -> Preflight:
         temporary.replace(path)
     except OSError as error:
         warnings.warn(
-            f"The verdict cannot be cached, so each start computes it again, which takes seconds: {error}",
+            f"The verdict cannot be cached, so each start computes it again, which takes seconds: {verdict.one_line(error)}",
             stacklevel=2,
         )
     return decision

@@ -82,6 +82,13 @@ def test_what_is_no_objective_is_refused(name, options, told, tmp_path, monkeypa
         choose.objective_of(ObjectiveConfig(name=name, options=options))
 
 
+def test_an_error_of_the_users_module_is_quoted_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "several_lines.py").write_text('raise RuntimeError("first,\\nthen second.")')
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RecipeError, match="cannot be imported: RuntimeError: first, then second. Modules are"):
+        choose.objective_of(ObjectiveConfig(name="several_lines:Mine"))
+
+
 @pytest.mark.parametrize(
     ("recipe", "told"),
     [
