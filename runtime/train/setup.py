@@ -17,8 +17,8 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch.profiler import profile, schedule, tensorboard_trace_handler
-from transformers import PreTrainedConfig
 
+from patchgen.runtime.attention_kinds import configs_of
 from patchgen.runtime.checkpoint import export_pretrained
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
 from patchgen.runtime.data import DataConfig, Loader, build_loader, train_tokenizer
@@ -39,10 +39,11 @@ EXPORT = "export"  # the folder of a run's model
 SHARED_SECONDS = 90.0
 TOKEN_FIELD = re.compile(r".*token_(ids?|index|idx)")
 """The names of fields of a config that are ids of tokens."""
-PLACEHOLDER_FIELD = re.compile(
-    r"pad_token_id|(.*_)?(image|video|audio|vision|visual|media|frame|boi|eoi|boa|eoa)(_.*)?_token_(ids?|index|idx)"
+PADDING_FIELD = "pad_token_id"
+MEDIA_FIELD = re.compile(
+    r"(.*_)?(image|video|audio|vision|visual|media|frame|boi|eoi|boa|eoa)(_.*)?_token_(ids?|index|idx)"
 )
-"""Those of them that stand for padding, or for media and where these begin and end."""
+"""The names of those that stand for media, and where these begin and end."""
 
 
 @dataclass(frozen=True)
@@ -146,17 +147,18 @@ def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
 
 def placeholder_ids(config: Any) -> set[int]:
     """The ids of padding and of media tokens, whose embeddings need no training, by the names of their fields in a config and its
-    sub configs. An id that another field gives to a token of text, such as the end of a text that also pads, is not among them.
+    sub-configs. An id that another field gives to a token of text, such as the end of a text that also pads, is not among them;
+    nor is the padding of another sub-config than the text's, which is of another vocabulary.
     """
     placeholders, text = set[int](), set[int]()
-    configs = [config]
-    for current in configs:  # grows
+    text_configs = config, config.get_text_config()
+    for _, current in configs_of(config):
+        is_of_text = any(current is one for one in text_configs)
         for name, value in vars(current).items():
-            if isinstance(value, PreTrainedConfig):
-                configs.append(value)
-            elif TOKEN_FIELD.fullmatch(name):
+            if TOKEN_FIELD.fullmatch(name) and (is_of_text or name != PADDING_FIELD):
                 ids = value if isinstance(value, list | tuple) else [value]
-                (placeholders if PLACEHOLDER_FIELD.fullmatch(name) else text).update(i for i in ids if type(i) is int)
+                is_placeholder = name == PADDING_FIELD or MEDIA_FIELD.fullmatch(name)
+                (placeholders if is_placeholder else text).update(i for i in ids if type(i) is int)
     return placeholders - text
 
 

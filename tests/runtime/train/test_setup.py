@@ -84,6 +84,8 @@ def three_tokens():
 class Config:
     """What is read of a config."""
 
+    sub_configs = {}
+
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
@@ -139,6 +141,15 @@ def test_placeholders_are_padding_and_media_tokens_that_no_text_has():
 def test_every_media_token_of_a_model_is_a_placeholder(model, names):
     config = AutoConfig.for_model(model)
     assert setup.placeholder_ids(config) >= {getattr(config, name) for name in names}
+
+
+@pytest.mark.parametrize("model", ["blip-2", "instructblip", "granite_speech"])
+def test_the_padding_of_another_vocabulary_is_a_token_of_text(model):
+    config = AutoConfig.for_model(model)
+    inner = config.projector_config if model == "granite_speech" else config.qformer_config
+    assert inner.pad_token_id == 0 and 0 not in setup.placeholder_ids(config)
+    config.get_text_config().pad_token_id = 7
+    assert 7 in setup.placeholder_ids(config)
 
 
 def save_tokenizer(folder, *tokens: str) -> str:
