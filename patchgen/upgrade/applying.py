@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -244,10 +245,17 @@ def prove(python: Path, folder: Path, jobs: int, variables: Mapping[str, str] | 
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     (folder / "verify.log").write_text(result.stdout + result.stderr, encoding="utf-8")
     if not (folder / PROOF).is_file():
-        message = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
-        raise PatchgenError(
-            f"it cannot be proven: {message.removeprefix('patchgen: ')} (full output: {folder / 'verify.log'})"
-        )
+        reason = _failure(result.stderr.strip() or result.stdout.strip() or "no output")
+        raise PatchgenError(f"it cannot be proven: {reason} (full output: {folder / 'verify.log'})")
+
+
+def _failure(output: str) -> str:
+    """The last line of a prover's output; of a traceback that ends in one of transformers' models, with that place."""
+    message = output.splitlines()[-1].removeprefix("patchgen: ")
+    frames = re.findall(r'^  File "(.+)", line (\d+)', output, re.MULTILINE)
+    place, line = frames[-1] if frames else ("", "")
+    file = Path(place).as_posix().partition("/transformers/models/")[2]
+    return f"upstream's own code fails ({file}, line {line}): {message}" if file else message
 
 
 # --------------------------------------------------------------------------------------- a committed file with another release

@@ -268,6 +268,26 @@ def test_a_release_is_listed_as_the_prover_lists_it(
     assert listed == (["1.2.3", version] if listed_by_prover else ["1.2.3"])
 
 
+@pytest.mark.parametrize(
+    ("last_file", "reason"),
+    [
+        (
+            "/site/transformers/models/llama/modeling_llama.py",
+            r"upstream's own code fails \(llama/modeling_llama.py, line 8\): ",
+        ),
+        ("/site/generated/modeling_llama.py", "it cannot be proven: "),
+    ],
+)
+def test_a_traceback_that_ends_in_upstreams_model_is_told_as_its_own(tmp_path: Path, last_file: str, reason: str):
+    prover = tmp_path / "python"
+    frames = f'  File "/verify.py", line 3, in prove\n    step()\n  File "{last_file}", line 8, in forward\n    outputs.first\n'
+    traceback = f"Traceback (most recent call last):\n{frames}AttributeError: no first\n"
+    prover.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{traceback}END\nexit 1\n", encoding="utf-8")
+    prover.chmod(0o755)
+    with pytest.raises(PatchgenError, match=reason + "AttributeError: no first"):
+        applying.prove(prover, tmp_path, jobs=1)
+
+
 def test_a_release_whose_prover_ends_without_a_proof_is_no_longer_listed(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
