@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from patchgen.runtime.doctor import weights
 
@@ -18,8 +19,7 @@ CONFIG = {"hidden_size": 5, "num_hidden_layers": 6, "eos_token_id": 7, "pad_toke
     ids=["a size of the config", "a number of the config", "the end of a text", "a placeholder", "any other"],
 )
 def test_only_placeholders_need_no_trained_embedding(token, is_found):
-    config = SimpleNamespace(**CONFIG)
-    config.get_text_config = lambda: config
+    config = PreTrainedConfig(**CONFIG)
     embeddings = torch.nn.Embedding(10, 5)
     embeddings.weight.data[token] = 0
     patient = SimpleNamespace(
