@@ -24,7 +24,7 @@ from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS
 
 MEDIA = (*PIXELS, *AUDIO_INPUTS, "image_pixel_values", "flattened_patches", "audio_input_features")
 # transformers' public methods of models that take media; users and transformers' decorators rely on these names.
-FEATURES = re.compile(r"get_(image|video|audio|speech)_features$")
+FEATURE_METHODS = re.compile(r"get_(image|video|audio|speech)_features$")
 
 
 def handed_sizes(method: FunctionNode) -> set[str]:
@@ -34,7 +34,7 @@ def handed_sizes(method: FunctionNode) -> set[str]:
     `sizes = split_sizes or <tensor>.tolist()`. Empty for other methods.
     """
     size_names: set[str] = set()
-    for node in method.body if FEATURES.match(method.name) else ():
+    for node in method.body if FEATURE_METHODS.match(method.name) else ():
         match node:
             case ast.Assign(value=ast.BoolOp(ast.Or(), [ast.Name(name), ast.Call(ast.Attribute(attr="tolist"))])):
                 size_names.add(name)
@@ -74,7 +74,7 @@ def _beside_tokens(forward: FunctionNode) -> list[str]:
 
 def fused_media(anatomy: Anatomy, name: str) -> list[str]:
     """The media that a model's forward passes to `get_<modality>_features`, to fuse the features with its text."""
-    return [media for media, callees in takes_media(anatomy, name).items() if any(map(FEATURES.match, callees))]
+    return [media for media, callees in takes_media(anatomy, name).items() if any(map(FEATURE_METHODS.match, callees))]
 
 
 def requires(anatomy: Anatomy, name: str, media: str) -> bool:
@@ -121,7 +121,7 @@ def feature_calls(body: Sequence[ast.stmt]) -> list[FeatureCall]:
     calls_found: list[FeatureCall] = []
     for position, node in enumerate(body):
         for call in calls(node):
-            match = FEATURES.match(own_attribute(call.func) or "")
+            match = FEATURE_METHODS.match(own_attribute(call.func) or "")
             used = [name for given in (*call.args, *(k.value for k in call.keywords)) for name in loaded(given)]
             media = next((name for name in used if name in MEDIA), None)
             if match is None or media is None:

@@ -19,7 +19,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.known import is_left_in_config
-from patchgen.anatomy.media import FEATURES
+from patchgen.anatomy.media import FEATURE_METHODS
 
 # The config fields for the side of the square of patches that are merged into one feature, in the order in which
 # `runtime/media_sizes.py` looks for them: a grid has `t * h * w // side**2` features. The first field holds a pair.
@@ -132,5 +132,5 @@ def listed_sizes(method: FunctionNode) -> list[tuple[str, ast.Assign, ast.expr]]
 
 def modality_of(method: str) -> str:
     """`image` for `get_image_features`; "" for the names of other methods."""
-    found = FEATURES.match(method)
+    found = FEATURE_METHODS.match(method)
     return found[1] if found else ""

@@ -1,4 +1,4 @@
-"""Operators on statements: dropped, repeated, moved; a branch, an early return, a residual, a loss term."""
+"""Operators on statements: dropped, repeated, swapped, moved down; a branch, an early return, a residual, a loss term."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def repeated(place: Place) -> Iterator[Change]:
         yield [place.statement, copy.deepcopy(place.statement)], 1
 
 
-def moved(place: Place) -> Iterator[Change]:
+def swapped(place: Place) -> Iterator[Change]:
+    """The statement and the next one of its block change places."""
     if place.index + 1 < len(place.body) and not isinstance(place.body[place.index + 1], ast.Return):
         yield [place.body[place.index + 1], place.statement], 2
 
@@ -170,7 +171,7 @@ def in_a_block(place: Place) -> Iterator[Change]:
 STATEMENT_OPERATORS = (
     StatementOperator("statement dropped", dropped),
     StatementOperator("statement repeated", repeated),
-    StatementOperator("statements swapped", moved),
+    StatementOperator("statements swapped", swapped),
     StatementOperator("statement moved down", moved_down),
     StatementOperator("residual", residual),
     StatementOperator("layer skipped", layer_skipped),

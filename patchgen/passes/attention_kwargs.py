@@ -7,8 +7,8 @@ import ast
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.bodies import form_of, normal_form
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, own_attribute, plain_assignments
-from patchgen.anatomy.media import FEATURES, takes_media
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
+from patchgen.anatomy.media import FEATURE_METHODS, takes_media
+from patchgen.passes.base import AlreadyDone, Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
 from patchgen.source import Block
 
@@ -65,22 +65,25 @@ class AttentionKwargs(SitePass):
         callees = _media_callees(anatomy, info.name)
         return f"calls {', '.join(callees)} on its media" if callees else ""
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         callees = _media_callees(anatomy, site.block)
         unfiltered = [name for name in callees if not _is_filtered(anatomy, site.block, name)]
         if not unfiltered:
-            return Upstream(f"@{FILTER} drops them from {', '.join(callees)}")
+            return AlreadyDone(f"@{FILTER} drops them from {', '.join(callees)}")
         editor, withheld_from = Editor(block, self.mark), list[str]()
         for statement in editor.function("forward").body:
             for call in (call for call in calls(statement) if own_attribute(call.func) in unfiltered):
                 if any(keyword.arg in PACKING for keyword in call.keywords):
-                    raise Missed("no document boundaries of the text as arguments of a tower", editor.code(call))
+                    raise Missed(
+                        "a tower call without cu_seq_lens_q/k and max_length_q/k as explicit arguments",
+                        editor.code(call),
+                    )
                 for starred in (keyword.value for keyword in call.keywords if keyword.arg is None):
                     editor.mark(statement)
                     editor.instead(starred, f"ops.tower_kwargs({editor.code(starred)})")
                     withheld_from += [name for name in unfiltered if name == own_attribute(call.func)]
         if not withheld_from:
-            return Upstream(f"hands no keyword arguments to {', '.join(unfiltered)}")
+            return AlreadyDone(f"hands no keyword arguments to {', '.join(unfiltered)}")
         return Rewritten(editor.result, f"withheld from {', '.join(dict.fromkeys(withheld_from))}")
 
 
@@ -94,7 +97,7 @@ def _is_filtered(anatomy: Anatomy, owner: str, method: str) -> bool:
 
     False for a decorator of another form: withholding them twice is harmless.
     """
-    owner_and_method = anatomy.method(owner, method) if FEATURES.match(method) else None
+    owner_and_method = anatomy.method(owner, method) if FEATURE_METHODS.match(method) else None
     if owner_and_method is None or not any(
         anatomy.names.is_upstream(decorator, FILTER) for decorator in owner_and_method[1].decorator_list
     ):

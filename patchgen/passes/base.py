@@ -50,8 +50,8 @@ class Rewritten:
 
 
 @dataclass(frozen=True)
-class Upstream:
-    """The result of `rewrite` if upstream already does the pass's work; `what` says how."""
+class AlreadyDone:
+    """The result of `rewrite` if upstream already does the pass's work, or leaves nothing to do; `what` says why."""
 
     what: str
 
@@ -140,7 +140,7 @@ class SitePass(Pass):
         return f"{self.role}: {info.roles[self.role]}" if self.role in info.roles else ""
 
     @abc.abstractmethod
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         """Rewrites one site in its block.
 
         Raises:
@@ -171,7 +171,7 @@ class SitePass(Pass):
             except LeftAlone as left:
                 notes.append(str(left))
                 continue
-            if isinstance(result, Upstream):
+            if isinstance(result, AlreadyDone):
                 upstream.append(Hit(site.name, site.line, result.what))
             else:
                 if result.block.text == block.text:

@@ -19,7 +19,7 @@ from patchgen.anatomy.loss_region import (
 )
 from patchgen.anatomy.loss_terms import unseen_terms
 from patchgen.anatomy.own_losses import handed_on, unserved_loss
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
+from patchgen.passes.base import AlreadyDone, Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, append_method, format_code, indented, insert_first
 from patchgen.source import Block, Module
 
@@ -128,13 +128,13 @@ class FusedLoss(SitePass):
         untold = [name for name, args in forwards.items() if args.kwarg is None and BOUNDS not in ast.unparse(args)]
         return [*local, *(f"{name}.forward {UNTOLD}" for name in untold)]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         method = anatomy.classes[site.block].methods["forward"]
         call = handed_on(method)
         attribute = own_attribute(call.func) if call else None
         inner = {b.target or "" for b in anatomy.builds(site.block) if attribute and b.attribute == attribute}
         if inner and inner <= {info.name for info in anatomy.with_role(Role.HEAD)}:
-            return Upstream(f"the loss of {', '.join(inner)}")
+            return AlreadyDone(f"the loss of {', '.join(inner)}")
         try:
             return self._seam(block, site, anatomy)
         except Missed:

@@ -20,7 +20,7 @@ from patchgen.anatomy.media import handed_sizes
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.sizes import listed_sizes, modality_of, of_another_formula
 from patchgen.passes.attention_kwargs import FILTER
-from patchgen.passes.base import Example, LeftAlone, Rewritten, Site, SitePass, Upstream, site_of
+from patchgen.passes.base import AlreadyDone, Example, LeftAlone, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
 
@@ -55,14 +55,14 @@ class HostValues(SitePass):
             if modality_of(name) and (listed_sizes(method) or handed_sizes(method))
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         name = site.name.rpartition(".")[2]
         method = anatomy.classes[site.block].methods[name]
         listed = [variable for variable, _, _ in listed_sizes(method)]
         if not listed:
-            return Upstream("takes the sizes as arguments")
+            return AlreadyDone("takes the sizes as arguments")
         if method.args.kwarg is None:
-            return Upstream("takes no keyword arguments: nothing can be handed in")
+            return AlreadyDone("takes no keyword arguments: nothing can be handed in")
         modality, prefix = modality_of(name), _prefix(anatomy, method)
         if prefix not in (None, modality):
             raise LeftAlone(

@@ -7,7 +7,7 @@ import ast
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, loaded, parameter_names
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
+from patchgen.passes.base import AlreadyDone, Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
 from patchgen.source import Block
 
@@ -39,14 +39,14 @@ class MaxSeqlen(SitePass):
         asks = _helpers(info.methods["forward"], anatomy)
         return computes or ("asks for the longest packed sequence" if asks else "")
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         info = anatomy.classes[site.block]
         forward = info.methods["forward"]
         if not (longest := _longest(info, anatomy)):
             if _helpers(ast.Module([node for node in ast.walk(forward) if isinstance(node, ast.For)], []), anatomy):
                 raise Missed("the longest sequence above the layers", forward)
             names = _helpers(forward, anatomy)
-            return Upstream(f"{' and '.join(names)} outside of loops, with the value that is handed in")
+            return AlreadyDone(f"{' and '.join(names)} outside of loops, with the value that is handed in")
         kwargs = f", {forward.args.kwarg.arg}" if forward.args.kwarg else ""
         editor, replaced = Editor(block, self.mark), 0
         for node in ast.walk(editor.function("forward")):

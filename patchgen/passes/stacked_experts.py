@@ -12,7 +12,7 @@ from patchgen.anatomy.expert_lists import BIAS, ExpertList, ExpertLoop, branch_o
 from patchgen.anatomy.experts import read_experts
 from patchgen.anatomy.initialisation import METHOD, LinearInit, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
-from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, site_of
+from patchgen.passes.base import AlreadyDone, Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import Editor, append_method, at_end, format_code, insert_first, with_torch
 from patchgen.source import Block, Module
 from patchgen.templates import render
@@ -103,14 +103,14 @@ class StackedExperts(SitePass):
         found = [site_of(info, f"{Role.EXPERT_LIST}: {info.roles[Role.EXPERT_LIST]}") for info in lists]
         return [*super().sites(module, anatomy), *found]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         info = anatomy.classes[site.block]
         if Role.EXPERTS in info.roles:
             if read_experts(anatomy, info.name).is_transposed:
-                return Upstream(
+                return AlreadyDone(
                     "stacked as [E, H, 2I] and [E, I, H]; kernels take both layouts, checkpoints none converted"
                 )
-            return Upstream("stacked as [E, 2I, H] and [E, H, I]")
+            return AlreadyDone("stacked as [E, 2I, H] and [E, H, I]")
         experts, loops = read_expert_list(anatomy, info)
         name = _stacked_name(anatomy, info.name)
         told = {"name": name, "block": info.name, "experts": experts, "dtype": loops[0].inside, "mark": self.mark}

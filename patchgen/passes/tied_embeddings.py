@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import calls
 from patchgen.anatomy.vocabulary import is_projection
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
+from patchgen.passes.base import AlreadyDone, Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module, bound_names
 
@@ -38,10 +38,10 @@ class TiedEmbeddings(SitePass):
         heads = anatomy.with_role(Role.HEAD, module)
         return [Site(f"{i.name}.__init__", i.name, i.node.lineno, self.why(i, anatomy)) for i in heads]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | AlreadyDone:
         projection = _output_projection(anatomy, site.block)
         if projection is not None:
-            return Upstream(projection)
+            return AlreadyDone(projection)
         if "__init__" not in anatomy.classes[site.block].methods:
             raise Missed("an __init__ to correct the config in", "")
 
