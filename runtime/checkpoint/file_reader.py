@@ -26,10 +26,10 @@ from patchgen.runtime.checkpoint.finite import is_finite
 from patchgen.runtime.checkpoint.lazy_tensors import Region, region_shape
 from patchgen.runtime.checkpoint.safetensor_files import StoredTensor
 
-STAGING = 8 << 20
+STAGING_BYTES = 8 << 20
 """The most bytes that a thread reads before it casts or copies them, where they cannot be read directly to the target: they
 should still be in the processor's cache."""
-BLOCK = 4 << 20
+BLOCK_BYTES = 4 << 20
 """Bytes that are read and checked at a time: they should fit into the processor's cache."""
 MAX_BUFFERS = 1024
 """Buffers of one `preadv`: IOV_MAX of Linux and macOS."""
@@ -39,7 +39,7 @@ ALIGNMENT = 64
 """Bytes to which tensors are aligned in the staging buffer."""
 DONT_CACHE = 0x80
 """Linux' RWF_DONTCACHE (6.14 and newer): drops the pages that a read brought into the page cache."""
-SHORT_RUN = 64 << 10
+SHORT_RUN_BYTES = 64 << 10
 """Parts of rows shorter than this are read together with the bytes between them."""
 
 
@@ -119,17 +119,17 @@ class FileReader:
             offset_in_tensor, is_one_run = _locate(stored, region)
             num_bytes = out.numel() * stored.dtype.itemsize
             is_direct = _is_direct(stored, out)
-            if not is_one_run or (not is_direct and num_bytes > STAGING):
+            if not is_one_run or (not is_direct and num_bytes > STAGING_BYTES):
                 problems = self._read(stored, region, out) | problems
                 continue
             follows = runs and runs[-1].stored.file == stored.file and runs[-1].end == stored.offset + offset_in_tensor
-            if runs and not (follows and (is_direct or staged + num_bytes <= STAGING)):
+            if runs and not (follows and (is_direct or staged + num_bytes <= STAGING_BYTES)):
                 problems = self._fill(runs) | problems
                 runs, staged = [], 0
             if is_direct:
                 runs.append(_Run(stored, stored.offset + offset_in_tensor, _flat(out)))
             else:
-                values = self._stage(STAGING, out.device)[staged : staged + num_bytes].view(stored.dtype)
+                values = self._stage(STAGING_BYTES, out.device)[staged : staged + num_bytes].view(stored.dtype)
                 runs.append(_Run(stored, stored.offset + offset_in_tensor, values, out))
                 staged += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return self._fill(runs) | problems
@@ -147,9 +147,9 @@ class FileReader:
         lengths, sizes = region_shape(region), stored.shape
         row_bytes = math.prod(sizes[1:]) * stored.dtype.itemsize
         part_bytes = math.prod(lengths[1:]) * stored.dtype.itemsize
-        if lengths[0] > 1 and row_bytes <= STAGING and part_bytes < SHORT_RUN:
+        if lengths[0] > 1 and row_bytes <= STAGING_BYTES and part_bytes < SHORT_RUN_BYTES:
             inner = tuple(slice(*bounds) for bounds in region[1:])
-            step = max(1, STAGING // row_bytes)
+            step = max(1, STAGING_BYTES // row_bytes)
             for first in range(0, lengths[0], step):
                 count = min(step, lengths[0] - first)
                 values = self._stage(count * row_bytes, out.device).view(stored.dtype)
@@ -170,10 +170,10 @@ class FileReader:
         if _is_direct(stored, out):
             return self._fill([_Run(stored, offset, _flat(out))])
         num_bytes = out.numel() * stored.dtype.itemsize
-        if num_bytes <= STAGING:
+        if num_bytes <= STAGING_BYTES:
             return self._fill([_Run(stored, offset, self._stage(num_bytes, out.device).view(stored.dtype), out)])
         row_bytes = stored.dtype.itemsize * (out[0].numel() if out.ndim > 1 else 1)
-        parts = out.unbind(0) if row_bytes > STAGING else out.split(STAGING // row_bytes)
+        parts = out.unbind(0) if row_bytes > STAGING_BYTES else out.split(STAGING_BYTES // row_bytes)
         problems: dict[str, str] = {}
         for part in parts:
             problems = self._read_run(stored, offset, part) | problems
@@ -199,7 +199,7 @@ class FileReader:
         position = waiting[0].offset if waiting else 0
         while waiting:
             # Blocks are aligned to those of the disk and the page cache.
-            stop = (position // BLOCK + 1) * BLOCK
+            stop = (position // BLOCK_BYTES + 1) * BLOCK_BYTES
             block = [run for run in islice(waiting, MAX_BUFFERS) if run.offset < stop]
             views = [run.memory[max(position - run.offset, 0) : stop - run.offset] for run in block]
             first = waiting[0].stored

@@ -86,7 +86,7 @@ class Assembly:
 
     Attributes:
         parameters: name in the model's state dict -> its tensor, built from the checkpoint's.
-        sources: name in the model's state dict -> the keys that it is built from.
+        sources: name in the model's state dict -> the keys that it is built from, also of a name that cannot be built.
         unexpected: keys that belong to no parameter or persistent buffer.
         problems: sentences about tensors that appear twice, cannot be converted or have another shape.
     """

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint import host_memory, initialise
 from patchgen.runtime.checkpoint.errors import CheckpointError
-from patchgen.runtime.checkpoint.file_reader import STAGING, FileReader
+from patchgen.runtime.checkpoint.file_reader import STAGING_BYTES, FileReader
 from patchgen.runtime.checkpoint.layout import Assembly, assemble, class_name
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Leaf, Region, leaf, leaves, plan_reads
 from patchgen.runtime.checkpoint.model_files import read_config
@@ -39,16 +39,16 @@ from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, r
 from patchgen.runtime.parallel import sharding
 
 NUM_THREADS = 4
-SPAN = 256 << 20
-"""Bytes that one thread reads sequentially. Four sequential streams far apart are as fast as one; threads that take turns
-at one stream are slower."""
-PIECE = STAGING
+SPAN_BYTES = 256 << 20
+"""Bytes that one thread reads sequentially. Threads check and cast on several cores what they read. For the disk, four
+sequential streams far apart are as fast as one; threads that take turns at one stream are slower."""
+PIECE_BYTES = STAGING_BYTES
 """Bytes of the pieces that larger tensors are split into, so that several threads can read them. Reads may be larger:
 `FileReader` joins pieces that follow each other in a file."""
 MAX_CACHED_SHARE = 0.25
 """A checkpoint larger than this share of the available memory does not stay in the page cache, unless several ranks read the
 same tensors of it."""
-SMALL_TENSOR = 1 << 20
+SMALL_TENSOR_BYTES = 1 << 20
 """Bytes up to which it does not matter that every rank reads the same tensor from disk."""
 COMPUTED_BUFFER_SUFFIXES = (".rotary_emb.inv_freq",)
 """Ends of the keys of buffers that old checkpoints contain; transformers computes them, and ignores the keys."""
@@ -211,8 +211,8 @@ def match_checkpoint(
         raise CheckpointError(
             f"{directory} does not fit {class_name(model)}:",
             problems,
-            advice="To fix: model.allow_missing (train --allow-missing PATTERN) initialises new parameters; only in Python, "
-            "allow_unexpected=[PATTERN] ignores keys.",
+            advice="To fix: model.allow_missing (train --allow-missing PATTERN) initialises new parameters. Only "
+            "Python can ignore keys: load_pretrained(..., allow_unexpected=[PATTERN]).",
         )
     problems = integer_weight_problems(state, assembly.parameters, stored)
     if problems:
@@ -229,7 +229,7 @@ def missing_names(model: nn.Module, assembly: Assembly) -> list[str]:
 
     Those that cannot be built from its tensors are problems of the assembly already, and are not among them.
     """
-    known = {problem.partition(" ")[0] for problem in assembly.problems} | set(assembly.parameters)
+    known = set(assembly.sources)
     for group in tied_groups(model):
         known |= set(group) if known & set(group) else set()
     return [name for name in model.state_dict() if name not in known]
@@ -347,7 +347,7 @@ def _should_stay_cached(num_bytes: int, state: Mapping[str, Tensor]) -> bool:
     """Whether files should stay in the page cache: they are small beside available memory, or other ranks read them too."""
     if num_bytes <= MAX_CACHED_SHARE * host_memory.available():
         return True
-    return any(is_replicated(tensor) for tensor in state.values() if local_tensor(tensor).nbytes > SMALL_TENSOR)
+    return any(is_replicated(tensor) for tensor in state.values() if local_tensor(tensor).nbytes > SMALL_TENSOR_BYTES)
 
 
 def fill_tensors(reader: FileReader, match: CheckpointMatch, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -364,18 +364,18 @@ def _fill(
         for first_name, name in match.loaded_names.items()
         if first_name in tensors
     }
-    reads, names_with_buffer = [], []
+    reads, names_read_through_scratch = [], []
     for name, lazy in lazy_tensors.items():
         target = local_tensor(tensors[name])
         host_memory.prefer_large_pages(target)
         plan = plan_reads(lazy, local_region(tensors[name]), target)
         if plan.final_copies:
-            names_with_buffer.append(name)  # planned again when it is read: one buffer at a time
+            names_read_through_scratch.append(name)  # planned again when it is read: one buffer in memory at a time
         else:
             reads += plan.reads
         del plan
     problems = _read(reader, pool, reads)
-    for name in names_with_buffer:
+    for name in names_read_through_scratch:
         plan = plan_reads(lazy_tensors[name], local_region(tensors[name]), local_tensor(tensors[name]))
         problems = _read(reader, pool, plan.reads) | problems
         plan.finish()
@@ -393,7 +393,7 @@ def _read(
 
 
 def _spans(reads: Iterable[tuple[Leaf, Region, Tensor]]) -> list[list[tuple[StoredTensor, Region, Tensor]]]:
-    """The reads in file order, grouped into about SPAN bytes of one file for one thread."""
+    """The reads in file order, grouped into about SPAN_BYTES of one file for one thread."""
     pieces: list[tuple[StoredTensor, Region, Tensor]] = []
     for stored_leaf, region, out in reads:
         assert isinstance(stored_leaf.source, StoredTensor), "a leaf of `stored_leaves`"
@@ -404,16 +404,16 @@ def _spans(reads: Iterable[tuple[Leaf, Region, Tensor]]) -> list[list[tuple[Stor
     for stored, region, out in pieces:
         if bytes_left <= 0 or stored.file != file:
             spans.append([])
-            bytes_left, file = SPAN, stored.file
+            bytes_left, file = SPAN_BYTES, stored.file
         spans[-1].append((stored, region, out))
         bytes_left -= out.numel() * stored.dtype.itemsize
     return spans
 
 
 def _pieces(stored: StoredTensor, region: Region, out: Tensor) -> list[tuple[Region, Tensor]]:
-    """A region split along its first dimension into pieces of at most PIECE bytes, unless a single row is larger."""
+    """A region split along its first dimension into pieces of at most PIECE_BYTES, unless a single row is larger."""
     length = out.shape[0] if out.ndim else 1
-    step = max(1, PIECE * length // max(out.numel() * stored.dtype.itemsize, 1))
+    step = max(1, PIECE_BYTES * length // max(out.numel() * stored.dtype.itemsize, 1))
     if step >= length:
         return [(region, out)]
     first = region[0][0]

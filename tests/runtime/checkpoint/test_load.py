@@ -114,7 +114,7 @@ def test_values_are_cast_to_the_dtype_of_the_model(dtype, original, checkpoint):
 @pytest.mark.parametrize("size", [1, 100, 1 << 20])
 def test_tensors_that_several_threads_read_are_complete(size, original, checkpoint, monkeypatch):
     """In pieces of one row, of a few rows, and uncut; stacks too, whose rows are experts."""
-    monkeypatch.setattr(load, "PIECE", size)
+    monkeypatch.setattr(load, "PIECE_BYTES", size)
     model = empty()
     report = load_pretrained(model, checkpoint)
     require_equal(model, original)
@@ -128,7 +128,7 @@ def test_onto_a_gpu(staging, dtype, original, checkpoint, tmp_path, monkeypatch)
     """Through pinned buffers, and cast there: bit for bit what the CPU has."""
     wanted = original.state_dict()
     # Buffers that are used again and again, and tensors that are larger than one.
-    monkeypatch.setattr(file_reader, "STAGING", staging)
+    monkeypatch.setattr(file_reader, "STAGING_BYTES", staging)
     for layout in ("per-expert", "transposed"):
         folder = small_models.rewrite(checkpoint, tmp_path / layout, small_models.LAYOUTS[layout])
         model = empty(dtype)
@@ -289,7 +289,7 @@ def test_a_file_that_shrinks_names_each_key_once(checkpoint, tmp_path, monkeypat
         return found
 
     monkeypatch.setattr(load, "match_checkpoint", fit_then_cut)
-    monkeypatch.setattr(load, "PIECE", 100)
+    monkeypatch.setattr(load, "PIECE_BYTES", 100)
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(empty(), folder)
     keys = [problem.split(" cannot be read")[0] for problem in caught.value.problems]

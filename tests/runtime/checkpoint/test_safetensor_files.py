@@ -52,13 +52,13 @@ def test_boxes(folder, name, data):
     if expected.ndim > 1 and data.draw(st.booleans()):
         out = torch.zeros(*expected.shape[::-1], dtype=dtype).permute(*range(expected.ndim)[::-1])
     # Small limits reach the paths that large tensors take.
-    before = file_reader.STAGING, file_reader.SHORT_RUN
-    file_reader.STAGING, file_reader.SHORT_RUN = data.draw(st.sampled_from([(1 << 20, 1 << 16), (64, 8)]))
+    before = file_reader.STAGING_BYTES, file_reader.SHORT_RUN_BYTES
+    file_reader.STAGING_BYTES, file_reader.SHORT_RUN_BYTES = data.draw(st.sampled_from([(1 << 20, 1 << 16), (64, 8)]))
     try:
         with FileReader() as reader:
             reader.read(stored, tuple(box), out)
     finally:
-        file_reader.STAGING, file_reader.SHORT_RUN = before
+        file_reader.STAGING_BYTES, file_reader.SHORT_RUN_BYTES = before
     assert torch.equal(out, expected.to(dtype))
 
 
@@ -89,7 +89,7 @@ def test_stretches_of_a_file(folder, data):
                 out = torch.zeros(wanted.shape[::-1], dtype=out.dtype).permute(*range(out.ndim)[::-1])
             reads.append((stored, tuple(box), out))
             expected[name] = wanted.to(out.dtype)
-        limits = {"BLOCK": [5, 64, 1 << 20], "STAGING": [512, 1 << 20], "MAX_BUFFERS": [1, 2, 1024]}
+        limits = {"BLOCK_BYTES": [5, 64, 1 << 20], "STAGING_BYTES": [512, 1 << 20], "MAX_BUFFERS": [1, 2, 1024]}
         for limit, choices in limits.items():
             patch.setattr(file_reader, limit, data.draw(st.sampled_from(choices)))
         most = data.draw(st.sampled_from([1, 7, 1 << 20]))
