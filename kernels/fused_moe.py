@@ -4,8 +4,9 @@ backend      what it is                                              where it ru
 reference    expert by expert, the reference of the tests            everywhere
 torch        sort, torch's grouped product, compiled elementwise     everywhere
 triton       our kernels (`moe/triton_backend.py`)                   compute capability 9.0 or newer
-sonic        the package sonic-moe                                   GPUs
-auto         triton or torch, by measurement (`moe/auto.py`)         everywhere
+sonic        the package sonic-moe                                   wherever that package runs
+auto         triton where it was measured to be faster (compute      everywhere
+             capability 9.0), else torch (`moe/auto.py`)
 
 from patchgen.kernels.fused_moe import fused_moe
 out = fused_moe(x, index, weights, gate_up_proj, down_proj, num_experts=128, activation=act, backend="torch")
@@ -79,8 +80,8 @@ def fused_moe(
     may not be None.
 
     Args:
-        max_rows: an upper bound on the number of (token, expert) slots in use, if the caller knows one. It only bounds
-            memory, and backends may ignore it. With more slots in use the result is undefined.
+        max_rows: an upper bound on the number of (token, expert) slots in use (index < num_experts), if the caller knows one.
+            It only bounds memory, and backends may ignore it. With more slots in use the result is undefined.
         adapters: low-rank adapters of the weights (`moe/adapters.py`); None: no adapters.
         backend: a name of `BACKENDS`.
 

@@ -8,7 +8,10 @@ labels   docs: 1 in capitals, 0 unchanged                                  kind 
 tags     the words of docs: 1 those that begin with a capital, 0 the rest  kind token_classes
 answers  the first sentence of the docs is the answer                      kind answers
 similar  a signature and its docs                                          kind similar
-vision, audio, video, omni   generated images, tones, clips, all of them   kind multimodal
+vision   generated images, no clips                                         kind multimodal
+audio    generated tones                                                    kind multimodal
+video    generated clips                                                    kind multimodal
+omni     all of these, and text                                             kind multimodal
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def open_builtin(name: str, split: str) -> Any:
         numbers = items_of_split(range(len(functions)), split)
         make = functools.partial(function_sample, name, functions)
         # Docs depend on the version of Python, so cached tokens do as well.
-        return GeneratedSource(f"builtin:{name}", make, numbers, contents=digest([functions, make(numbers[0])]))
+        return GeneratedSource(f"builtin:{name}", make, numbers, contents_digest=digest([functions, make(numbers[0])]))
     # Not every twentieth: the kinds of sample alternate by number, and multiples of twenty are all of one kind.
     validation = list(range(NUM_SAMPLES, NUM_SAMPLES + NUM_SAMPLES // VALIDATION_EVERY))
     numbers = validation if split == "validation" else items_of_split(range(NUM_SAMPLES), split)

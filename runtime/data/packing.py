@@ -1,7 +1,7 @@
-"""Which samples share a batch.
+"""Which samples share a row; a batch is one row.
 
-Samples wait in a pool. Every batch begins with the oldest sample, so none waits forever, and is filled repeatedly with
-the longest sample that still fits: long samples go first, short ones fill the gaps. With a pool of many batches there is
+Samples wait in a pool. Every row begins with the oldest sample, so none waits forever, and is filled repeatedly with
+the longest sample that still fits: long samples go first, short ones fill the gaps. With a pool of many rows there is
 hardly any padding (`benchmarks/bench_data.py`).
 
     budget 10, waiting (oldest first)  4 7 3 2 9 1      ->  4 3 2 1   then 7   then 9
@@ -20,12 +20,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Pool(Generic[Key]):
-    """Samples that wait for a batch, each a key and its length in tokens.
+    """Samples that wait for a row, each a key and its length in tokens.
 
     Args:
-        budget: the most tokens of a batch.
-        best_fit: as above; False: batches are filled in order of arrival.
-        separate: pairs of modalities that no batch combines.
+        budget: the most tokens of a row.
+        best_fit: as above; False: rows are filled in order of arrival.
+        separate: pairs of modalities that no row combines.
     """
 
     def __init__(self, budget: int, *, best_fit: bool = True, separate: Collection[tuple[str, str]] = ()) -> None:
@@ -66,18 +66,18 @@ class Pool(Generic[Key]):
         self.tokens += length
 
     def take(self) -> list[Key]:
-        """Removes the samples of the next batch from the pool; the pool must not be empty."""
-        batch = [next(iter(self._waiting))]
-        modalities = set(self._modalities.get(batch[0], ()))
-        room = self.budget - self._remove(batch[0])
+        """Removes the samples of the next row from the pool; the pool must not be empty."""
+        row = [next(iter(self._waiting))]
+        modalities = set(self._modalities.get(row[0], ()))
+        room = self.budget - self._remove(row[0])
         while (key := self._next(room, modalities)) is not None:
             modalities |= self._modalities.get(key, frozenset())
             room -= self._remove(key)
-            batch.append(key)
-        return batch
+            row.append(key)
+        return row
 
     def _next(self, room: int, modalities: set[str]) -> Key | None:
-        """The next sample for a batch with `room` tokens left and these modalities; None if none fits."""
+        """The next sample for a row with `room` tokens left and these modalities; None if none fits."""
         if not self.best_fit:
             key = next(iter(self._waiting), None)
             fits = key is not None and self._waiting[key][0] <= room and self._is_compatible(key, modalities)

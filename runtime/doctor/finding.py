@@ -21,7 +21,7 @@ class Finding:
         status: PASSED, FAILED or NOT_CHECKED.
         summary: the result with its numbers, or why nothing was checked.
         advice: how to fix a failure.
-        details: further lines: samples with their labels, losses of alternatives.
+        details: further lines: samples with their labels, losses of changed models (the check `alternatives`).
     """
 
     status: str
@@ -30,7 +30,7 @@ class Finding:
     details: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """This finding's fields in the report of `--json`."""
+        """The finding in the report of `--json`, which calls the summary `found` and the details `shown`."""
         return {"status": self.status, "found": self.summary, "advice": self.advice, "shown": self.details}
 
 

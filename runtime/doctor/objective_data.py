@@ -110,7 +110,7 @@ class ObjectiveCheck(Check):
 
 def _teacher(patient: Patient, teacher: Recipe) -> Finding:
     try:
-        choose.require_same_tokens(patient.blueprint, models.build_on_meta(teacher))
+        choose.require_same_vocab_size(patient.blueprint, models.build_on_meta(teacher))
     except RecipeError as error:
         return failed(str(error), "Take a teacher of the same family, with the tokenizer of the student.")
     summary = f"The teacher, {teacher.model.source}, has a vocabulary of the same size"

@@ -138,7 +138,7 @@ def teacher_recipe(recipe: Recipe) -> Recipe | None:
     return dataclasses.replace(recipe, model=recipe.teacher, optim=OptimConfig(), **defaults)
 
 
-def require_same_tokens(model: PreTrainedModel, teacher: PreTrainedModel) -> None:
+def require_same_vocab_size(model: PreTrainedModel, teacher: PreTrainedModel) -> None:
     """Raises RecipeError for a teacher with another vocabulary size."""
     student_size, teacher_size = (
         model_or_teacher.config.get_text_config().vocab_size for model_or_teacher in (model, teacher)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.objectives.base import Objective
 from patchgen.runtime.objectives.batch import Batch, at_loss_seam, inputs_of, loss_share, split
-from patchgen.runtime.objectives.choose import objective_of, require_same_tokens, teacher_recipe
+from patchgen.runtime.objectives.choose import objective_of, require_same_vocab_size, teacher_recipe
 from patchgen.runtime.objectives.reference import ReferenceTable
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parallel.reshard import reshard
@@ -115,7 +115,7 @@ def build(
         table = ReferenceTable(recipe.directory, digest([to_dict(recipe)["model"], recipe.train.seed]))
     if (teachers_recipe := teacher_recipe(recipe)) is not None:
         teacher = models.build_model(teachers_recipe, state, device).requires_grad_(False)
-        require_same_tokens(model, teacher)
+        require_same_vocab_size(model, teacher)
     return ObjectiveRunner(objective, model, state, device, adapted=adapted, table=table, teacher=teacher)
 
 

@@ -38,8 +38,8 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
     """The recipe's model on the meta device, after checking, as far as possible here, what `world` ranks would refuse.
 
     Raises:
-        RecipeError, DataError, CheckpointError: the layout does not divide the model, a kernel cannot run here or is
-            unused, data or weights are missing or do not fit.
+        RecipeError, DataError, CheckpointError: the layout does not divide the model, a kernel cannot run here or the
+            model does not call it, data or weights are missing or do not fit.
     """
     run_plan.require_valid(recipe, world)
     folder = Path(recipe.model.source)
@@ -50,7 +50,7 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
             stacklevel=2,
         )
     if recipe.has_media and models.is_model_type(recipe.model.source):
-        setup.load_processor(recipe.model.source)  # refuses the type, as the ranks would: it has none
+        setup.load_processor(recipe.model.source)  # a bare model type has no processor: this raises, as on the ranks
     for section, data in (("data", recipe.data), ("eval_data", recipe.eval_data)):
         with reading.named(section):
             for source in data.sources if data else ():
@@ -59,8 +59,8 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
     models.configure_seams(recipe, model)
     if (teacher_recipe := choose.teacher_recipe(recipe)) is not None:
         teacher = models.build_on_meta(teacher_recipe)
-        choose.require_same_tokens(model, teacher)
-        setup.require_same_ids(recipe.model.source, teacher_recipe.model.source)
+        choose.require_same_vocab_size(model, teacher)
+        setup.require_same_token_ids(recipe.model.source, teacher_recipe.model.source)
         _require_weights(teacher_recipe, teacher)
     if recipe.lora is not None:
         lora.require_trainable_on(lora_targets.find_targets(model, recipe.lora), world)
@@ -83,11 +83,11 @@ def _require_weights(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def _require_divisible_heads(recipe: Recipe, sp: int) -> None:
-    """Refuses sequence slices that do not divide the attention heads; warns of those that cannot be counted here."""
+    """Refuses a number of sequence slices that does not divide the attention heads; warns of heads that cannot be counted here."""
     head_counts, failure = _attention_heads(models.build_on_meta(recipe))
     with _as_recipe_error(f"parallel.sp = {sp}"):
         for name, heads in head_counts.items():
-            key_value_repeats(*heads, sp, where=name)
+            key_value_repeats(*heads, sp, where=name)  # raises if sp does not fit; the result is not needed
     if failure:
         counted = f" in layers after {[*head_counts][-1]}" if head_counts else ""
         warnings.warn(
@@ -147,5 +147,5 @@ def _attention_heads(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]]
     if own_errors:
         raise own_errors[0]
     if not head_counts:
-        failure = failure or "no layer calls the attention that is chosen by name"
+        failure = failure or "no layer uses transformers' attention interface"
     return head_counts, failure

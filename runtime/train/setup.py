@@ -162,7 +162,7 @@ def placeholder_ids(config: Any) -> set[int]:
     return placeholders - text
 
 
-def require_same_ids(source: str, teacher: str) -> None:
+def require_same_token_ids(source: str, teacher: str) -> None:
     """Raises RecipeError for a teacher with `differing_ids`. A name on the Hub, a bare model type and a folder without a
     tokenizer are not compared.
     """

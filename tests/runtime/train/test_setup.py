@@ -164,12 +164,14 @@ def test_a_teacher_that_exchanges_two_tokens_is_refused_with_both_and_one_with_m
     with pytest.raises(
         RecipeError, match=r"of 3 ids 2 mean another token \(1 is 'one' and 'two', 2 is 'two' and 'one'\)"
     ):
-        setup.require_same_ids(own, exchanged)
-    setup.require_same_ids(own, save_tokenizer(tmp_path / "more", "<pad>", "one", "two", "three"))
-    setup.require_same_ids(own, save_tokenizer(tmp_path / "renamed", "<reserved>", "one", "two"))  # a special token
+        setup.require_same_token_ids(own, exchanged)
+    setup.require_same_token_ids(own, save_tokenizer(tmp_path / "more", "<pad>", "one", "two", "three"))
+    setup.require_same_token_ids(
+        own, save_tokenizer(tmp_path / "renamed", "<reserved>", "one", "two")
+    )  # a special token
     (tmp_path / "none").mkdir()  # without a tokenizer nothing is compared, nor for a bare model type
-    setup.require_same_ids(own, str(tmp_path / "none"))
-    setup.require_same_ids("qwen3_moe", exchanged)
+    setup.require_same_token_ids(own, str(tmp_path / "none"))
+    setup.require_same_token_ids("qwen3_moe", exchanged)
 
 
 def test_tokens_of_a_tokenizer_that_names_its_special_ones_by_their_ids_alone_are_compared():
@@ -195,4 +197,4 @@ def test_a_package_that_a_tokenizer_needs_is_named_with_the_key_of_its_source(tm
     with pytest.raises(RecipeError, match="model.source = .* has no tokenizer .* You need sentencepiece"):
         setup.data_parts(recipe)
     with pytest.raises(RecipeError, match="model.source = .* You need sentencepiece"):
-        setup.require_same_ids(str(tmp_path), str(tmp_path))
+        setup.require_same_token_ids(str(tmp_path), str(tmp_path))
