@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 
 from patchgen.runtime.verify.small_config import small_config
 
@@ -82,4 +82,4 @@ def spoken(whole, config) -> tuple[torch.Tensor, torch.Tensor]:
 def require_same_speech(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
     """The same words, and their sound within rounding: where weights lie in memory decides the order of a sum."""
     assert torch.equal(found[0], expected[0])
-    require_rounding(found[1], expected[1], what="sound")
+    require_equal_up_to_rounding(found[1], expected[1], what="sound")

@@ -3,9 +3,9 @@
 The same sums in another order differ by some units of eps, and how many the processor decides: wider vectors, other
 matrix products. A bar of 1e-5 holds on one machine. So tests compare in one of two ways:
 
-    require_as_exact(found, upstream, exact)    against a reference in fp64: no further from it than upstream is,
-                                                times FACTOR
-    require_rounding(found, expected)           where there is none: within some units of eps of the whole tensor
+    require_as_exact(found, upstream, exact)         against a reference in fp64: no further from it than upstream is,
+                                                     times FACTOR
+    require_equal_up_to_rounding(found, expected)    where there is none: within some units of eps of the whole tensor
 
 Both measure tensors as wholes, in the 2-norm: single elements near zero may be all rounding. What must be equal bit for
 bit is compared with `torch.equal`.
@@ -56,7 +56,7 @@ def require_as_exact(
     assert ours <= bar, f"{what} errs by {ours:.1e}, upstream by {theirs:.1e}: bar {bar:.1e}"
 
 
-def require_rounding(
+def require_equal_up_to_rounding(
     found: Values,
     expected: Values,
     *,

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from cases_sequence import state_of
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from torch import Tensor
 
 from patchgen.kernels.fused_moe import fused_moe as one_process
@@ -92,14 +92,14 @@ def agrees(
         again, gradients_again = run(own, state)
     torch.testing.assert_close(out, again, rtol=0, atol=0)
     expected, expected_gradients = run(whole, None)
-    require_rounding(out, expected, what="output")
+    require_equal_up_to_rounding(out, expected, what="output")
     for name in ("x", "w"):
-        require_rounding(gradients[name], expected_gradients[name], what=name)
+        require_equal_up_to_rounding(gradients[name], expected_gradients[name], what=name)
     for name in whole:
         torch.testing.assert_close(gradients[name], gradients_again[name], rtol=0, atol=0)
         total = expected_gradients[name].clone()
         dist.all_reduce(total)  # every rank's tokens reach the experts
-        require_rounding(gradients[name], total.chunk(world)[rank], what=name)
+        require_equal_up_to_rounding(gradients[name], total.chunk(world)[rank], what=name)
 
 
 ON_GPU = {"tokens": 300, "hidden": 256, "inner": 128, "num_experts": 16, "top_k": 4}
@@ -232,7 +232,7 @@ def buffers_grow_with_the_tokens_of_any_rank() -> list[int]:
         with parallel.using(state):
             out = ops.fused_moe(hidden, index, weights, **own, num_experts=2 * world, activation=silu)
         expected = one_process(hidden, index, weights, **whole, num_experts=2 * world, activation=silu)
-        require_rounding(out, expected, what=f"{tokens} tokens")
+        require_equal_up_to_rounding(out, expected, what=f"{tokens} tokens")
         sizes.append(state.peers.num_bytes)
     return sizes
 
@@ -318,7 +318,7 @@ def capacity_drops_and_counts() -> None:
     left = index.clone().view(-1)
     left[kept:] = 2 * world  # rows are kept in slot order
     expected = one_process(hidden, left.view_as(index), weights, **whole, num_experts=2 * world, activation=silu)
-    require_rounding(out, expected)
+    require_equal_up_to_rounding(out, expected)
 
 
 def recomputation_exchanges_no_sizes(mode: str) -> int:

@@ -14,7 +14,7 @@ import cases_models
 import torch
 import torch.distributed as dist
 from cases_sequence import state_of
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from torch import Tensor
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback as served_by
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
@@ -61,7 +61,7 @@ def _agrees(whole_call, sliced_call, tensors, along, out_dim, packed, state) -> 
     with parallel.using(state):
         got = sliced_call(**mine, **lengths)
     (got * direction.chunk(size, dim=out_dim)[rank]).sum().backward()
-    require_rounding(got, expected.chunk(size, dim=out_dim)[rank])
+    require_equal_up_to_rounding(got, expected.chunk(size, dim=out_dim)[rank])
     for name, leaf in mine.items():
         gradient = leaf.grad.clone()
         if name in along:
@@ -69,7 +69,7 @@ def _agrees(whole_call, sliced_call, tensors, along, out_dim, packed, state) -> 
         else:
             dist.all_reduce(gradient, group=state.sp_group)
             full = leaves[name].grad
-        require_rounding(gradient, full, what=name)
+        require_equal_up_to_rounding(gradient, full, what=name)
 
 
 def convolution_agrees(packed: bool, sp: int) -> None:

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -138,13 +138,13 @@ def attention_agrees(
     expected, expected_gradients, expected_sinks = run(whole, direction, None)
     rank = state.sp_rank
     got, gradients, sinks = run([t.chunk(size, dim=2)[rank] for t in whole], direction.chunk(size, dim=1)[rank], state)
-    require_rounding(got, expected.chunk(size, dim=1)[rank])
+    require_equal_up_to_rounding(got, expected.chunk(size, dim=1)[rank])
     for gradient, full in zip(gradients, expected_gradients, strict=True):
         if not differentiable:
             break
-        require_rounding(gradient, full.chunk(size, dim=2)[rank])
+        require_equal_up_to_rounding(gradient, full.chunk(size, dim=2)[rank])
     dist.all_reduce(sinks)
-    require_rounding(sinks, expected_sinks)
+    require_equal_up_to_rounding(sinks, expected_sinks)
 
 
 def lengths_of_a_slice_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cases_accelerate as cases
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from trainer_models import LAYERS
 
 
@@ -12,12 +12,12 @@ def test_losses_and_weights_are_those_of_upstream(two_ranks):
     assert len(set(expected)) == cases.STEPS and not calls
     found = two_ranks.run(cases.train, generated=True)
     for losses, _, calls in found:
-        require_rounding(losses, expected)
+        require_equal_up_to_rounding(losses, expected)
         assert calls == {"fused_moe": LAYERS * cases.STEPS, "causal_lm_loss": cases.STEPS}
     trained = found[0][1]
     assert trained.keys() == weights.keys()
     for name in weights:
-        require_rounding(
+        require_equal_up_to_rounding(
             trained[name], weights[name], units=1e3, what=name
         )  # Adam divides small gradients by themselves
 
@@ -27,8 +27,8 @@ def test_a_parameter_that_one_rank_leaves_out_is_summed_as_the_page_says(two_ran
     left_out = {"leaves_out": "model.layers.0.self_attn.k_norm"}
     expected, weights, _ = two_ranks.run(cases.train, generated=False, **left_out)[0]
     losses, trained, _ = two_ranks.run(cases.train, generated=True, **left_out)[0]
-    require_rounding(losses, expected)
+    require_equal_up_to_rounding(losses, expected)
     assert len(set(losses)) == cases.STEPS
     name = f"{left_out['leaves_out']}.weight"
-    require_rounding(trained[name], weights[name], units=1e3, what=name)
+    require_equal_up_to_rounding(trained[name], weights[name], units=1e3, what=name)
     assert not (trained[name] == 1).any(), "rank 0 has a gradient for all of it"

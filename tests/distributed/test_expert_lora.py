@@ -10,7 +10,7 @@ import cases_trainer
 import pytest
 import torch
 from plain_training import plain_loop
-from rounding import UNITS, error, require_rounding
+from rounding import UNITS, error, require_equal_up_to_rounding
 from safetensors.torch import load_file
 
 from patchgen.runtime.checkpoint import CheckpointError, export_run
@@ -95,8 +95,10 @@ def compare(folder: Path, place: Path, steps: int, one_rank, two_ranks, four_ran
         worst = error(run["losses"], losses), distance(load_file(folder_of / "adapter_model.safetensors"), adapters)
         print(f"{name}: losses differ from PEFT's by {worst[0]:.1e}, adapters by {worst[1]:.1e}")
         assert worst[0] < 1e-6 and worst[1] < 1e-5, (name, worst)
-        require_rounding(run["off"], untouched, what=f"{name}, the adapters switched off")
-        require_rounding(run["logits"], logits_of(loaded_by_peft(folder, folder_of)), what=f"{name}, loaded by PEFT")
+        require_equal_up_to_rounding(run["off"], untouched, what=f"{name}, the adapters switched off")
+        require_equal_up_to_rounding(
+            run["logits"], logits_of(loaded_by_peft(folder, folder_of)), what=f"{name}, loaded by PEFT"
+        )
 
 
 @pytest.mark.slow
@@ -121,7 +123,7 @@ def test_a_run_goes_on_in_another_layout_and_exports_the_merged_model(trainer_fo
     straight = one_rank.run(cases.train, part(3, "straight"))[0]["losses"]
     first = two_ranks.run(cases.train, part(2, "run"))[0]["losses"]
     then = two_ranks.run(cases.train, part(3, "run", parallel={"ep": 2}))[0]["losses"]
-    require_rounding(first + then, straight)
+    require_equal_up_to_rounding(first + then, straight)
     with pytest.raises(
         CheckpointError, match=r"step-00000003 holds adapters and weights separately\. .* set lora.merge: true"
     ):
@@ -133,7 +135,7 @@ def test_a_run_goes_on_in_another_layout_and_exports_the_merged_model(trainer_fo
 
     merged = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "run" / "export", attn_implementation="eager")
     adapted = logits_of(loaded_by_peft(trainer_folder, tmp_path / "run" / "adapter"))
-    require_rounding(logits_of(merged), adapted)
+    require_equal_up_to_rounding(logits_of(merged), adapted)
     assert error(adapted, logits_of(upstream(trainer_folder))) > 1e-3, "the adapter must do something"
 
 
@@ -149,8 +151,8 @@ def test_transposed_and_interleaved_experts_with_biases_are_those_of_peft(ranks,
     model = peft.PeftModel.from_pretrained(plain, tmp_path, is_trainable=True)
     expected = model(input_ids=torch.tensor([cases_trainer.PROBE]) % cases_models.VOCABULARY, use_cache=False).logits
     expected.square().sum().backward()
-    require_rounding(logits, expected.detach())
+    require_equal_up_to_rounding(logits, expected.detach())
     theirs = {path.replace(".default", ""): p.grad for path, p in model.named_parameters() if p.requires_grad}
     assert gradients.keys() == theirs.keys() and len(theirs) == 8
     for name, gradient in theirs.items():
-        require_rounding(gradients[name], gradient, units=4 * UNITS, what=name)
+        require_equal_up_to_rounding(gradients[name], gradient, units=4 * UNITS, what=name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cases_trainer as cases
 import torch
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 
 
 def values_of(folder, place, lora, **parallel) -> dict:
@@ -26,7 +26,7 @@ def test_adapters_train_alike_on_two_ranks_and_load_in_plain_peft(trainer_folder
     wanted = {"rank": 4, "alpha": 8.0}
     alone = one_rank.run(cases.train_adapters, values_of(trainer_folder, tmp_path / "one", wanted))[0]
     both = two_ranks.run(cases.train_adapters, values_of(trainer_folder, tmp_path / "two", wanted, ep=2))[0]
-    require_rounding(both["losses"], alone["losses"])
+    require_equal_up_to_rounding(both["losses"], alone["losses"])
     assert alone["losses"][-1] < alone["losses"][0]
     assert alone["trained"] == both["trained"] and all("lora_" in name for name in alone["trained"])
 
@@ -37,7 +37,7 @@ def test_adapters_train_alike_on_two_ranks_and_load_in_plain_peft(trainer_folder
         adapted = PeftModel.from_pretrained(base, tmp_path / "two" / "adapter").eval()
         after = adapted(input_ids=ids).logits
     assert (after - before).abs().max() > 1e-3, "the adapter must do something, or equality says nothing"
-    require_rounding(after, both["logits"])
+    require_equal_up_to_rounding(after, both["logits"])
 
 
 def test_targets_that_match_nothing_are_refused_on_all_ranks(trainer_folder, tmp_path, two_ranks):

@@ -10,7 +10,7 @@ import cases_trainer as cases
 import pytest
 import torch
 import transformers
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 
 from patchgen import pipeline, provenance, upstream
 from patchgen.runtime.checkpoint import load_pretrained
@@ -47,7 +47,7 @@ def test_toy_recipes_learn_alike(name, tmp_path, one_rank, two_ranks):
         }
         values = to_dict(load(RECIPES / f"{name}.yaml", changes))
         found[place] = pool.run(cases.train, values)[0][0]
-    require_rounding(found["two"], found["one"])
+    require_equal_up_to_rounding(found["two"], found["one"])
     assert found["one"][-1] < found["one"][0] - 0.02, found
 
 
@@ -88,7 +88,7 @@ def test_other_heads_train_and_load_in_plain_transformers(name, shares, auto, to
         shared = two_ranks.run(cases.train, to_dict(load(RECIPES / f"{name}.yaml", others)))[0][0]
         # The third loss of a fresh t5 says little: on one rank it moves by 4.5e-4 where the second moved by 8e-6 (a learning
         # rate of 2e-3 * (1 + 1e-5)).
-        require_rounding(shared[:2], losses[:2])
+        require_equal_up_to_rounding(shared[:2], losses[:2])
     export = tmp_path / "one" / "export"
     plain, loaded = getattr(transformers, auto).from_pretrained(export, output_loading_info=True, dtype=torch.float32)
     assert type(plain).__module__.startswith("transformers.") and not any(loaded.values()), loaded
@@ -101,4 +101,4 @@ def test_other_heads_train_and_load_in_plain_transformers(name, shares, auto, to
     more = {"decoder_input_ids": ids} if plain.config.is_encoder_decoder else {}
     with torch.no_grad():
         outputs = [one.eval()(input_ids=ids, **more)[told] for one in (model, plain)]
-    require_rounding(*outputs)
+    require_equal_up_to_rounding(*outputs)

@@ -10,7 +10,7 @@ import json
 import cases_objectives as cases
 import pytest
 import torch
-from rounding import UNITS, require_rounding
+from rounding import UNITS, require_equal_up_to_rounding
 
 from patchgen.runtime.train import resume_changes
 from patchgen.runtime.train.recipe import RecipeError, from_dict
@@ -60,7 +60,7 @@ def test_two_ranks_learn_as_one_does(name, layout, trainer_folder, tmp_path, one
     parallel = {layout: 2} if layout != "fsdp" else {}
     alone = curve(name, one_rank, trainer_folder, tmp_path / "one", steps=3)
     both = curve(name, two_ranks, trainer_folder, tmp_path / "two", steps=3, parallel=parallel)
-    require_rounding(both, alone)
+    require_equal_up_to_rounding(both, alone)
     assert len(set(alone)) == 3, "the numbers must differ, or equality says little"
 
 
@@ -79,7 +79,7 @@ def test_twenty_steps_on_one_two_and_four_ranks(name, trainer_folder, tmp_path, 
             f"{name} on {layout}: largest difference {max(abs(a - b) for a, b in zip(losses, alone, strict=True)):.1e}"
         )
     for layout, losses in found.items():
-        require_rounding(losses, alone, units=UNITS * steps**0.5, what=layout)
+        require_equal_up_to_rounding(losses, alone, units=UNITS * steps**0.5, what=layout)
 
 
 def test_maxima_of_documents_have_gradients_on_slices(two_ranks):
@@ -90,7 +90,7 @@ def test_maxima_of_documents_have_gradients_on_slices(two_ranks):
 def test_documents_in_rows_of_their_own_give_the_same(name, trainer_folder, tmp_path, one_rank):
     packed = curve(name, one_rank, trainer_folder, tmp_path / "packed", steps=2)
     apart = curve(name, one_rank, trainer_folder, tmp_path / "apart", steps=2, model={"separate_documents": True})
-    require_rounding(apart, packed)
+    require_equal_up_to_rounding(apart, packed)
 
 
 def test_the_loss_of_routers_is_added_on_one_rank_and_on_slices(trainer_folder, tmp_path, one_rank, two_ranks):
@@ -98,7 +98,7 @@ def test_the_loss_of_routers_is_added_on_one_rank_and_on_slices(trainer_folder, 
     plain = curve("dpo", one_rank, trainer_folder, tmp_path / "plain", steps=2)
     alone = curve("dpo", one_rank, trainer_folder, tmp_path / "one", steps=2, model=model)
     both = curve("dpo", two_ranks, trainer_folder, tmp_path / "two", steps=2, model=model, parallel={"sp": 2})
-    require_rounding(both, alone)
+    require_equal_up_to_rounding(both, alone)
     assert alone[0] > plain[0] + 0.1
 
 
@@ -109,7 +109,7 @@ def test_with_adapters_the_reference_is_the_model_without_them(layout, trainer_f
     alone = curve("dpo", one_rank, trainer_folder, tmp_path / "one", steps=3, **changes)
     values = recipe_of("dpo", trainer_folder, tmp_path / "two", steps=3, parallel={layout: 2}, **changes)
     both, found = two_ranks.run(cases.curve_and_log_probs, values)[0]
-    require_rounding(both, alone)
+    require_equal_up_to_rounding(both, alone)
     assert alone[2] < alone[0] - 1e-3
     assert torch.equal(found["reference before"], found["model before"]), "an adapter begins with nothing"
     assert torch.equal(found["reference after"], found["reference before"])
@@ -168,7 +168,7 @@ def test_a_teacher_is_sharded_after_it_was_asked(trainer_folder, tmp_path, one_r
 def test_an_evaluation_is_the_loss_of_the_same_rows(trainer_folder, tmp_path, two_ranks):
     values = recipe_of("dpo", trainer_folder, tmp_path / "dpo", steps=1, parallel={"sp": 2})
     evaluated, first = two_ranks.run(cases.evaluated, values, 2)[0]
-    require_rounding(evaluated, first)
+    require_equal_up_to_rounding(evaluated, first)
 
 
 def test_a_reward_model_loads_in_plain_transformers(trainer_folder, tmp_path, two_ranks):
@@ -187,6 +187,6 @@ def test_a_reward_model_loads_in_plain_transformers(trainer_folder, tmp_path, tw
     ids = torch.tensor([one + [padding] * (longest - len(one)) for one in documents])
     with torch.no_grad():
         scores = plain.eval()(input_ids=ids, attention_mask=(ids != padding).long()).logits[:, 0]
-    require_rounding(found, scores)
+    require_equal_up_to_rounding(found, scores)
     before = AutoModelForSequenceClassification.from_pretrained(trainer_folder / "start", num_labels=1)
     assert not torch.equal(before.model.norm.weight, plain.model.norm.weight), "it must have been trained"

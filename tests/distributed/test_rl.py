@@ -6,7 +6,7 @@ from functools import cache
 
 import cases_rl as cases
 import pytest
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 
 upstream = cache(cases.of_upstream)
 
@@ -14,13 +14,13 @@ upstream = cache(cases.of_upstream)
 def require_same(results: list[tuple], name: str) -> None:
     before, losses, norms, weights = upstream(name)
     for values, rows, found_losses, found_norms, _ in results:
-        require_rounding(values, before[rows], what="log-probabilities")
-        require_rounding(found_losses, losses, what="losses")
-        require_rounding(found_norms, norms, what="norms")
+        require_equal_up_to_rounding(values, before[rows], what="log-probabilities")
+        require_equal_up_to_rounding(found_losses, losses, what="losses")
+        require_equal_up_to_rounding(found_norms, norms, what="norms")
     trained = results[0][-1]
     assert trained.keys() == weights.keys()
     for key, expected in weights.items():
-        require_rounding(trained[key], expected, units=100, what=key)  # two steps of Adam
+        require_equal_up_to_rounding(trained[key], expected, units=100, what=key)  # two steps of Adam
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_the_loss_of_routers_is_the_same_in_every_layout(one_rank, four_ranks):
     (_, _, without, smaller, _), *_ = one_rank.run(cases.steps, name, 2)
     assert losses[0] == without[0] and norms[0] != smaller[0]
     for _, _, found, found_norms, _ in four_ranks.run(cases.steps, name, 1, router_loss=True, sp=2, ep=2):
-        require_rounding(found, losses)
-        require_rounding(found_norms, norms)
+        require_equal_up_to_rounding(found, losses)
+        require_equal_up_to_rounding(found_norms, norms)
 
 
 def test_a_step_that_is_not_finite_changes_nothing(two_ranks):

@@ -9,7 +9,7 @@ import cases_trainer as cases
 import pytest
 import torch
 from plain_training import plain_loop
-from rounding import UNITS, error, require_rounding
+from rounding import UNITS, error, require_equal_up_to_rounding
 
 LAYOUTS = {
     "FSDP": {},
@@ -46,7 +46,7 @@ def compare(found: dict[str, list[float]]) -> None:
     for name, losses in found.items():
         worst = error(losses, expected)
         print(f"{name}: {len(losses)} steps, {losses[0]:.4f} to {losses[-1]:.4f}, from transformers by {worst:.1e}")
-        require_rounding(losses, expected, units=UNITS * math.sqrt(len(losses)), what=name)
+        require_equal_up_to_rounding(losses, expected, units=UNITS * math.sqrt(len(losses)), what=name)
 
 
 def test_six_steps_on_one_rank_and_four_are_those_of_a_plain_loop(trainer_folder, tmp_path, one_rank, four_ranks):

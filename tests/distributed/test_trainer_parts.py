@@ -11,7 +11,7 @@ import cases_trainer as cases
 import pytest
 import torch
 import transformers
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 
 from patchgen.runtime import launch
 from patchgen.runtime.train import recipe as recipes
@@ -38,11 +38,11 @@ def test_evaluation_is_the_same_on_any_ranks_and_changes_nothing(trainer_folder,
     for name, pool, layout in (("one", one_rank, {}), ("four", four_ranks, FOUR)):
         run = {**evaluated, "parallel": layout, "log": {"directory": str(tmp_path / name)}}
         losses, evaluations = pool.run(cases.train_and_evaluate, run)[0]
-        require_rounding(losses, expected)
+        require_equal_up_to_rounding(losses, expected)
         assert [one.step for one in evaluations] == [2, 4]
         assert evaluations[1].loss < evaluations[0].loss
         found[name] = evaluations
-    require_rounding([one.loss for one in found["four"]], [one.loss for one in found["one"]])
+    require_equal_up_to_rounding([one.loss for one in found["four"]], [one.loss for one in found["one"]])
     assert {one.labels for evaluations in found.values() for one in evaluations} == {num_labels}
 
 
@@ -83,16 +83,16 @@ def test_sources_are_told_apart_on_any_ranks_as_plain_transformers_has_them(
         assert len(found[name]) == 3
         for loss, labels, figures in found[name]:
             assert sum(one.labels for one in figures.values()) == labels
-            require_rounding(sum(one.loss * one.labels for one in figures.values()) / labels, loss)
+            require_equal_up_to_rounding(sum(one.loss * one.labels for one in figures.values()) / labels, loss)
         for number, figures in enumerate(found[name][0][2].values()):
             own = [(labels, loss) for source, labels, loss in documents if source == number]
             assert figures.labels == sum(labels for labels, _ in own)
-            require_rounding(figures.loss, sum(loss for _, loss in own) / figures.labels)
+            require_equal_up_to_rounding(figures.loss, sum(loss for _, loss in own) / figures.labels)
     for name in ("eager", "apart", "four"):
         for mine, first in zip(found[name], found["auto"], strict=True):
             for key, figures in mine[2].items():
                 assert (figures.tokens, figures.labels) == (first[2][key].tokens, first[2][key].labels)
-                require_rounding(figures.loss, first[2][key].loss)
+                require_equal_up_to_rounding(figures.loss, first[2][key].loss)
 
 
 def test_a_run_of_four_ranks_continues_on_one(trainer_folder, tmp_path, one_rank, four_ranks):
@@ -108,7 +108,7 @@ def test_a_run_of_four_ranks_continues_on_one(trainer_folder, tmp_path, one_rank
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     rest, _, summary = one_rank.run(cases.train, {**values, "parallel": {}})[0]
     assert summary.steps == 6
-    require_rounding(rest, losses[3:])
+    require_equal_up_to_rounding(rest, losses[3:])
 
 
 def test_a_second_run_in_a_directory_is_refused_and_names_the_first(trainer_folder, tmp_path, one_rank):
@@ -329,7 +329,7 @@ def test_muon_has_the_same_curve_on_four_ranks(trainer_folder, tmp_path, one_ran
         )
         found[name] = pool.run(cases.train, values)[0][0]
     assert found["one"][-1] < found["one"][0] - 0.1
-    require_rounding(found["four"], found["one"], units=0.05, dtype=torch.bfloat16)
+    require_equal_up_to_rounding(found["four"], found["one"], units=0.05, dtype=torch.bfloat16)
 
 
 def test_a_run_that_diverges_is_stopped_by_name(trainer_folder, tmp_path, two_ranks):
@@ -367,4 +367,4 @@ def test_activation_checkpointing_changes_no_loss(mode, trainer_folder, tmp_path
             log={"directory": str(tmp_path / name)},
         )
         found.append(two_ranks.run(cases.train, values)[0][0])
-    require_rounding(found[1], found[0], units=2)
+    require_equal_up_to_rounding(found[1], found[0], units=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_cases import CASES, Case, run
-from rounding import require_as_exact, require_rounding
+from rounding import require_as_exact, require_equal_up_to_rounding
 from torch import Tensor, nn
 
 from patchgen.kernels.fused_moe import fused_moe
@@ -23,7 +23,7 @@ def test_torch_backend_equals_the_reference_in_fp64(case: Case):
     tensors = case.tensors(torch.float64)
     expected, found = run(case, tensors, "reference"), run(case, tensors, "torch")
     for name in expected:
-        require_rounding(found[name], expected[name], what=name)
+        require_equal_up_to_rounding(found[name], expected[name], what=name)
 
 
 @pytest.mark.parametrize("case", NAMED)
@@ -116,7 +116,7 @@ def test_what_is_learned_gets_no_gradient_from_slots_that_are_left_out(learned: 
         gradients = torch.autograd.grad(out.sin().sum(), wanted, materialize_grads=True)
         results.append((out, *gradients))
     for expected, found in zip(*results, strict=True):
-        require_rounding(found, expected)
+        require_equal_up_to_rounding(found, expected)
 
 
 def test_reference_gradients_by_finite_differences():
@@ -166,7 +166,7 @@ def test_torch_compile_of_a_layer_around_it_has_no_graph_break(routing: str):
             return fused_moe(**tensors, num_experts=case.num_experts, activation=self.act_fn, backend="torch") * 2
 
     compiled = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
-    require_rounding(compiled(**tensors), expected * 2, units=4)
+    require_equal_up_to_rounding(compiled(**tensors), expected * 2, units=4)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from transformers import AutoModelForCausalLM, GptOssConfig, NemotronHConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
@@ -44,7 +44,7 @@ def test_experts_modules_equal_their_eager_forward(experts: type, config):
         out = module(x, index, w)
         results.append((out, *torch.autograd.grad(out.square().sum(), [x, w, *module.parameters()])))
     for eager, ours in zip(*results, strict=True):
-        require_rounding(ours, eager)
+        require_equal_up_to_rounding(ours, eager)
 
 
 def test_a_model_takes_it_by_name():
@@ -54,4 +54,4 @@ def test_a_model_takes_it_by_name():
     expected = model(ids).logits
     model.set_experts_implementation(transformers_experts.NAME)
     assert model.config._experts_implementation == transformers_experts.NAME
-    require_rounding(model(ids).logits, expected)
+    require_equal_up_to_rounding(model(ids).logits, expected)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -106,17 +106,17 @@ def test_same_numbers_as_the_source(original, generated, checkpoint, choice, sha
     ids_BS = torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(1))
     if shape == (1, 1):  # nothing to predict: the logits alone
         with seams.using(**SEAMS[choice]), torch.no_grad():
-            require_rounding(ours(ids_BS).logits, theirs(ids_BS).logits)
+            require_equal_up_to_rounding(ours(ids_BS).logits, theirs(ids_BS).logits)
         return
     loss, logits, gradients = step(theirs, ids_BS)
     expected = stacked(gradients, num_experts=6)
     with seams.using(**SEAMS[choice]):
         our_loss, our_logits, our_gradients = step(ours, ids_BS)
-    require_rounding(our_loss, loss)
-    require_rounding(our_logits, logits)
+    require_equal_up_to_rounding(our_loss, loss)
+    require_equal_up_to_rounding(our_logits, logits)
     assert our_gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        require_rounding(our_gradients[name], gradient, what=name)
+        require_equal_up_to_rounding(our_gradients[name], gradient, what=name)
 
 
 def test_checkpoints_go_both_ways(original, generated, checkpoint, tmp_path):

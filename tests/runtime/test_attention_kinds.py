@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
@@ -107,7 +107,7 @@ def step(config, names) -> dict[str, torch.Tensor]:
 def require_equal(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        require_rounding(found[name], tensor, what=name, units=256)
+        require_equal_up_to_rounding(found[name], tensor, what=name, units=256)
 
 
 # ------------------------------------------------------------------------------------------------ kinds of layers
@@ -177,7 +177,7 @@ def test_masks_in_chunks_are_drawn_where_other_layers_run_a_flash_kernel(plant):
         torch.manual_seed(0)
         one = Llama4ForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name)
         logits[name] = one.eval()(**inputs, use_cache=False).logits
-    require_rounding(logits[attention.BY_LAYER], logits["patchgen_eager"], what="logits")
+    require_equal_up_to_rounding(logits[attention.BY_LAYER], logits["patchgen_eager"], what="logits")
     assert sum(calls.values()) == 1
 
 
@@ -294,4 +294,4 @@ def test_the_choice_compiles_into_one_graph(plant):
     found = torch.compile(layer, backend="eager", fullgraph=True)(
         rows, position_embeddings=places, attention_mask=None
     )[0]
-    require_rounding(found, eager, what="compiled", units=16)
+    require_equal_up_to_rounding(found, eager, what="compiled", units=16)

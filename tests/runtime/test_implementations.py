@@ -9,7 +9,7 @@ import sys
 import chosen_models
 import pytest
 import torch
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -64,7 +64,7 @@ def test_the_experts_seam_equals_the_upstream_loop():
             expected[token] += weights[token, slot] * (down[expert] @ (nn.functional.silu(gate) * up))
     with seams.using(fused_moe="torch"):
         found = ops.fused_moe(x, index, weights, gate_up, down, num_experts=4, activation=nn.SiLU())
-    require_rounding(found, expected)
+    require_equal_up_to_rounding(found, expected)
 
 
 @pytest.mark.parametrize("name", ["auto", "linear", "chunked"])
@@ -77,7 +77,7 @@ def test_the_loss_seam_equals_its_eager_twin(name: str):
         logits, loss = ops.causal_lm_loss(head, hidden, labels, loss_function=ForCausalLMLoss, vocab_size=11)
         assert ops.causal_lm_loss(head, hidden, None, loss_function=ForCausalLMLoss, vocab_size=11)[1] is None
     assert logits is None
-    require_rounding(loss, expected)
+    require_equal_up_to_rounding(loss, expected)
 
 
 @pytest.mark.parametrize("name, head", chosen_models.heads(committed()))

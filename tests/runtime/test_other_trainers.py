@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from trainer_models import LAYERS, build, counting_seams, rows, tokenizer
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
@@ -44,7 +44,7 @@ def compare(run: Callable[[PreTrainedModel], list[float]]) -> Counter:
         layer.mlp.experts.register_forward_pre_hook(lambda *_: modules.update(experts=1))
     with counting_seams() as calls:
         found = run(model)
-    require_rounding(found, expected)
+    require_equal_up_to_rounding(found, expected)
     assert calls["fused_moe"] == modules["experts"] > 0
     return calls
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe_cases import ClampedSwiglu, ReluSquared
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from torch import nn
 from transformers import activations as upstream
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
@@ -84,7 +84,7 @@ def test_the_formula_equals_the_function_it_was_found_from():
         function = ClampedSwiglu(is_interleaved)
         pairs = torch.stack((gate, up), -1).flatten(-2) if is_interleaved else torch.cat((gate, up), -1)
         found = recognise(None, function, is_gated=True, is_interleaved=is_interleaved)
-        require_rounding(found.gate(gate, up), function(pairs))
+        require_equal_up_to_rounding(found.gate(gate, up), function(pairs))
         assert not math.isinf(found.limit)
     squared = recognise(ReluSquared(), None, is_gated=True, is_interleaved=False)
     assert torch.equal(squared.gate(gate, up), torch.relu(gate).square() * up)

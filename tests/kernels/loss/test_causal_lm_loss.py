@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
@@ -62,9 +62,9 @@ def test_equals_upstream_in_fp64_like_precision(head_name: str, kwargs: dict):
     gradients = torch.autograd.grad(loss, inputs)
 
     assert logits is None
-    require_rounding(loss, expected)
+    require_equal_up_to_rounding(loss, expected)
     for found, wanted in zip(gradients, expected_gradients, strict=True):
-        require_rounding(found, wanted)
+        require_equal_up_to_rounding(found, wanted)
 
 
 def test_without_a_vocabulary_size_the_head_says_how_many_logits_it_has():
@@ -74,8 +74,8 @@ def test_without_a_vocabulary_size_the_head_says_how_many_logits_it_has():
     _, loss = chunked_causal_lm_loss(linear, hidden, labels, loss_function=ForCausalLMLoss, vocab_size=None)
     gradient = torch.autograd.grad(loss, linear.weight)[0]
     expected = ForCausalLMLoss(linear(hidden), labels, VOCAB)
-    require_rounding(loss, expected)
-    require_rounding(gradient, torch.autograd.grad(expected, linear.weight)[0])
+    require_equal_up_to_rounding(loss, expected)
+    require_equal_up_to_rounding(gradient, torch.autograd.grad(expected, linear.weight)[0])
 
 
 def test_no_logits_larger_than_a_chunk_exist():
@@ -98,7 +98,7 @@ def test_a_chunk_in_which_nothing_counts_adds_nothing():
     labels = torch.full((1, 24), -100)
     labels[0, 20] = 5
     _, loss = chunked_causal_lm_loss(linear, hidden, labels, loss_function=ForCausalLMLoss, vocab_size=VOCAB)
-    require_rounding(loss, ForCausalLMLoss(linear(hidden), labels, VOCAB))
+    require_equal_up_to_rounding(loss, ForCausalLMLoss(linear(hidden), labels, VOCAB))
 
 
 def test_refuses_another_loss_a_wrong_head_and_wrong_labels():
@@ -141,5 +141,5 @@ def test_the_losses_of_tokens_are_read_and_nothing_else_changes(kernel):
     expected = nn.functional.cross_entropy(head(hidden).flatten(0, 1), shifted, reduction="none")
     (losses,) = read
     assert not losses.requires_grad
-    require_rounding(losses, expected.detach())
-    require_rounding(losses_of_rows(head(hidden), shifted.view(2, 21)), expected.detach())
+    require_equal_up_to_rounding(losses, expected.detach())
+    require_equal_up_to_rounding(losses_of_rows(head(hidden), shifted.view(2, 21)), expected.detach())

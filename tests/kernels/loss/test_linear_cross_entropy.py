@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rounding import require_as_exact, require_rounding
+from rounding import require_as_exact, require_equal_up_to_rounding
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
@@ -95,10 +95,10 @@ def test_equals_upstream_in_fp64(small_chunks, keywords: dict, bias: bool):
     logits, loss = linear_loss(head, hidden, labels, **keywords)
 
     assert logits is None and loss.dtype == torch.float64
-    require_rounding(loss, expected)
+    require_equal_up_to_rounding(loss, expected)
     for found, wanted in zip(gradients(3 * loss, *inputs), gradients(3 * expected, *inputs), strict=True):
         assert found.dtype == wanted.dtype
-        require_rounding(found, wanted)
+        require_equal_up_to_rounding(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -210,12 +210,12 @@ def test_the_kernel_equals_the_torch_form(monkeypatch, num_columns: int, dtype: 
 
     untouched, loss = logits.clone(), torch.full((5,), float("nan"), device=device)
     cross_entropy_rows(logits, target, divisor, loss, -100, False)
-    require_rounding(loss, expected_loss)
+    require_equal_up_to_rounding(loss, expected_loss)
     assert torch.equal(logits, untouched)
     loss.fill_(float("nan"))
     cross_entropy_rows(logits, target, divisor, loss, -100, True)
-    require_rounding(loss, expected_loss)
-    require_rounding(logits, expected)
+    require_equal_up_to_rounding(loss, expected_loss)
+    require_equal_up_to_rounding(logits, expected)
     assert not logits[3].any()
     assert buffer[:, num_columns:].isnan().all(), "written beyond the row"
 
@@ -250,7 +250,7 @@ def test_the_gradient_of_the_loss_is_multiplied_in_and_may_be_asked_for_twice(sm
     once = torch.autograd.grad(loss, [hidden, head.weight], retain_graph=True)
     scaled = torch.autograd.grad(loss * 7, [hidden, head.weight])
     for a, b in zip(once, scaled, strict=True):
-        require_rounding(a * 7, b)
+        require_equal_up_to_rounding(a * 7, b)
 
 
 def test_computes_only_the_gradients_that_are_asked_for(small_chunks, monkeypatch):
@@ -270,7 +270,7 @@ def test_computes_only_the_gradients_that_are_asked_for(small_chunks, monkeypatc
     _, frozen = linear_loss(head, hidden, labels)
     frozen.backward()
     assert products == ["mm", "mm"] * 6 and head.weight.grad is None
-    require_rounding(frozen, forward_only)
+    require_equal_up_to_rounding(frozen, forward_only)
 
     products.clear()
     head.weight.requires_grad_(True)
@@ -336,10 +336,10 @@ def test_compiles_without_a_graph_break(small_chunks):
 
     expected = function(hidden)
     found = torch.compile(function, backend="aot_eager", fullgraph=True)(hidden)
-    require_rounding(found, expected)
+    require_equal_up_to_rounding(found, expected)
     inputs = [hidden, *head.parameters()]
     for a, b in zip(gradients(found, *inputs), gradients(expected, *inputs), strict=True):
-        require_rounding(a, b)
+        require_equal_up_to_rounding(a, b)
 
 
 def test_a_second_derivative_is_refused(small_chunks):
@@ -439,7 +439,7 @@ def test_on_the_device_at_a_real_vocabulary(bias: bool):
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
     loss, *found_gradients = runs[0]
     assert loss.dtype == torch.float32
-    require_rounding(loss, upstream_loss)
+    require_equal_up_to_rounding(loss, upstream_loss)
     for found, upstream, exact in zip(found_gradients, upstream_gradients, exact_gradients, strict=True):
         assert found.dtype == torch.bfloat16
         error, upstream_error = (float((g.float() - exact).norm() / exact.norm()) for g in (found, upstream))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe_cases import CASES, Case, run
-from rounding import require_as_exact, require_rounding
+from rounding import require_as_exact, require_equal_up_to_rounding
 
 from patchgen.kernels.fused_moe import fused_moe
 from patchgen.kernels.moe import triton_backend
@@ -66,11 +66,13 @@ def test_adapters_are_what_the_merged_weights_compute(case: Case):
         case, tensors | {f"{n}_proj": tensors[f"{n}_proj"] + delta for n, delta in deltas.items()}, "reference"
     )
     for name in COMMON:
-        require_rounding(found[name], merged[name], what=name)
+        require_equal_up_to_rounding(found[name], merged[name], what=name)
     for name in ("gate_up", "down"):  # by the chain rule, from the gradient of the merged weight
         whole = merged[f"d_{name}_proj"] * 1.5
-        require_rounding(found[f"d_{name}_left"], whole @ factors[f"{name}_right"].mT, what=f"{name} left")
-        require_rounding(found[f"d_{name}_right"], factors[f"{name}_left"].mT @ whole, what=f"{name} right")
+        require_equal_up_to_rounding(found[f"d_{name}_left"], whole @ factors[f"{name}_right"].mT, what=f"{name} left")
+        require_equal_up_to_rounding(
+            found[f"d_{name}_right"], factors[f"{name}_left"].mT @ whole, what=f"{name} right"
+        )
 
 
 @pytest.mark.skipif(on_gpu, reason="the kernels take fp32 in the interpreter only")
@@ -80,7 +82,7 @@ def test_triton_kernels_equal_the_reference_in_the_interpreter(case: Case, rank:
     tensors, factors = case.tensors(torch.float32), factors_of(case, rank, torch.float32, which)
     expected, found = (run_adapted(case, tensors, factors, backend) for backend in ("reference", "triton"))
     for name in expected:
-        require_rounding(found[name], expected[name], what=name)
+        require_equal_up_to_rounding(found[name], expected[name], what=name)
 
 
 @pytest.mark.gpu

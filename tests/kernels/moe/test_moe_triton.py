@@ -10,7 +10,7 @@ import contextlib
 import pytest
 import torch
 from moe_cases import CASES, Case, run
-from rounding import UNITS, require_as_exact, require_rounding
+from rounding import UNITS, require_as_exact, require_equal_up_to_rounding
 from torch import nn
 
 from patchgen.kernels.fused_moe import fused_moe
@@ -50,7 +50,7 @@ def test_kernels_equal_the_reference_in_the_interpreter(case: Case):
     tensors = case.tensors(torch.float32)
     expected, found = run(case, tensors, "reference"), run(case, tensors, "triton")
     for name in expected:
-        require_rounding(found[name], expected[name], what=name)
+        require_equal_up_to_rounding(found[name], expected[name], what=name)
 
 
 @pytest.mark.skipif(on_gpu, reason="the kernels take fp32 in the interpreter only")
@@ -62,7 +62,7 @@ def test_weight_gradients_from_copied_rows_equal_the_reference(is_transposed: bo
     tensors = case.tensors(torch.float32)
     expected, found = run(case, tensors, "reference"), run(case, tensors, "triton")
     for name in expected:
-        require_rounding(found[name], expected[name], what=name)
+        require_equal_up_to_rounding(found[name], expected[name], what=name)
 
 
 def test_a_gradient_that_is_put_off_has_the_same_bits():
@@ -175,7 +175,7 @@ def test_the_rows_of_a_tokens_slots_are_summed(index_dtype: torch.dtype):
     row_of_slot_TK[2] = -1
     row_of_slot_TK[4, 1] = -1
     expected = torch.where(row_of_slot_TK[..., None] < 0, 0, rows_PH[row_of_slot_TK.clamp(min=0)]).sum(1)
-    require_rounding(combine.sum_slots(rows_PH, None, row_of_slot_TK, 3), expected, units=4)
+    require_equal_up_to_rounding(combine.sum_slots(rows_PH, None, row_of_slot_TK, 3), expected, units=4)
 
 
 def test_no_more_tiles_than_planned_for():
@@ -262,7 +262,7 @@ def test_without_gradients_the_projection_is_not_kept(monkeypatch):
         out = fused_moe(**tensors, **case.options(), backend="triton")
     run(case, tensors, "triton")
     assert kept_sizes[0] == 0 < kept_sizes[1]
-    require_rounding(out, run(case, tensors, "reference")["out"], units=4 if on_gpu else UNITS)
+    require_equal_up_to_rounding(out, run(case, tensors, "reference")["out"], units=4 if on_gpu else UNITS)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from objective_models import generated, of_upstream
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from transformers import (
     AutoModel,
     AutoModelForQuestionAnswering,
@@ -101,7 +101,7 @@ def require_same_gradients(model, upstream) -> None:
     found, expected = dict(model.named_parameters()), dict(upstream.named_parameters())
     for name, parameter in expected.items():
         if parameter.grad is not None:
-            require_rounding(found[name].grad, parameter.grad, units=200, what=name)
+            require_equal_up_to_rounding(found[name].grad, parameter.grad, units=200, what=name)
     assert any(parameter.grad is not None for parameter in expected.values())
 
 

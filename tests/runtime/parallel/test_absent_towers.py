@@ -11,7 +11,7 @@ import chosen_models
 import pytest
 import torch
 import torch.nn.functional as F
-from rounding import require_rounding
+from rounding import require_equal_up_to_rounding
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import CLIPVisionConfig
@@ -131,12 +131,12 @@ def test_images_and_videos_in_one_pass(model_name: str, layout: str) -> None:
         handle.remove()
     assert (num_apart, len(calls) - num_apart) == (2, 1)
     for name, output in apart.outputs.items():
-        require_rounding(joint.outputs[name], output, what=name)
+        require_equal_up_to_rounding(joint.outputs[name], output, what=name)
     gradients = {name: gradient for name, gradient in apart.gradients.items() if gradient is not None}
     # A small gradient may be the difference of large numbers, and has their rounding errors.
     floor = 1e-2 * max(float(gradient.norm()) for gradient in gradients.values())
     for name, gradient in gradients.items():
-        require_rounding(joint.gradients[name], gradient, floor=floor, what=name)
+        require_equal_up_to_rounding(joint.gradients[name], gradient, floor=floor, what=name)
 
 
 @pytest.mark.parametrize("model_name", ["qwen3_vl_moe", "qwen3_5_moe", "qwen3_omni_moe"])
@@ -148,7 +148,7 @@ def test_one_pass_with_router_logits(model_name: str) -> None:
     apart = train_step(model, recorded).outputs["last_hidden_state"]
     with parallel.using(TwoBatches(ParallelConfig.for_world(2))):
         joint = train_step(model, recorded).outputs["last_hidden_state"]
-    require_rounding(joint, apart, what="last_hidden_state")
+    require_equal_up_to_rounding(joint, apart, what="last_hidden_state")
 
 
 class NormLayer(GradientCheckpointingLayer):
