@@ -28,7 +28,7 @@ FIELDS: tuple[str, ...] = ("model", "release", "generation", "lines", "proof")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--releases", nargs="+", default=["5.13.0", "5.17.0", "5.20.0", "5.23.0"])
+    parser.add_argument("--releases", nargs="+", default=["5.13.0", "5.17.0", "5.20.0", "5.23.0", "5.24.0"])
     parser.add_argument("--proofs", nargs="*", default=[], metavar="RELEASE=FOLDER")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
