@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator
 
-from patchgen.anatomy.classes import calls, own_attribute, stores_of, walk
+from patchgen.anatomy.classes import calls, loaded, own_attribute, parameter_names, stores_of, walk
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import local_names
 from patchgen.errors import Missed
 
 TENSOR_HOOKS = {  # of tensors and of nodes of the graph
@@ -76,14 +77,36 @@ def added_hooks(owner: str, anatomy: Anatomy, kinds: Collection[str]) -> Iterato
 
 def require_plain_weights(owner: str, what: str, anatomy: Anatomy) -> None:
     """Raises Missed if anything that may reach the weights of a class reads what of torch computes a weight from others, or masks
-    it, before each call of the module."""
+    it, before each call of the module: functions, the code of the classes that hold it, and classes that these hand more to than
+    the parameters of an `__init__`."""
     family = {info.name for info in anatomy.family(owner)}
-    holders = [info.node for name, info in anatomy.classes.items() if family & anatomy.reached_from([name])]
-    for node in (node for code in (*outside_classes(anatomy), *holders) for node in walk(code)):
-        if isinstance(node, ast.Name | ast.Attribute) and (anatomy.names.resolve(node) or "").startswith(
-            REPARAMETRIZED
-        ):
-            raise Missed(f"{what} without a weight that torch computes from others", node)
+    holders = [name for name in anatomy.classes if family & anatomy.reached_from([name])]
+    near = {info.name: info for name in holders for info in anatomy.family(name)}
+    far = {
+        name for name, info in anatomy.classes.items() if name not in near and _reparametrizations(info.node, anatomy)
+    }
+    far = {name for name in anatomy.classes.keys() - near.keys() if far & anatomy.reached_from([name])}
+    found = [node for code in outside_classes(anatomy) for node in _reparametrizations(code, anatomy, far)]
+    for info in near.values():
+        found += _reparametrizations(info.node, anatomy)
+        for method in info.methods.values():
+            given = {*parameter_names(method)} - {"self"} if method.name == "__init__" else set[str]()
+            for call in calls(method):
+                names = set(loaded(call))
+                if far & names and not names & {"self", *local_names(method)} <= given:
+                    found.append(call)
+    if found:
+        raise Missed(f"{what} without a weight that torch computes from others", found[0])
+
+
+def _reparametrizations(code: ast.AST, anatomy: Anatomy, classes: Collection[str] = ()) -> list[ast.expr]:
+    """The names in code of what of torch computes a weight from others, and those of these classes."""
+    names = (node for node in walk(code) if isinstance(node, ast.Name | ast.Attribute))
+    return [
+        node
+        for node in names
+        if (anatomy.names.resolve(node) or "").startswith(REPARAMETRIZED) or getattr(node, "id", "") in classes
+    ]
 
 
 def hooks(code: ast.AST, anatomy: Anatomy, kinds: Collection[str], *, but_on_self: bool = False) -> Iterator[str]:

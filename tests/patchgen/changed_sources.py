@@ -303,6 +303,7 @@ LOSSES = (
         ("a head's forward set in a loop", (HELD, HELD + "        for module in self.children():\n            module.__dict__['forward'] = squared\n")),
         ("a forward of the head's own", (HELD, HELD + "        self.forward = squared\n")),
         ("a head's weight normed before each call", (HELD, HELD + "        nn.utils.weight_norm(self.lm_head)\n")),
+        ("a head's weight normed by a helper class", (HELD, HELD + "        Normer()(self.lm_head)\n"), (HEAD_CLASS, "class Normer:\n    def __call__(self, module):\n        nn.utils.weight_norm(module)\n\n\n" + HEAD_CLASS)),
         ("a hook that a subclass adds", ("class Qwen3MoeForSequence", "class Qwen3MoeForMore(Qwen3MoeForCausalLM):\n    def __init__(self, config):\n        super().__init__(config)\n        self.lm_head.register_forward_hook(squared)\n\n\nclass Qwen3MoeForSequence")),
         ("a head of another class than it was made", (HELD, HELD + "        for module in self.children():\n            module.__class__ = nn.Identity\n")),
         ("a number of items in the arguments", (HIDDEN, HIDDEN + '        kwargs["num_items_in_batch"] = input_ids.shape[1]\n')),

@@ -61,6 +61,8 @@ NAMED = {
     "a hook on weights that a function adds": (UNHOOKED, "one.register_hook(lambda g: g / 2)"),
     "a forward that a function sets": (OF_CLASS, "another value of forward"),
     "a forward set by its name": (OF_CLASS, "another value of forward"),
+    "weights of another form by a base class": (PLAIN, "nn.utils.parametrizations.weight_norm"),
+    "weights of another form by a helper class": (PLAIN, "Norms.apply(self.moe.experts[0].w2)"),
     "a weight of another form by a function": (PLAIN, "nn.utils.parametrizations.weight_norm"),
     "a hook that a function adds": (UNHOOKED, "module.register_forward_hook("),
 }

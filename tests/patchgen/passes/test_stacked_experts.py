@@ -273,6 +273,8 @@ def test_init_that_depends_on_the_shape_is_refused():
 
 
 ACT = "self.act_fn = ACT2FN[config.act]"
+TOY = MODEL.lstrip()
+NORMED = "nn.utils.parametrizations.weight_norm(one)"
 REFUSED = {
     "the weight goes into the expert": ("expert(state) * weights[token, slot, None]", "expert(state, weights[token])"),
     "slot and token are swapped": ("slot, token = torch.where(mask", "token, slot = torch.where(mask"),
@@ -350,6 +352,17 @@ REFUSED = {
         "class ToyModel(",
         "def normed(module):\n    nn.utils.parametrizations.weight_norm(module.w2)\n\n\nclass ToyModel(",
     ),
+    "weights of another form by a base class": (
+        TOY,
+        f"class ToyBase(PreTrainedModel):\n    def normed(self):\n        for one in self.modules():\n            {NORMED}\n\n\n"
+        + TOY.replace("PreTrainedModel", "ToyBase")
+        + "        self.normed()\n",
+    ),
+    "weights of another form by a helper class": (
+        TOY,
+        f"class Normer:\n    @staticmethod\n    def apply(one):\n        {NORMED}\n\n\nclass Norms(Normer):\n    pass\n\n\n{TOY}"
+        "        Norms.apply(self.moe.experts[0].w2)\n",
+    ),
     "a hook that a function adds": (
         "class ToyModel(",
         "def double(module):\n    module.register_forward_hook(lambda *a: 2 * a[-1])\n\n\nclass ToyModel(",
@@ -367,6 +380,16 @@ def test_what_is_not_understood_is_a_miss_that_names_the_code(case):
     expected, closest = NAMED[case]
     assert "site     ToyMoE" in str(caught.value)
     assert f"  expected {expected}\n  closest  {closest}" in str(caught.value)
+
+
+def test_weights_of_another_form_in_a_module_beside_the_experts_stay():
+    tower = "\n\nclass Tower(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+    tower += "        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 3, 1))\n"
+    model = MODEL.replace(
+        "self.moe = ToyMoE(config)\n", "self.moe = ToyMoE(config)\n        self.tower = Tower(config)\n", 1
+    )
+    outcome = stack(EXPERT + HIT_LOOP + ROUTE + tower + model)
+    assert [hit.site for hit in outcome.hits] == ["ToyMoE", "ToyModel._init_weights"]
 
 
 def test_a_list_under_two_names_is_a_miss():
