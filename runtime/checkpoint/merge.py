@@ -142,6 +142,9 @@ def merge_adapter(
         raise CheckpointError(f"{source} does not fit {class_name(model)}:", problems)
     parameters = {name: parameters[name] for name in saved}
     untrained = untrained_part_of(model, source, stored, assembly)
+    lost = sorted({*assembly.unexpected} - {tensor.name for tensor in untrained.tensors})
+    if lost:
+        raise CheckpointError(f"{source} does not fit {class_name(model)}:", [f"unexpected: {key}" for key in lost])
     outputs, files = outputs_and_files(model, parameters, untrained, source, layout=layout, dtype=dtype)
     delta_leaves = {
         name: leaf(name, lazy.shape, torch.float32, factors.get(name)) for name, lazy in parameters.items()

@@ -8,6 +8,7 @@ code2wav.*   never read                               -+
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import FileReader
-from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, pattern_of
+from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name
 from patchgen.runtime.checkpoint.lazy_tensors import full_region, leaf
 from patchgen.runtime.checkpoint.load import COMPUTED_BUFFER_SUFFIXES, ignored_by_upstream, stored_leaves
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
@@ -140,14 +141,19 @@ def untrained_part_of(
     is_part = config.get("model_type") != model.config.model_type and _own_config(config, model) is not None
     copied = ignored_by_upstream(model, unused)  # not what only the user's `allow_unexpected` ignores
     if is_part:  # the rest is of the complete model, except layers that the part was loaded without
-        own = {pattern_of(key) for sources in assembly.sources.values() for key in sources}
-        copied |= {key for key in unused if pattern_of(key) not in own}
+        own = {_stack_of(key) for sources in assembly.sources.values() for key in sources}
+        copied |= {key for key in unused if _stack_of(key) not in own}
     return UntrainedPart(
         tuple(CopiedTensor.of(stored[key]) for key in unused if key in copied),
         directory if copied else None,
         config if is_part else None,
         Origin.of(directory, shapes),
     )
+
+
+def _stack_of(key: str) -> str:
+    """What the key has before its first number, the path of a list of layers; without a number the key."""
+    return re.split(r"\.\d+\.", key, maxsplit=1)[0]
 
 
 def _warn_caller(message: str) -> None:

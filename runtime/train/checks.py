@@ -111,19 +111,24 @@ def _attention_heads(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]]
     and why some of them are missing, "" if none is known to be.
 
     Experts return their input: routing depends on values, and meta tensors have none. If another layer depends on values,
-    the forward ends there, and the ranks check the remaining layers. An error of the counting itself is raised.
+    the forward ends there, and the ranks check the remaining layers.
+
+    Raises:
+        RecipeError: a layer calls its attention with tensors that have no heads to count.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     head_counts: dict[str, tuple[int, int]] = {}
-    own_errors: list[Exception] = []
+    own_errors: list[RecipeError] = []
 
     def count(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: object, **options: object):
+        path = paths.get(id(module), type(module).__name__)
         try:
-            head_counts[paths.get(id(module), type(module).__name__)] = query.shape[1], key.shape[1]
+            head_counts[path] = query.shape[1], key.shape[1]
             return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
         except Exception as error:
-            own_errors.append(error)
-            raise
+            message = f"parallel.sp: {path} calls its attention with other tensors than [batch, heads, tokens, size]: "
+            own_errors.append(RecipeError(message + one_line(error)))
+            raise own_errors[-1] from error
 
     failure = ""
     model.config._attn_implementation = HEAD_COUNTER

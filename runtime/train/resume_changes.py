@@ -105,24 +105,28 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
             return flatten(to_dict(from_dict(valid))) | outdated
         except RecipeError as error:
             problems = error.__cause__.errors() if isinstance(error.__cause__, ValidationError) else []
-        removed = [_remove(valid, problem["loc"]) for problem in problems]
-        if not any(removed):
+        places = {_key_of(valid, problem["loc"]) for problem in problems if problem["type"] != "missing"} - {()}
+        if not places:
             return flatten(values)
-        for keys in removed:
-            outdated |= keys
+        for place in sorted(places, key=len, reverse=True):  # what is inside first
+            section: Any = valid
+            for part in place[:-1]:
+                section = section[part]
+            outdated |= flatten({".".join(map(str, place)): section.pop(place[-1])})
 
 
-def _remove(values: dict[str, Any], path: tuple[int | str, ...]) -> dict[str, Any]:
-    """Removes a key from nested values; returns it, dotted, with its value, or nothing if there is no such key."""
-    parent: Any = values
-    for part in path[:-1]:
-        inner = parent.get(part) if isinstance(parent, dict) else None
-        if isinstance(parent, list) and isinstance(part, int) and part < len(parent):
-            inner = parent[part]
-        parent = inner
-    if not path or not isinstance(parent, dict) or path[-1] not in parent:
-        return {}
-    return flatten({".".join(map(str, path)): parent.pop(path[-1])})
+def _key_of(values: dict[str, Any], path: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The place of the key that a problem is about: pydantic's place of it may go on to a branch of a union
+    (`model.attention.str`). Empty if there is no such key."""
+    value: Any = values
+    place: tuple[int | str, ...] = ()
+    for depth, part in enumerate(path):
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):  # no such key or item, or a value without any
+            break
+        place = place if isinstance(part, int) else path[: depth + 1]
+    return place
 
 
 def _show(values: dict[str, Any], key: str) -> str:

@@ -192,4 +192,9 @@ def test_weights_that_do_not_fit_are_named_with_the_reason(tmp_path):
         )
         with pytest.raises(CheckpointError, match=told):
             merge_adapter(tmp_path / "adapter", source, tmp_path / "out")
+    source = small_models.rewrite(
+        tmp_path / "plain", tmp_path / "more", lambda found: found | {"my.weight": found[norm].clone()}
+    )
+    with pytest.raises(CheckpointError, match=r"(?s)does not fit Qwen3MoeForCausalLM:\n +unexpected: my.weight"):
+        merge_adapter(tmp_path / "adapter", source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -46,12 +46,13 @@ def test_a_key_of_a_source_that_a_saved_recipe_lacks_had_its_default_and_an_outd
     file.write_text(yaml.safe_dump(saved))
     assert resume_changes.since(recipe).description == ""
     saved["data"]["sources"][0]["retired"] = saved["train"]["retired"] = True
-    saved["parallel"]["param_dtype"] = "float8"
+    saved["parallel"]["param_dtype"], saved["model"]["attention"] = "float8", 3
     file.write_text(yaml.safe_dump(saved | {"no_section": {"inner": 1}}))
     assert set(resume_changes.since(recipe).description.splitlines()[1:]) == {
         "  data.sources.0.retired: True -> not set",
         "  train.retired: True -> not set",
         "  parallel.param_dtype: 'float8' -> None",
+        "  model.attention: 3 -> None",
         "  no_section.inner: 1 -> not set",
     }
 
