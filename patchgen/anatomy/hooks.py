@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator
 
-from patchgen.anatomy.classes import calls, loaded, own_attribute, parameter_names, stores_of, walk
+from patchgen.anatomy.classes import FunctionNode, calls, loaded, own_attribute, parameter_names, stores_of, walk
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.errors import Missed
@@ -77,29 +77,23 @@ def added_hooks(owner: str, anatomy: Anatomy, kinds: Collection[str]) -> Iterato
 
 def require_plain_weights(owner: str, what: str, anatomy: Anatomy) -> None:
     """Raises Missed if anything that may reach the weights of a class reads what of torch computes a weight from others, or masks
-    it, before each call of the module: functions, the code of the classes that hold it, and classes that these hand more to than
-    the parameters of an `__init__`."""
+    it, before each call of the module: functions, the code of the classes that hold it, and helpers, which are other classes that
+    these give more than the parameters of an `__init__`."""
     family = {info.name for info in anatomy.family(owner)}
     holders = [name for name in anatomy.classes if family & anatomy.reached_from([name])]
     near = {info.name: info for name in holders for info in anatomy.family(name)}
-    far = {
-        name for name, info in anatomy.classes.items() if name not in near and _reparametrizations(info.node, anatomy)
-    }
-    far = {name for name in anatomy.classes.keys() - near.keys() if far & anatomy.reached_from([name])}
-    found = [node for code in outside_classes(anatomy) for node in _reparametrizations(code, anatomy, far)]
+    others = anatomy.classes.keys() - near.keys()
+    computing = {name for name in others if _computes_weights(anatomy.classes[name].node, anatomy)}
+    helpers = {name for name in others if computing & anatomy.reached_from([name])}
+    found = [node for code in outside_classes(anatomy) for node in _computes_weights(code, anatomy, helpers)]
     for info in near.values():
-        found += _reparametrizations(info.node, anatomy)
-        for method in info.methods.values():
-            given = {*parameter_names(method)} - {"self"} if method.name == "__init__" else set[str]()
-            for call in calls(method):
-                names = set(loaded(call))
-                if far & names and not names & {"self", *local_names(method)} <= given:
-                    found.append(call)
+        found += _computes_weights(info.node, anatomy)
+        found += [call for method in info.methods.values() for call in _gives_more(method, helpers)]
     if found:
         raise Missed(f"{what} without a weight that torch computes from others", found[0])
 
 
-def _reparametrizations(code: ast.AST, anatomy: Anatomy, classes: Collection[str] = ()) -> list[ast.expr]:
+def _computes_weights(code: ast.AST, anatomy: Anatomy, classes: Collection[str] = ()) -> list[ast.expr]:
     """The names in code of what of torch computes a weight from others, and those of these classes."""
     names = (node for node in walk(code) if isinstance(node, ast.Name | ast.Attribute))
     return [
@@ -107,6 +101,13 @@ def _reparametrizations(code: ast.AST, anatomy: Anatomy, classes: Collection[str
         for node in names
         if (anatomy.names.resolve(node) or "").startswith(REPARAMETRIZED) or getattr(node, "id", "") in classes
     ]
+
+
+def _gives_more(method: FunctionNode, classes: Collection[str]) -> list[ast.Call]:
+    """The calls in a method that read one of these classes beside `self` or a local name other than a parameter of `__init__`."""
+    given = {*parameter_names(method)} - {"self"} if method.name == "__init__" else set[str]()
+    more = {"self", *local_names(method)} - given
+    return [call for call in calls(method) if not {*loaded(call)}.isdisjoint(classes) and more & {*loaded(call)}]
 
 
 def hooks(code: ast.AST, anatomy: Anatomy, kinds: Collection[str], *, but_on_self: bool = False) -> Iterator[str]:

@@ -82,8 +82,7 @@ def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, visited: fr
     is_annotated = annotation is not None and ast.unparse(annotation) in ("float", "int", "bool")
     if name.id in annotations and function.name == "__init__":
         default = defaults_of(function).get(name.id)
-        handed = anatomy.handed(owner, name) or ([default] if default is not None and not is_annotated else [])
-        known = [*handed]
+        known = [*anatomy.handed(owner, name)] or ([default] if default is not None and not is_annotated else [])
     elif name.id in annotations and not is_annotated:
         known = []  # what other methods are called with is not read
     return bool(known or is_annotated) and all(_is_number(value, anatomy, owner, visited) for value in known)
