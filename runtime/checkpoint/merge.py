@@ -29,7 +29,7 @@ from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Region, full_re
 from patchgen.runtime.checkpoint.load import (
     integer_weight_problems,
     keys_of_buffers,
-    missing_names,
+    mismatch_messages,
     require_loadable_config,
     stored_leaves,
     tied_groups,
@@ -135,16 +135,12 @@ def merge_adapter(
                 f"{adapter} adapts {min(adapted)}, which is tied to {', '.join(sorted({*group} - adapted))} in "
                 f"{class_name(model)}: merging would change both. To fix: keep the adapter as a separate folder."
             )
-    saved = saved_tensors(model)
-    missing = [f"missing: {name}" for name in missing_names(model, assembly) if name in saved]
-    problems = [*assembly.problems, *missing, *problems]
+    saved, untrained = saved_tensors(model), untrained_part_of(model, source, stored, assembly)
+    allowed = {*model.state_dict()} - {*saved} | {tensor.name for tensor in untrained.tensors}
+    problems = [*mismatch_messages(model, assembly, stored, allowed=allowed), *problems]
     if problems:
         raise CheckpointError(f"{source} does not fit {class_name(model)}:", problems)
     parameters = {name: parameters[name] for name in saved}
-    untrained = untrained_part_of(model, source, stored, assembly)
-    lost = sorted({*assembly.unexpected} - {tensor.name for tensor in untrained.tensors})
-    if lost:
-        raise CheckpointError(f"{source} does not fit {class_name(model)}:", [f"unexpected: {key}" for key in lost])
     outputs, files = outputs_and_files(model, parameters, untrained, source, layout=layout, dtype=dtype)
     delta_leaves = {
         name: leaf(name, lazy.shape, torch.float32, factors.get(name)) for name, lazy in parameters.items()

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from patchgen.runtime.data.formats import PAIR_COLUMNS
 from patchgen.runtime.objectives.base import NextToken, Objective
 from patchgen.runtime.train.recipe import ObjectiveConfig, OptimConfig, Recipe, RecipeError
-from patchgen.runtime.verify.verdict import one_line
+from patchgen.runtime.verify.verdict import one_line_error
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -77,9 +77,9 @@ def _class_of(name: str) -> type[Objective]:
         importlib.import_module(spec.partition(":")[0])
         imported = pkgutil.resolve_name(spec)
     except Exception as error:  # the user's code may raise anything
-        reason = one_line(f"{type(error).__name__}: {error}").removesuffix(".")
         raise RecipeError(
-            f"objective.name = '{name}' cannot be imported: {reason}. Modules are searched for on Python's path and in {here}."
+            f"objective.name = '{name}' cannot be imported: {one_line_error(error)} Modules are searched for on "
+            f"Python's path and in {here}."
         ) from error
     # `dataclasses.is_dataclass` is true for an undecorated subclass, too, whose own fields would not be options.
     is_dataclass = isinstance(imported, type) and "__dataclass_params__" in vars(imported)

@@ -23,7 +23,7 @@ from torch import Tensor
 from patchgen.runtime.data.agreement import run_on_all_ranks
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.parallel.collectives import all_reduce, broadcast_object, gather_objects
-from patchgen.runtime.verify.verdict import one_line
+from patchgen.runtime.verify.verdict import one_line_error
 
 FILE = "reference.json"
 SAVE_EVERY = 256
@@ -59,7 +59,7 @@ class ReferenceTable:
             return {**saved["log_probs"]} if saved["model"] == self._model else {}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{self._path} cannot be read: {one_line(f'{type(error).__name__}: {error}')}. To fix: delete it; the "
+                f"{self._path} cannot be read: {one_line_error(error)} To fix: delete it; the "
                 "log-probabilities are computed again before the first step."
             ) from error
 

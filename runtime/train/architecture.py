@@ -32,7 +32,7 @@ from patchgen.runtime import project, registry
 from patchgen.runtime.compatibility import ReleaseMismatch
 from patchgen.runtime.parallel import batch_fields
 from patchgen.runtime.train.recipe import ModelConfig, Recipe, RecipeError
-from patchgen.runtime.verify.verdict import one_line
+from patchgen.runtime.verify.verdict import one_line_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -273,9 +273,7 @@ def _import(setting: str, load: Callable[[], ModuleType], name: Path | str) -> M
     except ReleaseMismatch as error:
         raise RecipeError(f"{setting}: {error}") from error
     except Exception as error:  # the user's code may raise anything
-        raise RecipeError(
-            f"{setting}: {name} cannot be imported: {one_line(f'{type(error).__name__}: {error}')}"
-        ) from error
+        raise RecipeError(f"{setting}: {name} cannot be imported: {one_line_error(error)}") from error
 
 
 # ------------------------------------------------------------------------------------- registering the classes

@@ -118,17 +118,17 @@ def _attention_heads(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]]
     """
     paths = {id(module): path for path, module in model.named_modules()}
     head_counts: dict[str, tuple[int, int]] = {}
-    own_errors: list[RecipeError] = []
 
     def count(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: object, **options: object):
         path = paths.get(id(module), type(module).__name__)
-        try:
-            head_counts[path] = query.shape[1], key.shape[1]
-            return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
-        except Exception as error:
-            message = f"parallel.sp: {path} calls its attention with other tensors than [batch, heads, tokens, size]: "
-            own_errors.append(RecipeError(message + one_line(error)))
-            raise own_errors[-1] from error
+        shapes = [list(tensor.shape) for tensor in (query, key, value)]
+        if any(len(shape) != 4 for shape in shapes):
+            raise RecipeError(
+                f"parallel.sp: {path} calls its attention with query, key and value of {shapes}, expected [batch, heads, tokens, "
+                "size] each."
+            )
+        head_counts[path] = query.shape[1], key.shape[1]
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     failure = ""
     model.config._attn_implementation = HEAD_COUNTER
@@ -142,6 +142,8 @@ def _attention_heads(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]]
     try:
         with torch.no_grad():
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    except RecipeError:
+        raise
     except Exception as error:  # whatever it is, the ranks check
         failure = (
             f"the forward on the meta device ends with {type(error).__name__}: {one_line(error).removesuffix('.')}"
@@ -149,8 +151,6 @@ def _attention_heads(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]]
     finally:
         del ALL_ATTENTION_FUNCTIONS[HEAD_COUNTER]
         del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[HEAD_COUNTER]
-    if own_errors:
-        raise own_errors[0]
     if not head_counts:
         failure = failure or "no layer uses transformers' attention interface"
     return head_counts, failure
