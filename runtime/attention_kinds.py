@@ -124,10 +124,16 @@ def _nested(by_path: Mapping[str, str]) -> Names:
 
 def name_for(names: Names, config: str) -> str:
     """The name that serves the modules of one config."""
+    return key_and_name(names, config)[1]
+
+
+def key_and_name(names: Names, config: str, key: str = "") -> tuple[str, str]:
+    """The name that serves the modules of one config, and where it is in `names`: `key` with the keys that lead to it."""
     if isinstance(names, str):
-        return names
+        return key, names
     field, _, inner_path = config.partition(".")
-    return name_for(names.get(field, names[""]), inner_path)
+    inner_key = f"{key}.{field}" if field and field in names else f'{key}[""]'
+    return key_and_name(names.get(field, names[""]), inner_path, inner_key)
 
 
 def all_names(names: Names) -> tuple[str, ...]:

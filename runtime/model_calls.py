@@ -36,6 +36,8 @@ from patchgen.runtime.parallel.checkpointing import CHECKPOINT_ATTRIBUTE
 from patchgen.runtime.tensor_cache import TensorCache
 
 BOUNDS, POSITIONS, MASK = "cu_seq_lens_q", "position_ids", "attention_mask"
+CACHES = ("past_key_values", "cache")
+"""The input with what decoding has computed before, by release of transformers."""
 STEP_INPUTS = ("shift_labels", "num_items_in_batch")
 """Inputs for the loss, which is a share of a step while a parallel state is active."""
 POSITION_RULE = "create_position_ids_from_input_ids"
@@ -315,7 +317,7 @@ def _find_documents(inputs: dict[str, Any]) -> dict[str, Any]:
     state = parallel.current()
     if not isinstance(positions, Tensor) or positions.ndim != 2 or (state is not None and state.sp > 1):
         return {}
-    if tokens is None or inputs.get("past_key_values") is not None or _is_consecutive(positions):
+    if tokens is None or any(inputs.get(name) is not None for name in CACHES) or _is_consecutive(positions):
         return {}
     positions_BS = positions.expand(tokens.shape[0], -1)
     if mask is not None:

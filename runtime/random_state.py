@@ -33,10 +33,14 @@ def restore(state: dict) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def seed(number: int) -> None:
+    """Seeds the three generators; NumPy's takes 32 bits."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
 def derive(state: dict, rank: int) -> None:
     """Seeds the generators of a rank that the saved run did not have, from the state of one of its ranks."""
     digest = hashlib.sha256(bytes(state["torch"].tolist()) + rank.to_bytes(4, "little")).digest()
-    seed = int.from_bytes(digest[:4], "little")
-    random.seed(seed)
-    torch.manual_seed(seed)
-    np.random.seed(seed)
+    seed(int.from_bytes(digest[:4], "little"))

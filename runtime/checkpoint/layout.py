@@ -16,6 +16,8 @@ per-expert, stacked and renamed layouts; two more are derived here from its conv
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -50,29 +52,39 @@ LAYOUTS = (PER_EXPERT, STACKED)
 
 @dataclass(frozen=True)
 class Origin:
-    """The layout of the checkpoint that a model was loaded from: enough to write the same layout again.
+    """The checkpoint that a model was loaded from: enough to write the same layout again, and to recognise the folder.
 
     Attributes:
         directory: of the checkpoint.
         shapes: the first key of each pattern (`pattern_of`) -> its shape.
+        contents: a hash of all keys and shapes; "": not known (training states of earlier versions).
     """
 
     directory: str
     shapes: dict[str, tuple[int, ...]]
+    contents: str = ""
 
     @classmethod
     def of(cls, directory: object, shapes: Mapping[str, Sequence[int]]) -> Origin:
-        found: dict[str, tuple[str, tuple[int, ...]]] = {}
+        first: dict[str, tuple[str, tuple[int, ...]]] = {}
         for key in sorted(shapes, key=dot_natural_key):
-            found.setdefault(pattern_of(key), (key, tuple(shapes[key])))
-        return cls(str(directory), dict(found.values()))
+            first.setdefault(pattern_of(key), (key, tuple(shapes[key])))
+        listed = json.dumps(sorted((key, list(shape)) for key, shape in shapes.items()))
+        return cls(str(directory), dict(first.values()), hashlib.sha256(listed.encode()).hexdigest()[:32])
 
     def to_json(self) -> dict:
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict) -> Origin:
-        return cls(fields["directory"], {key: tuple(shape) for key, shape in fields["shapes"].items()})
+        shapes = {key: tuple(shape) for key, shape in fields["shapes"].items()}
+        return cls(fields["directory"], shapes, fields.get("contents", ""))
+
+    def has_tensors_of(self, other: Origin) -> bool:
+        """Whether this is the same checkpoint as `other`, by keys and shapes; if not all of them are known, by the first key
+        of each pattern."""
+        known = self.contents and other.contents
+        return self.contents == other.contents if known else self.shapes == other.shapes
 
 
 def pattern_of(key: str) -> str:

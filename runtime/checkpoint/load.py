@@ -24,10 +24,9 @@ from transformers import PreTrainedModel
 from patchgen.runtime.checkpoint import host_memory, initialise
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import STAGING_BYTES, FileReader
-from patchgen.runtime.checkpoint.layout import Assembly, assemble, class_name
+from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name
 from patchgen.runtime.checkpoint.lazy_tensors import LazyTensor, Leaf, Region, leaf, leaves, plan_reads
 from patchgen.runtime.checkpoint.model_files import read_config
-from patchgen.runtime.checkpoint.origin import LoadedOrigin
 from patchgen.runtime.checkpoint.placement import (
     device_of,
     is_replicated,
@@ -163,7 +162,7 @@ class CheckpointMatch:
     copies: list[tuple[str, str]]
     initialised: tuple[str, ...]
     ignored: tuple[str, ...]
-    origin: LoadedOrigin
+    origin: Origin
     num_bytes: int
 
 
@@ -217,7 +216,7 @@ def match_checkpoint(
     problems = integer_weight_problems(state, assembly.parameters, stored)
     if problems:
         raise CheckpointError(f"{directory} does not fit {class_name(model)}:", problems)
-    origin = LoadedOrigin.of(directory.absolute(), {key: tensor.shape for key, tensor in stored.items()})
+    origin = Origin.of(directory.absolute(), {key: tensor.shape for key, tensor in stored.items()})
     num_bytes = sum(tensor.num_bytes for tensor in stored.values())
     return CheckpointMatch(
         assembly.parameters, loaded_names, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes

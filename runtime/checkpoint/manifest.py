@@ -20,7 +20,7 @@ class Manifest:
 
     Attributes:
         world: the number of ranks.
-        origin: `LoadedOrigin` of the checkpoint that the weights were loaded from, as JSON; None: they were not loaded.
+        origin: `Origin` of the checkpoint that the weights were loaded from, as JSON; None: they were not loaded.
         files: name -> size in bytes, of every other file.
         checksums: name -> CRC-32 of the content.
     """

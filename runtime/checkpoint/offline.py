@@ -22,7 +22,7 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import make_outputs, most_common_dtype, outputs_and_files, saved_tensors
 from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.folders import describe, is_training_checkpoint
-from patchgen.runtime.checkpoint.layout import Assembly, assemble, class_name, disassemble
+from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.lazy_tensors import (
     LazyTensor,
     Region,
@@ -49,7 +49,6 @@ from patchgen.runtime.checkpoint.model_files import (
     config_files,
     side_files,
 )
-from patchgen.runtime.checkpoint.origin import LoadedOrigin
 from patchgen.runtime.checkpoint.placement import intersection, narrow_to
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.saved_shards import stored_shards
@@ -145,7 +144,7 @@ def export_run(
     advice = f"--step chooses another: {', '.join(map(str, other_steps))}." if other_steps else ""
     require_checksums(folder, manifest, sorted(manifest.checksums), advice)
     stored = stored_shards(folder)
-    origin = LoadedOrigin.from_json(manifest.origin) if manifest.origin else None
+    origin = Origin.from_json(manifest.origin) if manifest.origin else None
     model = next(
         (model for model in candidate_models_on_meta(folder) if distinct_state(model).keys() == stored.keys()), None
     )

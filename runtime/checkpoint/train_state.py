@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from patchgen.runtime import random_state
 from patchgen.runtime.checkpoint import optimizer_state
 from patchgen.runtime.checkpoint.errors import CheckpointError
-from patchgen.runtime.checkpoint.layout import class_name
+from patchgen.runtime.checkpoint.layout import Origin, class_name
 from patchgen.runtime.checkpoint.load import distinct_state
 from patchgen.runtime.checkpoint.manifest import (
     FORMAT,
@@ -54,7 +54,6 @@ from patchgen.runtime.checkpoint.manifest import (
     require_checksums,
 )
 from patchgen.runtime.checkpoint.model_files import config_files
-from patchgen.runtime.checkpoint.origin import LoadedOrigin
 from patchgen.runtime.checkpoint.placement import FAILURES, cause_of, rank_and_world_size, run_on_all_ranks
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps, folder_name, step_name
 from patchgen.runtime.checkpoint.small_files import RankStates, free_space, rank_file, serialise, write_file
@@ -324,7 +323,7 @@ class Checkpointer(SavedSteps):
         rank_state, untrained = run_on_all_ranks(restore, what, self._group)
         self._warn_of_untrained(untrained, folder)
         if manifest.origin is not None:
-            model.checkpoint_origin = LoadedOrigin.from_json(manifest.origin)  # pyright: ignore[reportArgumentType]
+            model.checkpoint_origin = Origin.from_json(manifest.origin)  # pyright: ignore[reportArgumentType]
         return {"step": step, "shared": shared["extra"], "rank": rank_state, "ranks": ranks, "world": manifest.world}
 
     def _warn_of_untrained(self, parameters: list[str], folder: Path) -> None:

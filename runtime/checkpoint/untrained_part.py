@@ -25,7 +25,6 @@ from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class
 from patchgen.runtime.checkpoint.lazy_tensors import full_region, leaf
 from patchgen.runtime.checkpoint.load import COMPUTED_BUFFER_SUFFIXES, ignored_by_upstream, stored_leaves
 from patchgen.runtime.checkpoint.model_files import config_files, files_opened_by_upstream, read_config, side_files
-from patchgen.runtime.checkpoint.origin import LoadedOrigin
 from patchgen.runtime.checkpoint.placement import rank_and_world_size
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.writing import ReadableOutput
@@ -188,7 +187,7 @@ def _matching(folder: Path, origin: Origin) -> dict[str, StoredTensor]:
         CheckpointError: it has safetensors that cannot be read.
     """
     stored = read_folder(folder) if any(folder.glob("*.safetensors")) else {}
-    here = LoadedOrigin.of(folder, {key: tensor.shape for key, tensor in stored.items()})
+    here = Origin.of(folder, {key: tensor.shape for key, tensor in stored.items()})
     return stored if here.has_tensors_of(origin) else {}
 
 

@@ -87,7 +87,7 @@ def _require_supported(requested: Names, kinds: Iterable[Kind], head: str) -> No
     """Raises RecipeError for the first key of the recipe whose attention lacks a feature, with the layers that need it."""
     served_by: dict[tuple[str, str], list[Kind]] = {}
     for kind in kinds:
-        served_by.setdefault(_key_and_name(requested, kind.config), []).append(kind)
+        served_by.setdefault(attention_kinds.key_and_name(requested, kind.config, "model.attention"), []).append(kind)
     for (key, name), served in served_by.items():
         layers: dict[str, list[str]] = {}  # of each missing feature
         for kind in served:
@@ -103,15 +103,6 @@ def _require_supported(requested: Names, kinds: Iterable[Kind], head: str) -> No
         ]
         able = [other for other in BACKENDS if not attention_kinds.missing_features(other, served)]
         raise RecipeError(f"{key} = '{name}' cannot do {' and '.join(needs)}. Those that can: {', '.join(able)}.")
-
-
-def _key_and_name(names: Names, config: str, key: str = "model.attention") -> tuple[str, str]:
-    """The recipe's key for the modules of one config, and the attention that it names (`attention_kinds.name_for`)."""
-    if isinstance(names, str):
-        return key, names
-    field, _, inner_path = config.partition(".")
-    inner_key = f"{key}.{field}" if field and field in names else f'{key}[""]'
-    return _key_and_name(names.get(field, names[""]), inner_path, inner_key)
 
 
 def explain(

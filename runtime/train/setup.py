@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import re
 import socket
 import time
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
+from patchgen.runtime import random_state
 from patchgen.runtime.attention_kinds import configs_of
 from patchgen.runtime.checkpoint import export_pretrained
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
@@ -322,8 +321,5 @@ def device_name(device: torch.device) -> str:
 
 def seed_rank(recipe: Recipe) -> None:
     """Seeds every generator of this rank; ranks differ, so SP ranks have different dropout."""
-    number = recipe.train.seed + dist.get_rank()
-    random.seed(number)
-    numpy.random.seed(number % 2**32)
-    torch.manual_seed(number)
+    random_state.seed(recipe.train.seed + dist.get_rank())
     torch.use_deterministic_algorithms(recipe.train.deterministic, warn_only=True)

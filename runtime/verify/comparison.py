@@ -48,6 +48,15 @@ class Difference:
     """max |a - b|"""
     relative: float = 0.0
     """|a - b| / |b|, both in the 2-norm"""
+    has_same_form: bool = True
+    """False: only one of them exists, or shape or dtype differ."""
+
+    @property
+    def not_measurable(self) -> str:
+        """Why no figure says how far they are apart; "" if one does."""
+        if not self.has_same_form:
+            return "it exists on one side only, or its shape or dtype differs"
+        return "" if math.isfinite(self.absolute) else "infinities or NaNs of one side are not in the other"
 
     def worst(self, other: Difference) -> Difference:
         """The worse of both, field by field."""
@@ -55,6 +64,7 @@ class Difference:
             self.is_equal and other.is_equal,
             max(self.absolute, other.absolute, key=nan_is_largest),
             max(self.relative, other.relative, key=nan_is_largest),
+            self.has_same_form and other.has_same_form,
         )
 
 
@@ -74,7 +84,7 @@ def furthest(differences: Mapping[str, Difference]) -> str:
 
 
 EQUAL = Difference(True)
-DIFFERENT_STRUCTURE = Difference(False, float("inf"), float("inf"))
+DIFFERENT_FORM = Difference(False, math.inf, math.inf, has_same_form=False)
 
 
 def train_step(model: nn.Module, case: Case, *, training: bool = True) -> Step:
@@ -119,12 +129,12 @@ def difference(actual: Tensor | None, expected: Tensor | None, *, floor: float =
     if actual is None and expected is None:
         return EQUAL
     if actual is None or expected is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return DIFFERENT_STRUCTURE
+        return DIFFERENT_FORM
     if torch.equal(actual, expected):
         return EQUAL
     distance = actual.double() - expected.double()
     scale = max(expected.double().norm().item(), floor)
-    relative = distance.norm().item() / scale if scale else float("inf")
+    relative = distance.norm().item() / scale if scale else math.inf
     return Difference(False, distance.abs().max().item(), relative)
 
 

@@ -180,8 +180,10 @@ class MediaMaker:
             return self.patches(IMAGE, IMAGE_GRIDS[number])
         if CONCATENATED_PATCHES[INPUTS[IMAGE]] in self.known:
             return self.side_by_side(IMAGE, IMAGE_GRIDS[number])
+        if FLAT_PATCHES in self.known:
+            return self._flat_patches()
         if not self.has_features(IMAGE):
-            return self._flat_patches() if FLAT_PATCHES in self.known else self._plain_image()
+            return self._plain_image()
         if self._form is None and IMAGE not in self._candidates:
             try:
                 self._form = self._accepted_form()

@@ -291,12 +291,9 @@ class SampleBuilder:
 
     def _layout(self, kind: str) -> PlaceholderLayout:
         """The first layout that the config allows and upstream takes."""
-        item = self.maker.item(kind, 0)
-        if not self.maker.has_features(kind):
-            return self._search_layout(kind, item)
-        self.maker.count(item)
-        refusal: Exception = ValueError(f"the config names no placeholder token for {kind}")
-        for candidate in self._candidates(kind):
+        item, refusal = self.maker.item(kind, 0), None
+        candidates = list(self._candidates(kind)) if self.maker.has_features(kind) else []
+        for candidate in candidates:
             sample = self.sample([3, item, 3], {kind: candidate})
             try:
                 self.run_upstream(self.case(kind, [sample]).batch)
@@ -305,7 +302,9 @@ class SampleBuilder:
                 refusal = error
                 continue
             return candidate
-        raise refusal
+        if refusal is not None:
+            raise refusal
+        return self._search_layout(kind, item)
 
     def _search_layout(self, kind: str, item: Item) -> PlaceholderLayout:
         """The layout of a modality whose features no method computes, with a number of tokens that upstream takes and uses."""

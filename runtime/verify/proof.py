@@ -223,6 +223,4 @@ def _failures(subject: str, unequal: Mapping[str, Difference], expected: Step) -
 
 
 def _describe(deviation: Difference) -> str:
-    if deviation.absolute == float("inf"):
-        return "it exists on one side only, or its shape or dtype differs"
-    return f"absolute {deviation.absolute:.1e}, relative {deviation.relative:.1e}"
+    return deviation.not_measurable or f"absolute {deviation.absolute:.1e}, relative {deviation.relative:.1e}"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,7 +118,7 @@ class Comparison:
         model.load_state_dict(self.correspondence.to_generated(self.reference.state_dict()), strict=True)
         return model.train()
 
-    @cached_property
+    @functools.cached_property
     def generated(self) -> PreTrainedModel:
         model = self._generated(self.compared_attention, self.config)
         if self.separates_documents:
@@ -166,48 +166,52 @@ class Comparison:
     def run(self) -> None:
         """All checks; one that raises has failed, and the others go on."""
         packed = self.text.packed()
-        steps: list[tuple[str, Callable[[], None]]] = [
-            ("causality", self.causality),
-            ("plain", lambda: self.rows("plain", self.plain, other_labels=3)),
-            ("leak", lambda: self.leak(packed)),
-            ("packed", lambda: self.documents("packed", self.text, packed)),
-            ("padded right", lambda: self.rows("padded right", inputs.padded_rows(self.plain, left=False))),
-            ("padded left", lambda: self.rows("padded left", inputs.padded_rows(self.plain, left=True))),
-            ("chunks", lambda: self.documents("chunks", self.text, packed, chunk=CHUNK)),
-            ("accumulation", lambda: self.accumulation(packed)),
-            ("router loss", self.router_loss),
-        ]
+        steps: dict[str, Callable[[], None]] = {
+            "causality": self.causality,
+            "plain": lambda: self.rows("plain", self.plain, other_labels=3),
+            "leak": lambda: self.leak(packed),
+            "packed": lambda: self.documents("packed", self.text, packed),
+            "padded right": lambda: self.rows("padded right", inputs.padded_rows(self.plain, left=False)),
+            "padded left": lambda: self.rows("padded left", inputs.padded_rows(self.plain, left=True)),
+            "chunks": lambda: self.documents("chunks", self.text, packed, chunk=CHUNK),
+            "accumulation": lambda: self.accumulation(packed),
+            "router loss": self.router_loss,
+        }
         if self.needs_media:  # the others replace tokens, or pad or select rows, which tensors of media do not have
-            steps = [check for check in steps if check[0] in ("plain", "packed", "chunks", "accumulation")]
+            steps = {name: steps[name] for name in ("plain", "packed", "chunks", "accumulation")}
         if self.only:
-            steps = [check for check in steps if check[0] in self.only]
-        for name, media in self.media.items():
+            steps = {name: step for name, step in steps.items() if name in self.only}
+        for name, step in steps.items():
+            self._run_check(name, step)
+        for kind, media in self.media.items():
             if self.only:
-                steps.append(
-                    (f"rows with {name}", lambda n=name, d=media: self.rows(f"rows with {n}", d.require_padded()))
+                name, batches = f"rows with {kind}", [media.require_padded()]
+                self._run_check(name, functools.partial(self.rows, name, batches[0]), batches)
+            else:
+                name = f"packed {kind}"
+                self._run_check(
+                    name, lambda n=name, d=media: self.documents(n, d, d.packed(self.positions)), media.reference()
                 )
-                continue
-            packed_media = lambda n=name, d=media: self.documents(f"packed {n}", d, d.packed(self.positions))  # noqa: E731
-            steps.append((f"packed {name}", packed_media))
-        for name, step in steps:
-            before = len(self.failures)
-            try:
-                step()
-            except Exception as error:
-                raise_failure(error)
-                self.failures.append(f"{_SUBJECT.get(name, name)}: {one_line_error(error)}")
-            media = self.media.get(name.partition(" ")[2])
-            has_failed = self.reference._supports_sdpa and len(self.failures) > before
-            if has_failed and media is not None and (deviation := self._sdpa_deviation(media)) > TOLERANCE:
-                self.failures[before:] = [
-                    f"{name}: upstream's own logits with sdpa differ from its eager ones by {deviation:.0e}, relative."
-                ]
 
-    def _sdpa_deviation(self, documents: Documents) -> float:
+    def _run_check(self, name: str, check: Callable[[], None], with_media: Sequence[Batch] = ()) -> None:
+        """Runs one check; on `with_media`, upstream's batches, a failure says if upstream's own attentions differ there."""
+        before = len(self.failures)
+        try:
+            check()
+        except Exception as error:
+            raise_failure(error)
+            self.failures.append(f"{_SUBJECT.get(name, name)}: {one_line_error(error)}")
+        if len(self.failures) == before or not with_media or not self.reference._supports_sdpa:
+            return
+        if (deviation := self._sdpa_deviation(with_media)) > TOLERANCE:
+            self.failures[before:] = [
+                f"{name}: upstream's own logits with sdpa differ from its eager ones by {deviation:.0e}, relative."
+            ]
+
+    def _sdpa_deviation(self, rows: Sequence[Batch]) -> float:
         """How far upstream's own class with sdpa, its default attention, is from itself with eager attention."""
         sdpa = copy.deepcopy(self.reference)
         sdpa.set_attn_implementation("sdpa")
-        rows = documents.reference()
         return difference(*(self._row_of_logits(model, rows) for model in (sdpa, self.reference))).relative
 
     def causality(self) -> None:
@@ -423,9 +427,9 @@ class Comparison:
             key = next((key for key in ("logits", "loss") if key in beyond), furthest(beyond))
             verb = "differ" if key == "logits" else "differs"
             source = "upstream's" if name in UNPACKED or self.only else "upstream's for the documents one by one"
-            self.failures.append(
-                f"{_SUBJECT.get(name, name)}: {key} {verb} from {source} by {_describe(beyond[key])}."
-            )
+            reason = beyond[key].not_measurable
+            how_far = f": {reason}" if reason else f" by {beyond[key].relative:.0e}, relative"
+            self.failures.append(f"{_SUBJECT.get(name, name)}: {key} {verb} from {source}{how_far}.")
 
 
 UNPACKED = ("plain", "padded right", "padded left", "router loss")
@@ -436,12 +440,6 @@ _SUBJECT = {
     "chunks": "the loss in chunks",
     "accumulation": "gradient accumulation",
 }
-
-
-def _describe(deviation: Difference) -> str:
-    if deviation.absolute == float("inf"):
-        return "infinity: it exists on one side only, or its shape or dtype differs"
-    return f"{deviation.relative:.0e}, relative"
 
 
 @contextlib.contextmanager

@@ -85,3 +85,10 @@ def test_position_ids_without_lengths_are_searched_once(model, monkeypatch):
         decisions(model, {"input_ids": ids, "labels": ids, "position_ids": positions}, monkeypatch)[0] for _ in "12"
     ]
     assert [len(one) for one in asked] == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_positions_behind_a_cache_are_no_documents(name):
+    inputs = {"input_ids": torch.zeros(1, 12, dtype=torch.long), "position_ids": packed([5, 7])}
+    assert model_calls._find_documents({**inputs, name: None}), "they would be, without one"
+    assert model_calls._find_documents({**inputs, name: object()}) == {}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patchgen.runtime.verify.comparison import (
-    DIFFERENT_STRUCTURE,
+    DIFFERENT_FORM,
     EQUAL,
     GRADIENT_FLOOR,
     Difference,
@@ -51,9 +51,9 @@ def test_worst_is_a_join(a, b, c):
 
 def test_a_tensor_on_one_side_only_or_of_another_shape_or_dtype_is_infinitely_far():
     tensor = torch.ones(2)
-    assert difference(None, tensor) == difference(tensor, None) == DIFFERENT_STRUCTURE
-    assert difference(tensor, torch.ones(1, 2)) == DIFFERENT_STRUCTURE
-    assert difference(tensor, tensor.double()) == DIFFERENT_STRUCTURE
+    assert difference(None, tensor) == difference(tensor, None) == DIFFERENT_FORM
+    assert difference(tensor, torch.ones(1, 2)) == DIFFERENT_FORM
+    assert difference(tensor, tensor.double()) == DIFFERENT_FORM
     assert difference(None, None) == EQUAL
 
 
@@ -96,3 +96,12 @@ def test_tensors_are_found_in_nested_outputs():
 def test_dead_parameters_are_those_without_or_with_zero_gradient():
     step = Step({}, {"live": torch.ones(1), "zero": torch.zeros(1), "none": None})
     assert step.dead() == ["zero", "none"]
+
+
+def test_what_no_figure_measures_is_told_apart():
+    tensor, infinite = torch.ones(2), torch.tensor([1.0, float("inf")])
+    assert "one side only" in difference(None, tensor).not_measurable
+    for other in (infinite, torch.tensor([1.0, float("nan")])):
+        assert "infinities or NaNs" in difference(tensor, other).not_measurable
+        assert "infinities or NaNs" in difference(other, tensor).not_measurable
+    assert difference(tensor, tensor + 1).not_measurable == EQUAL.not_measurable == ""

@@ -159,6 +159,26 @@ def test_an_image_beside_the_text_stands_in_each_row() -> None:
     assert batch["cross_attention_mask"].shape[:2] == batch["input_ids"].shape
 
 
+@pytest.mark.parametrize("head", ["Kosmos2ForConditionalGeneration", "Kosmos2_5ForConditionalGeneration"])
+def test_a_method_of_features_needs_no_placeholder_that_the_config_names(head: str) -> None:
+    """From 5.24.0 on these have the method, and their configs still name no token."""
+    model_class = getattr(transformers, head)
+
+    def get_image_features(self, pixel_values=None, flattened_patches=None):
+        values = (
+            {"pixel_values": pixel_values} if flattened_patches is None else {"flattened_patches": flattened_patches}
+        )
+        return self.image_to_text_projection(self.vision_model(**values).last_hidden_state)[0]
+
+    later = type(
+        head, (model_class,), {"get_image_features": get_image_features, "__module__": model_class.__module__}
+    )
+    config = small_config(model_class.config_class).config
+    for kept in (model_class, later):
+        builder = SampleBuilder(build_model(kept, config))
+        assert builder.layouts.keys() == {IMAGE} and not builder.refused
+
+
 def test_an_argument_of_which_no_input_is_made_is_a_modality_too() -> None:
     class Inkling:
         def forward(self, input_ids, pixel_values=None, audio_input_ids=None): ...

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from patchgen.runtime.verify.record_types import MadeWith
 from patchgen.runtime.verify.report import read_training, write_proof
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_path import TrainingPath, asked_of_attention, prove_training_path
 from patchgen.runtime.verify.verify_model import verify_model
 
@@ -279,3 +281,25 @@ def test_packed_rows_are_those_of_the_data_pipeline():
     assert packed["cu_seq_lens_q"].diff().tolist() == list(training_inputs.LENGTHS)
     for row, place in zip(documents.rows, documents.bounds(), strict=True):
         assert torch.equal(packed["input_ids"][:, place], row["input_ids"])
+
+
+@pytest.mark.parametrize("only", [(), ("plain",)], ids=["packed rows", "unpacked rows of a head"])
+def test_a_failure_with_media_names_what_upstreams_own_attentions_differ_by(monkeypatch, only):
+    comparison = Comparison.__new__(Comparison)
+    comparison.reference, comparison.failures, comparison.only = SimpleNamespace(_supports_sdpa=True), [], only
+    comparison.text, comparison.needs_media, comparison.positions = SimpleNamespace(packed=dict), True, None
+    row = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4, dtype=torch.long)}
+    comparison.media = {"images": training_inputs.Documents((row,), padded=row)}
+
+    def fail(name, *_args, **_kwargs):
+        comparison.failures.append(f"{name} differs")
+
+    for check in ("rows", "documents"):
+        monkeypatch.setattr(comparison, check, fail)
+    monkeypatch.setattr(comparison, "accumulation", lambda _: None)
+    monkeypatch.setattr(comparison, "_sdpa_deviation", lambda rows: 0.4 if rows == [row] else 0.0)
+    comparison.plain = row
+    comparison.run()
+    *without_media, with_media = comparison.failures
+    assert without_media and all(failure.endswith("differs") for failure in without_media)
+    assert with_media.endswith("upstream's own logits with sdpa differ from its eager ones by 4e-01, relative.")
