@@ -301,6 +301,8 @@ class RowReader:
             return self._known_result(map(self.value, (*call.args, *named.values())))
         if attribute := own_attribute(function):
             return self.call_own(attribute, call) if self._passes_rows(call) else None
+        if (base := self._inherited_module(function)) and self._passes_rows(call):
+            return self._call_value(base, call)
         if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
             return self._call_function("", self._anatomy.names.functions[resolved[1:]], call)
         if not resolved and isinstance(function, ast.Attribute) and has_rows(changed := self.value(function.value)):
@@ -375,6 +377,16 @@ class RowReader:
     def call_own(self, attribute: str, call: ast.Call) -> Value:
         """A call of a method, or of the module or function that an attribute holds."""
         return self._call_any(self._anatomy.held(self._owner, attribute), call)
+
+    def _inherited_module(self, function: ast.expr) -> ast.Call | None:
+        """What `super().forward` calls in a class derived from one of `torch.nn` alone, as a module of that one."""
+        owner = self._anatomy.classes.get(self._owner)
+        match function, owner and owner.node.bases:
+            case ast.Attribute(ast.Call(parent, [], []), "forward"), [base] if self._resolve(
+                parent
+            ) == "builtins.super" and self._resolve(base).startswith("torch.nn."):
+                return ast.Call(base, [], [])
+        return None
 
     def _call_any(self, held: Sequence[ast.expr | ast.stmt], call: ast.Call) -> Value:
         """A call of one of several methods, modules or functions."""

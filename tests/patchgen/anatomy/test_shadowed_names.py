@@ -130,6 +130,46 @@ def test_logits_of_several_tokens_are_refused(model: str, code: str):
         pipeline.generate(edited(origin, (line, f"{line}\n{indent}logits = {code}")))
 
 
+SCALED_HEAD = """class ScaledHead(nn.Linear):
+    def __init__(self, config):
+        super().__init__(config.hidden_size, config.vocab_size, bias=False)
+        self.scale = nn.Parameter(torch.ones(config.vocab_size))
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states).float() * self.scale
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""),
+        ("super().forward", "super().extra_repr"),
+        ("(nn.Linear)", "(nn.Linear, Mixing)"),
+        ("(nn.Linear)", "(Mixing)"),
+        ("super().forward(hidden_states)", "super().forward(hidden_states.mean(1, keepdim=True))"),
+        ("    def forward", "    def super(self):\n        return 1\n\n    def forward"),
+    ],
+)
+def test_a_head_that_scales_what_torchs_own_forward_gives_treats_tokens_one_by_one(old: str, new: str):
+    mixing = "class Mixing(nn.Linear):\n    def forward(self, x):\n        return x.cumsum(1)\n\n\n"
+    origin = load("llama")
+    head = "@auto_docstring\nclass LlamaForCausalLM("
+    built = "self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)"
+    text = edited(
+        origin,
+        (head, mixing + SCALED_HEAD.replace(old, new) + head),
+        (built, "self.lm_head = ScaledHead(config)"),
+    )
+    if not old or "def super" in new:  # a method is no name in the scope of another
+        assert "ops.causal_lm_loss(" in pipeline.generate(text).text
+        return
+    with pytest.raises(PassMismatch, match="treats every token by itself"):
+        pipeline.generate(text)
+
+
 def test_convolutions_and_embeddings_are_torchs():
     mixer = MixerSP.EXAMPLES[0].before
     for imported, is_mixer in (("from torch import nn\n", True), ("from .parts import nn\n", False)):
