@@ -25,7 +25,8 @@ import torch.distributed as dist
 def use_one_worker() -> None:
     """Gives every gloo group created from now on one worker thread; call it before `init_process_group`.
 
-    torch has no argument for it: it creates these groups from a timeout and ignores other options.
+    torch has no argument for it: it creates these groups from a timeout, and from torch 2.14 on from `enable_reconfigure`, an
+    option by the same name, and ignores other options.
     """
     group_class: Any = getattr(dist, "ProcessGroupGloo", None)  # none where torch is built without gloo
     if group_class is None or hasattr(group_class.__init__, "__wrapped__"):
@@ -33,10 +34,14 @@ def use_one_worker() -> None:
     original = group_class.__init__
 
     @functools.wraps(original)
-    def init(group, store, rank, size, options=None, *, timeout=dist.default_pg_timeout) -> None:
+    def init(group, store, rank, size, options=None, *, timeout=dist.default_pg_timeout, **named_options) -> None:
         if isinstance(options, datetime.timedelta):  # a parameter of either type
             options, timeout = None, options
-        original(group, store, rank, size, _options(group_class, timeout) if options is None else options)
+        if options is None:
+            options = _options(group_class, timeout)
+            for name, value in named_options.items():
+                setattr(options, name, value)  # an AttributeError if this torch has no such option
+        original(group, store, rank, size, options)
 
     group_class.__init__ = init
 

@@ -62,3 +62,13 @@ def test_groups_are_made_from_options_and_timeouts_as_torch_makes_them(monkeypat
     given = gloo_groups._options(dist.ProcessGroupGloo, timeout)
     given._threads = 3
     assert dist.ProcessGroupGloo(dist.HashStore(), 0, 1, given).options._threads == 3
+
+
+def test_what_else_torch_creates_a_group_with_is_an_option_of_the_same_name():
+    """torch 2.14 creates groups with `enable_reconfigure=`, which earlier releases have not; each has `global_ranks_in_group`."""
+    gloo_groups.use_one_worker()
+    create = dist.ProcessGroupGloo
+    group = create(dist.HashStore(), 0, 1, timeout=datetime.timedelta(seconds=5), global_ranks_in_group=[0])
+    assert (group.options._threads, group.options.global_ranks_in_group) == (1, [0])
+    with pytest.raises(AttributeError, match="unheard_of"):
+        create(dist.HashStore(), 0, 1, timeout=datetime.timedelta(seconds=5), unheard_of=True)
