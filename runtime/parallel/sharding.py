@@ -437,7 +437,9 @@ def load_full_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     targets = model.state_dict()
     mismatches = sorted(set(targets) ^ set(tensors))
     if mismatches:
-        raise ValueError(f"The tensors do not match {type(model).__name__}: {mismatches[:8]} are on one side only.")
+        raise ValueError(
+            f"The tensors do not match {type(model).__name__}: {mismatches[:8]} are only in the model, or only among the tensors."
+        )
     for name, target in targets.items():
         if isinstance(target, DTensor):
             target.to_local().copy_(shard_like(tensors[name], target))
