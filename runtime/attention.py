@@ -302,7 +302,7 @@ def _choose_for_call(features: tuple[str, ...], device_type: str, head_size: int
 # One host sync per batch, not per layer, if lengths are only on the device.
 _total = TensorCache(lambda cu_seq_lens: int(cu_seq_lens[-1]))
 # The totals that the device already asserts.
-_asserted: TensorCache[set[int]] = TensorCache(lambda _cu_seq_lens: set())
+_asserted_totals: TensorCache[set[int]] = TensorCache(lambda _cu_seq_lens: set())
 
 
 def _sinks(logits: Tensor | None, *, heads: int) -> Tensor | None:
@@ -366,19 +366,19 @@ def _require_full_sequence(request: Attention, size: int, overlays: Collection[s
     ):
         raise UnsupportedError(
             f"{where} {feature} without a mask, so it is unknown which tokens see which. Our attention is for training, where both "
-            "are the same sequence; use upstream's names for generation."
+            "are the same sequence; use an attention implementation of transformers, e.g. 'sdpa', for generation."
         )
 
 
 def _documents(cu_seq_lens: Tensor, max_length: int | Tensor | None) -> Documents:
-    return Documents(cu_seq_lens, longest(cu_seq_lens) if max_length is None else _number(max_length))
+    return Documents(cu_seq_lens, longest(cu_seq_lens) if max_length is None else _as_int(max_length))
 
 
-def _number(length: int | Tensor) -> int:
-    return length if isinstance(length, int) else _item(length)
+def _as_int(length: int | Tensor) -> int:
+    return length if isinstance(length, int) else _item_on_host(length)
 
 
-_item = TensorCache(int)
+_item_on_host = TensorCache(int)
 
 
 def require_full_lengths(documents: Documents, tokens: int, *, causal: bool, where: str) -> None:
@@ -391,8 +391,8 @@ def require_full_lengths(documents: Documents, tokens: int, *, causal: bool, whe
     ends the process.
     """
     if causal and documents.bounds.is_cuda:
-        if tokens not in _asserted(documents.bounds):
-            _asserted(documents.bounds).add(tokens)
+        if tokens not in _asserted_totals(documents.bounds):
+            _asserted_totals(documents.bounds).add(tokens)
             torch.ops.aten._assert_async.msg(
                 documents.bounds[-1] == tokens, "cu_seq_lens_q must span the full sequence"
             )

@@ -20,7 +20,7 @@ from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError
 from patchgen.runtime.mask_functions import document_of
 
 SELECTED, BLOCKS, BIAS = "indices", "block_indices", "position_bias"
-DRAW_BLOCKS = "build_block_mask"
+BLOCK_MASK_METHOD = "build_block_mask"
 
 
 def overlay_arguments(arguments: Mapping[str, Any]) -> Collection[str]:
@@ -71,11 +71,13 @@ def _restricted(mask: Tensor, visible: Tensor) -> Tensor:
 
 def _expand_blocks(blocks: Tensor, q: Tensor, k: Tensor, mask: Tensor, module: nn.Module) -> Tensor:
     """Bool: the keys that a query sees by its selected blocks, expanded by the module's own indexer."""
-    draw = next((getattr(child, DRAW_BLOCKS) for child in module.children() if hasattr(child, DRAW_BLOCKS)), None)
-    if draw is None:
+    build_block_mask = next(
+        (getattr(child, BLOCK_MASK_METHOD) for child in module.children() if hasattr(child, BLOCK_MASK_METHOD)), None
+    )
+    if build_block_mask is None:
         raise UnsupportedError(
-            f"{type(module).__name__} passes {BLOCKS} to its attention, but no submodule has a method {DRAW_BLOCKS} that says "
-            "which keys a block contains. Train it with upstream's names."
+            f"{type(module).__name__} passes {BLOCKS} to its attention, but no submodule has a method {BLOCK_MASK_METHOD} that "
+            "says which keys a block contains. To fix: train it with an attention implementation of transformers, e.g. 'eager'."
         )
     S = q.shape[1]
     arguments = {
@@ -86,10 +88,10 @@ def _expand_blocks(blocks: Tensor, q: Tensor, k: Tensor, mask: Tensor, module: n
         "device": q.device,
         "position_ids": torch.arange(S, device=q.device).expand(q.shape[0], S),
     }
-    return draw(**{name: arguments[name] for name in inspect.signature(draw).parameters}) == 0
+    return build_block_mask(**{name: arguments[name] for name in inspect.signature(build_block_mask).parameters}) == 0
 
 
-_WITHIN = WeakIdKeyDictionary()  # mask -> (bounds, the mask within these documents): shared by all layers
+_RESTRICTED_MASKS = WeakIdKeyDictionary()  # mask -> (bounds, the mask within these documents): shared by all layers
 
 
 def within_documents(mask: Any, bounds: Tensor, B: int, where: str) -> Tensor:
@@ -98,10 +100,10 @@ def within_documents(mask: Any, bounds: Tensor, B: int, where: str) -> Tensor:
         raise UnsupportedError(
             f"{where} got cu_seq_lens_q and a {type(mask).__name__} that this runtime did not create."
         )
-    if mask in _WITHIN and _WITHIN[mask][0] is bounds:
-        return _WITHIN[mask][1]
+    if mask in _RESTRICTED_MASKS and _RESTRICTED_MASKS[mask][0] is bounds:
+        return _RESTRICTED_MASKS[mask][1]
     document_BS = document_of(bounds, B, mask.shape[-1])
     same = (document_BS[:, :, None] == document_BS[:, None, :])[:, None]
     restricted = _restricted(mask, same)
-    _WITHIN[mask] = (bounds, restricted)
+    _RESTRICTED_MASKS[mask] = (bounds, restricted)
     return restricted

@@ -26,7 +26,7 @@ TOKEN_OUTPUTS = ("logits", "last_hidden_state")
 """The outputs with a vector for each token."""
 LEFT: Literal["left"] = "left"
 """Padding on the left, with an attention mask."""
-Separated = bool | Literal["left"]
+DocumentSeparation = bool | Literal["left"]
 """Whether a model computes one document per row; "left": with padding on the left."""
 
 
@@ -45,15 +45,15 @@ class DocumentRows:
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, bounds: Tensor, B: int, S: int, *, is_left: bool = False) -> DocumentRows:
+    def of(cls, bounds: Tensor, B: int, S: int, *, pads_left: bool = False) -> DocumentRows:
         """From `cu_seq_lens` over the flattened rows. One host sync."""
         lengths = bounds.diff()
         starts = bounds[:-1][lengths > 0].long()
         lengths = lengths[lengths > 0]
         longest = int(lengths.max())
-        along = torch.arange(longest, device=bounds.device)[None] - (longest - lengths[:, None]) * is_left
-        is_token = (along >= 0) & (along < lengths[:, None])
-        return cls(torch.where(is_token, starts[:, None] + along, 0), is_token, (B, S))
+        position = torch.arange(longest, device=bounds.device)[None] - (longest - lengths[:, None]) * pads_left
+        is_token = (position >= 0) & (position < lengths[:, None])
+        return cls(torch.where(is_token, starts[:, None] + position, 0), is_token, (B, S))
 
     def unpack(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a forward with one document per row; images and sounds are in document order already.

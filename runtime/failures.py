@@ -21,23 +21,23 @@ _MESSAGES = re.compile(
     r"|/gloo/|Timed out waiting|Connection closed by peer|Connection reset|Application timeout caused pair closure"
     r"|NCCL communicator was aborted"
 )
-_ASKED = re.compile(r"tried to allocate (\d+) bytes")
+_REQUESTED_BYTES = re.compile(r"tried to allocate (\d+) bytes")
 
 
-def is_failure(error: BaseException) -> bool:
+def is_machine_failure(error: BaseException) -> bool:
     """Whether an error is of the device or of the ranks.
 
     A request for more memory than the machine has is none: a model computed that size from its inputs.
     """
     if isinstance(error, TYPES):
         return True
-    asked = _ASKED.search(str(error))
-    if asked and int(asked[1]) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+    requested = _REQUESTED_BYTES.search(str(error))
+    if requested and int(requested[1]) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         return False
     return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
 
 
-def raise_failure(error: BaseException) -> None:
+def reraise_machine_failure(error: BaseException) -> None:
     """Raises `error` again if it is of the device or of the ranks; for handlers of what a model may raise."""
-    if is_failure(error):
+    if is_machine_failure(error):
         raise error

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchgen.runtime import media_sizes as layout
-from patchgen.runtime import parallel
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime import media_sizes, parallel
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.tensor_cache import TensorCache
 
 # Errors of upstream's classes on inputs they do not support.
@@ -48,7 +47,7 @@ MEL_BINS = (80, 128, 64, 32)
 """Candidates for towers whose configs have none."""
 PATCHED_SIDES = (1, 2, 3, 4, 6, 8, 16)
 """Candidate sides of an image, in patches."""
-WEIGHT = 0.01
+CONSTANT_WEIGHT = 0.01
 """The value of all weights of the copy; not zero, because some towers divide by the norm of their output."""
 
 
@@ -74,7 +73,7 @@ def extra_image_inputs(config: Any, parameters: Any, crops: tuple[int, ...], lik
     for name, parameter in parameters.items():
         tower = getattr(config, name.replace("pixel_values", "vision_config"), None)
         if name.endswith("_pixel_values") and tower is not None:
-            inputs[name] = like.new_ones(1, *crops, layout.channels(tower), *layout.image_size(tower))
+            inputs[name] = like.new_ones(1, *crops, media_sizes.channels(tower), *media_sizes.image_size(tower))
         elif name == "pixel_attention_mask" and parameter.default is parameter.empty:
             inputs[name] = torch.ones(1, *crops, dtype=torch.bool, device=like.device)
     return inputs
@@ -82,7 +81,7 @@ def extra_image_inputs(config: Any, parameters: Any, crops: tuple[int, ...], lik
 
 def fixed_frames(audio: Any) -> int:
     """The number of frames, if the tower takes a single length; 0 if the config has none."""
-    return 2 * layout.first_int(audio, "max_source_positions", default=0)
+    return 2 * media_sizes.first_int(audio, "max_source_positions", default=0)
 
 
 # ----------------------------------------------------------------------------------------------- candidates
@@ -102,20 +101,22 @@ def candidates(features: Callable[..., Any], *, sp: int, like: Tensor) -> Iterat
     kind = kind_of(features.__name__)
     parameters = inspect.signature(features).parameters
     if WAVEFORM in parameters:
-        samples = layout.samples_per_token(features.__self__.config)
+        samples = media_sizes.samples_per_token(features.__self__.config)
         return ({WAVEFORM: like.new_zeros(1, *channel, samples)} for channel in CHANNELS)
-    tower = layout.tower_config(features.__self__.config, kind)
+    tower = media_sizes.tower_config(features.__self__.config, kind)
     return (
         _audio_candidates(tower, parameters, like)
-        if kind == layout.AUDIO
+        if kind == media_sizes.AUDIO
         else _image_candidates(features, tower, kind, sp, like)
     )
 
 
 def kind_of(method: str) -> str:
     """The modality of a `get_<modality>_features`."""
-    names = {layout.VIDEO: ("video",), layout.AUDIO: ("audio", "speech")}
-    return next((kind for kind, endings in names.items() if any(name in method for name in endings)), layout.IMAGE)
+    names = {media_sizes.VIDEO: ("video",), media_sizes.AUDIO: ("audio", "speech")}
+    return next(
+        (kind for kind, endings in names.items() if any(name in method for name in endings)), media_sizes.IMAGE
+    )
 
 
 def _audio_candidates(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
@@ -127,7 +128,7 @@ def _audio_candidates(tower: Any, parameters: Any, like: Tensor) -> Iterator[dic
         if n.endswith(("attention_mask", "features_mask")) or (n in required and n.endswith("_mask"))
     ]
     lengths = [name for name in other_names if name.endswith(("lengths", "lens", "_sizes"))]
-    mel_bins = dict.fromkeys((layout.mel_bins(tower), *MEL_BINS))
+    mel_bins = dict.fromkeys((media_sizes.mel_bins(tower), *MEL_BINS))
     fixed = fixed_frames(tower)
     for frames in (*AUDIO_FRAMES, *([fixed] if fixed else ())):
         shapes = [shape for mel in mel_bins for shape in ((mel, frames), (frames, mel))]
@@ -153,13 +154,13 @@ def _image_candidates(
 
     grid = next((name for name in other_names if name.endswith(GRIDS)), None)
     if grid is not None:
-        merged = layout.packed_merge(features.__self__.config, tower)
-        steps = layout.first_int(tower, "temporal_merge_size", default=1) if kind == layout.VIDEO else 1
+        merged = media_sizes.packed_merge(features.__self__.config, tower)
+        steps = media_sizes.first_int(tower, "temporal_merge_size", default=1) if kind == media_sizes.VIDEO else 1
         sizes = {
             name: torch.tensor([merged], device=like.device) for name in other_names if name.endswith("merge_sizes")
         }
-        for shape in layout.patch_shapes(tower):
-            merge = 1 if shape == layout.token_shape(tower) else merged
+        for shape in media_sizes.patch_shapes(tower):
+            merge = 1 if shape == media_sizes.token_shape(tower) else merged
             sides = [merge * sp, merge]
             row = sides if grid.endswith(GRIDS[1]) else [steps, *sides]
             yield {first: like.new_zeros(steps * merge * merge * sp, *shape), grid: integers(row)} | sizes
@@ -167,27 +168,27 @@ def _image_candidates(
     target_sizes = next((name for name in other_names if name.startswith("target_sizes")), None)
     if target_sizes is not None:  # patches concatenated along the width
         for side in PATCHED_SIDES:
-            patches = like.new_zeros(1, layout.channels(tower), tower.patch_size, tower.patch_size * side * side)
+            patches = like.new_zeros(1, media_sizes.channels(tower), tower.patch_size, tower.patch_size * side * side)
             yield {first: patches, target_sizes: integers([side, side])}
         return
     yield from _patches(tower, kind, parameters, like)
-    sides = layout.image_sides(tower)
+    sides = media_sizes.image_sides(tower)
     for height, width in sides:
-        if kind == layout.VIDEO:
-            steps = layout.first_int(tower, "video_temporal_patch_size", default=1)
+        if kind == media_sizes.VIDEO:
+            steps = media_sizes.first_int(tower, "video_temporal_patch_size", default=1)
             for leading, frames in itertools.product(
                 ((1,), ()), (count for count in VIDEO_FRAMES if count % steps == 0)
             ):
-                yield {first: like.new_zeros(*leading, frames, layout.channels(tower), height, width)}
+                yield {first: like.new_zeros(*leading, frames, media_sizes.channels(tower), height, width)}
             continue
         for crops, with_sizes in image_layouts(takes_sizes="image_sizes" in other_names):
             # Not zeros: some models drop images of zeros as batch padding.
-            arguments = {first: like.new_ones(1, *crops, layout.channels(tower), height, width)}
+            arguments = {first: like.new_ones(1, *crops, media_sizes.channels(tower), height, width)}
             arguments |= extra_image_inputs(features.__self__.config, parameters, crops, like)
             yield arguments | ({"image_sizes": integers([height, width])} if with_sizes else {})
-    if kind == layout.IMAGE and isinstance(getattr(tower, "patch_size", None), int):
+    if kind == media_sizes.IMAGE and isinstance(getattr(tower, "patch_size", None), int):
         for side in PATCHED_SIDES:  # patches without positions
-            yield {first: like.new_ones(1, side * side, layout.patch_values(tower))}
+            yield {first: like.new_ones(1, side * side, media_sizes.patch_values(tower))}
 
 
 def _patches(tower: Any, kind: str, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
@@ -197,9 +198,9 @@ def _patches(tower: Any, kind: str, parameters: Any, like: Tensor) -> Iterator[d
     shape = next((name for name in other_names if name.endswith("spatial_shapes")), None)
     if (position is None and shape is None) or not isinstance(getattr(tower, "patch_size", None), int):
         return
-    sizes = dict.fromkeys((layout.patch_values(tower), layout.merged_patch_values(tower)))
+    sizes = dict.fromkeys((media_sizes.patch_values(tower), media_sizes.merged_patch_values(tower)))
     for values, side in itertools.product(sizes, PATCHED_SIDES):
-        for frames in ((), (1,)) if kind == layout.VIDEO else ((),):
+        for frames in ((), (1,)) if kind == media_sizes.VIDEO else ((),):
             arguments = {first: like.new_zeros(1, *frames, side * side, values)}
             if position is not None:
                 places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).to(like.device)
@@ -251,7 +252,7 @@ def _search(features: Callable[..., Any], sp: int, like: Tensor) -> tuple[int | 
                 try:
                     tensors = feature_tensors(copy(**arguments))
                 except REFUSALS as error:
-                    raise_failure(error)
+                    reraise_machine_failure(error)
                     reasons.append(f"{type(error).__name__}: {error}")
                     continue
                 if tensors and all(tensor.numel() and bool(tensor.isfinite().all()) for tensor in tensors):
@@ -259,8 +260,8 @@ def _search(features: Callable[..., Any], sp: int, like: Tensor) -> tuple[int | 
                 reasons.append("it returns no features, or some that are not finite")
         except (AttributeError, ValueError) as error:  # the config lacks the size of an image
             reasons.append(str(error) or type(error).__name__)
-    told = [*reasons[:1], *reasons[-1:]] or ["its config gives no size of an input to try"]
-    return None, "; ".join(dict.fromkeys(reason.partition("\n")[0][:200] for reason in told))
+    reported = [*reasons[:1], *reasons[-1:]] or ["its config gives no size of an input to try"]
+    return None, "; ".join(dict.fromkeys(reason.partition("\n")[0][:200] for reason in reported))
 
 
 def bare_copy(model: nn.Module, like: Tensor) -> nn.Module:
@@ -294,7 +295,7 @@ def bare_copy(model: nn.Module, like: Tensor) -> nn.Module:
 def _constant_weight(shape: torch.Size, like: Tensor) -> Tensor:
     """An expanded scalar; for stacked experts an expanded matrix, since grouped products need its strides."""
     allocated = shape[-2:] if len(shape) == 3 else ()
-    return torch.full(allocated, WEIGHT, device=like.device, dtype=like.dtype).expand(shape)
+    return torch.full(allocated, CONSTANT_WEIGHT, device=like.device, dtype=like.dtype).expand(shape)
 
 
 def feature_tensors(output: Any) -> list[Tensor]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import mask_functions, parallel
-from patchgen.runtime.document_rows import LEFT, DocumentRows, Separated
+from patchgen.runtime.document_rows import LEFT, DocumentRows, DocumentSeparation
 from patchgen.runtime.parallel import batch, checkpointing, collectives
 from patchgen.runtime.parallel.checkpointing import CHECKPOINT_ATTRIBUTE
 from patchgen.runtime.tensor_cache import TensorCache
@@ -81,7 +81,7 @@ def note_calls(model: nn.Module) -> None:
         model.register_forward_hook(_leave, always_call=True)
 
 
-def separate_documents(model: nn.Module, separated: Separated = True) -> None:
+def separate_documents(model: nn.Module, separated: DocumentSeparation = True) -> None:
     """Computes each document of packed rows in its own row from now on; see `document_rows`.
 
     For models that take no document bounds, where documents would see each other. Not on a slice of a sequence.
@@ -293,7 +293,7 @@ def _document_rows(module: nn.Module, inputs: dict[str, Any], *, is_left: bool) 
     tokens = _tokens(inputs)
     if tokens is None:
         raise ValueError(f"{type(module).__name__} got {BOUNDS} without input_ids or inputs_embeds.")
-    return DocumentRows.of(inputs[BOUNDS], tokens.shape[0], tokens.shape[1], is_left=is_left)
+    return DocumentRows.of(inputs[BOUNDS], tokens.shape[0], tokens.shape[1], pads_left=is_left)
 
 
 @cache

@@ -127,7 +127,7 @@ def tower_kwargs(kwargs: Mapping[str, object]) -> dict[str, object]:
     """The keyword arguments of a forward without the packing arguments of its text."""
     from patchgen.runtime.parallel import towers
 
-    return towers.without_packing(kwargs)
+    return towers.without_text_arguments(kwargs)
 
 
 def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, object] | None = None) -> int:

@@ -61,8 +61,8 @@ def build_part(auto_class: Any, config: PreTrainedConfig, *, beside: str, **kwar
 
 def _generated(name: str, file: str, config: PreTrainedConfig, beside: Path) -> type[PreTrainedModel]:
     """The generated class of that name, in the folder of its file or of its model type."""
-    roots = dict.fromkeys((beside.parent.parent, *project.generated_folders(), registry.installed_directory()))
-    for folder in (root / name for root in roots for name in dict.fromkeys((file, config.model_type))):
+    folders = dict.fromkeys((beside.parent.parent, *project.generated_folders(), registry.installed_directory()))
+    for folder in (root / name for root in folders for name in dict.fromkeys((file, config.model_type))):
         model = registry.read_model(folder) if (folder / "provenance.json").is_file() else None
         if model is not None and name in model.classes:
             return getattr(model.load(), name)
@@ -70,7 +70,7 @@ def _generated(name: str, file: str, config: PreTrainedConfig, beside: Path) -> 
     command = f"patchgen generate {file}" if is_upstreams else f"patchgen generate --source modeling_{file}.py"
     raise UnknownPartError(
         f"{beside.name} builds a language model of type '{config.model_type}' ({name}), which has no "
-        f"generated file in {', '.join(map(str, roots))}; upstream's class has no fused operations, no sequence parallelism "
+        f"generated file in {', '.join(map(str, folders))}; upstream's class has no fused operations, no sequence parallelism "
         f"and no expert parallelism. Generate it: {command} --output {beside.parent.parent}"
     )
 

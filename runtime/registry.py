@@ -81,7 +81,7 @@ class GeneratedModel:
         """Whether it was generated from a file of the user, not from a module of an installed package."""
         return self.upstream_module.startswith(f"{PACKAGE}.")
 
-    def made_from(self, folder: Path) -> Path | None:
+    def find_source(self, folder: Path) -> Path | None:
         """The file in a folder that this model was generated from, by its text."""
         return next(
             (file for file in sorted(folder.glob("modeling_*.py")) if digest(file) == self.upstream_sha256), None

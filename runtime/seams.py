@@ -34,13 +34,19 @@ _BUILT_IN = "patchgen.runtime.implementations"
 
 @dataclass
 class Seam:
-    """One seam: its implementations by name, the selected one, functions that return why one is unavailable, and what an
-    automatic one prefers."""
+    """One seam.
+
+    Attributes:
+        implementations: by name, without `eager`.
+        selected: the name of the selected one.
+        why_unavailable: name -> returns why it cannot run on this machine, or None.
+        prefers: name of an automatic one -> the implementations that it uses if they can run.
+    """
 
     name: str
     implementations: dict[str, Callable] = field(default_factory=dict)
     selected: str = EAGER
-    reasons: dict[str, Callable[[], str | None]] = field(default_factory=dict)
+    why_unavailable: dict[str, Callable[[], str | None]] = field(default_factory=dict)
     prefers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -79,7 +85,7 @@ def register(
         entry.implementations[implementation] = function
         entry.prefers[implementation] = prefers
         if unavailable is not None:
-            entry.reasons[implementation] = unavailable
+            entry.why_unavailable[implementation] = unavailable
         return function
 
     return decorate
@@ -88,7 +94,7 @@ def register(
 def unavailable(seam: str, implementation: str) -> str | None:
     """Why an implementation cannot run on this machine, in one sentence; None if nothing is known."""
     implementations(seam)
-    reason = _seam(seam).reasons.get(implementation)
+    reason = _seam(seam).why_unavailable.get(implementation)
     return reason() if reason is not None else None
 
 

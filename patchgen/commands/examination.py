@@ -79,15 +79,15 @@ def generated_digest(model_type: str, version: str, heads: Sequence[str] = ()) -
     return generate(model_type, version, heads)[2]
 
 
-def examine(model_type: str, version: str, *, takes_media: bool = False, known: str = "") -> Examined:
+def examine(model_type: str, version: str, *, takes_media: bool = False, known_digest: str = "") -> Examined:
     """Generates and proves one model type; the row has its status and, if it is not proven, the reason.
 
     Args:
         takes_media: whether the head that takes images, videos or audio is proven, instead of the causal one.
-        known: the digest of the generated text of a current row, whatever its status: if generation gives the same text,
+        known_digest: the digest of the generated text of a current row, whatever its status: if generation gives the same text,
             it is not proven again.
     """
-    from patchgen.runtime.failures import raise_failure
+    from patchgen.runtime.failures import reraise_machine_failure
     from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS
 
     start = time.perf_counter()
@@ -95,7 +95,7 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
     if not models:
         return unproven(model_type, FAILED, refusal, models_digest, seconds=time.perf_counter() - start)
     facts = _facts(model_type, models)
-    if models_digest == known:
+    if models_digest == known_digest:
         return Examined(model_type, models_digest, facts, row=None)
     generation = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +103,7 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
             type_verdict, proof = _prove(model_type, write(models, Path(folder)), takes_media=takes_media)
             status, reason = type_verdict.status, type_verdict.reason
         except UPSTREAM_REFUSALS as error:  # while the head, or its packing rules, are looked up
-            raise_failure(error)
+            reraise_machine_failure(error)
             status, reason, proof = GENERATED, short_reason(error), None
     seconds = time.perf_counter() - start
     proven = row(model_type, status, reason, facts, proof, seconds=seconds, generation_seconds=generation)
@@ -158,9 +158,9 @@ def _prove(model_type: str, directory: Path, *, takes_media: bool) -> tuple[Verd
 def _without_rule(model_type: str, directory: Path, proof: Proof) -> list[str]:
     """The inputs of the head that no packing rule covers; a proven type must not have any."""
     from patchgen.runtime.registry import read_model
-    from patchgen.runtime.verify.input_names import without_rule
+    from patchgen.runtime.verify.input_names import inputs_without_rule
 
-    return without_rule(getattr(read_model(directory).load(), proof.head), model_type, proof.inputs)
+    return inputs_without_rule(getattr(read_model(directory).load(), proof.head), model_type, proof.inputs)
 
 
 def _inputs(proof: Proof) -> list[str]:

@@ -109,7 +109,7 @@ def sweep(jobs: int, version: str | None, only: Iterable[str], output: Path | No
 
 def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[HeadRow]:
     """The rows of a type: each of its heads generated separately and proven."""
-    from patchgen.runtime.failures import raise_failure
+    from patchgen.runtime.failures import reraise_machine_failure
     from patchgen.runtime.verify.verify_model import judge
 
     release = upstream.open_release(version)
@@ -126,7 +126,7 @@ def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[Hea
                     outcome, _ = judge(directory, head=head, implementations=COMPARED_IMPLEMENTATIONS)
                     status, reason = outcome.status, outcome.reason
                 except Exception as error:  # upstream's code runs here and may raise anything
-                    raise_failure(error)
+                    reraise_machine_failure(error)
                     status, reason = GENERATED, examination.short_reason(error)
         row: HeadRow = {
             "model_type": model_type,

@@ -148,7 +148,7 @@ def _in_directory(models: list[str], directory: Path, code: str | None, *, every
     architecture = (
         checkpoints.register(code, str(directory.parent)) if model.is_from_user_file and code is not None else None
     )
-    return model if architecture is None else replace(model, source=model.made_from(architecture.folder))
+    return model if architecture is None else replace(model, source=model.find_source(architecture.folder))
 
 
 def mesh(world_size: int, *, dp_replicate: int, sp: int, ep: int) -> None:

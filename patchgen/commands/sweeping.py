@@ -37,7 +37,7 @@ from patchgen.runtime.verify import records, source_keys
 from patchgen.runtime.verify.committed_models import page_of
 
 if TYPE_CHECKING:
-    from patchgen.runtime.document_rows import Separated
+    from patchgen.runtime.document_rows import DocumentSeparation
     from patchgen.runtime.verify.record_types import CoverageRow, RankCell
 
 VISION, AUDIO, OMNI = "vision", "audio", "omni"
@@ -158,7 +158,7 @@ def sweep_ranks(
     wanted = [place for place in places if records.needs_ranks(rows[place])]
     current = records.current_digests([rows[place] for place in wanted], release, jobs=2)
     todo = [place for place in wanted if fresh or not records.cell_holds(rows[place], layout, key, current[place[1]])]
-    separates: dict[str, Separated] = {place[1]: _separates_documents(rows[place]) for place in todo}
+    separates: dict[str, DocumentSeparation] = {place[1]: _separates_documents(rows[place]) for place in todo}
     results = parallel_coverage.sweep(separates, takes_media=takes_media, sp=sp, ep=ep, world=world) if todo else ()
     for found in results:
         cell: RankCell = {
@@ -195,7 +195,7 @@ def _require_layout(sp: int, ep: int, world: int) -> None:
             )
 
 
-def _separates_documents(row: CoverageRow) -> Separated:
+def _separates_documents(row: CoverageRow) -> DocumentSeparation:
     """Whether a run computes the packed documents of a type in rows of their own, as its proof found."""
     training = row.get("training")
     return training["separates_documents"] if training else False
@@ -226,7 +226,7 @@ def _examine_until_crash(todo: Mapping[str, str], version: str, jobs: int, *, ta
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context, initializer=set_worker_environment) as pool:
         futures = [
-            pool.submit(examine, model_type, version, takes_media=takes_media, known=known)
+            pool.submit(examine, model_type, version, takes_media=takes_media, known_digest=known)
             for model_type, known in todo.items()
         ]
         try:

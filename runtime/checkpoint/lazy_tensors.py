@@ -68,7 +68,7 @@ class _Reshape:
     parent: LazyTensor
 
 
-_Origin: TypeAlias = "Leaf | _Cat | _Slice | _Permute | _Reshape"
+_Node: TypeAlias = "Leaf | _Cat | _Slice | _Permute | _Reshape"
 
 
 class UnsupportedOperation(NotImplementedError):
@@ -76,17 +76,17 @@ class UnsupportedOperation(NotImplementedError):
 
 
 class LazyTensor(Tensor):
-    """A tensor of known shape and dtype, without data; `origin` says how it is built, `meta` is a meta tensor like it."""
+    """A tensor of known shape and dtype, without data; `node` says how it is built, `meta` is a meta tensor like it."""
 
-    origin: _Origin
+    node: _Node
     meta: Tensor
 
     @staticmethod
-    def __new__(cls, meta: Tensor, origin: _Origin) -> LazyTensor:
+    def __new__(cls, meta: Tensor, node: _Node) -> LazyTensor:
         lazy = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=meta.device
         )
-        lazy.meta, lazy.origin = meta, origin
+        lazy.meta, lazy.node = meta, node
         return lazy
 
     def transposed(self) -> LazyTensor:
@@ -96,7 +96,7 @@ class LazyTensor(Tensor):
         return transposed
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        return f"LazyTensor({list(self.shape)}, {self.dtype}, {type(self.origin).__name__})"
+        return f"LazyTensor({list(self.shape)}, {self.dtype}, {type(self.node).__name__})"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -120,7 +120,7 @@ def _metas(tree: Any) -> Any:
 
 
 def _same(out: Tensor, parent: LazyTensor, *_args, **_kwargs) -> LazyTensor:
-    return LazyTensor(out, parent.origin)  # a copy, or another dtype: the reader casts
+    return LazyTensor(out, parent.node)  # a copy, or another dtype: the reader casts
 
 
 def _reshape(out: Tensor, parent: LazyTensor, *_args, **_kwargs) -> LazyTensor:
@@ -246,48 +246,48 @@ def plan_reads(lazy: LazyTensor, region: Region, out: Tensor) -> ReadPlan:
 
 def leaves(lazy: LazyTensor) -> Iterator[Leaf]:
     """The stored tensors that `lazy` is built from, in no particular order, possibly with repeats."""
-    pending = [lazy.origin]
+    pending = [lazy.node]
     while pending:
-        origin = pending.pop()
-        if isinstance(origin, Leaf):
-            yield origin
-        elif isinstance(origin, _Cat):
-            pending += [parent.origin for parent in reversed(origin.parents)]
+        node = pending.pop()
+        if isinstance(node, Leaf):
+            yield node
+        elif isinstance(node, _Cat):
+            pending += [parent.node for parent in reversed(node.parents)]
         else:
-            pending.append(origin.parent.origin)
+            pending.append(node.parent.node)
 
 
 def is_permuted(lazy: LazyTensor) -> bool:
     """Whether dimensions are permuted anywhere between the stored tensors and `lazy`."""
-    pending = [lazy.origin]
+    pending = [lazy.node]
     while pending:
-        origin = pending.pop()
-        if isinstance(origin, _Permute):
+        node = pending.pop()
+        if isinstance(node, _Permute):
             return True
-        if isinstance(origin, _Cat):
-            pending += [parent.origin for parent in origin.parents]
-        elif not isinstance(origin, Leaf):
-            pending.append(origin.parent.origin)
+        if isinstance(node, _Cat):
+            pending += [parent.node for parent in node.parents]
+        elif not isinstance(node, Leaf):
+            pending.append(node.parent.node)
     return False
 
 
 def _add_reads(lazy: LazyTensor, region: Region, out: Tensor, plan: ReadPlan) -> None:
-    origin = lazy.origin
-    if isinstance(origin, Leaf):
-        plan.reads.append((origin, region, out))
-    elif isinstance(origin, _Slice):
-        dim = origin.dim
-        shifted = (region[dim][0] + origin.start, region[dim][1] + origin.start)
-        _add_reads(origin.parent, (*region[:dim], shifted, *region[dim + 1 :]), out, plan)
-    elif isinstance(origin, _Permute):
+    node = lazy.node
+    if isinstance(node, Leaf):
+        plan.reads.append((node, region, out))
+    elif isinstance(node, _Slice):
+        dim = node.dim
+        shifted = (region[dim][0] + node.start, region[dim][1] + node.start)
+        _add_reads(node.parent, (*region[:dim], shifted, *region[dim + 1 :]), out, plan)
+    elif isinstance(node, _Permute):
         parent_region: list = [None] * len(region)
-        for index, dim in enumerate(origin.order):
+        for index, dim in enumerate(node.order):
             parent_region[dim] = region[index]
-        inverse = sorted(range(len(region)), key=origin.order.__getitem__)
-        _add_reads(origin.parent, tuple(parent_region), out.permute(inverse), plan)
-    elif isinstance(origin, _Cat):
-        dim, offset = origin.dim, 0
-        for parent in origin.parents:
+        inverse = sorted(range(len(region)), key=node.order.__getitem__)
+        _add_reads(node.parent, tuple(parent_region), out.permute(inverse), plan)
+    elif isinstance(node, _Cat):
+        dim, offset = node.dim, 0
+        for parent in node.parents:
             size = parent.shape[dim]
             start, stop = max(region[dim][0], offset), min(region[dim][1], offset + size)
             if start < stop:
@@ -295,7 +295,7 @@ def _add_reads(lazy: LazyTensor, region: Region, out: Tensor, plan: ReadPlan) ->
                 _add_reads(parent, part, out.narrow(dim, start - region[dim][0], stop - start), plan)
             offset += size
     else:
-        _add_reshaped_reads(origin.parent, lazy.shape, region, out, plan)
+        _add_reshaped_reads(node.parent, lazy.shape, region, out, plan)
 
 
 def _add_reshaped_reads(parent: LazyTensor, shape: Sequence[int], region: Region, out: Tensor, plan: ReadPlan) -> None:

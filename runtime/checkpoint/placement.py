@@ -129,8 +129,10 @@ def cause_of(error: BaseException) -> str:
 
 def intersection(a: Region, b: Region) -> Region | None:
     """The overlap of two regions; None if there is none."""
-    shared = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return None if any(start >= stop for start, stop in shared) else shared
+    overlap = tuple(
+        (max(a_start, b_start), min(a_stop, b_stop)) for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True)
+    )
+    return None if any(start >= stop for start, stop in overlap) else overlap
 
 
 def narrow_to(tensor: Tensor, outer: Region, inner: Region) -> Tensor:

@@ -45,9 +45,9 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
     for name in names:
         rule = rule_of(name, names)
         if rule.pack_dim == -1:
-            batch[name] = pack(name, _of_all(name, rule, samples, lengths)).unsqueeze(-2)
+            batch[name] = pack(name, _token_field(name, rule, samples, lengths)).unsqueeze(-2)
         elif rule.is_per_token:  # a sample without media has tokens as well
-            batch[name] = pack(name, _of_all(name, rule, samples, lengths), batch_fields=names)
+            batch[name] = pack(name, _token_field(name, rule, samples, lengths), batch_fields=names)
         else:
             batch[name] = pack(name, [sample[name] for sample in samples if name in sample], batch_fields=names)
     if padding:
@@ -57,9 +57,11 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
     return batch | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def _of_all(name: str, rule: FieldRule, samples: Sequence[dict[str, Any]], lengths: Sequence[int]) -> list[Tensor]:
-    """A field of tokens of every sample: padding where it is missing, as text has no token types; text positions are repeated
-    for each multimodal dimension."""
+def _token_field(
+    name: str, rule: FieldRule, samples: Sequence[dict[str, Any]], lengths: Sequence[int]
+) -> list[Tensor]:
+    """The values `(..., n)` of a per-token field, one for each sample: padding where it is missing, as text has no token types;
+    text positions are repeated for each multimodal dimension."""
     like = max((sample[name] for sample in samples if name in sample), key=lambda value: value.ndim)
     values = [
         sample[name] if name in sample else rule.padding(like, length)

@@ -78,7 +78,7 @@ def exchange_by_peer_memory(
     may_push = pushes and exchange.num_rounds == 1 and not checkpointing.is_active() and not is_recomputing
     # A dispatch mode on any rank may save what operators return, which must then be the sums.
     targets = (
-        exchange.push_targets() if may_push and state.peers.all_agree(_get_current_dispatch_mode() is None) else None
+        exchange.push_targets() if may_push and state.peers.all_true(_get_current_dispatch_mode() is None) else None
     )
     with pushed_sums.offer(targets):
         sums = _compute_in_rounds(compute, rows, exchange, weights)
@@ -91,11 +91,11 @@ def _take_prefetched(state: ParallelState, peers: PeerBuffers, hidden_states: Te
     After a caught error a rank may have tokens in flight that others have not.
     """
     prefetched, state.context.prefetched_tokens = state.context.prefetched_tokens, None
-    if not state.context.prefetches_tokens or peers.all_agree(
+    if not state.context.prefetches_tokens or peers.all_true(
         prefetched is not None and prefetched.matches(hidden_states)
     ):
         return prefetched
-    if peers.all_agree(prefetched is not None) and prefetched is not None:  # by all, but on some rank not these tokens
+    if peers.all_true(prefetched is not None) and prefetched is not None:  # by all, but on some rank not these tokens
         setattr(prefetched.module, _PREFETCHES, False)
     return None
 
@@ -154,7 +154,7 @@ def _prefetch_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
         return
     # Selective checkpointing matches the operations of forward and recomputation by order; the recomputation has no
     # prefetched tokens and would read them in one more operation.
-    if not state.peers.all_agree(checkpointing.is_active() or _get_current_dispatch_mode() is None):
+    if not state.peers.all_true(checkpointing.is_active() or _get_current_dispatch_mode() is None):
         return
     with _disable_current_modes(), torch.no_grad():  # hidden from selective checkpointing
         tokens = source.detach().reshape(-1, source.shape[-1])

@@ -22,9 +22,9 @@ DROPOUTS = {
 }  # fmt: skip
 UNIFORM, NORMAL, KEPT = 0.5, 0.5, 1.0
 """The constants: the middle of an interval, half a standard deviation above the mean, and a decision to keep."""
-DROPOUT_P = 4
+DROPOUT_P_INDEX = 4
 """The place of this argument of torch's attention."""
-SAMPLES: dict[Callable[..., Any], float] = {
+FIXED_VALUES: dict[Callable[..., Any], float] = {
     torch.rand: UNIFORM, torch.rand_like: UNIFORM, torch.randn: NORMAL, torch.randn_like: NORMAL,
     torch.bernoulli: KEPT, Tensor.bernoulli: KEPT, Tensor.bernoulli_: KEPT,
 }  # fmt: skip
@@ -36,27 +36,27 @@ class _FixedDraws(TorchFunctionMode):
         if func in DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
-            if len(args) > DROPOUT_P:
-                args = (*args[:DROPOUT_P], 0.0, *args[DROPOUT_P + 1 :])
+            if len(args) > DROPOUT_P_INDEX:
+                args = (*args[:DROPOUT_P_INDEX], 0.0, *args[DROPOUT_P_INDEX + 1 :])
             else:
                 kwargs = {**kwargs, "dropout_p": 0.0}
             return func(*args, **kwargs)
         if func is Tensor.uniform_:
-            low, high = _two(args, kwargs, ("from", "to"), (0.0, 1.0))
+            low, high = _two_arguments(args, kwargs, ("from", "to"), (0.0, 1.0))
             return args[0].fill_(low + UNIFORM * (high - low))
         if func is Tensor.normal_:
-            mean, deviation = _two(args, kwargs, ("mean", "std"), (0.0, 1.0))
+            mean, deviation = _two_arguments(args, kwargs, ("mean", "std"), (0.0, 1.0))
             return args[0].fill_(mean + NORMAL * deviation)
-        if func not in SAMPLES:
+        if func not in FIXED_VALUES:
             return func(*args, **kwargs)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
             drawn = func(*args, **kwargs)
         with torch.no_grad():
-            return drawn.fill_(SAMPLES[func])
+            return drawn.fill_(FIXED_VALUES[func])
 
 
-def _two(
+def _two_arguments(
     args: tuple, kwargs: dict[str, Any], names: tuple[str, str], defaults: tuple[float, float]
 ) -> tuple[float, float]:
     """Two numbers after the tensor, by position or name."""

@@ -46,7 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from patchgen.kernels.packages import failed_import
 from patchgen.kernels.peers.published import Published, TokenCounts
-from patchgen.runtime.failures import is_failure
+from patchgen.runtime.failures import is_machine_failure
 from patchgen.runtime.parallel import watch
 from patchgen.runtime.parallel.collectives import gather_objects
 
@@ -58,10 +58,10 @@ _MEASURED_RANKS = 4
 """Largest group in which peer memory was benchmarked against collectives on GPUs: "auto" uses it up to this size."""
 
 ALIGNMENT = 256  # bytes
-_GRAIN = 2**20  # bytes: sizes are rounded up to this, after adding an eighth for longer rows
+_SIZE_STEP = 2**20  # bytes: sizes are rounded up to this, after adding an eighth for longer rows
 
 
-def for_experts(mesh: DeviceMesh, exchange: ExpertExchange, *, has_capacity: bool) -> PeerBuffers | None:
+def expert_buffers(mesh: DeviceMesh, exchange: ExpertExchange, *, has_capacity: bool) -> PeerBuffers | None:
     """The buffers of this rank's EP group, or None where tokens travel by all-to-all; every rank must call it.
 
     Args:
@@ -110,7 +110,7 @@ def _try_to_allocate_shared(mesh: DeviceMesh) -> tuple[PeerBuffers | None, str |
     return buffers, reason
 
 
-def is_unavailable(mesh: DeviceMesh, exchange: ShardExchange) -> bool:
+def shards_use_collectives(mesh: DeviceMesh, exchange: ShardExchange) -> bool:
     """Whether shards use collectives instead; every rank of all groups must call it, and gets the same answer.
 
     Args:
@@ -124,7 +124,7 @@ def is_unavailable(mesh: DeviceMesh, exchange: ShardExchange) -> bool:
         return True
     reason = _group_error(mesh)
     if reason is None:
-        _, reason = _try_to_share(lambda: allocate_shared(_GRAIN, mesh.get_group(), _device(mesh)))
+        _, reason = _try_to_share(lambda: allocate_shared(_SIZE_STEP, mesh.get_group(), _device(mesh)))
     if reason is not None and exchange != "auto":
         raise ValueError(f"shard_exchange='peer_memory' is unavailable: {reason} Use 'collectives'.")
     if reason is not None:
@@ -143,9 +143,9 @@ def _try_to_share(allocate: Callable[[], Shared]) -> tuple[Shared | None, str | 
         shared = allocate()
     except (RuntimeError, OSError) as refused:  # what drivers and containers allow is only known after trying
         error = refused
-    everyone = gather_objects(None if error is None else (str(error), is_failure(error)))
+    everyone = gather_objects(None if error is None else (str(error), is_machine_failure(error)))
     found = [(rank, *of_rank) for rank, of_rank in enumerate(everyone) if of_rank is not None]
-    if error is not None and is_failure(error):
+    if error is not None and is_machine_failure(error):
         raise error
     if (failed := next(((rank, text) for rank, text, is_fatal in found if is_fatal), None)) is not None:
         raise RuntimeError(f"Rank {failed[0]} failed while ranks were to share memory: {failed[1]}")
@@ -204,25 +204,25 @@ class PeerBuffers:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.num_bytes = 0
         self._memory: Memory | None = None
-        self._turns: list[Published] = []
+        self._buffers: list[Published] = []
         self._num_exchanges, self._is_open = 0, False  # open: from `next_buffers` to the barrier
         # High priority, because other ranks wait for it.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # The layers of a step have the same counts: their copy on the device is made once.
-        self._tokens_of_counts = functools.lru_cache(maxsize=1024)(self._count)
+        self._cached_token_counts = functools.lru_cache(maxsize=1024)(self._token_counts)
         self._numbers = _SharedNumbers(host_group)
 
     def exchange_counts(self, count: int) -> TokenCounts:
         """The number of tokens of each rank, exchanged by the ranks' CPU processes without waiting for a device."""
         with watch.operation("exchange token counts with the other ranks of the machine"):
-            return self._tokens_of_counts(*self._numbers.exchange(count))
+            return self._cached_token_counts(*self._numbers.exchange(count))
 
-    def all_agree(self, yes: bool) -> bool:
-        """Whether every rank passes True, exchanged by the ranks' CPU processes without waiting for a device."""
+    def all_true(self, value: bool) -> bool:
+        """Whether `value` is true on every rank, exchanged by the ranks' CPU processes without waiting for a device."""
         with watch.operation("agree with the other ranks of the machine on how tokens are sent"):
-            return all(self._numbers.exchange(int(yes)))
+            return all(self._numbers.exchange(int(value)))
 
-    def _count(self, *counts: int) -> TokenCounts:
+    def _token_counts(self, *counts: int) -> TokenCounts:
         """The token counts of all ranks, in rank order, with the sums of those before each rank on the device."""
         starts = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
         if self.device.type == "cuda":  # a copy from pageable memory would wait for the device
@@ -233,15 +233,15 @@ class PeerBuffers:
         """Grows each buffer to at least `num_bytes`, the same on every rank; waits for the device if they grow."""
         if num_bytes <= self.num_bytes:
             return
-        size = -(-(num_bytes + num_bytes // 8) // _GRAIN) * _GRAIN
+        size = -(-(num_bytes + num_bytes // 8) // _SIZE_STEP) * _SIZE_STEP
         with watch.operation("enlarge the buffers that the ranks of the machine read from each other"):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # the last reads of the old buffers
             dist.barrier(self.host_group)
-            self._turns, self._memory = [], None
+            self._buffers, self._memory = [], None
             make = _SymmetricMemory if self.device.type == "cuda" else _SharedFiles
             self._memory = make(2 * size, self.group, self.host_group, self.device)
-            self._turns = [self._memory.published(turn * size, size) for turn in range(2)]
+            self._buffers = [self._memory.published(turn * size, size) for turn in range(2)]
         self.num_bytes = size
 
     def next_buffers(self) -> Published:
@@ -257,8 +257,8 @@ class PeerBuffers:
                 "error, and create a new ParallelState on all ranks, or restart them."
             )
         self._num_exchanges, self._is_open = self._num_exchanges + 1, True
-        self._turns.reverse()
-        return self._turns[0]
+        self._buffers.reverse()
+        return self._buffers[0]
 
     def publish(self, parts: Sequence[tuple[int, Tensor]], buffers: Published | None = None) -> Published:
         """Writes tensors at byte offsets of this rank's next buffer; returns all ranks' buffers once they are written.

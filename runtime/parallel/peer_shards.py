@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _READ, _WRITE, _REDUCE = range(3)  # barrier channels of one memory: barriers that may overlap
 NO_GRADIENT = 0
 """The tag of a rank without a gradient to send; each sum has its own tag (`PeerGroup.tag_of`)."""
-PIECE = 2**27
+MAX_PIECE_BYTES = 2**27
 """Bytes of a large gradient that are sent at once, so that receive buffers have room for a piece, not for the largest parameter."""
 _MAX_PENDING_REDUCTIONS = 2
 """Reductions in flight whose gradients are kept alive: with one, a layer's second product would wait for the first sum."""
@@ -119,7 +119,9 @@ class PeerShards:
             region = aligned(group.region * group.itemsize)
             size += region
             small = max(small, aligned(group.small_region * group.itemsize))
-            largest = max(largest, small, *(aligned(min(PIECE, slot.numel * group.itemsize)) for slot in group.slots))
+            largest = max(
+                largest, small, *(aligned(min(MAX_PIECE_BYTES, slot.numel * group.itemsize)) for slot in group.slots)
+            )
         # Two receive buffers, each for the parts that others sent, their tags, and this rank's own small parts.
         num_others = self.num_ranks - 1
         tags = aligned(num_others * torch.int64.itemsize)
@@ -292,7 +294,7 @@ def _pieces(group: PeerGroup, slots: Sequence[ShardSlot]) -> list[tuple[int, int
     first = slots[0]
     if first.is_small:
         return [(0, group.small_region)]
-    end, piece = first.start + first.numel, PIECE // group.itemsize
+    end, piece = first.start + first.numel, MAX_PIECE_BYTES // group.itemsize
     return [(begin, min(begin + piece, end)) for begin in range(first.start, end, piece)]
 
 

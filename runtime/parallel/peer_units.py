@@ -272,7 +272,7 @@ def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
         )
     count = 0
     for ranks, groups in candidates.items():
-        if peer_memory.is_unavailable(groups[0].mesh_info.mesh, exchange):
+        if peer_memory.shards_use_collectives(groups[0].mesh_info.mesh, exchange):
             continue
         members: list[PeerGroup] = []
         shards = PeerShards(ranks, groups[0].device, members)

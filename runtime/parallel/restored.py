@@ -15,8 +15,8 @@ from patchgen.runtime import random_state
 CONTAINERS = (list, dict, set)
 PLAIN = (Tensor, bool, int, float, str, type(None), tuple, *CONTAINERS)
 """Exactly these types: what is kept in others (the states of FSDP, caches) belongs to what they are for."""
-_OF_ALL_MODULES = frozenset(vars(nn.Module()))
-_HOOKS = frozenset(name for name in _OF_ALL_MODULES if "hooks" in name)
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_HOOK_ATTRIBUTES = frozenset(name for name in _MODULE_ATTRIBUTES if "hooks" in name)
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     block the parameters have none, so that it adds to none. The values of parameters are not restored, nor containers in others.
     """
     random_states = random_state.capture()
-    undo = [step for module in model.modules() for step in _steps_back(module)]
+    undo = [step for module in model.modules() for step in _undo_steps(module)]
     for parameter in model.parameters():
         parameter.grad = None
     try:
@@ -39,22 +39,22 @@ def restored(model: nn.Module) -> Iterator[None]:
                 step()
 
 
-def _steps_back(module: nn.Module) -> Iterator[Callable[[], None]]:
+def _undo_steps(module: nn.Module) -> Iterator[Callable[[], None]]:
     yield from (partial(setattr, parameter, "grad", parameter.grad) for parameter in module.parameters(recurse=False))
-    yield partial(_restore, module._buffers, {name: _kept(value) for name, value in module._buffers.items()})
-    attributes = {name: _kept(value) for name, value in vars(module).items() if _is_plain(name, value)}
+    yield partial(_restore, module._buffers, {name: _with_copy(value) for name, value in module._buffers.items()})
+    attributes = {name: _with_copy(value) for name, value in vars(module).items() if _is_plain(name, value)}
     yield partial(_restore, vars(module), attributes)
     # Who installs hooks in a first forward keeps a flag that it did: both go.
-    for name in vars(module).keys() & _HOOKS:
+    for name in vars(module).keys() & _HOOK_ATTRIBUTES:
         hooks = vars(module)[name]
         yield partial(_restore_hooks, hooks, dict(hooks))
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    return type(value) in PLAIN and name not in _OF_ALL_MODULES
+    return type(value) in PLAIN and name not in _MODULE_ATTRIBUTES
 
 
-def _kept(value: Any) -> tuple[Any, Any]:
+def _with_copy(value: Any) -> tuple[Any, Any]:
     """A value and a copy of what may change in it."""
     if isinstance(value, Tensor):
         return value, value.detach().clone()

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime import minimal_media, parallel
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import slice_media, unused
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.fixed_draws import fixed_draws
 from patchgen.runtime.parallel.reshard import reshard
 from patchgen.runtime.parallel.restored import restored
-from patchgen.runtime.parallel.slice_layers import Layers, random_slice
+from patchgen.runtime.parallel.slice_layers import LayerComparison, random_slice
 from patchgen.runtime.parallel.state import ParallelState
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -71,7 +71,7 @@ def require_sliceable(
     model.eval()
     compare = partial(_require_equal_logits, model, state)
     differences = [compare(row, suspicion) for row, suspicion in _text_rows(ids, tokens_per_rank, packed=packed)]
-    for kind, row in slice_media.rows(model, state, vocab_size=vocab_size, tokens_per_rank=tokens_per_rank):
+    for kind, row in slice_media.media_rows(model, state, vocab_size=vocab_size, tokens_per_rank=tokens_per_rank):
         suspicion = (
             f"(a row with {kind}) Some layer, or what the features pass through, mixes tokens without attention"
         )
@@ -98,7 +98,7 @@ def _text_rows(ids: Tensor, tokens_per_rank: int, *, packed: bool) -> Iterator[t
         )
 
 
-def _draws() -> Tensor:
+def _generator_states() -> Tensor:
     """The states of torch's random number generators: what is drawn moves them."""
     state = torch.get_rng_state()
     return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
@@ -109,8 +109,8 @@ def _require_equal_logits(
 ) -> float | None:
     """The largest relative difference; None if the model draws random numbers, so that nothing can be compared."""
     # All ranks of a group compute the full sequence; experts stay sharded.
-    alone = replace(state, config=replace(state.config, dp_shard=state.config.num_shards, sp=1))
-    layers = Layers(model, state, batch["input_ids"])
+    unsliced_state = replace(state, config=replace(state.config, dp_shard=state.config.num_shards, sp=1))
+    layers = LayerComparison(model, state, batch["input_ids"])
     run = partial(_logits, model, batch, with_gradients=with_gradients)
     name = type(model).__name__.removeprefix("FSDP")
     # Both start from the same state: what the first forward keeps, or counts, is that of a slice then. The second shows it if
@@ -118,11 +118,11 @@ def _require_equal_logits(
     times = 2 if with_gradients else 1
     try:
         with layers.recorded(), restored(model):
-            draws = _draws()
-            full = [run(alone) for _ in range(times)][-1]
-            is_random = not torch.equal(draws, _draws())
+            states_before = _generator_states()
+            full = [run(unsliced_state) for _ in range(times)][-1]
+            is_random = not torch.equal(states_before, _generator_states())
     except minimal_media.REFUSALS as error:
-        raise_failure(error)
+        reraise_machine_failure(error)
         raise ValueError(
             f"Whether {name} computes the same on slices of a sequence (sp={state.sp}) cannot be compared: it does not take a row "
             f"of {batch['input_ids'].shape[1]} tokens with {', '.join(batch)}: {_described(error)} To fix: train it with sp=1."
@@ -135,7 +135,7 @@ def _require_equal_logits(
         with layers.compared(), restored(model):
             sliced = [run(state) for _ in range(times)][-1]
     except minimal_media.REFUSALS as error:
-        raise_failure(error)
+        reraise_machine_failure(error)
         if isinstance(error, ValueError | NotImplementedError):  # a refusal with its own advice
             raise
         raise ValueError(
@@ -166,7 +166,7 @@ def _logits(model: nn.Module, batch: dict[str, Tensor], state: ParallelState, *,
 
 
 def _require_close(
-    full: Tensor, sliced: Tensor, layers: Layers, state: ParallelState, name: str, suspicion: str
+    full: Tensor, sliced: Tensor, layers: LayerComparison, state: ParallelState, name: str, suspicion: str
 ) -> float:
     """The largest relative difference of logits; raises ValueError if that, or one inside the layers, is not rounding."""
     expected = full.chunk(state.sp, dim=1)[state.sp_rank]

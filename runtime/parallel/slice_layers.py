@@ -34,20 +34,26 @@ ROUNDING = 8
 STATES, LOGITS, GRADIENTS = "hidden states", "router logits", "gradients"
 
 
-class _Seen(Protocol):
+class _OnOutput(Protocol):
     def __call__(self, path: str, hidden: Tensor | None, kind: str = STATES) -> None: ...
 
 
 @dataclass
-class _Value:
-    """A hidden state of the full sequence: this rank's slice `(1, s, H)`, and what differences are measured by."""
+class _RecordedTensor:
+    """A hidden state, router logits or a gradient of the full sequence, which that of slices is compared with.
+
+    Attributes:
+        local: this rank's slice, `(1, s, H)`.
+        size: the largest absolute value over all tokens, a scalar.
+        change: the largest absolute change that the layer made to its input, a scalar; of a part, its largest output.
+    """
 
     local: Tensor
     size: Tensor
     change: Tensor
 
 
-class Layers:
+class LayerComparison:
     """The hidden states of the decoder's layers, of the modules directly inside them, and what the model records of its routers;
     the gradients of the layers' inputs, where they have any.
 
@@ -65,9 +71,9 @@ class Layers:
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
         self._embeddings = [(path, module) for path, module in model.named_modules() if module is embedding]
         self._dtypes: set[torch.dtype] = set()
-        self._inputs: dict[str, list[_Value | None]] = defaultdict(list)
-        self._outputs: dict[tuple[str, str], list[_Value | None]] = defaultdict(list)
-        self._gradients: dict[tuple[str, int], _Value] = {}
+        self._inputs: dict[str, list[_RecordedTensor | None]] = defaultdict(list)
+        self._outputs: dict[tuple[str, str], list[_RecordedTensor | None]] = defaultdict(list)
+        self._gradients: dict[tuple[str, int], _RecordedTensor] = {}
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -82,7 +88,7 @@ class Layers:
             place = (f"the input of {path}", len(self._inputs[path]))
             running.append(full.detach().clone() if full is not None else None)
             change = full - last_input[-1] if full is not None and last_input else full
-            self._inputs[path].append(self._value(full, change))
+            self._inputs[path].append(self._recorded_tensor(full, change))
             if full is None or hidden is None:
                 return None
             last_input[:] = [full.detach().clone()]
@@ -104,11 +110,11 @@ class Layers:
             change = None
             if full is not None and hidden_before is not None and full.shape == hidden_before.shape:
                 change = full - hidden_before
-            self._outputs[path, STATES].append(self._value(full, change))
+            self._outputs[path, STATES].append(self._recorded_tensor(full, change))
 
         def part(path: str, hidden: Tensor | None, kind: str = STATES) -> None:
             full = _row(hidden, length)
-            self._outputs[path, kind].append(self._value(full, full))
+            self._outputs[path, kind].append(self._recorded_tensor(full, full))
 
         with self._hooked(before, after, part, embedded, self._ids):
             yield
@@ -146,17 +152,17 @@ class Layers:
         with self._hooked(before, after, after, embedded, local):
             yield
         for path, _ in self._gradients:
-            self._note(path, float("inf"), GRADIENTS)  # slices have none there
+            self._keep_worst(path, float("inf"), GRADIENTS)  # slices have none there
 
     def _record_gradient(self, place: tuple[str, int], gradient: Tensor) -> None:
-        value = self._value(gradient, gradient)
+        value = self._recorded_tensor(gradient, gradient)
         assert value is not None
         self._gradients[place] = value
 
     def _compare_gradient(self, place: tuple[str, int], gradient: Tensor) -> None:
         self._compare(place[0], gradient, self._gradients.pop(place, None), GRADIENTS)
 
-    def _value(self, hidden: Tensor | None, change: Tensor | None) -> _Value | None:
+    def _recorded_tensor(self, hidden: Tensor | None, change: Tensor | None) -> _RecordedTensor | None:
         """None if there is nothing to compare: calls are counted, so that later ones find theirs."""
         if hidden is None or change is None:
             return None
@@ -164,9 +170,9 @@ class Layers:
         is_rounded = hidden.is_cuda and torch.get_float32_matmul_precision() != "highest"  # products in TF32 or bf16
         self._dtypes |= {hidden.dtype, torch.bfloat16} if is_rounded else {hidden.dtype}
         local = hidden.chunk(self._state.sp, dim=1)[self._state.sp_rank].clone()
-        return _Value(local, hidden.abs().max().float(), change.abs().max().float())
+        return _RecordedTensor(local, hidden.abs().max().float(), change.abs().max().float())
 
-    def _compare(self, path: str, hidden: Tensor | None, expected: _Value | None, kind: str = STATES) -> bool:
+    def _compare(self, path: str, hidden: Tensor | None, expected: _RecordedTensor | None, kind: str = STATES) -> bool:
         """Whether the two could be compared."""
         hidden = None if hidden is None or expected is None else _row(hidden.detach(), expected.local.shape[1])
         if hidden is None or expected is None or hidden.shape != expected.local.shape:
@@ -179,10 +185,10 @@ class Layers:
         deviation = by_token.max() if dtype in CHANGE_TOLERANCE else by_token.median()
         allowed = tolerance * expected.change + ROUNDING * torch.finfo(dtype).eps * expected.size
         ratio = float((deviation / allowed.clamp(min=1e-30)).nan_to_num(nan=float("inf")))
-        self._note(path, ratio, kind)
+        self._keep_worst(path, ratio, kind)
         return True
 
-    def _note(self, path: str, ratio: float, kind: str) -> None:
+    def _keep_worst(self, path: str, ratio: float, kind: str) -> None:
         self.worst = max(self.worst, ratio)
         if ratio > 1 and not self.first:
             self.first, self.kind = path, kind
@@ -192,7 +198,7 @@ class Layers:
         self,
         before: Callable[[str, Tensor | None], Tensor | None],
         after: Callable[[str, Tensor | None], None],
-        part: _Seen,
+        part: _OnOutput,
         embedded: Callable[[str, Tensor], None],
         input_ids: Tensor,
     ) -> Iterator[None]:

@@ -17,21 +17,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime import minimal_media, parallel
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.media_sizes import AUDIO, IMAGE, VIDEO
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.positions import TOKEN_TYPES
 
-TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
+MODALITY_FIELDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
 """The arguments with the modality of each token."""
 
 
-class _Reached(Exception):
+class _LanguageModelReached(Exception):
     """A trial has reached the language model."""
 
 
-def rows(
+def media_rows(
     model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """A modality that the model takes, and a row with one item of it, two rows of each; warns if none is known. Every rank must
@@ -44,7 +44,7 @@ def rows(
         try:
             batches = _rows(model, features, kind, state, vocab_size=vocab_size, tokens_per_rank=tokens_per_rank)
         except minimal_media.REFUSALS as refusal:
-            raise_failure(refusal)
+            reraise_machine_failure(refusal)
             reason = " ".join(f"{type(refusal).__name__}: {refusal}".split())[:300]
         lacking = torch.tensor(not batches, dtype=torch.float32, device=state.data_mesh.device_type)
         if not all_reduce(lacking, op=dist.ReduceOp.MAX, operation=f"compare whether ranks have a row with {kind}"):
@@ -87,12 +87,14 @@ def _rows(
     }
     copy = _trial_copy(owner, like)
     with torch.no_grad(), parallel.using(None):
-        count = _count(getattr(copy, features.__name__)(**media), owner.config.get_text_config().hidden_size)
+        count = _num_feature_rows(
+            getattr(copy, features.__name__)(**media), owner.config.get_text_config().hidden_size
+        )
         # Room to lie in the first half, and for all slices but the last to hold them, each with a token of text around them.
         share = max(-(-2 * (count + 1) // state.sp), -(-(count + 1) // max(state.sp - 1, 1)) + 1)
         length = max(tokens_per_rank, share) * state.sp
         text = _text(owner.config, vocab_size, length, generator)
-        refusal: Exception = ValueError(f"the config of {type(owner).__name__} names no placeholder token of it")
+        refusal: Exception = ValueError(f"the config of {type(owner).__name__} names no placeholder token for {kind}")
         for placeholder in _placeholders(owner.config, kind):
             batches: list[dict[str, Tensor]] = []
             middle = state.sp // 2 * (length // state.sp)  # where slices meet; a row for one rank has no such place
@@ -100,14 +102,14 @@ def _rows(
                 ids, types = text.clone(), torch.zeros_like(text)
                 ids[:, start : start + count], types[:, start : start + count] = placeholder, TOKEN_TYPES[kind]
                 batch = {"input_ids": ids, "position_ids": torch.arange(length)[None], **media}
-                batches.append(batch | {name: types for name in TYPES if name in parameters})
+                batches.append(batch | {name: types for name in MODALITY_FIELDS if name in parameters})
             try:
                 copy(**{name: value.to(like.device) for name, value in batches[0].items()}, use_cache=False)
                 refusal = ValueError(f"{type(owner).__name__} does not call its language model")
-            except _Reached:
+            except _LanguageModelReached:
                 return batches
             except minimal_media.REFUSALS as error:
-                raise_failure(error)
+                reraise_machine_failure(error)
                 refusal = error
     raise refusal
 
@@ -132,7 +134,7 @@ def _text(config: Any, vocab_size: int, length: int, generator: torch.Generator)
     return ids[torch.randint(len(ids), (1, length), generator=generator)]
 
 
-def _count(output: Any, width: int) -> int:
+def _num_feature_rows(output: Any, width: int) -> int:
     """The number of feature rows."""
     features = getattr(output, "pooler_output", None)
     tensors = minimal_media.feature_tensors(output if features is None else features)
@@ -151,11 +153,11 @@ def _trial_copy(owner: Any, like: Tensor) -> Any:
             vars(shell)[name] = type(value)()
     children = {name: part for name, part in decoder.named_children() if not isinstance(part, nn.ModuleList)}
     vars(shell)["_modules"] = {name: minimal_media.bare_copy(part, like) for name, part in children.items()}
-    vars(shell)["forward"] = _reached
+    vars(shell)["forward"] = _raise_reached
     parent, _, name = path.rpartition(".")
     copy.get_submodule(parent)._modules[name] = shell
     return copy
 
 
-def _reached(*_args: object, **_kwargs: object) -> None:
-    raise _Reached
+def _raise_reached(*_args: object, **_kwargs: object) -> None:
+    raise _LanguageModelReached

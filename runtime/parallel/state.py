@@ -96,7 +96,7 @@ class ParallelState:
             expert_capacity=expert_capacity,
             head_groups=head_groups,
             router_loss=router_loss,
-            peers=peer_memory.for_experts(expert_mesh, expert_exchange, has_capacity=expert_capacity is not None),
+            peers=peer_memory.expert_buffers(expert_mesh, expert_exchange, has_capacity=expert_capacity is not None),
         )
 
     @property

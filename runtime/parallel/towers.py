@@ -28,13 +28,20 @@ from patchgen.runtime.parallel import collectives, unused
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.tensor_cache import longest
 
-PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "real_tokens", "stacked_position_ids")
+TEXT_ARGUMENTS = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "real_tokens",
+    "stacked_position_ids",
+)
 """Arguments about the text: document boundaries of packed rows, padding and positions."""
 
 
-def without_packing(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def without_text_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """See `ops.tower_kwargs`."""
-    return {name: value for name, value in kwargs.items() if name not in PACKING}
+    return {name: value for name, value in kwargs.items() if name not in TEXT_ARGUMENTS}
 
 
 def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, Any] | None) -> int:
@@ -57,10 +64,10 @@ def absent_tower(
     # Ranks with inputs compute it too: a missing minimal input is then found in the first forward, on all ranks.
     minimal = minimal_media.minimal_inputs(features, sp=state.sp, like=inputs_embeds)
     if minimal is None:
-        _require_everywhere(inputs, features, inputs_embeds, state)
+        _require_real_inputs(inputs, features, inputs_embeds, state)
     if inputs is not None or minimal is None:
         return inputs_embeds
-    statistics = _Statistics(features.__self__)
+    statistics = _BatchNormStatistics(features.__self__)
     with statistics.copied():
         values = minimal_media.feature_tensors(features(**minimal))
     zero = torch.stack([value.float().mean() for value in values]).sum() * 0.0
@@ -69,7 +76,7 @@ def absent_tower(
     return inputs_embeds + zero.to(inputs_embeds.dtype)
 
 
-class _Statistics:
+class _BatchNormStatistics:
     """The statistics of a model's batch norms, which minimal inputs must not change: they are not data of the run."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -114,7 +121,7 @@ class _Statistics:
                     norm._buffers.update(buffers)
 
 
-def _require_everywhere(inputs: object, features: Callable[..., Any], like: Tensor, state: ParallelState) -> None:
+def _require_real_inputs(inputs: object, features: Callable[..., Any], like: Tensor, state: ParallelState) -> None:
     """Raises ValueError on all ranks if one of them lacks an input without a minimal stand-in. One host sync per forward."""
     absent = torch.tensor([inputs is None], dtype=torch.int32, device=like.device)
     lacking = int(collectives.all_reduce(absent, operation="count the ranks without an input of a tower"))
@@ -163,7 +170,9 @@ def join_precomputed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     A value that only one of them has, or with a name unknown here, is dropped: upstream's expression computes it.
     """
     shared = {
-        name: value for name, value in without_packing(kwargs).items() if not name.startswith(("image_", "video_"))
+        name: value
+        for name, value in without_text_arguments(kwargs).items()
+        if not name.startswith(("image_", "video_"))
     }
     joined = {}
     for name, join in _JOINS.items():

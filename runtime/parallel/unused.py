@@ -37,12 +37,12 @@ LEFT_OUT = "_patchgen_left_out"  # on a parameter: whether its gradient in this 
 _STAND_IN = "_patchgen_stand_in"  # on a parameter, sharded or not: used by a tower without a real input
 _UNUSED, _ZEROS, _USED = range(3)
 _ORDERS = "_patchgen_orders_of_units"  # on a sharded model: of gathers and sums of units, and of sums in peer memory
-_NAMES_KEPT = 10_000  # units of a step whose names are kept
-_BRANCHES = (
+_MAX_NAMES = 10_000  # of the units of a step; the last ones are kept
+_BRANCH_CAUSE = (
     "A branch of the model depends on the data or the random numbers of one rank (layers dropped at random, a module for some "
     "tokens only). To fix: let every rank run every module, or train on one rank."
 )
-_MISSING_GRADIENTS = (
+_MISSING_GRADIENT_CAUSE = (
     "A rank computes no gradient for a large parameter that others sum while their backward still runs. To fix: let every rank "
     "compute it, or sum by collectives (parallel.shard_exchange: collectives)."
 )
@@ -55,10 +55,10 @@ class UnitOrder:
         cause: why the order may differ between ranks, and what to do.
     """
 
-    def __init__(self, cause: str = _BRANCHES) -> None:
+    def __init__(self, cause: str = _BRANCH_CAUSE) -> None:
         self.cause = cause
         self.digest = 0
-        self.names: deque[str] = deque(maxlen=_NAMES_KEPT)
+        self.names: deque[str] = deque(maxlen=_MAX_NAMES)
 
     def note(self, number: int, operation: str, name: str) -> None:
         self.digest = hash((self.digest, number, len(operation))) % 2**62  # of integers only: the same on every rank
@@ -161,7 +161,7 @@ def install(model: nn.Module) -> None:
         if isinstance(module, FSDPModule)
         for group in undivided.param_groups(module)
     ]
-    order, peer_sums = UnitOrder(), UnitOrder(_MISSING_GRADIENTS)
+    order, peer_sums = UnitOrder(), UnitOrder(_MISSING_GRADIENT_CAUSE)
     for number, group in enumerate(groups):
         if type(group) is FSDPParamGroup and group.mesh_info.mesh.size() > 1:
             group.__class__ = ZeroFillingGroup
@@ -245,8 +245,8 @@ def _raise_order_mismatch(order: UnitOrder) -> NoReturn:
     """Raises on all ranks, naming the first difference; every rank must call it."""
     names = gather_objects(list(order.names))
     columns = enumerate(itertools.zip_longest(*names, fillvalue="nothing more"))
-    not_kept = -1, (f"one before the last {_NAMES_KEPT}",) * len(names)
-    index, differing = next(((index, column) for index, column in columns if len(set(column)) > 1), not_kept)
+    forgotten = -1, (f"one before the last {_MAX_NAMES}",) * len(names)
+    index, differing = next(((index, column) for index, column in columns if len(set(column)) > 1), forgotten)
     units = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(differing))
     raise RuntimeError(
         f"The ranks ran different modules in this step, so they exchanged data of different modules. The first difference, "

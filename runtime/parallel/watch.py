@@ -34,9 +34,9 @@ class _Progress:
 
     module: str = "(no module yet)"
     operations: list[str] = field(default_factory=list)
-    last: str = "none"
+    last_operation: str = "none"
     paused: bool = False
-    changed: float = field(default_factory=time.monotonic)
+    changed_at: float = field(default_factory=time.monotonic)
 
 
 _PROGRESS = _Progress()
@@ -46,13 +46,13 @@ _PROGRESS = _Progress()
 def operation(name: str) -> Iterator[None]:
     """Registers a blocking operation while the block runs."""
     _PROGRESS.operations.append(name)
-    _PROGRESS.last = name
-    _PROGRESS.changed = time.monotonic()
+    _PROGRESS.last_operation = name
+    _PROGRESS.changed_at = time.monotonic()
     try:
         yield
     finally:
         _PROGRESS.operations.pop()
-        _PROGRESS.changed = time.monotonic()
+        _PROGRESS.changed_at = time.monotonic()
 
 
 @contextlib.contextmanager
@@ -63,14 +63,14 @@ def paused() -> Iterator[None]:
         yield
     finally:
         _PROGRESS.paused = False
-        _PROGRESS.changed = time.monotonic()
+        _PROGRESS.changed_at = time.monotonic()
 
 
 def describe() -> str:
     """What this process is doing, in one line: rank, module, operation."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     # On a GPU the host only launches an exchange and blocks later: the last one launched is the best hint.
-    computing = f"its forward or backward (last exchange started: {_PROGRESS.last})"
+    computing = f"its forward or backward (last exchange started: {_PROGRESS.last_operation})"
     running = _PROGRESS.operations[-1] if _PROGRESS.operations else computing
     return f"rank {rank}: module {_PROGRESS.module}, operation {running}"
 
@@ -106,7 +106,7 @@ class Watch:
             label = path or type(self.model).__name__
             self._handles.append(module.register_forward_pre_hook(_record(label)))
             self._handles.append(module.register_forward_hook(_record_backward(f"{label} (backward)")))
-        _PROGRESS.changed = time.monotonic()
+        _PROGRESS.changed_at = time.monotonic()
         self._thread.start()
         return self
 
@@ -119,7 +119,7 @@ class Watch:
     def _run(self) -> None:
         longest = 0.0
         while not self._stop.wait(min(1.0, self.timeout / 4)):
-            elapsed = time.monotonic() - _PROGRESS.changed
+            elapsed = time.monotonic() - _PROGRESS.changed_at
             allowed = self.timeout
             if self.stop_requested():
                 allowed = min(allowed, max(STOP_GRACE_SECONDS, 3 * longest))
@@ -138,7 +138,7 @@ class Watch:
 def _record(label: str) -> Callable:
     def hook(*_) -> None:
         _PROGRESS.module = label
-        _PROGRESS.changed = time.monotonic()
+        _PROGRESS.changed_at = time.monotonic()
 
     return hook
 

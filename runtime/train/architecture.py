@@ -229,7 +229,7 @@ def _generated_from(setting: str, folder: Path, root: Path | None) -> registry.G
     outdated = []
     for generated in registry.generated_models(models_folder):
         record = json.loads((generated.directory / "provenance.json").read_text(encoding="utf-8"))
-        source = generated.made_from(folder)
+        source = generated.find_source(folder)
         if source is not None:
             _require_same_files(setting, folder, generated, record["other_sha256"])
             return replace(generated, source=source)

@@ -17,7 +17,7 @@ from patchgen.runtime.attention_calls import FLOAT32, dtype_features
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.parallel import report
 from patchgen.runtime.train.recipe import RecipeError
-from patchgen.runtime.verify.training_path import asked_of_attention
+from patchgen.runtime.verify.training_path import find_attention_kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -123,7 +123,7 @@ def kinds_of(
 
     A layer that the small form did not run is assumed to need every feature that any other needs.
     """
-    small_kinds = tuple(asked_of_attention(head, config) if small_kinds is None else small_kinds)
+    small_kinds = tuple(find_attention_kinds(head, config) if small_kinds is None else small_kinds)
     groups = _layer_groups(head, config.to_json_string(use_diff=False))
     known = {kind.layers for kind in small_kinds}
     any_features = tuple(name for name in attention.FEATURES if any(name in kind.features for kind in small_kinds))

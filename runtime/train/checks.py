@@ -52,7 +52,7 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
     if recipe.has_media and models.is_model_type(recipe.model.source):
         setup.load_processor(recipe.model.source)  # a bare model type has no processor: this raises, as on the ranks
     for section, data in (("data", recipe.data), ("eval_data", recipe.eval_data)):
-        with reading.named(section):
+        with reading.naming_section(section):
             for source in data.sources if data else ():
                 open_source(source)
     model = models.build_on_meta(recipe)

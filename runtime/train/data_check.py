@@ -34,7 +34,7 @@ def require_data(recipe: Recipe) -> None:
         if config is None:
             continue
         try:
-            with reading.named(name):
+            with reading.naming_section(name):
                 _require_section(recipe, config)
         except DataError as error:
             raise RecipeError(str(error)) from error

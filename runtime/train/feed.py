@@ -133,7 +133,7 @@ class Feed:
         Raises:
             DataError: on all ranks, if a step has no item (label, document or pair) or the data of any rank are refused.
         """
-        with reading.named(self.section):
+        with reading.naming_section(self.section):
             return self._next()
 
     def _next(self) -> StepBatches | End:

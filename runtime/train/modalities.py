@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from patchgen.runtime import attention
 from patchgen.runtime.attention_kinds import Names
-from patchgen.runtime.document_rows import Separated
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.document_rows import DocumentSeparation
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify.media import MediaMaker
 from patchgen.runtime.verify.media_samples import SampleBuilder
@@ -39,7 +39,7 @@ def separate_pairs(
     config: PreTrainedConfig,
     *,
     attention_name: Names,
-    separates_documents: Separated = False,
+    separates_documents: DocumentSeparation = False,
 ) -> tuple[Pair, ...]:
     """The pairs of modalities that must not share a row.
 
@@ -49,7 +49,7 @@ def separate_pairs(
         attention_name: the attention of the run.
         separates_documents: whether the run computes each document in its own row.
     """
-    accepted = MediaMaker.taken_by(generated_class)
+    accepted = MediaMaker.media_arguments(generated_class)
     pairs: list[Pair] = [(min(pair), max(pair)) for pair in itertools.combinations(accepted, 2)]
     if not pairs:
         return ()
@@ -77,7 +77,7 @@ def _may_share_row(pair: Pair, builder: SampleBuilder, comparison: Comparison) -
         documents = Documents(rows, dict(builder.case("together", samples).batch))
         comparison.documents(" and ".join(pair), documents, documents.packed(comparison.positions))
     except Exception as error:  # whatever upstream's forward or ours raises, such a row cannot be trained
-        raise_failure(error)
+        reraise_machine_failure(error)
         return False
     return len(comparison.failures) == previous_failures
 

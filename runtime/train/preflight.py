@@ -29,8 +29,8 @@ from patchgen.runtime import attention, attention_kinds, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.compatibility import ReleaseMismatch
-from patchgen.runtime.document_rows import Separated
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.document_rows import DocumentSeparation
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.objectives.choose import teacher_recipe
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parts import UnknownPartError, part_files
@@ -44,7 +44,7 @@ from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.slices import refusal_on_ranks
 from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, small_config
-from patchgen.runtime.verify.training_path import asked_of_attention, cpu_attention, prove_training_path
+from patchgen.runtime.verify.training_path import cpu_attention, find_attention_kinds, prove_training_path
 from patchgen.runtime.verify.verify_model import judge
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Preflight:
     status: str
     reason: str
     attention: Names
-    separates_documents: Separated = False
+    separates_documents: DocumentSeparation = False
     separate_pairs: tuple[modalities.Pair, ...] = ()
 
     @property
@@ -120,7 +120,7 @@ def require_trainable(recipe: Recipe) -> Recipe:
 def _refusal_on_ranks(recipe: Recipe, attention_name: Names, *, shares_sequence: bool) -> str:
     """Why the model, shrunk, refuses several ranks or sequence slices with the run's attention; "" if it does not."""
     head, config = _head_and_config(recipe)
-    attention_name = cpu_attention(attention_name, asked_of_attention(head, config), config)
+    attention_name = cpu_attention(attention_name, find_attention_kinds(head, config), config)
     attention.register()
     small = _shrunk_config(head, config)
     model = head._from_config(small, attn_implementation=attention_name, dtype=torch.float32)
@@ -204,11 +204,11 @@ def _decide(
         small,
         named_attention=named_attention,
         named_seams=named_seams,
-        asked_config=with_dropout(small, config),
+        config_with_dropout=with_dropout(small, config),
         media=media,
     )
     status = verdict.PROVEN if not proof.reason else verdict.EAGER_ONLY if upstream_class else verdict.GENERATED
-    return Preflight(status, verdict.one_line(proof.reason), proof.attention, proof.separates_documents), proof.asked
+    return Preflight(status, verdict.one_line(proof.reason), proof.attention, proof.separates_documents), proof.attention_kinds
 
 
 def with_modalities(decision: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:
@@ -261,7 +261,7 @@ def _shrunk_config(model_class: type[PreTrainedModel], config: PreTrainedConfig)
         small = shrink(config).config
         train_step(build_model(model_class, small), text_cases(small, model_class)[0])
     except UPSTREAM_REFUSALS as refusal:
-        raise_failure(refusal)
+        reraise_machine_failure(refusal)
         warnings.warn(
             "This config cannot be compared with upstream at small sizes "
             f"({verdict.one_line(f'{type(refusal).__name__}: {refusal}')}): the proof before the run uses "

@@ -26,7 +26,7 @@ _DATA_KEY = re.compile(
 
 
 @contextlib.contextmanager
-def named(section: str) -> Iterator[None]:
+def naming_section(section: str) -> Iterator[None]:
     """Makes a DataError of the section "eval_data" name it; one of "data" does already."""
     try:
         yield

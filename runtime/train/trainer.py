@@ -110,7 +110,7 @@ class Trainer:
         recipe, parts = self.recipe, setup.data_parts(self.recipe)
         group = self.state.batch_index, self.state.config.num_batches
         loader, eval_data = setup.loader_of_group(recipe.data, parts, *group), recipe.evaluation_data
-        with reading.named("eval_data"):
+        with reading.naming_section("eval_data"):
             return parts, loader, setup.loader_of_group(eval_data, parts, *group) if eval_data else None
 
     # ------------------------------------------------------------------------------------------ the loop

@@ -86,7 +86,7 @@ def correspondence(upstream: PreTrainedModel, generated: PreTrainedModel) -> Cor
         name: conversion
         for name, conversion in assembled.parameters.items()
         if name not in upstream_parameters
-        and not isinstance(conversion.origin, Leaf)  # a mere renaming is a structural difference
+        and not isinstance(conversion.node, Leaf)  # a mere renaming is a structural difference
     }
     return Correspondence(conversions, tuple(assembled.problems))
 

@@ -153,10 +153,10 @@ REQUIRED = frozenset(
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 # Fields of released configs that the class does not declare, by the name of the sub-config.
-UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}
+UNDECLARED_FIELDS: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}
 
 # Values of released configs for fields whose default is None.
-RELEASED: dict[str, object] = {"downsample_rate": "1/2", "deepstack_layer_map": [[1, 0]]}
+RELEASED_VALUES: dict[str, object] = {"downsample_rate": "1/2", "deepstack_layer_map": [[1, 0]]}
 
 IMAGE_CODES: dict[str, Callable[[int], str]] = {
     "IMGIMG": lambda number: f"IMGIMG{chr(ord('A') + number // 10)}{chr(ord('A') + number % 10)}Z",

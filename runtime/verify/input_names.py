@@ -25,15 +25,17 @@ OUTPUT_NAMES = "model_input_names"
 """The attribute with which processors declare their outputs."""
 
 
-def without_rule(head: type, model_type: str, fed: Iterable[str]) -> list[str]:
+def inputs_without_rule(head: type, model_type: str, proven_inputs: Iterable[str]) -> list[str]:
     """The inputs of a head without a packing rule.
 
     Args:
         head: a generated class; loading it (`registry.GeneratedModel.load`) has registered its own rules.
-        fed: the names of tensors in the cases of its proof; flags of a whole batch are not packed.
+        proven_inputs: the names of tensors in the cases of its proof; flags of a whole batch are not packed.
     """
     parameters = inspect.signature(head.forward).parameters
-    return sorted(name for name in {*processor_outputs(model_type), *fed} if name in parameters and name not in RULES)
+    return sorted(
+        name for name in {*processor_outputs(model_type), *proven_inputs} if name in parameters and name not in RULES
+    )
 
 
 def processor_outputs(model_type: str) -> frozenset[str]:

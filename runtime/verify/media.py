@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchgen.runtime import media_sizes as layout
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime import media_sizes
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.media_sizes import AUDIO, IMAGE, VIDEO
 from patchgen.runtime.minimal_media import (
     CHANNELS,
@@ -42,7 +42,7 @@ from patchgen.runtime.parallel.batch_fields import CONCATENATED_PATCHES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SOUND = "sound"
+VIDEO_WITH_AUDIO = "sound"
 """The kind of a video with its audio."""
 FLAT_PATCHES, CROPS, SOUND_FRAMES = "flattened_patches", "image_pixel_values", "audio_input_features"
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
@@ -57,7 +57,7 @@ OTHER_INPUTS = {
 IMAGE_GRIDS = ((1, 2, 3), (1, 1, 2), (1, 3, 2))
 VIDEO_GRIDS = ((2, 1, 2), (3, 2, 1))
 AUDIO_FRAMES = (20, 230, 75)
-FREE_MERGE = 2
+MERGE_OF_ITEM = 2
 """Patches that are merged in each direction, if the item itself says how many."""
 AUDIO_TOKENS = (3, 7, 5)
 """Of waveforms."""
@@ -73,7 +73,7 @@ class Item:
     arguments: dict[str, Tensor]
     frames: int = 1
     parts: tuple[Item, ...] = ()
-    inside: bool = False
+    is_part: bool = False
     """Whether it is part of a video with its audio."""
 
 
@@ -84,7 +84,7 @@ class MediaMaker:
         self.model = model
         self.config = model.config
         self.generator = generator
-        self.known = set(inspect.signature(type(model).forward).parameters)
+        self.forward_parameters = set(inspect.signature(type(model).forward).parameters)
         self._counts: dict[tuple, int] = {}
         self._frames: dict[int, int] | None = None
         self._form: tuple[tuple[int, ...], bool] | None = None
@@ -99,7 +99,7 @@ class MediaMaker:
         return tuple(kind for kind, argument in INPUTS.items() if {argument, *names.get(kind, ())} & parameters.keys())
 
     @staticmethod
-    def taken_by(model_class: type) -> dict[str, str]:
+    def media_arguments(model_class: type) -> dict[str, str]:
         """Every modality that the forward of a class takes, with the name of the argument."""
         parameters = inspect.signature(model_class.forward).parameters
         names = {kind: (INPUTS[kind], *OTHER_INPUTS.get(kind, ())) for kind in INPUTS}
@@ -121,9 +121,9 @@ class MediaMaker:
             if rule.get("example", {}).get("of") == kind
         }
 
-    def sound(self, number: int) -> Item:
+    def video_with_audio(self, number: int) -> Item:
         """A video with its audio."""
-        return with_sound(self.item(VIDEO, number), self.item(AUDIO, number))
+        return join_video_and_audio(self.item(VIDEO, number), self.item(AUDIO, number))
 
     def count(self, item: Item) -> int:
         """The number of placeholder tokens of an item: the rows of features that upstream computes for it.
@@ -176,11 +176,11 @@ class MediaMaker:
     # ------------------------------------------------------------------------------------------------ vision
 
     def _image(self, number: int) -> Item:
-        if self.known & {f"{IMAGE}_{grid}" for grid in GRIDS}:
+        if self.forward_parameters & {f"{IMAGE}_{grid}" for grid in GRIDS}:
             return self.patches(IMAGE, IMAGE_GRIDS[number])
-        if CONCATENATED_PATCHES[INPUTS[IMAGE]] in self.known:
+        if CONCATENATED_PATCHES[INPUTS[IMAGE]] in self.forward_parameters:
             return self.side_by_side(IMAGE, IMAGE_GRIDS[number])
-        if FLAT_PATCHES in self.known:
+        if FLAT_PATCHES in self.forward_parameters:
             return self._flat_patches()
         if not self.has_features(IMAGE):
             return self._plain_image()
@@ -188,20 +188,21 @@ class MediaMaker:
             try:
                 self._form = self._accepted_form()
             except REFUSALS as refusal:
-                raise_failure(refusal)
+                reraise_machine_failure(refusal)
                 self._candidates[IMAGE] = self._accepted_candidate(IMAGE, refusal)
         return self._unpacked_image(*self._form) if self._form is not None else self._candidate(IMAGE)
 
     def _plain_image(self) -> Item:
         """An image for a model without `get_image_features`."""
-        vision = layout.tower_config(self.config, IMAGE)
-        image = layout.channels(vision), *layout.image_size(vision)
-        if CROPS in self.known:  # the full image, and one crop of it
+        vision = media_sizes.tower_config(self.config, IMAGE)
+        image = media_sizes.channels(vision), *media_sizes.image_size(vision)
+        if CROPS in self.forward_parameters:  # the full image, and one crop of it
             sides = [length // vision.patch_size for length in image[1:]]
             extra = {"image_sizes": torch.tensor([image[1:]]), "image_attention_mask": torch.ones(1, 2, *sides)}
             return Item(IMAGE, {CROPS: self._noise(1, 2, *image), **extra})
-        if "aspect_ratio_ids" not in self.known:
-            per_row = (1,) if "image_attention_mask" in self.known else ()  # a dimension of images per row
+        if "aspect_ratio_ids" not in self.forward_parameters:
+            # A dimension of images per row.
+            per_row = (1,) if "image_attention_mask" in self.forward_parameters else ()
             return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, *per_row, *image)})
         tiles = vision.max_num_tiles
         extra = {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long), "aspect_ratio_mask": torch.ones(1, 1, tiles)}
@@ -209,7 +210,7 @@ class MediaMaker:
 
     def _flat_patches(self) -> Item:
         """An image as a row of patches, each preceded by its row and column, counted from 1."""
-        vision = layout.tower_config(self.config, IMAGE)
+        vision = media_sizes.tower_config(self.config, IMAGE)
         places = torch.cartesian_prod(torch.arange(1, 3), torch.arange(1, 4)).float()
         patches = torch.cat([places, self._noise(len(places), vision.patch_embed_hidden_size)], dim=1)
         return Item(IMAGE, {FLAT_PATCHES: patches[None]})
@@ -227,23 +228,23 @@ class MediaMaker:
         """
         try:
             for arguments in candidates(self._features(kind), sp=1, like=torch.zeros(1)):
-                if arguments.keys() <= self.known and self._is_taken(Item(kind, arguments)):
+                if arguments.keys() <= self.forward_parameters and self._is_taken(Item(kind, arguments)):
                     return arguments
         except REFUSALS as error:  # the config does not describe such a tower
-            raise_failure(error)
+            reraise_machine_failure(error)
         raise refusal
 
     def _is_taken(self, item: Item) -> bool:
         try:
             return self.count(item) > 0
         except REFUSALS as error:
-            raise_failure(error)
+            reraise_machine_failure(error)
             return False
 
     def _unpacked_image(self, dimensions: tuple[int, ...], with_sizes: bool) -> Item:
-        vision = layout.tower_config(self.config, IMAGE)
-        height, width = layout.image_size(vision)
-        arguments = {"pixel_values": self._noise(1, *dimensions, layout.channels(vision), height, width)}
+        vision = media_sizes.tower_config(self.config, IMAGE)
+        height, width = media_sizes.image_size(vision)
+        arguments = {"pixel_values": self._noise(1, *dimensions, media_sizes.channels(vision), height, width)}
         if with_sizes:
             arguments["image_sizes"] = torch.tensor([[height, width]])
         extra = extra_image_inputs(self.config, self._parameters(IMAGE), dimensions, torch.zeros(()))
@@ -253,11 +254,11 @@ class MediaMaker:
     def _accepted_form(self) -> tuple[tuple[int, ...], bool]:
         """The form of an unpacked image that upstream takes: `[N, C, H, W]`, or with crops `[N, crops, C, H, W]`."""
         refusal: Exception = TypeError("there is no form of an image to try")
-        for dimensions, with_sizes in image_layouts(takes_sizes="image_sizes" in self.known):
+        for dimensions, with_sizes in image_layouts(takes_sizes="image_sizes" in self.forward_parameters):
             try:
                 self.count(self._unpacked_image(dimensions, with_sizes))
             except REFUSALS as error:
-                raise_failure(error)
+                reraise_machine_failure(error)
                 # Report the first refusal, unless it is a TypeError: a missing argument says little.
                 refusal = error if isinstance(refusal, TypeError) else refusal
             else:
@@ -265,12 +266,12 @@ class MediaMaker:
         raise refusal
 
     def _video(self, number: int) -> Item:
-        if "video_grid_thw" in self.known:
+        if "video_grid_thw" in self.forward_parameters:
             grids = VIDEO_GRIDS
             if self._takes_one_frame_only:
                 grids = [(1, height, width) for _, height, width in VIDEO_GRIDS]
             return self.with_seconds(self.patches(VIDEO, grids[number]), SECONDS_PER_GRID[number])
-        if CONCATENATED_PATCHES[INPUTS[VIDEO]] in self.known:
+        if CONCATENATED_PATCHES[INPUTS[VIDEO]] in self.forward_parameters:
             return self.side_by_side(VIDEO, VIDEO_GRIDS[number])
         if VIDEO in self._candidates:
             return self._candidate(VIDEO)
@@ -280,7 +281,7 @@ class MediaMaker:
         try:
             self.count(item)
         except REFUSALS as refusal:
-            raise_failure(refusal)
+            reraise_machine_failure(refusal)
             self._candidates[VIDEO] = self._accepted_candidate(VIDEO, refusal)
             return self._candidate(VIDEO)
         return item
@@ -293,7 +294,7 @@ class MediaMaker:
     def with_seconds(self, item: Item, seconds: float) -> Item:
         """Adds the length of a step in time, if the model takes it."""
         for name in ("video_second_per_grid", "second_per_grid_ts"):
-            if name in self.known:
+            if name in self.forward_parameters:
                 item.arguments[name] = torch.tensor([seconds])
         return item
 
@@ -305,55 +306,55 @@ class MediaMaker:
 
     def side_by_side(self, kind: str, merged: tuple[int, int, int]) -> Item:
         """An image or video whose patches are concatenated into one wide image, with the size of each frame in patches."""
-        vision = layout.tower_config(self.config, kind)
-        merge = layout.total_merge(self.config, vision)
+        vision = media_sizes.tower_config(self.config, kind)
+        merge = media_sizes.total_merge(self.config, vision)
         t, h, w = merged[0], merged[1] * merge, merged[2] * merge
-        values = self._noise(1, layout.channels(vision), vision.patch_size, vision.patch_size * t * h * w)
+        values = self._noise(1, media_sizes.channels(vision), vision.patch_size, vision.patch_size * t * h * w)
         name = INPUTS[kind]
         return Item(kind, {name: values, CONCATENATED_PATCHES[name]: torch.tensor([[h, w]] * t)}, frames=t)
 
     def _packed(self, kind: str, merged: tuple[int, int, int], patch: tuple[int, ...]) -> Item:
-        vision = layout.tower_config(self.config, kind)
-        merge = 1 if patch == layout.token_shape(vision) else layout.packed_merge(self.config, vision)
-        steps = layout.first_int(vision, "temporal_merge_size", default=1) if kind == VIDEO else 1
+        vision = media_sizes.tower_config(self.config, kind)
+        merge = 1 if patch == media_sizes.token_shape(vision) else media_sizes.packed_merge(self.config, vision)
+        steps = media_sizes.first_int(vision, "temporal_merge_size", default=1) if kind == VIDEO else 1
         arguments = {}
-        if f"{kind}_merge_sizes" in self.known:  # given per item instead of by the config
-            merge *= FREE_MERGE
+        if f"{kind}_merge_sizes" in self.forward_parameters:  # given per item instead of by the config
+            merge *= MERGE_OF_ITEM
             arguments[f"{kind}_merge_sizes"] = torch.tensor([merge])
         t, h, w = -(-merged[0] // steps) * steps, merged[1] * merge, merged[2] * merge
-        name = next(name for grid in GRIDS if (name := f"{kind}_{grid}") in self.known)
+        name = next(name for grid in GRIDS if (name := f"{kind}_{grid}") in self.forward_parameters)
         row = [h, w] if name.endswith(GRIDS[1]) else [t, h, w]
         arguments |= {INPUTS[kind]: self._noise(t * h * w, *patch), name: torch.tensor([row])}
         return Item(kind, arguments, frames=t)
 
     def _accepted_patch(self, kind: str, merged: tuple[int, int, int]) -> tuple[int, ...]:
         """The shape of a packed patch that upstream takes; the first candidate if it refuses all."""
-        first, *others = layout.patch_shapes(layout.tower_config(self.config, kind))
+        first, *others = media_sizes.patch_shapes(media_sizes.tower_config(self.config, kind))
         return next((shape for shape in (first, *others) if self._is_taken(self._packed(kind, merged, shape))), first)
 
     # ------------------------------------------------------------------------------------------------- audio
 
     def _audio(self, number: int) -> Item:
-        if SOUND_FRAMES in self.known:
-            return self._sized_sound()
-        if INPUTS[AUDIO] not in self.known:
-            samples = AUDIO_TOKENS[number] * layout.samples_per_token(self.config)
+        if SOUND_FRAMES in self.forward_parameters:
+            return self._sound_with_token_count()
+        if INPUTS[AUDIO] not in self.forward_parameters:
+            samples = AUDIO_TOKENS[number] * media_sizes.samples_per_token(self.config)
             forms = (self.waveform(samples, channel) for channel in CHANNELS)
             return next((form for form in forms if self._is_taken(form)), None) or self.waveform(samples)
         if self._frames is None and AUDIO not in self._candidates:
             try:
                 self._frames = self._accepted_frames()
             except REFUSALS as refusal:
-                raise_failure(refusal)
+                reraise_machine_failure(refusal)
                 self._candidates[AUDIO] = self._accepted_candidate(AUDIO, refusal)
         if self._frames is None:
             return self._candidate(AUDIO)
         return self.spectrogram(self._frames.get(number, AUDIO_FRAMES[number]))
 
-    def _sized_sound(self) -> Item:
+    def _sound_with_token_count(self) -> Item:
         """A sound that comes with its number of tokens."""
-        tower = layout.tower_config(self.config, AUDIO)
-        frames = self._noise(1, AUDIO_TOKENS[0] * tower.time_reduction, layout.mel_bins(tower))
+        tower = media_sizes.tower_config(self.config, AUDIO)
+        frames = self._noise(1, AUDIO_TOKENS[0] * tower.time_reduction, media_sizes.mel_bins(tower))
         return Item(AUDIO, {SOUND_FRAMES: frames, "audio_embed_sizes": torch.tensor([AUDIO_TOKENS[0]])})
 
     def _accepted_frames(self) -> dict[int, int]:
@@ -361,26 +362,26 @@ class MediaMaker:
         try:
             self.count(self.spectrogram(AUDIO_FRAMES[0]))
         except REFUSALS as error:
-            raise_failure(error)
-            fixed = fixed_frames(layout.tower_config(self.config, AUDIO))
+            reraise_machine_failure(error)
+            fixed = fixed_frames(media_sizes.tower_config(self.config, AUDIO))
             self.count(self.spectrogram(fixed or AUDIO_FRAMES[0]))
             return dict.fromkeys(range(len(AUDIO_FRAMES)), fixed)
         return {}
 
     def spectrogram(self, frames: int) -> Item:
-        tower = layout.tower_config(self.config, AUDIO)
-        arguments = {"input_features": self._noise(1, layout.mel_bins(tower), frames)}
+        tower = media_sizes.tower_config(self.config, AUDIO)
+        arguments = {"input_features": self._noise(1, media_sizes.mel_bins(tower), frames)}
         for name in (*AUDIO_MASKS, *self._required(AUDIO, "_mask")):
-            if name in self.known:
+            if name in self.forward_parameters:
                 arguments[name] = torch.ones(1, frames, dtype=torch.long)
-        for name in self._required(AUDIO, "lengths") & self.known:
-            per_frame = layout.first_int(tower, "hop_length", default=1) if "sample" in name else 1
+        for name in self._required(AUDIO, "lengths") & self.forward_parameters:
+            per_frame = media_sizes.first_int(tower, "hop_length", default=1) if "sample" in name else 1
             arguments[name] = torch.tensor([frames * per_frame])
         return Item(AUDIO, arguments)
 
     def waveform(self, samples: int, channel: tuple[int, ...] = ()) -> Item:
         """A waveform, with a mask of its samples."""
-        masks = {name for name in self._parameters(AUDIO) if name.endswith("_mask")} & self.known
+        masks = {name for name in self._parameters(AUDIO) if name.endswith("_mask")} & self.forward_parameters
         mask = torch.ones(1, samples, dtype=torch.long)
         return Item(AUDIO, {WAVEFORM: self._noise(1, *channel, samples), **dict.fromkeys(sorted(masks), mask)})
 
@@ -402,9 +403,9 @@ def _names_arguments(model: object, method: str) -> bool:
     return bool(kinds - {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 
-def with_sound(video: Item, audio: Item) -> Item:
+def join_video_and_audio(video: Item, audio: Item) -> Item:
     """A video with its audio."""
-    return Item(SOUND, {}, parts=(replace(video, inside=True), replace(audio, inside=True)))
+    return Item(VIDEO_WITH_AUDIO, {}, parts=(replace(video, is_part=True), replace(audio, is_part=True)))
 
 
 def collate_items(items: Iterable[Item]) -> dict[str, Any]:

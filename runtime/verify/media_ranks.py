@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from patchgen.runtime import model_calls, parallel, seams
-from patchgen.runtime.document_rows import Separated
+from patchgen.runtime.document_rows import DocumentSeparation
 from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.comparison import nan_is_largest
@@ -38,7 +38,7 @@ from patchgen.runtime.verify.reference_model import (
     NotApplicable,
     ReferenceModel,
     Subject,
-    find,
+    find_generated,
     reference_model,
     state_of,
 )
@@ -94,7 +94,7 @@ def compare_case(
     fsdp: bool,
     ep: int = 1,
     training: bool = True,
-    separates: Separated = False,
+    separates: DocumentSeparation = False,
 ) -> dict[str, Any]:
     """`compare` with a reference that is built; `separates`: whether documents are computed in rows of their own."""
     started = time.perf_counter()
@@ -104,7 +104,13 @@ def compare_case(
     if fsdp:
         sharding.shard_model(generated, state)
     actual = step_on_ranks(
-        generated, local_batch, state, pad=reference.pad, fsdp=fsdp, training=training, kernels=reference.seams
+        generated,
+        local_batch,
+        state,
+        pad=reference.pad_token_id,
+        fsdp=fsdp,
+        training=training,
+        kernels=reference.seams,
     )
     row = {"case": name, "seconds": time.perf_counter() - started, "towers": media.describe(generated, sp)}
     packed_rows = [0] * len(full_batches) if name == PACKED else None
@@ -112,7 +118,7 @@ def compare_case(
     return row | compare_steps(reference.model, lambda _model: step(), actual)
 
 
-def compare_all_cases(model: Subject, head: str, *, sp: int, ep: int, separates: Separated) -> dict[str, Any]:
+def compare_all_cases(model: Subject, head: str, *, sp: int, ep: int, separates: DocumentSeparation) -> dict[str, Any]:
     """The worst differences over all batches of a model, up to the first that fails; runs on every rank.
 
     If several ranks hold batches, steps follow in which each rank has another modality (`mixed_steps`).
@@ -144,7 +150,7 @@ def mixed_steps(
     ep: int = 1,
     num_steps: int = 10,
     fsdp: bool = True,
-    separates: Separated = False,
+    separates: DocumentSeparation = False,
 ) -> list[dict[str, Any]]:
     """Consecutive optimizer steps in which each batch index has another modality; runs on every rank.
 
@@ -174,7 +180,7 @@ def mixed_steps(
             weights = reference.correspondence.to_upstream(generated, _full_state(generated))
             reference.model.load_state_dict(weights)
             actual = step_on_ranks(
-                generated, local_batch, state, pad=reference.pad, fsdp=fsdp, kernels=reference.seams
+                generated, local_batch, state, pad=reference.pad_token_id, fsdp=fsdp, kernels=reference.seams
             )
             step = functools.partial(reference.loss_and_gradients, full_batches)
             row = compare_steps(reference.model, lambda _model, step=step: step(), actual)
@@ -301,8 +307,8 @@ def case_inputs(
         samples = (*samples, reference.builder.sample([9]))
     pieces = split_samples(samples, state.config.num_batches)
     samples = [sample for piece in pieces for sample in piece]
-    has_sound = any(AUDIO in (item.kind, *(part.kind for part in item.parts)) for row in samples for item in row.items)
-    depends_on_batch = has_sound or normalises_by_batch(reference.model)
+    has_audio = any(AUDIO in (item.kind, *(part.kind for part in item.parts)) for row in samples for item in row.items)
+    depends_on_batch = has_audio or normalises_by_batch(reference.model)
     full_batches = [
         dict(reference.builder.case(name, piece).batch) for piece in (pieces if depends_on_batch else [samples])
     ]
@@ -371,8 +377,8 @@ def verify_on_ranks(
         cases: names of batches; default: all that upstream takes, and ten steps with one modality per rank.
         training: whether both models are in training mode; in the steps with one modality per rank they always are.
     """
-    head = head or find(model).heads[0]
-    head_class = getattr(find(model).load(), head)
+    head = head or find_generated(model).heads[0]
+    head_class = getattr(find_generated(model).load(), head)
     if reason := loss.why_not_additive(head_class):
         return [RankResult("its loss", reason=reason)]
     if sp > 1 and not model_calls.takes_documents(head_class):

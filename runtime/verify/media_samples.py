@@ -16,9 +16,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from patchgen.runtime import media_sizes as layout
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
-from patchgen.runtime.verify.media import AUDIO, IMAGE, INPUTS, REFUSALS, SOUND, VIDEO, Item, MediaMaker, collate_items
+from patchgen.runtime.verify.media import (
+    AUDIO,
+    IMAGE,
+    INPUTS,
+    REFUSALS,
+    VIDEO,
+    VIDEO_WITH_AUDIO,
+    Item,
+    MediaMaker,
+    collate_items,
+)
 from patchgen.runtime.verify.model_pair import perturb
 
 if TYPE_CHECKING:
@@ -80,7 +90,7 @@ class SampleBuilder:
             try:
                 self.layouts[kind] = self._layout(kind)
             except REFUSALS as refusal:
-                raise_failure(refusal)
+                reraise_machine_failure(refusal)
                 self.refused[kind] = one_line_refusal(refusal)
                 if isinstance(refusal, NotImplementedError):
                     self.not_implemented.append(kind)
@@ -104,8 +114,8 @@ class SampleBuilder:
             yield (
                 "sound",
                 (
-                    self.sample([3, self.maker.sound(0), 4]),
-                    self.sample([2, item(IMAGE, 0), 1, self.maker.sound(1), 3]),
+                    self.sample([3, self.maker.video_with_audio(0), 4]),
+                    self.sample([2, item(IMAGE, 0), 1, self.maker.video_with_audio(1), 3]),
                 ),
             )
         if len(self.layouts) > 1:
@@ -130,7 +140,7 @@ class SampleBuilder:
         try:
             self.run_upstream(self.case("", samples).batch)
         except REFUSALS as error:
-            raise_failure(error)
+            reraise_machine_failure(error)
             return False
         return True
 
@@ -165,7 +175,7 @@ class SampleBuilder:
 
     def _item_tokens(self, item: Item, layouts: Mapping[str, PlaceholderLayout]) -> Iterator[tuple[int, int]]:
         """The tokens of an item with the modality of each."""
-        if item.kind == SOUND:
+        if item.kind == VIDEO_WITH_AUDIO:
             yield from self._interleaved(item, layouts)
             return
         layout = layouts[item.kind]
@@ -220,7 +230,7 @@ class SampleBuilder:
         if "image_attention_mask" in self.forward_parameters and "pixel_values" in batch:
             mask_shape = *batch["input_ids"].shape, batch["pixel_values"].shape[1]
             batch["image_attention_mask"] = torch.ones(mask_shape, dtype=torch.long)
-        if any(item.inside for sample in samples for item in sample.items):
+        if any(item.is_part for sample in samples for item in sample.items):
             batch["use_audio_in_video"] = True
         return Case(name, {key: value for key, value in batch.items() if key in self.forward_parameters})
 
@@ -298,7 +308,7 @@ class SampleBuilder:
             try:
                 self.run_upstream(self.case(kind, [sample]).batch)
             except REFUSALS as error:
-                raise_failure(error)
+                reraise_machine_failure(error)
                 refusal = error
                 continue
             return candidate
@@ -316,7 +326,7 @@ class SampleBuilder:
             try:
                 self.run_upstream(batch)
             except REFUSALS as error:
-                raise_failure(error)
+                reraise_machine_failure(error)
                 refusal = error
                 if accepted is not None:
                     return accepted

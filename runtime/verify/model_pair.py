@@ -28,7 +28,7 @@ class ModelPair:
     correspondence: Correspondence = field(default_factory=Correspondence)
     """How upstream's tensors become those of the generated model."""
     problems: list[str] = field(default_factory=list)
-    foreign: list[str] = field(default_factory=list)
+    foreign_classes: list[str] = field(default_factory=list)
     """Classes in the generated model from modeling files of other models (towers)."""
 
 
@@ -56,7 +56,7 @@ def paired(upstream: PreTrainedModel, generated_class: type[PreTrainedModel], co
     converted = pair.correspondence.to_generated(dict(pair.upstream.named_parameters()))
     pair.problems += _tensor_problems("parameter", dict(pair.generated.named_parameters()), converted.items())
     pair.problems += _tensor_problems("buffer", dict(pair.generated.named_buffers()), pair.upstream.named_buffers())
-    pair.foreign = _foreign_classes(pair.generated, type(upstream))
+    pair.foreign_classes = _foreign_classes(pair.generated, type(upstream))
     if pair.problems:
         return pair
     pair.generated.load_state_dict(pair.correspondence.to_generated(pair.upstream.state_dict()), strict=True)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.media import REFUSALS, MediaMaker
 from patchgen.runtime.verify.media_samples import Sample, SampleBuilder, one_line_refusal
@@ -44,7 +44,7 @@ class MediaCases:
 
 def takes_media(model_class: type) -> bool:
     """Whether the forward of a class takes images, videos or audio."""
-    return bool(MediaMaker.taken_by(model_class))
+    return bool(MediaMaker.media_arguments(model_class))
 
 
 def media_cases(model: PreTrainedModel, *, seed: int = 0) -> MediaCases:
@@ -68,7 +68,7 @@ def media_cases(model: PreTrainedModel, *, seed: int = 0) -> MediaCases:
             case = builder.case(name, samples)
             builder.run_upstream(case.batch)
         except REFUSALS as refusal:
-            raise_failure(refusal)
+            reraise_machine_failure(refusal)
             refused[name] = one_line_refusal(refusal)
             continue
         cases.append(case)
@@ -81,7 +81,7 @@ def media_cases(model: PreTrainedModel, *, seed: int = 0) -> MediaCases:
             builder.run_upstream(case.batch)
             cases.append(case)
         except REFUSALS as refusal:
-            raise_failure(refusal)
+            reraise_machine_failure(refusal)
             refused[case.name] = one_line_refusal(refusal)
     return MediaCases(tuple(cases), refused, _missing(type(model), cases, refused, builder.not_implemented))
 
@@ -92,7 +92,7 @@ def _missing(
     """Why modalities that the forward takes are in no case, except those that upstream does not implement."""
     covered = {name for case in cases for name in case.batch}
     reasons = {}
-    for kind, name in MediaMaker.taken_by(model_class).items():
+    for kind, name in MediaMaker.media_arguments(model_class).items():
         if name in covered or kind in not_implemented:
             continue
         batches = (kind, f"{kind}s", "mixed")
@@ -109,7 +109,7 @@ def without_media(model: PreTrainedModel, cases: Sequence[Case]) -> tuple[Sequen
             with torch.no_grad():
                 model(**case.batch, use_cache=False)
         except REFUSALS as error:
-            raise_failure(error)
+            reraise_machine_failure(error)
             refusal = refusal or one_line_refusal(error)
         else:
             return cases, ""

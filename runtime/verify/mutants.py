@@ -36,7 +36,7 @@ from patchgen.kernels.elementwise import formulas
 from patchgen.mutation.edits import Mutant
 from patchgen.runtime import registry, seams
 from patchgen.runtime.attention_kinds import Names
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.loss import upstream_labels
 from patchgen.runtime.verify.changed_modules import changed_module, executed_lines
@@ -191,7 +191,7 @@ class Judge:
         try:
             pair = paired(upstream, getattr(registry.read_model(folder).load(), self.head), config)
         except Exception as error:  # upstream's changed class was built without one
-            raise_failure(error)
+            reraise_machine_failure(error)
             return f"cannot be built: {one_line(error)}"
         if pair.problems:
             return pair.problems[0]
@@ -275,7 +275,7 @@ def _difference(
         with all_eager(), seams.using(**check.kernels):
             actual = _step(generated, check.case)
     except Exception as error:
-        raise_failure(error)
+        reraise_machine_failure(error)
 
         def upstream_step() -> None:
             with training_attention(upstream, check.attention), all_eager():
@@ -311,7 +311,7 @@ def raises_too(step: Callable[[], object], error: Exception) -> bool:
     try:
         step()
     except Exception as upstream_error:  # changed code may raise anything
-        raise_failure(upstream_error)
+        reraise_machine_failure(upstream_error)
         return type(upstream_error) is type(error) and _without_numbers(upstream_error) == _without_numbers(error)
     return False
 
@@ -353,7 +353,7 @@ def _agree_in_double(check: Check, generated: PreTrainedModel, upstream: PreTrai
         with all_eager(), conditions:
             return not _beyond(actual, _in_double(_step(upstream, upstream_case)), DOUBLE_TOLERANCE)
     except Exception as error:  # not every kernel takes float64: then nothing excuses the difference
-        raise_failure(error)
+        reraise_machine_failure(error)
         return False
     finally:
         generated.float()

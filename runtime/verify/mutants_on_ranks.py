@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from patchgen.runtime import attention, parallel, registry, seams
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import row_lengths, selfcheck, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify import mutants
@@ -94,11 +94,11 @@ def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
         verdicts = pool.run(compare, subject, timeout=SECONDS)
     except CaseFailed as failure:
         # What a rank refused explains ranks that waited for it, not an error of another.
-        kinds = (mutants.WRONG, mutants.REFUSED) if failure.is_of_ranks else (mutants.WRONG,)
+        kinds = (mutants.WRONG, mutants.REFUSED) if failure.is_inconclusive else (mutants.WRONG,)
         if judged := [verdict for verdict in failure.results if verdict.kind in kinds]:
             return judged[0]
         # A busy machine, a deadlock, or no memory: no verdict.
-        kind = mutants.NOT_RUN if failure.is_of_ranks else mutants.WRONG
+        kind = mutants.NOT_RUN if failure.is_inconclusive else mutants.WRONG
         return mutants.Verdict(kind, f"on ranks: {failure.first_error}")
     if len({(verdict.kind, verdict.detail) for verdict in verdicts}) > 1:
         pool.close()  # a rank that failed alone leaves the others in a step: the next mutant would meet it
@@ -120,7 +120,7 @@ def compare(subject: Subject) -> mutants.Verdict:
         try:
             reference = _Reference(model, subject.head, changed_source.name)
         except Exception as error:
-            raise_failure(error)
+            reraise_machine_failure(error)
             if _takes_training_rows(upstream_class):
                 return _verdict_on_error(error, "start")
             left_out[PACKED] = f"upstream's changed class fails on packed rows, too: {mutants.one_line(error)}"
@@ -132,7 +132,7 @@ def compare(subject: Subject) -> mutants.Verdict:
                 try:
                     reference = _Reference(model, subject.head, changed_source.name)
                 except Exception as second:
-                    raise_failure(second)
+                    reraise_machine_failure(second)
                     return _verdict_on_error(second, "start")
         takes_packed = not left_out
         compared = []
@@ -209,7 +209,7 @@ def _takes_training_rows(upstream_class: type[PreTrainedModel]) -> bool:
     try:
         training_choices(upstream_class, upstream_class, training_config(upstream_class))
     except Exception as error:
-        raise_failure(error)
+        reraise_machine_failure(error)
         return False
     return True
 
@@ -238,10 +238,10 @@ def _compare_layout(reference: _Reference, layout: Layout, case: str, *, takes_p
                 selfcheck.require_sliceable(model, state, vocab_size=vocab_size, packed=takes_packed)
         kernels = reference.seams
         loss, gradients = step_on_ranks(
-            model, local_batch, state, pad=reference.pad, fsdp=layout.fsdp, kernels=kernels
+            model, local_batch, state, pad=reference.pad_token_id, fsdp=layout.fsdp, kernels=kernels
         )
     except Exception as error:
-        raise_failure(error)
+        reraise_machine_failure(error)
         verdict = _verdict_on_error(error, place)
         # The check at the start of a run names its row and raises from the model's own error.
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
@@ -365,7 +365,7 @@ def _joins_documents(reference: _Reference, full_batches: list) -> bool:
     """Whether the generated class in one process computes other logits for the documents of a packed row than upstream's class
     for each alone: then ranks are not to blame for a difference from upstream's documents one by one."""
     _, row = case_inputs(reference, PACKED, state_of(dist.get_world_size()))
-    local = slice_batch(row, sp=1, sp_rank=0, pad_token_id=reference.pad)
+    local = slice_batch(row, sp=1, sp_rank=0, pad_token_id=reference.pad_token_id)
     model = reference.generated()
     with parallel.using(None), all_eager(), seams.using(**reference.seams):
         joined = model.eval()(**local, use_cache=False).logits[0]

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from patchgen.runtime import parallel, registry, seams
-from patchgen.runtime.document_rows import Separated
+from patchgen.runtime.document_rows import DocumentSeparation
 from patchgen.runtime.parallel import selfcheck, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import media_ranks
@@ -68,7 +68,7 @@ def generated_class(head: str, file: str) -> type[PreTrainedModel]:
     return getattr(registry.import_file(Path(file)), head)
 
 
-def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, separates: Separated) -> dict:
+def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, separates: DocumentSeparation) -> dict:
     """The row of a type, as a dict; runs on every rank.
 
     Args:
@@ -114,7 +114,7 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
     return row | {"seconds": time.perf_counter() - started}
 
 
-def start_refusal(reference: ReferenceModel, state: ParallelState, separates: Separated) -> str:
+def start_refusal(reference: ReferenceModel, state: ParallelState, separates: DocumentSeparation) -> str:
     """Why a run with these ranks would be refused at its start, by its check of slices; "" if it would not."""
     if state.sp == 1:
         return ""
@@ -144,7 +144,7 @@ def _documents(inputs: dict) -> tuple[list[dict[str, Tensor]], list[int]]:
 
 
 def sweep(
-    separates: Mapping[str, Separated], *, takes_media: bool = False, sp: int = 1, ep: int = 1, world: int = 2
+    separates: Mapping[str, DocumentSeparation], *, takes_media: bool = False, sp: int = 1, ep: int = 1, world: int = 2
 ) -> Iterator[Row]:
     """Generates and compares each type, and yields its row. Prints a line each.
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from patchgen.runtime.verify.training_path import TrainingPath
 
-REORDERED = 1e-6
+REORDERING_TOLERANCE = 1e-6
 """The relative difference that passes where a list of experts became stacks, since one matrix product computes what two did;
 beyond it, what rounding alone explains."""
 NUM_NAMED = 3
@@ -75,9 +75,9 @@ class Proof:
     """The fields that the small config sets."""
     cases: list[CaseResult] = field(default_factory=list)
     seams: list[SeamResult] = field(default_factory=list)
-    foreign: list[str] = field(default_factory=list)
+    foreign_classes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
+    refused_variants: dict[str, str] = field(default_factory=dict)
     """Variants that upstream's own config class refuses, with its reason."""
     refused_inputs: dict[str, str] = field(default_factory=dict)
     """Multimodal inputs that upstream's own class refuses, with its reason."""
@@ -137,7 +137,7 @@ def prove(
     """
     proof = Proof(type(config).model_type, upstream_class.__name__)
     pair = build_pair(upstream_class, generated_class, config)
-    proof.foreign = pair.foreign
+    proof.foreign_classes = pair.foreign_classes
     proof.failures += pair.problems
     if pair.problems:
         return proof
@@ -157,7 +157,7 @@ def prove(
             f"gradient of {name}": deviation for name, deviation in gradients.items() if not deviation.is_equal
         }
         if not pair.correspondence.is_identity:
-            beyond = {key: value for key, value in unequal.items() if not value.relative <= REORDERED}
+            beyond = {key: value for key, value in unequal.items() if not value.relative <= REORDERING_TOLERANCE}
             unequal = beyond_rounding(beyond, actual, expected, pair.upstream, upstream_step)
         proof.cases.append(_case_result(case.name, variant, outputs, gradients, expected))
         proof.failures += _failures(f"case {case.name}, variant {variant}", unequal, expected)

@@ -30,14 +30,14 @@ class CaseFailed(AssertionError):
     """A case raised on a rank, or did not end.
 
     Attributes:
-        is_of_ranks: no rank raised an error of the case itself, or crashed: they were killed, did not end, or had a failure
+        is_inconclusive: no rank raised an error of the case itself, or crashed: they were killed, did not end, or had a failure
             (`failures.py`).
         results: of the ranks that returned one.
     """
 
-    def __init__(self, message: str, *, is_of_ranks: bool = False, results: Sequence[Any] = ()) -> None:
+    def __init__(self, message: str, *, is_inconclusive: bool = False, results: Sequence[Any] = ()) -> None:
         super().__init__(message)
-        self.is_of_ranks, self.results = is_of_ranks, results
+        self.is_inconclusive, self.results = is_inconclusive, results
 
     @property
     def first_error(self) -> str:
@@ -87,7 +87,7 @@ class RankPool:
                 try:
                     succeeded, value = connection.recv()
                 except (EOFError, ConnectionError):
-                    succeeded, value = False, self._ended(rank)
+                    succeeded, value = False, self._exit_cause(rank)
                 (results if succeeded else errors)[rank] = value
                 if not succeeded:
                     deadline = min(deadline, time.monotonic() + 5.0)  # the others may wait for this one forever
@@ -98,8 +98,8 @@ class RankPool:
         parts = [f"rank {rank}:\n{text}" for rank, (text, _) in sorted(errors.items())]
         if silent:
             parts.append(f"ranks {silent} did not end")
-        is_of_ranks = all(is_of_rank for _, is_of_rank in errors.values())
-        raise CaseFailed("\n".join(parts), is_of_ranks=is_of_ranks, results=list(results.values()))
+        is_inconclusive = all(is_inconclusive for _, is_inconclusive in errors.values())
+        raise CaseFailed("\n".join(parts), is_inconclusive=is_inconclusive, results=list(results.values()))
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -114,7 +114,7 @@ class RankPool:
             self._folder.cleanup()
             self._folder = None
 
-    def _ended(self, rank: int) -> tuple[str, bool]:
+    def _exit_cause(self, rank: int) -> tuple[str, bool]:
         """What ended a process, and whether that says nothing of the case: the system kills one when memory is full."""
         self._processes[rank].join(timeout=5.0)
         code = self._processes[rank].exitcode
@@ -140,7 +140,7 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
     import torch.distributed as dist
 
     from patchgen.runtime import seams
-    from patchgen.runtime.failures import is_failure
+    from patchgen.runtime.failures import is_machine_failure
     from patchgen.runtime.parallel import gloo_groups
 
     torch.set_num_threads(1)
@@ -161,7 +161,7 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
             with seams.using(**seams.selected()):  # restores seams that a case configures
                 result = (True, case(*args, **kwargs))
         except BaseException as error:
-            is_of_rank = not isinstance(error, Exception) or is_failure(error)
-            result = (False, (traceback.format_exc(), is_of_rank))
+            is_inconclusive = not isinstance(error, Exception) or is_machine_failure(error)
+            result = (False, (traceback.format_exc(), is_inconclusive))
         with contextlib.suppress(BrokenPipeError):
             connection.send(result)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 if TYPE_CHECKING:
     from patchgen.runtime.attention_kinds import Names
-    from patchgen.runtime.document_rows import Separated
+    from patchgen.runtime.document_rows import DocumentSeparation
 
 
 class MadeWith(TypedDict):
@@ -167,7 +167,7 @@ class TrainingRecord(TypedDict):
     attention: Names
     compared_with: Names
     asked: list[KindRecord]
-    separates_documents: Separated
+    separates_documents: DocumentSeparation
     seams: dict[str, str]
     checks: dict[str, CheckRecord]
     failures: list[str]

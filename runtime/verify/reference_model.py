@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from patchgen.runtime import attention, attention_kinds, model_calls, registry
 from patchgen.runtime.attention_kinds import Names
-from patchgen.runtime.document_rows import Separated
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.document_rows import DocumentSeparation
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import reference_loss
@@ -43,7 +43,7 @@ Subject = str | Path | registry.GeneratedModel
 """What is compared: a generated model, its name, or its folder."""
 
 
-def find(model: Subject) -> registry.GeneratedModel:
+def find_generated(model: Subject) -> registry.GeneratedModel:
     if isinstance(model, registry.GeneratedModel):
         return model
     return registry.read_model(model) if isinstance(model, Path) else registry.find_model(model)
@@ -58,7 +58,7 @@ def head_with_media(directory: Path) -> str | None:
 
 def training_choices(
     upstream_class: type[PreTrainedModel], generated_class: type[PreTrainedModel], config: PreTrainedConfig
-) -> tuple[Names, dict[str, str], Separated]:
+) -> tuple[Names, dict[str, str], DocumentSeparation]:
     """The attention and seam implementations that a run uses, as far as a CPU can run them, and whether its model takes
     packed documents only in rows of their own."""
     attention.register()
@@ -124,7 +124,7 @@ class ReferenceModel:
         perturb(self.model)
         switch_dropout_off(self.model)
         self.builder = SampleBuilder(self.model, seed=SEED)
-        self.pad = int(self.builder.drawable[0])
+        self.pad_token_id = int(self.builder.drawable[0])
         self._refused: dict[str, str] = {}
 
     @functools.cached_property
@@ -155,7 +155,7 @@ class ReferenceModel:
         try:
             self.builder.run_upstream(self.builder.case(name, samples).batch)
         except REFUSALS as refusal:
-            raise_failure(refusal)
+            reraise_machine_failure(refusal)
             return str(refusal) or type(refusal).__name__
         return ""
 
@@ -189,7 +189,7 @@ class ReferenceModel:
         )
         return loss, self.correspondence.existing(gradients)
 
-    def generated(self, separates: Separated = False) -> PreTrainedModel:
+    def generated(self, separates: DocumentSeparation = False) -> PreTrainedModel:
         """The generated class with the same weights and the attention of a run.
 
         Args:
@@ -209,4 +209,4 @@ class ReferenceModel:
 def reference_model(model: Subject, head: str) -> ReferenceModel:
     """Cached per process: building models costs more than most batches."""
     attention.register()
-    return ReferenceModel(find(model), head)
+    return ReferenceModel(find_generated(model), head)

@@ -58,13 +58,13 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         console.print(f"{len(proof.dead_parameters)} parameters have no gradient in any case: {names}", style="yellow")
     if proof.unclassified:
         console.print(f"config fields left at upstream's size: {', '.join(proof.unclassified)}", style="yellow")
-    for variant, reason in proof.refused.items():
+    for variant, reason in proof.refused_variants.items():
         console.print(f"upstream's config refuses the variant {variant}: {reason}", style="yellow", markup=False)
     for name, reason in proof.refused_inputs.items():
         console.print(f"upstream refuses the input {name}: {reason}", style="yellow", markup=False)
     for kind, reason in proof.not_compared.items():
         console.print(f"not compared: {kind}: {reason}", style="red", markup=False)
-    for name in proof.foreign:
+    for name in proof.foreign_classes:
         console.print(f"built from another upstream model: {name}", style="dim")
     for failure in proof.failures:
         console.print(f"FAILED {failure}", style="red", markup=False, highlight=False)
@@ -134,10 +134,10 @@ def proof_record(proof: Proof) -> ProofFacts:
             {
                 "case": case.name,
                 "variant": case.variant,
-                "loss": _number(case.loss),
-                "logits": _number(case.logits),
-                "outputs": _number(case.outputs),
-                "gradient": _number(case.gradient),
+                "loss": _difference_record(case.loss),
+                "logits": _difference_record(case.logits),
+                "outputs": _difference_record(case.outputs),
+                "gradient": _difference_record(case.gradient),
                 "parameters": case.num_parameters,
                 "without_gradient": len(case.dead_parameters),
             }
@@ -149,17 +149,17 @@ def proof_record(proof: Proof) -> ProofFacts:
                 "implementation": seam.implementation,
                 "status": seam.status,
                 "calls": seam.calls,
-                "loss": _number(seam.loss),
-                "gradient": _number(seam.gradient),
+                "loss": _difference_record(seam.loss),
+                "gradient": _difference_record(seam.gradient),
                 "reason": seam.reason,
             }
             for seam in proof.seams
         ],
         "without_gradient": list(proof.dead_parameters),
-        "refused_variants": proof.refused,
+        "refused_variants": proof.refused_variants,
         "refused_inputs": proof.refused_inputs,
         "not_compared": proof.not_compared,
-        "foreign_classes": proof.foreign,
+        "foreign_classes": proof.foreign_classes,
         "failures": proof.failures,
         "training": training_record(proof.training) if proof.training is not None else None,
     }
@@ -195,7 +195,10 @@ def training_record(path: TrainingPath) -> TrainingRecord:
     return {
         "attention": path.attention,
         "compared_with": path.compared_attention,
-        "asked": [{"layers": kind.layers, "config": kind.config, "asked": list(kind.features)} for kind in path.asked],
+        "asked": [
+            {"layers": kind.layers, "config": kind.config, "asked": list(kind.features)}
+            for kind in path.attention_kinds
+        ],
         "separates_documents": path.separates_documents,
         "seams": dict(path.seams),
         "checks": {
@@ -211,7 +214,7 @@ def training_record(path: TrainingPath) -> TrainingRecord:
     }
 
 
-def _number(found: Difference) -> DifferenceRecord:
+def _difference_record(found: Difference) -> DifferenceRecord:
     return {
         "equal": found.is_equal,
         "absolute": one_digit(found.absolute),

@@ -91,7 +91,7 @@ def prove_seams(
 def _prove_implementation(
     model: nn.Module, case: Case, expected: Step, seam: str, implementation: str, *, training: bool
 ) -> SeamResult:
-    with all_eager(), seams.using(**{seam: implementation}), _counted(seam, implementation) as calls:
+    with all_eager(), seams.using(**{seam: implementation}), _counting_calls(seam, implementation) as calls:
         try:
             actual = train_step(model, case, training=training)
         except (NotImplementedError, ImportError) as refusal:
@@ -123,7 +123,7 @@ def all_eager() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _counted(seam: str, implementation: str) -> Iterator[list[int]]:
+def _counting_calls(seam: str, implementation: str) -> Iterator[list[int]]:
     """Counts the calls of the selected implementation of `seam`."""
     original: Callable = seams.implementation(seam)
     calls = [0]

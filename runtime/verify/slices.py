@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime import parallel
 from patchgen.runtime.attention_masks import UnsupportedError
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
@@ -42,7 +42,7 @@ def refusal_on_ranks(model: PreTrainedModel, *, shares_sequence: bool) -> str:
         except UnsupportedError as refusal:
             return str(refusal)
         except Exception as error:
-            raise_failure(error)
+            reraise_machine_failure(error)
     return ""
 
 

@@ -188,7 +188,9 @@ def small_form(
     overrides |= layers_of(config_class, values, per_layer_config(prototype))
     overrides |= related(fields, values, explicit, overrides)
     source = modeling_source(config_class)
-    overrides |= {name: released for name, released in sizes.RELEASED.items() if values.get(name, released) is None}
+    overrides |= {
+        name: released for name, released in sizes.RELEASED_VALUES.items() if values.get(name, released) is None
+    }
     overrides |= field_relations.vocabulary_map(values, parts, source, special_ids)
     overrides |= field_relations.layer_numbers(values, parts) | field_relations.chunk_lengths(values, parts)
     rope = small_rope(with_sections(config_class, values.get("rope_parameters")), overrides, values)
@@ -297,7 +299,7 @@ def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, tuple[type[P
             if not model_type:
                 continue
             sub_class = CONFIG_MAPPING[model_type]
-        arguments |= sizes.UNDECLARED.get(key, {})
+        arguments |= sizes.UNDECLARED_FIELDS.get(key, {})
         sub_configs[key] = (sub_class, arguments)
     return sub_configs
 

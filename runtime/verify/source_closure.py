@@ -39,10 +39,12 @@ def rank_prover() -> str:
 # ------------------------------------------------------------------------------------------------- closures
 
 
-def closure(roots: Iterable[str], packages: tuple[str, ...], *, without: tuple[str, ...] = ()) -> dict[str, Path]:
-    """The modules that `roots` import inside `packages`, themselves included, with their files; by name."""
+def closure(
+    entry_modules: Iterable[str], packages: tuple[str, ...], *, without: tuple[str, ...] = ()
+) -> dict[str, Path]:
+    """The modules that `entry_modules` import inside `packages`, themselves included, with their files; by name."""
     files: dict[str, Path] = {}
-    waiting = [(name, _file_of(name)) for name in roots]
+    waiting = [(name, _file_of(name)) for name in entry_modules]
     while waiting:
         name, path = waiting.pop()
         if path is None:
@@ -61,29 +63,29 @@ def closure(roots: Iterable[str], packages: tuple[str, ...], *, without: tuple[s
 def imported(text: str, name: str, *, is_package: bool) -> frozenset[str]:
     """The modules that a source may import; names imported from modules are listed as if they were modules."""
     names: set[str] = set()
-    for node in _executed(ast.parse(text)):
+    for node in _executed_nodes(ast.parse(text)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = _base(node, name, is_package)
+            base = _imported_module(node, name, is_package)
             names.update([base, *(f"{base}.{alias.name}" for alias in node.names)])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
             names.add(node.value.partition(":")[0])
     return frozenset(names)
 
 
-def _executed(node: ast.AST) -> Iterator[ast.AST]:
+def _executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes except those that only a type checker reads."""
     yield node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             for statement in child.orelse:
-                yield from _executed(statement)
+                yield from _executed_nodes(statement)
         else:
-            yield from _executed(child)
+            yield from _executed_nodes(child)
 
 
-def _base(node: ast.ImportFrom, name: str, is_package: bool) -> str:
+def _imported_module(node: ast.ImportFrom, name: str, is_package: bool) -> str:
     package = name if is_package else name.rpartition(".")[0]
     return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
 

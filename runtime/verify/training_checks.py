@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from patchgen.kernels.loss.chunking import largest_chunk
 from patchgen.runtime import attention, attention_kinds, model_calls, parallel, seams
 from patchgen.runtime.attention_kinds import Kind, Names
-from patchgen.runtime.document_rows import Separated
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.document_rows import DocumentSeparation
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import loss, report
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import training_inputs as inputs
@@ -103,7 +103,7 @@ class Comparison:
         self.positions: Any = None
         self.state: ParallelState | None = None
         self.compared_attention: Names = ""
-        self.separates_documents: Separated = not model_calls.takes_documents(generated_class)
+        self.separates_documents: DocumentSeparation = not model_calls.takes_documents(generated_class)
         self.only: tuple[str, ...] = ()
         self.correspondence = Correspondence()
         self.checks: list[Check] = []
@@ -125,7 +125,7 @@ class Comparison:
             model_calls.separate_documents(model, self.separates_documents)
         return model
 
-    def with_separate_documents(self, how: Separated = True) -> Comparison:
+    def with_separate_documents(self, how: DocumentSeparation = True) -> Comparison:
         """A fresh copy of this comparison whose generated model computes packed documents in rows of their own."""
         copied = copy.copy(self)
         copied.__dict__.pop("generated", None)
@@ -158,7 +158,7 @@ class Comparison:
         except (NotImplementedError, ImportError):
             return seams.AUTO
         except Exception as error:
-            raise_failure(error)  # any other: the check that runs it fails with this error
+            reraise_machine_failure(error)  # any other: the check that runs it fails with this error
         return self.seams[seam]
 
     # ------------------------------------------------------------------------------------------- the checks
@@ -199,7 +199,7 @@ class Comparison:
         try:
             check()
         except Exception as error:
-            raise_failure(error)
+            reraise_machine_failure(error)
             self.failures.append(f"{_SUBJECT.get(name, name)}: {one_line_error(error)}")
         if len(self.failures) == before or not with_media or not self.reference._supports_sdpa:
             return
@@ -299,7 +299,7 @@ class Comparison:
                 separate = self._row_of_logits(self.reference, documents.reference())
                 deviation = deviation.worst(difference(self._reference_logits(self.reference, rows), separate))
         except Exception as error:
-            raise_failure(error)
+            reraise_machine_failure(error)
             return True
         return not deviation.relative <= TOLERANCE
 
@@ -309,7 +309,7 @@ class Comparison:
         try:
             self._reference_step(self.reference, self.text.rows, items)
         except Exception as error:
-            raise_failure(error)
+            reraise_machine_failure(error)
             return error
         return None
 

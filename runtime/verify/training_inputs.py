@@ -164,7 +164,7 @@ def media_documents(model: PreTrainedModel) -> dict[str, Documents]:
     builder = SampleBuilder(model)
     documents = {}
     for name, samples in builder.batches():
-        if any(item.inside for sample in samples for item in sample.items):
+        if any(item.is_part for sample in samples for item in sample.items):
             continue  # use_audio_in_video is one flag for a whole batch
         samples = [sample for sample in samples if sample.items or builder.takes([sample])]
         rows = tuple(dict(builder.case(name, [sample]).batch) for sample in samples)

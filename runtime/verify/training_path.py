@@ -34,8 +34,8 @@ import torch.distributed as dist
 from patchgen.runtime import attention, attention_kinds
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_kinds import Kind, Names
-from patchgen.runtime.document_rows import LEFT, Separated
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.document_rows import LEFT, DocumentSeparation
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.parallel import ParallelConfig, gloo_groups
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import head_kinds
@@ -49,13 +49,13 @@ from patchgen.runtime.verify.verdict import one_line_error
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-ON_CPU = tuple(name for name in attention.ORDER if BACKENDS[name].has_cpu_backward)
+CPU_ATTENTION = tuple(name for name in attention.ORDER if BACKENDS[name].has_cpu_backward)
 """Attention that runs on the CPU without compiling; the fastest of these with the required features replaces any other."""
 
 
 def cpu_attention(names: Names, kinds: Iterable[Kind], config: PreTrainedConfig) -> Names:
     """The attention of a run if the CPU can compute it, else what a run on the CPU would choose."""
-    runs_on_cpu = all(name in (*ON_CPU, attention.BY_LAYER) for name in attention_kinds.all_names(names))
+    runs_on_cpu = all(name in (*CPU_ATTENTION, attention.BY_LAYER) for name in attention_kinds.all_names(names))
     return names if runs_on_cpu else attention_kinds.choose(kinds, config, device_type="cpu")
 
 
@@ -68,13 +68,13 @@ class TrainingPath:
     compared_attention: Names
     """What the comparison used: the same, or an attention with the same features that runs on the CPU."""
     seams: Mapping[str, str] = field(default_factory=dict)
-    asked: tuple[Kind, ...] = ()
+    attention_kinds: tuple[Kind, ...] = ()
     """What each kind of layer requires of its attention."""
     checks: tuple[Check, ...] = ()
     failures: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     """The checks that mean nothing for this model, and why."""
-    separates_documents: Separated = False
+    separates_documents: DocumentSeparation = False
     """Whether a run computes each packed document in a row of its own (`model_calls.separate_documents`), because the model
     has no other way to know where documents end."""
 
@@ -96,7 +96,7 @@ def prove_training_path(
     *,
     named_attention: Names | None = None,
     named_seams: Mapping[str, str | None] | None = None,
-    asked_config: PreTrainedConfig | None = None,
+    config_with_dropout: PreTrainedConfig | None = None,
     media: bool = True,
 ) -> TrainingPath:
     """Compares the generated class, as a run calls it, with upstream's.
@@ -106,16 +106,16 @@ def prove_training_path(
             eager and one document at a time.
         config: a small one, without dropout.
         named_attention, named_seams: what a recipe names; the rest is chosen as a run chooses it.
-        asked_config: `config` with the dropout of a run, which decides what the attention must support; None: `config`.
+        config_with_dropout: `config` with the dropout of a run, which decides what the attention must support; None: `config`.
         media: compare with images, videos and audio as well, if the model takes them.
     """
     attention.register()
     config = _without_router_loss(config)
-    comparison = _comparison(upstream_class or generated_class, generated_class, config, media)
+    comparison = _build_comparison(upstream_class or generated_class, generated_class, config, media)
     try:
-        comparison, kinds = attention_requirements(comparison, asked_config or config, named_seams or {})
+        comparison, kinds = attention_requirements(comparison, config_with_dropout or config, named_seams or {})
     except Exception as error:
-        raise_failure(error)
+        reraise_machine_failure(error)
         upstream_error = comparison.upstream_error()
         problem = "upstream's own class fails on a document" if upstream_error else "its first step fails"
         failure = f"{problem}: {one_line_error(upstream_error or error)}"
@@ -131,7 +131,7 @@ def prove_training_path(
     comparison.compared_attention = cpu_attention(attention_name, kinds, config)
     with single_rank() as state:
         comparison.state = state
-        comparison = _run(comparison)
+        comparison = _run_checks(comparison)
     return replace(
         training_path,
         compared_attention=comparison.compared_attention,
@@ -142,7 +142,7 @@ def prove_training_path(
     )
 
 
-def _comparison(
+def _build_comparison(
     reference_class: type[PreTrainedModel],
     generated_class: type[PreTrainedModel],
     config: PreTrainedConfig,
@@ -162,7 +162,7 @@ def _comparison(
     return comparison
 
 
-def _run(comparison: Comparison) -> Comparison:
+def _run_checks(comparison: Comparison) -> Comparison:
     """Runs all checks on packed rows or, if some fail, with each document in a row of its own, if upstream mixes
     them; returns the comparison that passed, else the first."""
     comparison.run()
@@ -193,12 +193,12 @@ def attention_requirements(
         try:
             return separate, separate.choose(config, named_seams)
         except Exception as second:
-            raise_failure(second)
+            reraise_machine_failure(second)
             raise error from None
 
 
 @functools.lru_cache(maxsize=8)
-def _asked(generated_class: type[PreTrainedModel], config_text: str) -> tuple[Kind, ...]:
+def _find_attention_kinds(generated_class: type[PreTrainedModel], config_text: str) -> tuple[Kind, ...]:
     config = config_class_of(generated_class).from_dict(json.loads(config_text))
     small = shrink(config).config
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -207,17 +207,17 @@ def _asked(generated_class: type[PreTrainedModel], config_text: str) -> tuple[Ki
         return attention_requirements(comparison, with_dropout(comparison.config, config), {})[1]
 
 
-def asked_of_attention(generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Kind, ...]:
+def find_attention_kinds(generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Kind, ...]:
     """What each kind of layer requires of its attention on packed rows, found by running a small form of the model."""
     attention.register()
-    return _asked(generated_class, config.to_json_string(use_diff=False))
+    return _find_attention_kinds(generated_class, config.to_json_string(use_diff=False))
 
 
 def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
     """One record of several variants of a model; checks of all but the first carry the variant's name."""
     (_, first), *others = paths.items()
     checks, failures, left_out = list(first.checks), list(first.failures), dict(first.left_out)
-    kinds = dict.fromkeys(kind for path in paths.values() for kind in path.asked)
+    kinds = dict.fromkeys(kind for path in paths.values() for kind in path.attention_kinds)
     for variant, path in others:
         checks += [replace(check, name=f"{check.name}, {variant}") for check in path.checks]
         failures += [f"variant {variant}: {failure}" for failure in path.failures]
@@ -227,7 +227,7 @@ def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
         checks=tuple(checks),
         failures=tuple(failures),
         left_out=left_out,
-        asked=tuple(kinds),
+        attention_kinds=tuple(kinds),
         separates_documents=next(filter(None, (path.separates_documents for path in paths.values())), False),
     )
 

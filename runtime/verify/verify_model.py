@@ -9,14 +9,14 @@ from torch import Tensor
 
 from patchgen.runtime import registry
 from patchgen.runtime.compatibility import digest
-from patchgen.runtime.failures import raise_failure
+from patchgen.runtime.failures import reraise_machine_failure
 from patchgen.runtime.verify import head_kinds, verdict
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import Case, text_cases
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, takes_media, without_media
 from patchgen.runtime.verify.proof import Proof, merge, prove
-from patchgen.runtime.verify.reference_model import Subject, find
+from patchgen.runtime.verify.reference_model import Subject, find_generated
 from patchgen.runtime.verify.small_config import (
     UPSTREAM_REFUSALS,
     SmallConfig,
@@ -35,9 +35,9 @@ TEXT_ALONE = "text alone"
 EVALUATION = "evaluation"  # of models that take media, whose towers may differ there
 # Variants that change the effect of a mask or a packed batch: the router loss weights tokens by the mask, a window limits
 # the attention of each document. They and the first variant run every text case, the others the first case.
-ALL_CASES = ("router_logits", "window", "no_window")
+VARIANTS_WITH_ALL_CASES = ("router_logits", "window", "no_window")
 # Variants with other attention features or other layers: each is compared on the training path.
-TRAINED = (BASE, "window", "no_window", "experts")
+VARIANTS_ON_TRAINING_PATH = (BASE, "window", "no_window", "experts")
 
 
 def verify_model(
@@ -63,7 +63,7 @@ def verify_model(
         SmallConfigError: upstream's config class refuses the base variant.
         ValueError: `variants` is empty.
     """
-    generated = find(model)
+    generated = find_generated(model)
     head = _require_class(head or generated.heads[0], generated)
     upstream_class = getattr(generated.upstream(), head)
     generated_class = getattr(generated.load(), head)
@@ -73,7 +73,7 @@ def verify_model(
         raise ValueError("`variants` is empty, so nothing would be proven. To fix: leave it out for all variants.")
     proofs: list[Proof] = []
     covered_inputs: set[str] = set()
-    trained: dict[str, PreTrainedConfig] = {}
+    training_configs: dict[str, PreTrainedConfig] = {}
     refused: dict[str, str] = {}
     for variant in selected:
         try:
@@ -87,17 +87,17 @@ def verify_model(
         pair = upstream_class, generated_class
         proof = _proof_of(pair, small, variant, covered_inputs, is_first=not proofs, implementations=implementations)
         proofs.append(proof)
-        if variant in TRAINED:
-            trained[variant] = small.config
+        if variant in VARIANTS_ON_TRAINING_PATH:
+            training_configs[variant] = small.config
     merged = merge(proofs)
-    merged.refused = refused
+    merged.refused_variants = refused
     merged.not_compared = merged.not_compared | _without_example(upstream_class, covered_inputs)
     merged.inputs = tuple(sorted(covered_inputs))
     merged.model, merged.head = generated.name, head
     merged.file_sha256 = digest(generated.file)
     merged.upstream_version = generated.upstream_version
     if training_path and merged.is_equal:
-        merged.training = _training_path(upstream_class, generated_class, trained)
+        merged.training = _training_path(upstream_class, generated_class, training_configs)
     return merged
 
 
@@ -111,7 +111,7 @@ def _proof_of(
     implementations: Collection[str] | None,
 ) -> Proof:
     """The proof of one variant; seams are proven in the first only. Adds the names of its input tensors to `covered_inputs`."""
-    cases, media = _cases(pair[0], small.config, variant, takes_all=is_first or variant in ALL_CASES)
+    cases, media = _cases(pair[0], small.config, variant, takes_all=is_first or variant in VARIANTS_WITH_ALL_CASES)
     covered_inputs.update(name for case in cases for name, value in case.batch.items() if isinstance(value, Tensor))
     proof = prove(
         *pair,
@@ -168,8 +168,8 @@ def judge(
     except SmallConfigError as refusal:
         return verdict.Verdict(verdict.GENERATED, verdict.one_line(f"no small config is known: {refusal}")), None
     except UPSTREAM_REFUSALS as refusal:
-        raise_failure(refusal)
-        upstream_error = _upstream_error(find(model), head)
+        reraise_machine_failure(refusal)
+        upstream_error = _upstream_error(find_generated(model), head)
         error, prefix = (upstream_error, "upstream's own class fails") if upstream_error else (refusal, "not compared")
         reason = verdict.one_line(f"{prefix}: {type(error).__name__}: {error}")
         return verdict.Verdict(verdict.GENERATED, reason), None
@@ -190,7 +190,7 @@ def _upstream_error(generated: registry.GeneratedModel, head: str | None) -> Exc
             if "labels" in case.batch and "loss" not in step.outputs:
                 return ValueError("it takes labels and returns no loss, so it cannot be trained.")
     except UPSTREAM_REFUSALS as refusal:
-        raise_failure(refusal)
+        reraise_machine_failure(refusal)
         return refusal
     return None
 

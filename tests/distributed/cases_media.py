@@ -10,18 +10,18 @@ from patchgen.runtime import attention, minimal_media, ops, parallel
 from patchgen.runtime.parallel import gradients, media, sharding
 from patchgen.runtime.verify import media_ranks
 from patchgen.runtime.verify.media_ranks import RankResult
-from patchgen.runtime.verify.reference_model import find, reference_model, state_of
+from patchgen.runtime.verify.reference_model import find_generated, reference_model, state_of
 
 
 def agrees(model: str, name: str, *, sp: int, fsdp: bool = True, training: bool = True) -> None:
     """One batch: loss and every gradient within 1e-5 of upstream's class on one rank."""
-    row = media_ranks.compare(model, find(model).heads[0], name, sp=sp, fsdp=fsdp, training=training)
+    row = media_ranks.compare(model, find_generated(model).heads[0], name, sp=sp, fsdp=fsdp, training=training)
     assert not RankResult(**row).reason, row
 
 
 def every_batch_agrees(model: str, **layout) -> None:
     """All batches that upstream takes."""
-    for name in media_ranks.case_names(model, find(model).heads[0]):
+    for name in media_ranks.case_names(model, find_generated(model).heads[0]):
         try:
             agrees(model, name, **layout)
         except media_ranks.NotApplicable:
@@ -30,14 +30,14 @@ def every_batch_agrees(model: str, **layout) -> None:
 
 def steps_agree(model: str, *, sp: int, num_steps: int) -> None:
     """Each batch index its own modality: in every step loss and gradients are those of one rank with the whole batch."""
-    for row in media_ranks.mixed_steps(model, find(model).heads[0], sp=sp, num_steps=num_steps):
+    for row in media_ranks.mixed_steps(model, find_generated(model).heads[0], sp=sp, num_steps=num_steps):
         assert not row.get("reason"), row
 
 
 def steps_without_images(model: str) -> list[tuple[set[str], set[str]]]:
     """The parameters that an optimizer would be given gradients of, and those that have one upstream on one rank: after a step
     of text on all ranks, and after one in which one rank has an image."""
-    reference, state = reference_model(model, find(model).heads[0]), state_of(1)
+    reference, state = reference_model(model, find_generated(model).heads[0]), state_of(1)
     generated = sharding.shard_model(reference.generated(), state)
     maker, found = reference.builder, []
     for image in (False, True):
@@ -47,7 +47,9 @@ def steps_without_images(model: str) -> list[tuple[set[str], set[str]]]:
         mine = dict(maker.case("mixed", [samples[state.batch_index]]).batch)
         mine["position_ids"] = reference.positions(mine)
         _, expected = reference.loss_and_gradients([dict(maker.case("mixed", [sample]).batch) for sample in samples])
-        media_ranks.step_on_ranks(generated, mine, state, pad=reference.pad, fsdp=True, kernels=reference.seams)
+        media_ranks.step_on_ranks(
+            generated, mine, state, pad=reference.pad_token_id, fsdp=True, kernels=reference.seams
+        )
         assert gradients.accept(generated, gradients.norm(generated.parameters()), on_nonfinite="stop")
         own = {name for name, parameter in generated.named_parameters() if parameter.grad is not None}
         found.append((own, {name for name, gradient in expected.items() if bool(gradient.any())}))
@@ -57,7 +59,7 @@ def steps_without_images(model: str) -> list[tuple[set[str], set[str]]]:
 
 def agrees_with(model: str, name: str, *, sp: int, undivided: bool = False, recomputed: bool = False) -> None:
     """As `agrees`, with towers computed whole as where heads are not divisible, or layers run again in the backward."""
-    reference = reference_model(model, find(model).heads[0])
+    reference = reference_model(model, find_generated(model).heads[0])
     state = state_of(sp)
     full_batches, local_batch = media_ranks.case_inputs(reference, name, state)
     generated = reference.generated()
@@ -67,7 +69,7 @@ def agrees_with(model: str, name: str, *, sp: int, undivided: bool = False, reco
             media._DIVISIBLE_BY(layers)[sp] = False
     if recomputed:
         getattr(generated, "activation_checkpointing_enable", generated.gradient_checkpointing_enable)()
-    actual = media_ranks.step_on_ranks(generated, local_batch, state, pad=reference.pad, fsdp=False)
+    actual = media_ranks.step_on_ranks(generated, local_batch, state, pad=reference.pad_token_id, fsdp=False)
     hows = set(media.describe(generated, sp).values())
     assert hows == {"whole on every rank: heads not divisible" if undivided else "each rank a slice of the rows"}
     row = media_ranks.compare_steps(reference.model, lambda _: reference.loss_and_gradients(full_batches), actual)
@@ -127,7 +129,7 @@ def a_tower_without_a_minimal_input_is_refused_on_all_ranks() -> None:
 
 def minimal_inputs_of_a_sharded_model(model: str) -> None:
     """Ranks that search at different times find the same, and make no collective: one of them searches alone."""
-    reference = reference_model(model, find(model).heads[0])
+    reference = reference_model(model, find_generated(model).heads[0])
     state = state_of(1)
     generated = reference.generated()
     sharding.shard_model(generated, state)

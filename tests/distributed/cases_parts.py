@@ -23,7 +23,7 @@ def compare(folder: str, text_type: str, names: list[str], **layout: object) -> 
         return config
 
     with mock.patch.object(reference_model, "training_config", around):
-        reference = reference_model.ReferenceModel(reference_model.find(Path(folder)), HEAD)
+        reference = reference_model.ReferenceModel(reference_model.find_generated(Path(folder)), HEAD)
     file = next(file.__name__ for _, _, file in parts_of(reference.generated()))
     if not file.endswith(f"modeling_{text_type}"):
         raise AssertionError(f"the language model is of {file}, not of the generated file of {text_type}")

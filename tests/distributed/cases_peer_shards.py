@@ -22,14 +22,14 @@ DEVICE = "cpu"
 
 
 @contextlib.contextmanager
-def sizes(small: int, piece: int = peer_shards.PIECE) -> Iterator[None]:
+def sizes(small: int, piece: int = peer_shards.MAX_PIECE_BYTES) -> Iterator[None]:
     """Bytes below which shards are small, and of which a piece of a large gradient is, for a model of a few parameters."""
-    before = peer_units.SMALL_BYTES, peer_shards.PIECE
-    peer_units.SMALL_BYTES, peer_shards.PIECE = small, piece
+    before = peer_units.SMALL_BYTES, peer_shards.MAX_PIECE_BYTES
+    peer_units.SMALL_BYTES, peer_shards.MAX_PIECE_BYTES = small, piece
     try:
         yield
     finally:
-        peer_units.SMALL_BYTES, peer_shards.PIECE = before
+        peer_units.SMALL_BYTES, peer_shards.MAX_PIECE_BYTES = before
 
 
 def state_of() -> ParallelState:
@@ -140,7 +140,12 @@ def train(model: nn.Module, accumulate_unsharded: bool, writes: bool) -> list[Te
 
 
 def equals_fsdp(
-    accumulate_unsharded: bool, writes: bool, freeze: str | None, small: int, piece: int = peer_shards.PIECE, **options
+    accumulate_unsharded: bool,
+    writes: bool,
+    freeze: str | None,
+    small: int,
+    piece: int = peer_shards.MAX_PIECE_BYTES,
+    **options,
 ) -> None:
     with sizes(small, piece):
         model = sharded("peer_memory", freeze, **options)

@@ -170,7 +170,7 @@ def test_a_device_that_fails_says_nothing_about_a_mutant(judge, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("is_of_ranks", "results", "kind"),
+    ("is_inconclusive", "results", "kind"),
     [
         (True, (), mutants.NOT_RUN),
         (False, (), mutants.WRONG),
@@ -180,9 +180,11 @@ def test_a_device_that_fails_says_nothing_about_a_mutant(judge, monkeypatch):
         (False, (mutants.Verdict(mutants.REFUSED),), mutants.WRONG),
     ],
 )
-def test_ranks_that_fail_give_no_verdict_unless_one_of_them_has_one(monkeypatch, judge, is_of_ranks, results, kind):
+def test_ranks_that_fail_give_no_verdict_unless_one_of_them_has_one(
+    monkeypatch, judge, is_inconclusive, results, kind
+):
     def failing(*_arguments: object, **_options: object) -> None:
-        raise CaseFailed("rank 0:\nRuntimeError: none left", is_of_ranks=is_of_ranks, results=results)
+        raise CaseFailed("rank 0:\nRuntimeError: none left", is_inconclusive=is_inconclusive, results=results)
 
     pool = RankPool(2)
     monkeypatch.setattr(pool, "run", failing)

@@ -43,7 +43,7 @@ def made(tmp_path_factory) -> registry.GeneratedModel:
     file.write_text(text)
     generation.generate(["list_moe"], False, None, code, root / "generated", dry_run=False, force=False)
     found = registry.read_model(root / "generated" / "list_moe")
-    return replace(found, source=found.made_from(code))
+    return replace(found, source=found.find_source(code))
 
 
 def test_its_documents_are_computed_in_rows_of_their_own(made):

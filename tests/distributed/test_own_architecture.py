@@ -155,7 +155,7 @@ def test_a_fault_that_only_slices_show_is_found_on_ranks(place, two_ranks):
     text = found.file.read_text()
     assert text.count(FEATURES) == 1
     found.file.write_text(text.replace(FEATURES, "image_features)"))
-    found = replace(found, source=found.made_from(Path("lattice_moe").resolve()))
+    found = replace(found, source=found.find_source(Path("lattice_moe").resolve()))
     results = media_ranks.verify_on_ranks(found, two_ranks, sp=2, fsdp=False, cases=("text", "boundary"))
     assert [(one.case, bool(one.reason)) for one in results] == [("text", False), ("boundary", True)]
     assert "gradient" in results[1].reason or "loss" in results[1].reason

@@ -21,7 +21,7 @@ def pool():
 
 
 @pytest.mark.parametrize(
-    ("case", "is_of_ranks", "told"),
+    ("case", "is_inconclusive", "told"),
     [
         (f"{ON_THE_SECOND}1 / 0", False, "ZeroDivisionError"),
         (NO_MEMORY, True, "OutOfMemoryError"),
@@ -29,10 +29,10 @@ def pool():
         (f"import os; {ON_THE_SECOND}os.kill(os.getpid(), 11)", False, "rank 1:\nthe process ended (exit code -11)"),
     ],
 )
-def test_an_error_of_the_case_is_told_from_one_of_the_ranks(pool, case, is_of_ranks, told):
+def test_an_error_of_the_case_is_told_from_one_of_the_ranks(pool, case, is_inconclusive, told):
     with pytest.raises(CaseFailed) as failed:
         pool.run(exec, case)
-    assert told in str(failed.value) and failed.value.is_of_ranks is is_of_ranks
+    assert told in str(failed.value) and failed.value.is_inconclusive is is_inconclusive
     assert failed.value.results == [None], "of the other rank"
 
 
@@ -42,5 +42,5 @@ def test_a_rank_that_dies_between_cases_fails_the_next_and_is_replaced(pool):
     pool._processes[0].join()
     with pytest.raises(CaseFailed, match="rank 0:\nthe process ended") as failed:
         pool.run(os.getpid)
-    assert failed.value.is_of_ranks
+    assert failed.value.is_inconclusive
     assert first not in pool.run(os.getpid)

@@ -301,9 +301,9 @@ def test_where_there_is_a_gpu_the_cpu_still_computes_by_what_trains_on_it(monkey
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
     for asked in ([], *([feature] for feature in FEATURES)):
         chosen = attention.choose(asked, device_type="cpu")
-        assert chosen in training_path.ON_CPU
+        assert chosen in training_path.CPU_ATTENTION
     request = Attention(causal=True, scaling=1.0)
-    for name in training_path.ON_CPU:
+    for name in training_path.CPU_ATTENTION:
         (gradient,) = torch.autograd.grad(BACKENDS[name].function(q, q, q, request).sum(), q)
         assert gradient.isfinite().all(), name
 

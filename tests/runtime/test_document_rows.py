@@ -30,7 +30,7 @@ def test_tokens_go_to_rows_of_their_document_and_come_back(documents, is_left):
     B = len(documents)
     ids = torch.arange(1, B * S + 1).view(B, S)
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    rows = DocumentRows.of(bounds, B, S, is_left=is_left)
+    rows = DocumentRows.of(bounds, B, S, pads_left=is_left)
     batch = {
         "input_ids": ids,
         "labels": ids,

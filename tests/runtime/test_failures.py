@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from patchgen.runtime.failures import is_failure, raise_failure
+from patchgen.runtime.failures import is_machine_failure, reraise_machine_failure
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,10 @@ from patchgen.runtime.failures import is_failure, raise_failure
     ],
 )
 def test_errors_of_the_device_and_of_the_ranks_are_told_by_their_messages(message):
-    assert is_failure(RuntimeError(message))
-    assert not is_failure(ValueError(message)), "a check of ours that quotes one is none"
+    assert is_machine_failure(RuntimeError(message))
+    assert not is_machine_failure(ValueError(message)), "a check of ours that quotes one is none"
     with pytest.raises(RuntimeError, match="^" if "[" in message else message[:20]):
-        raise_failure(RuntimeError(message))
+        reraise_machine_failure(RuntimeError(message))
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_errors_of_the_device_and_of_the_ranks_are_told_by_their_messages(messag
     ],
 )
 def test_other_errors_are_of_the_model_or_its_inputs(message):
-    assert not is_failure(RuntimeError(message))
-    raise_failure(RuntimeError(message))
+    assert not is_machine_failure(RuntimeError(message))
+    reraise_machine_failure(RuntimeError(message))
 
 
 def test_a_size_that_no_machine_has_is_of_the_inputs_that_it_was_computed_from():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(10**16)
-    assert not is_failure(raised.value)
+    assert not is_machine_failure(raised.value)

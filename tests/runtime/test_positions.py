@@ -14,7 +14,7 @@ import torch
 from patchgen.runtime import registry
 from patchgen.runtime.media_sizes import AUDIO, IMAGE, VIDEO
 from patchgen.runtime.positions import PLACEHOLDER_IDS, TOKEN_TYPES, PositionIds
-from patchgen.runtime.verify.media import SOUND, with_sound
+from patchgen.runtime.verify.media import VIDEO_WITH_AUDIO, join_video_and_audio
 from patchgen.runtime.verify.media_samples import Sample, SampleBuilder
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.small_config import small_config
@@ -52,7 +52,7 @@ def random_parts(builder: SampleBuilder, draw: random.Random, *, sound: bool, vi
         elif kind == VIDEO:
             item = builder.maker.patches(VIDEO, (draw.randint(1, 3), height, width))
             item = builder.maker.with_seconds(item, draw.choice([0.5, 1.0, 2.0]))
-            item = with_sound(item, builder.maker.spectrogram(draw.randint(20, 240))) if sound else item
+            item = join_video_and_audio(item, builder.maker.spectrogram(draw.randint(20, 240))) if sound else item
         else:
             item = builder.maker.spectrogram(draw.randint(20, 240))
         parts += [item, draw.randint(1, 6)]
@@ -124,7 +124,7 @@ def test_videos_with_and_without_their_audio_in_one_sample(model: str) -> None:
         halves = []
         for sound in (number % 2 == 0, number % 2 == 1):
             video = builder.maker.with_seconds(builder.maker.patches(VIDEO, (2, 2, draw.randint(1, 3))), 1.0)
-            video = with_sound(video, builder.maker.spectrogram(draw.randint(20, 240))) if sound else video
+            video = join_video_and_audio(video, builder.maker.spectrogram(draw.randint(20, 240))) if sound else video
             halves.append(builder.sample([video, *random_parts(builder, draw, sound=False, videos=False)]))
         first, second = (upstream_positions(builder, half)[0] for half in halves)
         expected = torch.cat([first, second + first.max() + 1], dim=2)[:, 0]
@@ -133,7 +133,7 @@ def test_videos_with_and_without_their_audio_in_one_sample(model: str) -> None:
         )
         media = {name: value for name, value in media_of(builder, whole).items() if name != "input_ids"}
         found = function(torch.tensor(whole.ids), **media)["position_ids"]
-        assert torch.equal(found, expected), f"sample {number}: {SOUND} first: {number % 2 == 0}"
+        assert torch.equal(found, expected), f"sample {number}: {VIDEO_WITH_AUDIO} first: {number % 2 == 0}"
 
 
 def in_a_worker(function, connection) -> None:

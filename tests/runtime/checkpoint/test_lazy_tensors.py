@@ -91,7 +91,7 @@ def test_only_the_elements_of_the_region_are_read():
     gates = [leaf(f"gate.{expert}", (6, 5), torch.int64, None) for expert in range(4)]
     ups = [leaf(f"up.{expert}", (6, 5), torch.int64, None) for expert in range(4)]
     lazy = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)
-    values = {one.origin.name: torch.randint(0, 99, (6, 5)) for one in (*gates, *ups)}
+    values = {one.node.name: torch.randint(0, 99, (6, 5)) for one in (*gates, *ups)}
     out, count = evaluate(lazy, ((2, 3), (1, 4), (0, 5)), values)
     assert torch.equal(out[0], values["gate.2"][1:4])
     assert count == 15

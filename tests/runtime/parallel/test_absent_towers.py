@@ -241,7 +241,7 @@ def test_the_copy_of_stacked_experts_is_taken_by_grouped_products() -> None:
     experts.weight = nn.Parameter(torch.zeros(2, 8, 16))
     copy = minimal_media.bare_copy(experts, torch.zeros(1))
     out = F.grouped_mm(torch.ones(6, 8), copy.weight, offs=torch.tensor([2, 6], dtype=torch.int32))
-    assert torch.allclose(out, torch.full((6, 16), 8 * minimal_media.WEIGHT))
+    assert torch.allclose(out, torch.full((6, 16), 8 * minimal_media.CONSTANT_WEIGHT))
 
 
 def test_a_tower_of_sounds_of_one_length() -> None:

@@ -89,14 +89,14 @@ def test_a_failure_of_the_device_or_of_the_ranks_is_no_image_that_the_model_does
         minimal_media.minimal_inputs(model.get_image_features, sp=1, like=torch.empty(0))
     assert caught.value is error
     with pytest.raises(type(error)) as caught:
-        next(slice_media.rows(model, state, vocab_size=8, tokens_per_rank=4))
+        next(slice_media.media_rows(model, state, vocab_size=8, tokens_per_rank=4))
     assert caught.value is error
 
 
 def test_an_image_that_the_model_does_not_take_is_a_warning_with_its_error(state):
     model = FailingTower(ValueError("no image of this size"))
     with pytest.warns(UserWarning, match="no small row is known .* ValueError: no image of this size"):
-        assert not list(slice_media.rows(model, state, vocab_size=8, tokens_per_rank=4))
+        assert not list(slice_media.media_rows(model, state, vocab_size=8, tokens_per_rank=4))
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: f"{type(error).__name__}: {str(error)[-30:]}")
@@ -122,5 +122,5 @@ def test_a_failure_of_the_device_or_of_the_ranks_is_no_machine_on_which_ranks_sh
 
     monkeypatch.setattr(peer_memory, "allocate_shared", fails)
     with pytest.raises(type(error)) as caught:
-        peer_memory.is_unavailable(state.dense_mesh["fsdp"], "peer_memory")
+        peer_memory.shards_use_collectives(state.dense_mesh["fsdp"], "peer_memory")
     assert caught.value is error

@@ -22,15 +22,15 @@ from patchgen.runtime.train import reading
     ],
 )
 def test_an_error_of_evaluation_data_names_that_section_once(error, told):
-    with pytest.raises(DataError) as named, reading.named("eval_data"), reading.named("eval_data"):
+    with pytest.raises(DataError) as named, reading.naming_section("eval_data"), reading.naming_section("eval_data"):
         raise DataError(error)
     assert str(named.value) == told
-    with pytest.raises(DataError) as named, reading.named("data"):
+    with pytest.raises(DataError) as named, reading.naming_section("data"):
         raise DataError(error)
     assert str(named.value) == error
 
 
 def test_the_message_by_which_other_ranks_failures_are_known_is_kept():
-    with pytest.raises(FailedOnAnotherRank) as kept, reading.named("eval_data"):
+    with pytest.raises(FailedOnAnotherRank) as kept, reading.naming_section("eval_data"):
         raise FailedOnAnotherRank
     assert str(kept.value) == FailedOnAnotherRank.MESSAGE

@@ -34,9 +34,9 @@ def test_what_features_are_computed_from_is_packed_as_items(kind):
     """Of the head's own method, or of the model's inside it; whatever the processor needs that is not installed."""
     name, field = HEADS[kind]
     head = getattr(transformers, name)
-    assert field in input_names.without_rule(head, kind, {field})
+    assert field in input_names.inputs_without_rule(head, kind, {field})
     batch_fields.infer_item_fields(head)
-    assert field not in input_names.without_rule(head, kind, {field})
+    assert field not in input_names.inputs_without_rule(head, kind, {field})
     assert batch_fields.rule_of(field) == batch_fields.ITEMS
     assert "vision_feature_layer" not in batch_fields.RULES, "a number, and no tensor of items"
 
@@ -65,7 +65,7 @@ def test_processors_are_read_without_their_packages():
 
 def test_what_is_used_up_on_the_way_needs_no_rule():
     assert "num_soft_tokens_per_image" in input_names.processor_outputs("gemma4")
-    assert input_names.without_rule(transformers.Gemma4ForConditionalGeneration, "gemma4", ()) == []
+    assert input_names.inputs_without_rule(transformers.Gemma4ForConditionalGeneration, "gemma4", ()) == []
 
 
 def test_a_proven_type_with_an_input_without_a_rule_is_an_error_of_the_record(tmp_path, capsys):

@@ -18,7 +18,7 @@ def test_separate_documents_of_one_comparison_are_not_those_of_the_next(monkeypa
         generated_class=SimpleNamespace(_from_config=lambda *_arguments, **_options: nn.Linear(1, 1)),
         correspondence=SimpleNamespace(to_generated=lambda state: state),
         builder=SimpleNamespace(layouts={}),
-        model=model, config={}, attention="eager", seams={}, pad=0,
+        model=model, config={}, attention="eager", seams={}, pad_token_id=0,
     )  # fmt: skip
     monkeypatch.setattr(model_calls, "separate_documents", lambda _model, how: separated.append(how))
     for name, value in {

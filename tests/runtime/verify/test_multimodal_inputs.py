@@ -183,7 +183,7 @@ def test_an_argument_of_which_no_input_is_made_is_a_modality_too() -> None:
     class Inkling:
         def forward(self, input_ids, pixel_values=None, audio_input_ids=None): ...
 
-    assert MediaMaker.taken_by(Inkling) == {IMAGE: "pixel_values", AUDIO: "audio_input_ids"}
+    assert MediaMaker.media_arguments(Inkling) == {IMAGE: "pixel_values", AUDIO: "audio_input_ids"}
 
 
 def test_placeholders_are_as_many_as_features_and_carry_no_label() -> None:

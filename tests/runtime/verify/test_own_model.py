@@ -30,7 +30,7 @@ def made(tmp_path_factory) -> registry.GeneratedModel:
 
 def with_source(folder: Path) -> registry.GeneratedModel:
     found = registry.read_model(folder)
-    return replace(found, source=found.made_from(CODE))
+    return replace(found, source=found.find_source(CODE))
 
 
 def proof_of(model: registry.GeneratedModel):
@@ -131,7 +131,7 @@ def test_a_source_that_is_not_the_one_is_refused_in_words(made, tmp_path):
     shutil.copytree(CODE, tmp_path / "code", ignore=shutil.ignore_patterns("__pycache__"))
     changed = tmp_path / "code" / "modeling_lattice_moe.py"
     changed.write_text(changed.read_text() + "CHANGED = 1\n")
-    assert made.made_from(tmp_path / "code") is None
+    assert made.find_source(tmp_path / "code") is None
     with pytest.raises(
         registry.NoUpstreamError, match=r"is not the file that .*Generate it again with `patchgen generate"
     ):
@@ -145,6 +145,6 @@ def test_an_input_of_its_own_without_an_example_is_named(made, tmp_path):
     file.write_text(file.read_text().replace(', "example": {"of": "image", "shape": [2]}', ""))
     generation.generate(["lattice_moe"], False, None, code, tmp_path / "out", dry_run=False, force=False)
     found = registry.read_model(tmp_path / "out" / "lattice_moe")
-    proof = proof_of(replace(found, source=found.made_from(code)))
+    proof = proof_of(replace(found, source=found.find_source(code)))
     assert "input_rules" in proof.not_compared["pixel_spacing"]
     assert verdict.of(proof).status != verdict.PROVEN

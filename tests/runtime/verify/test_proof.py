@@ -85,7 +85,7 @@ def test_upstreams_class_itself_proves_nothing():
 def test_a_variant_that_upstream_refuses_is_reported(tmp_path):
     proof = prove_with(tmp_path, "dbrx", variants=("base", "tied"))
     assert proof.is_equal
-    assert "tie_word_embeddings is not supported" in proof.refused["tied"]
+    assert "tie_word_embeddings is not supported" in proof.refused_variants["tied"]
 
 
 # ------------------------------------------------------------------------------------ planted defects are seen

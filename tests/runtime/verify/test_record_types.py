@@ -13,7 +13,7 @@ import pytest
 
 from patchgen import provenance
 from patchgen.runtime.attention_kinds import Names
-from patchgen.runtime.document_rows import Separated
+from patchgen.runtime.document_rows import DocumentSeparation
 from patchgen.runtime.verify import record_types
 from patchgen.runtime.verify.committed_models import records_folder
 
@@ -25,7 +25,8 @@ FILES = {
     records_folder() / "coverage.json": record_types.CoverageRecord,
     records_folder() / "heads.json": record_types.HeadsRecord,
 }
-CHECKED_FOR_TYPES = {"Names": Names, "Separated": Separated}  # which the module imports for a type checker alone
+# Imported by the module for type checkers only.
+CHECKED_FOR_TYPES = {"Names": Names, "DocumentSeparation": DocumentSeparation}
 
 
 def problems(value: object, kind: object, path: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ from patchgen.runtime.verify.report import read_training, write_proof
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.training_checks import Comparison
-from patchgen.runtime.verify.training_path import TrainingPath, asked_of_attention, prove_training_path
+from patchgen.runtime.verify.training_path import TrainingPath, find_attention_kinds, prove_training_path
 from patchgen.runtime.verify.verify_model import verify_model
 
 # What a file can do under other names than upstream's: each is bit for bit upstream's with eager attention on one process.
@@ -157,7 +157,7 @@ def test_a_run_that_sees_no_image_is_not_proven_where_upstream_takes_no_text_alo
 
 def test_features_decide_the_attention(tmp_path):
     head = registry.read_model(write_stand_in(tmp_path, "gpt_oss")).load().GptOssForCausalLM
-    asked = {kind.features for kind in asked_of_attention(head, small_config("gpt_oss").config)}
+    asked = {kind.features for kind in find_attention_kinds(head, small_config("gpt_oss").config)}
     assert asked == {("sinks",), ("sliding window", "sinks")}
     path = path_of(tmp_path / "gpt_oss", named_attention="patchgen_sdpa")
     assert path.reason.startswith("attention 'patchgen_sdpa' lacks sinks, which the model needs")
