@@ -36,12 +36,12 @@ class Examined:
     """What a sweep found out about a model type.
 
     Attributes:
-        generated: the digest of the generated text, or of the refusal in its place.
+        generated_digest: the digest of the generated text, or of the refusal in its place.
         row: None where generation gives the text that the present row is about: the row stays, with these facts.
     """
 
     model_type: str
-    generated: str
+    generated_digest: str
     facts: GenerationFacts
     row: CoverageRow | None
 
@@ -110,10 +110,10 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known_d
     return Examined(model_type, models_digest, facts, proven)
 
 
-def unproven(model_type: str, status: str, reason: str, generated: str, *, seconds: float = 0.0) -> Examined:
+def unproven(model_type: str, status: str, reason: str, models_digest: str, *, seconds: float = 0.0) -> Examined:
     """A type of which nothing but a reason is known: refused, or lost with its process."""
     found = row(model_type, status, reason, seconds=seconds)
-    return Examined(model_type, generated, _nothing_generated(), found)
+    return Examined(model_type, models_digest, _nothing_generated(), found)
 
 
 def _nothing_generated() -> GenerationFacts:

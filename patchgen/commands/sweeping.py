@@ -76,7 +76,7 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
         new = _merged(rows.get((takes_media, model_type)), found, key)
         new["family"] = _family(model_type, release) if takes_media else TEXT
         new["sources"] = sources[model_type]
-        new["made_with"] = records.row_made_with(found.generated, key)
+        new["made_with"] = records.row_made_with(found.generated_digest, key)
         if not records.needs_ranks(new):
             new.pop("ranks", None)
         rows[takes_media, model_type] = new
@@ -108,7 +108,7 @@ def _merged(before: CoverageRow | None, found: Examined, key: Mapping[str, str])
     if found.row is None:
         assert before is not None, "only the text of a current row is known"
         return {**before, **found.facts}
-    cells = records.cells_that_hold(before, key, found.generated) if before else {}
+    cells = records.cells_that_hold(before, key, found.generated_digest) if before else {}
     return {"ranks": cells, **found.row}
 
 
@@ -165,7 +165,7 @@ def sweep_ranks(
             "difference": found.worst,
             "reason": found.reason,
             "applies": found.applies,
-            "made_with": records.cell_made_with(found.generated, key),
+            "made_with": records.cell_made_with(found.generated_digest, key),
         }
         rows[takes_media, found.model_type].setdefault("ranks", {})[layout] = cell
         records.write(path, rows)

@@ -42,6 +42,7 @@ from patchgen.runtime.parallel.peer_memory import PeerBuffers, aligned
 from patchgen.runtime.parallel.state import ParallelState
 
 ROUND_SHARES = 2
+"""The size of a round, in even shares of a rank: its part of all rows if they were spread evenly over the ranks."""
 
 # This rank's experts: (tokens [N, H], index [N, K], weights [N, K][, max_rows]) -> sums [N, H].
 Compute = Callable[..., Tensor]

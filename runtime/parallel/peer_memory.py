@@ -371,7 +371,7 @@ class _SharedNumbers:
     again only after the call in between, which ends when all ranks have entered it: by then all have read the word.
     """
 
-    _COUNT_BITS = 32
+    _NUMBER_BITS = 32
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = dist.get_rank(group)
@@ -386,15 +386,15 @@ class _SharedNumbers:
         """
         self._calls += 1
         turn, deadline = self._calls % 2, time.monotonic() + dist.default_pg_timeout.total_seconds()
-        self._words[self._rank][turn] = self._calls << self._COUNT_BITS | number
+        self._words[self._rank][turn] = self._calls << self._NUMBER_BITS | number
         for rank, words in enumerate(self._words):
-            while int(words[turn]) >> self._COUNT_BITS != self._calls:
+            while int(words[turn]) >> self._NUMBER_BITS != self._calls:
                 time.sleep(0)  # yields the core
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"Rank {rank} of the group did not reach exchange {self._calls} of experts' tokens."
                     )
-        return [int(words[turn]) & (1 << self._COUNT_BITS) - 1 for words in self._words]
+        return [int(words[turn]) & (1 << self._NUMBER_BITS) - 1 for words in self._words]
 
 
 def _map_files(num_bytes: int, group: dist.ProcessGroup) -> list[mmap.mmap]:

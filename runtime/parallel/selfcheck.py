@@ -172,16 +172,16 @@ def _require_close(
     expected = full.chunk(state.sp, dim=1)[state.sp_rank]
     difference = (sliced - expected).float().abs().max() / full.float().abs().max().clamp(min=1e-12)
     difference = difference.nan_to_num(nan=float("inf"))  # a MAX reduction may lose a NaN of one rank
-    differences = torch.stack([difference, difference.new_tensor(layers.worst)])
+    differences = torch.stack([difference, difference.new_tensor(layers.worst_ratio)])
     differences = all_reduce(differences, op=dist.ReduceOp.MAX, operation="compare slices with the full sequence")
-    worst, worst_state = differences.tolist()
+    worst, worst_ratio = differences.tolist()
     tolerance = TOLERANCE.get(sliced.dtype, HALF_PRECISION_TOLERANCE)
-    if worst <= tolerance and worst_state <= 1:
+    if worst <= tolerance and worst_ratio <= 1:
         return worst
     differing, by = "logits", f"{worst:.1e} of the largest, more than {tolerance:.0e}"
     if worst <= tolerance:
-        differing, by = layers.kind, f"{worst_state:.1e} times the largest difference that rounding explains"
-    place = f" ({layers.kind} first in {layers.first})" if layers.first else ""
+        differing, by = layers.first_kind, f"{worst_ratio:.1e} times the largest difference that rounding explains"
+    place = f" ({layers.first_kind} first in {layers.first_module})" if layers.first_module else ""
     raise ValueError(
         f"{name} computes other {differing} on slices of a sequence (sp={state.sp}) than on the full sequence: they differ by "
         f"{by}{place}. {suspicion}, or attends without transformers' attention interface. To fix: train it "

@@ -58,13 +58,13 @@ class LayerComparison:
     the gradients of the layers' inputs, where they have any.
 
     Attributes:
-        worst: the largest difference on this rank, in units of what is allowed; above 1 it is not rounding.
-        first: the first module on this rank whose difference is not rounding.
-        kind: what differs there: hidden states, router logits or gradients.
+        worst_ratio: the largest difference on this rank, in units of what is allowed; above 1 it is not rounding.
+        first_module: the path of the first module on this rank whose difference is not rounding.
+        first_kind: what differs there: hidden states, router logits or gradients.
     """
 
     def __init__(self, model: nn.Module, state: ParallelState, input_ids: Tensor) -> None:
-        self.worst, self.first, self.kind = 0.0, "", STATES
+        self.worst_ratio, self.first_module, self.first_kind = 0.0, "", STATES
         self._state, self._ids = state, input_ids
         self._layers, self._parts = _layers_and_parts(model)
         self._routers = _recorded_routers(model)
@@ -189,9 +189,9 @@ class LayerComparison:
         return True
 
     def _keep_worst(self, path: str, ratio: float, kind: str) -> None:
-        self.worst = max(self.worst, ratio)
-        if ratio > 1 and not self.first:
-            self.first, self.kind = path, kind
+        self.worst_ratio = max(self.worst_ratio, ratio)
+        if ratio > 1 and not self.first_module:
+            self.first_module, self.first_kind = path, kind
 
     @contextlib.contextmanager
     def _hooked(

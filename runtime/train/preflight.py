@@ -208,7 +208,9 @@ def _decide(
         media=media,
     )
     status = verdict.PROVEN if not proof.reason else verdict.EAGER_ONLY if upstream_class else verdict.GENERATED
-    return Preflight(status, verdict.one_line(proof.reason), proof.attention, proof.separates_documents), proof.attention_kinds
+    return Preflight(
+        status, verdict.one_line(proof.reason), proof.attention, proof.separates_documents
+    ), proof.attention_kinds
 
 
 def with_modalities(decision: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:

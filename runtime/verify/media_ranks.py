@@ -107,7 +107,7 @@ def compare_case(
         generated,
         local_batch,
         state,
-        pad=reference.pad_token_id,
+        pad_token_id=reference.pad_token_id,
         fsdp=fsdp,
         training=training,
         kernels=reference.seams,
@@ -180,7 +180,7 @@ def mixed_steps(
             weights = reference.correspondence.to_upstream(generated, _full_state(generated))
             reference.model.load_state_dict(weights)
             actual = step_on_ranks(
-                generated, local_batch, state, pad=reference.pad_token_id, fsdp=fsdp, kernels=reference.seams
+                generated, local_batch, state, pad_token_id=reference.pad_token_id, fsdp=fsdp, kernels=reference.seams
             )
             step = functools.partial(reference.loss_and_gradients, full_batches)
             row = compare_steps(reference.model, lambda _model, step=step: step(), actual)
@@ -259,7 +259,7 @@ def step_on_ranks(
     inputs: dict[str, Any],
     state: ParallelState,
     *,
-    pad: int,
+    pad_token_id: int,
     fsdp: bool,
     training: bool = True,
     kernels: Mapping[str, str] | None = None,
@@ -270,7 +270,7 @@ def step_on_ranks(
         inputs: the batch of this rank's SP group.
         kernels: implementations of seams by name; the others are eager.
     """
-    local = batch.slice_batch(inputs, sp=state.sp, sp_rank=state.sp_rank, pad_token_id=pad)
+    local = batch.slice_batch(inputs, sp=state.sp, sp_rank=state.sp_rank, pad_token_id=pad_token_id)
     items = loss.count_items([local], "cpu")
     model.train(training)
     with parallel.using(state), loss.step(items), seams.using(**(kernels or {})):

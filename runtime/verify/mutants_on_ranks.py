@@ -238,7 +238,7 @@ def _compare_layout(reference: _Reference, layout: Layout, case: str, *, takes_p
                 selfcheck.require_sliceable(model, state, vocab_size=vocab_size, packed=takes_packed)
         kernels = reference.seams
         loss, gradients = step_on_ranks(
-            model, local_batch, state, pad=reference.pad_token_id, fsdp=layout.fsdp, kernels=kernels
+            model, local_batch, state, pad_token_id=reference.pad_token_id, fsdp=layout.fsdp, kernels=kernels
         )
     except Exception as error:
         reraise_machine_failure(error)

@@ -70,8 +70,8 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         console.print(f"FAILED {failure}", style="red", markup=False, highlight=False)
     if proof.training is not None:
         _print_training(proof.training, console)
-    found = verdict.of(proof)
-    console.print(found.words, style="green" if found.status == verdict.PROVEN else "red", markup=False)
+    result = verdict.of(proof)
+    console.print(result.words, style="green" if result.status == verdict.PROVEN else "red", markup=False)
 
 
 def _print_training(path: TrainingPath, console: Console) -> None:
@@ -119,12 +119,12 @@ def _copied_files(directory: Path, model: str) -> dict[str, str]:
 
 def proof_record(proof: Proof) -> ProofFacts:
     """The content of `verify.json`, without what the proof depends on."""
-    found = verdict.of(proof)
+    result = verdict.of(proof)
     return {
         "model": proof.model,
         "head": proof.head,
-        "status": found.status,
-        "reason": found.reason,
+        "status": result.status,
+        "reason": result.reason,
         "upstream": proof.upstream_version,
         "sha256": proof.file_sha256,
         "transformers": [transformers.__version__] if proof.is_equal else [],
@@ -172,22 +172,23 @@ def read_training(directory: Path, file: Path, head: str) -> TrainingRecord | No
     if not path.is_file():
         return None
     record: ProofRecord = json.loads(path.read_text())
-    made: Mapping[str, object] = record.get("made_with", {})
-    holds = (
+    made_with: Mapping[str, object] = record.get("made_with", {})
+    is_current = (
         record.get("status") == verdict.PROVEN
-        and made.get("prover") == source_closure.prover()
-        and made.get("transformers") == transformers.__version__  # `record["transformers"]` has earlier proofs, too
+        and made_with.get("prover") == source_closure.prover()
+        and made_with.get("transformers")
+        == transformers.__version__  # `record["transformers"]` has earlier proofs, too
         and record["head"] == head
         and record["sha256"] == digest(file)
         and record.get("copies", {}) == _copied_files(directory, record["model"])
         and record["torch"] == torch.__version__.partition("+")[0]
     )
-    return record.get("training") if holds else None
+    return record.get("training") if is_current else None
 
 
 def read_kinds(training: TrainingRecord) -> tuple[Kind, ...]:
     """What each kind of layer requires of its attention, from the record of a training path."""
-    return tuple(Kind(one["layers"], one["config"], tuple(one["asked"])) for one in training["asked"])
+    return tuple(Kind(kind["layers"], kind["config"], tuple(kind["asked"])) for kind in training["asked"])
 
 
 def training_record(path: TrainingPath) -> TrainingRecord:
@@ -214,11 +215,11 @@ def training_record(path: TrainingPath) -> TrainingRecord:
     }
 
 
-def _difference_record(found: Difference) -> DifferenceRecord:
+def _difference_record(difference: Difference) -> DifferenceRecord:
     return {
-        "equal": found.is_equal,
-        "absolute": one_digit(found.absolute),
-        "relative": one_digit(found.relative),
+        "equal": difference.is_equal,
+        "absolute": one_digit(difference.absolute),
+        "relative": one_digit(difference.relative),
     }
 
 
@@ -227,8 +228,12 @@ def one_digit(difference: float) -> str:
     return f"{difference:.0e}" if difference else "0"
 
 
-def _cell(found: Difference) -> str:
-    return "[green]equal[/green]" if found.is_equal else f"{found.absolute:.1e} ({found.relative:.1e} rel.)"
+def _cell(difference: Difference) -> str:
+    return (
+        "[green]equal[/green]"
+        if difference.is_equal
+        else f"{difference.absolute:.1e} ({difference.relative:.1e} rel.)"
+    )
 
 
 def _plain_fields(overrides: Mapping[str, object]) -> dict[str, object]:

@@ -48,7 +48,7 @@ def steps_without_images(model: str) -> list[tuple[set[str], set[str]]]:
         mine["position_ids"] = reference.positions(mine)
         _, expected = reference.loss_and_gradients([dict(maker.case("mixed", [sample]).batch) for sample in samples])
         media_ranks.step_on_ranks(
-            generated, mine, state, pad=reference.pad_token_id, fsdp=True, kernels=reference.seams
+            generated, mine, state, pad_token_id=reference.pad_token_id, fsdp=True, kernels=reference.seams
         )
         assert gradients.accept(generated, gradients.norm(generated.parameters()), on_nonfinite="stop")
         own = {name for name, parameter in generated.named_parameters() if parameter.grad is not None}
@@ -69,7 +69,7 @@ def agrees_with(model: str, name: str, *, sp: int, undivided: bool = False, reco
             media._DIVISIBLE_BY(layers)[sp] = False
     if recomputed:
         getattr(generated, "activation_checkpointing_enable", generated.gradient_checkpointing_enable)()
-    actual = media_ranks.step_on_ranks(generated, local_batch, state, pad=reference.pad_token_id, fsdp=False)
+    actual = media_ranks.step_on_ranks(generated, local_batch, state, pad_token_id=reference.pad_token_id, fsdp=False)
     hows = set(media.describe(generated, sp).values())
     assert hows == {"whole on every rank: heads not divisible" if undivided else "each rank a slice of the rows"}
     row = media_ranks.compare_steps(reference.model, lambda _: reference.loss_and_gradients(full_batches), actual)
