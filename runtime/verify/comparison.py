@@ -34,7 +34,7 @@ class Step:
         norms = (gradient.double().norm().item() for gradient in self.gradients.values() if gradient is not None)
         return max(filter(math.isfinite, norms), default=0.0)
 
-    def dead(self) -> list[str]:
+    def parameters_without_gradient(self) -> list[str]:
         """Parameters without a gradient, or with one that is all zeros: this step tests nothing about them."""
         return [name for name, gradient in self.gradients.items() if gradient is None or not gradient.any()]
 
@@ -78,7 +78,7 @@ def worst_of(differences: Iterable[Difference]) -> Difference:
     return functools.reduce(Difference.worst, differences, EQUAL)
 
 
-def furthest(differences: Mapping[str, Difference]) -> str:
+def name_of_worst(differences: Mapping[str, Difference]) -> str:
     """The name of the one with the largest relative difference."""
     return max(differences, key=lambda name: nan_is_largest(differences[name].relative))
 

@@ -45,7 +45,7 @@ from patchgen.runtime.verify.comparison import (
     Step,
     compare_gradients,
     compare_outputs,
-    furthest,
+    name_of_worst,
     train_step,
 )
 from patchgen.runtime.verify.conditioning import beyond_rounding
@@ -379,7 +379,7 @@ def _beyond(actual: Step, expected: Step, tolerance: float) -> dict[str, Differe
 def _worst(beyond: Mapping[str, Difference]) -> str:
     if not beyond:
         return ""
-    name = furthest(beyond)
+    name = name_of_worst(beyond)
     return f"{name} differs by {beyond[name].relative:.1e}"
 
 

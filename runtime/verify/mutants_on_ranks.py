@@ -39,7 +39,7 @@ from patchgen.runtime.parallel import row_lengths, selfcheck, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import changed_module
-from patchgen.runtime.verify.comparison import Step, compare_gradients, difference, furthest
+from patchgen.runtime.verify.comparison import Step, compare_gradients, difference, name_of_worst
 from patchgen.runtime.verify.conditioning import beyond_rounding
 from patchgen.runtime.verify.kept_state import state_kept
 from patchgen.runtime.verify.layout import Layout
@@ -347,7 +347,7 @@ def _judge(reference: _Reference, full_batches: list, case: str, place: str, act
     beyond = beyond_rounding(beyond, actual, expected, reference.model, reference_step)
     if not beyond:
         return mutants.Verdict(mutants.EQUAL)
-    worst = furthest(beyond)
+    worst = name_of_worst(beyond)
     return mutants.Verdict(mutants.WRONG, f"{place}: {worst} differs by {beyond[worst].relative:.1e}")
 
 

@@ -199,7 +199,7 @@ def _case_result(
         outputs=worst_of(outputs.values()),
         gradient=worst_of(gradients.values()),
         num_parameters=len(gradients),
-        dead_parameters=tuple(expected.dead()),
+        dead_parameters=tuple(expected.parameters_without_gradient()),
     )
 
 
@@ -215,7 +215,7 @@ def _failures(subject: str, unequal: Mapping[str, Difference], expected: Step) -
         ]
         if len(ranked) > NUM_NAMED:
             failures.append(f"{subject}: {kind} ... and {len(ranked) - NUM_NAMED} more.")
-    if len(expected.dead()) == len(expected.gradients):
+    if len(expected.parameters_without_gradient()) == len(expected.gradients):
         failures.append(f"{subject}: upstream's own step gives no parameter a gradient, so nothing was compared.")
     if not all(tensor.isfinite().all() for key, tensor in expected.outputs.items() if key in ("loss", "logits")):
         failures.append(f"{subject}: upstream's own loss or logits are not finite.")

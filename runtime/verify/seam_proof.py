@@ -22,7 +22,7 @@ from patchgen.runtime.verify.comparison import (
     Step,
     compare_gradients,
     compare_outputs,
-    furthest,
+    name_of_worst,
     train_step,
     worst_of,
 )
@@ -110,7 +110,7 @@ def _prove_implementation(
     differences = {"loss": loss, **{f"gradient of {name}": value for name, value in gradients.items()}}
     beyond = {key: value for key, value in differences.items() if not value.relative <= TOLERANCE}  # NaN is beyond
     if beyond_rounding(beyond, actual, expected, model, eager_step):
-        reason = f"beyond {TOLERANCE:.0e}: loss {loss.relative:.1e}, gradient of {furthest(gradients)} {gradient.relative:.1e}"
+        reason = f"beyond {TOLERANCE:.0e}: loss {loss.relative:.1e}, gradient of {name_of_worst(gradients)} {gradient.relative:.1e}"
         return SeamResult(seam, implementation, FAILED, calls[0], loss, gradient, reason)
     return SeamResult(seam, implementation, PASSED, calls[0], loss, gradient)
 

@@ -31,7 +31,7 @@ from patchgen.runtime.verify.comparison import (
     Step,
     compare_gradients,
     difference,
-    furthest,
+    name_of_worst,
     worst_of,
 )
 from patchgen.runtime.verify.conditioning import beyond_rounding
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 TOLERANCE = 1e-5  # the largest relative difference, in the 2-norm, that passes
-CHUNK = 7  # the most tokens of a chunk of the loss in the check of chunks
+CHUNK_TOKENS = 7  # the most tokens of a chunk of the loss in the check of chunks
 NUM_CHANGED = 5
 """Tokens at the end of a row that the causality check replaces."""
 
@@ -76,7 +76,7 @@ class Comparison:
         positions: the model's position function (`get_position_id_func()`), if it has one.
         seams: implementations that a run selects; `compared_seams`: what checks select, "auto" for one that cannot run here.
         separates_documents: whether the generated model computes each packed document in a row of its own.
-        only: the names of the checks to run, for heads that take unpacked rows only (media then also); empty: all.
+        check_names: the names of the checks to run, for heads that take unpacked rows only (media then also); empty: all.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Comparison:
         self.state: ParallelState | None = None
         self.compared_attention: Names = ""
         self.separates_documents: DocumentSeparation = not model_calls.takes_documents(generated_class)
-        self.only: tuple[str, ...] = ()
+        self.check_names: tuple[str, ...] = ()
         self.correspondence = Correspondence()
         self.checks: list[Check] = []
         self.failures: list[str] = []
@@ -173,18 +173,18 @@ class Comparison:
             "packed": lambda: self.documents("packed", self.text, packed),
             "padded right": lambda: self.rows("padded right", inputs.padded_rows(self.plain, left=False)),
             "padded left": lambda: self.rows("padded left", inputs.padded_rows(self.plain, left=True)),
-            "chunks": lambda: self.documents("chunks", self.text, packed, chunk=CHUNK),
+            "chunks": lambda: self.documents("chunks", self.text, packed, chunk=CHUNK_TOKENS),
             "accumulation": lambda: self.accumulation(packed),
             "router loss": self.router_loss,
         }
         if self.needs_media:  # the others replace tokens, or pad or select rows, which tensors of media do not have
             steps = {name: steps[name] for name in ("plain", "packed", "chunks", "accumulation")}
-        if self.only:
-            steps = {name: step for name, step in steps.items() if name in self.only}
+        if self.check_names:
+            steps = {name: step for name, step in steps.items() if name in self.check_names}
         for name, step in steps.items():
             self._run_check(name, step)
         for kind, media in self.media.items():
-            if self.only:
+            if self.check_names:
                 name, batches = f"rows with {kind}", [media.require_padded()]
                 self._run_check(name, functools.partial(self.rows, name, batches[0]), batches)
             else:
@@ -368,7 +368,7 @@ class Comparison:
     @contextlib.contextmanager
     def _in_training_step(self, num_items: Tensor, micro_batches: int) -> Iterator[None]:
         """The context of a trainer's step; heads that take unpacked rows only are trained by other trainers, without it."""
-        if self.only:
+        if self.check_names:
             yield
         else:
             with parallel.using(self.state), loss.step(num_items, micro_batches):
@@ -424,9 +424,11 @@ class Comparison:
         values |= {f"gradient of {key}": value for key, value in gradients.items()}
         beyond = {key: value for key, value in values.items() if not value.relative <= TOLERANCE}
         if beyond := beyond_rounding(beyond, actual, expected, self.reference, reference):
-            key = next((key for key in ("logits", "loss") if key in beyond), furthest(beyond))
+            key = next((key for key in ("logits", "loss") if key in beyond), name_of_worst(beyond))
             verb = "differ" if key == "logits" else "differs"
-            source = "upstream's" if name in UNPACKED or self.only else "upstream's for the documents one by one"
+            source = (
+                "upstream's" if name in UNPACKED or self.check_names else "upstream's for the documents one by one"
+            )
             reason = beyond[key].not_measurable
             how_far = f": {reason}" if reason else f" by {beyond[key].relative:.0e}, relative"
             self.failures.append(f"{_SUBJECT.get(name, name)}: {key} {verb} from {source}{how_far}.")

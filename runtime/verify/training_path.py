@@ -157,7 +157,7 @@ def _build_comparison(
             for model_class in (reference_class, generated_class)
         )
     comparison = Comparison(reference_class, generated_class, config, media)
-    comparison.only = head_kinds.UNPACKED_CHECKS if unpacked_only else ()
+    comparison.check_names = head_kinds.UNPACKED_CHECKS if unpacked_only else ()
     comparison.count_labels = functools.partial(head_kinds.num_items, kind)
     return comparison
 

@@ -17,7 +17,7 @@ from patchgen.runtime.verify.comparison import (
     compare_gradients,
     difference,
     floating_tensors,
-    furthest,
+    name_of_worst,
     worst_of,
 )
 from patchgen.runtime.verify.training_checks import Check
@@ -76,7 +76,7 @@ def test_nan_is_the_worst_wherever_it_stands():
     for order in ((far, nan), (nan, far), (EQUAL, nan, far)):
         assert math.isnan(worst_of(order).relative) and math.isnan(worst_of(order).absolute)
         assert math.isnan(Check("packed", far, EQUAL, worst_of(order)).worst)
-        assert furthest(dict(zip("abc", order, strict=False))) == "abc"[order.index(nan)]
+        assert name_of_worst(dict(zip("abc", order, strict=False))) == "abc"[order.index(nan)]
     assert worst_of([EQUAL, far]) == far
 
 

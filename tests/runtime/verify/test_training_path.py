@@ -286,7 +286,7 @@ def test_packed_rows_are_those_of_the_data_pipeline():
 @pytest.mark.parametrize("only", [(), ("plain",)], ids=["packed rows", "unpacked rows of a head"])
 def test_a_failure_with_media_names_what_upstreams_own_attentions_differ_by(monkeypatch, only):
     comparison = Comparison.__new__(Comparison)
-    comparison.reference, comparison.failures, comparison.only = SimpleNamespace(_supports_sdpa=True), [], only
+    comparison.reference, comparison.failures, comparison.check_names = SimpleNamespace(_supports_sdpa=True), [], only
     comparison.text, comparison.needs_media, comparison.positions = SimpleNamespace(packed=dict), True, None
     row = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4, dtype=torch.long)}
     comparison.media = {"images": training_inputs.Documents((row,), padded=row)}
