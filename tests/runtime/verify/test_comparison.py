@@ -95,7 +95,7 @@ def test_tensors_are_found_in_nested_outputs():
 
 def test_dead_parameters_are_those_without_or_with_zero_gradient():
     step = Step({}, {"live": torch.ones(1), "zero": torch.zeros(1), "none": None})
-    assert step.dead() == ["zero", "none"]
+    assert step.parameters_without_gradient() == ["zero", "none"]
 
 
 def test_what_no_figure_measures_is_told_apart():
