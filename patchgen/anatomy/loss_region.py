@@ -10,7 +10,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from patchgen.anatomy.classes import (
@@ -46,37 +46,44 @@ LIBRARIES, MODELS = ("transformers.", "torch.", "typing.", "functools."), "trans
 
 
 @dataclass(frozen=True)
-class LossRegion:
-    """The statements from the first assignment of the logits to the one that computes the loss."""
+class LossCall:
+    """The function that computes the loss, the names that it reads and sets, and its further arguments."""
 
-    start: int
-    end: int
-    first: ast.stmt  # `logits = self.lm_head(hidden_states)`, or an `if` and `else` that make them
-    from_parameter: str  # source of `first`, reading the parameter of the head's function
-    besides: set[str]  # the names that `first` reads besides the argument of the projection
-    inside: list[ast.stmt]  # the statements after it that go into the head's function
-    outside: list[ast.stmt]  # those that go above the seam, `loss = None` left out
-    logits: str
-    loss: str
-    labels: str
-    projected: str  # the right-hand side of `first`
-    module: str  # `self.lm_head`
-    hidden_states: str  # its argument
-    loss_function: str
+    function: str
     form: str  # `own_losses.ALIGNED`, or `SHIFTED` of a cross entropy that the head writes out
-    loss_arguments: list[str]
-    local_terms: tuple[str, ...]  # terms added to the loss below it that are numbers of one rank
+    loss: str
+    logits: str
+    labels: str
+    arguments: list[str]
+    bound: frozenset[str] = frozenset()  # the other names that its statements bind
     further: tuple[ast.If, ...] = ()  # `if self.coefficient > 0:` below the loss, which may read the logits
-
-    @property
-    def parameter(self) -> str:
-        """The name of the parameter of the head's function."""
-        return self.hidden_states if self.hidden_states.isidentifier() else "hidden_states"
 
     @property
     def switches(self) -> str:
         """The condition that one of `further` runs, as source; empty without any."""
         return " or ".join(ast.unparse(node.test) for node in self.further)
+
+
+@dataclass(frozen=True)
+class LossRegion:
+    """The statements from the first assignment of the logits to the one that computes the loss, at `end` of the body."""
+
+    end: int
+    call: LossCall
+    first: ast.stmt  # `logits = self.lm_head(hidden_states)`, or an `if` and `else` that make them
+    from_parameter: str  # source of `first`, reading the parameter of the head's function
+    besides: set[str]  # the names that `first` reads besides the argument of the projection
+    inside: list[ast.stmt]  # the statements after it that go into the head's function
+    outside: list[ast.stmt]  # those that go above the seam, `loss = None` left out
+    projected: str  # the right-hand side of `first`
+    module: str  # `self.lm_head`
+    hidden_states: str  # its argument
+    local_terms: tuple[str, ...]  # terms added to the loss below it that are numbers of one rank
+
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter of the head's function."""
+        return self.hidden_states if self.hidden_states.isidentifier() else "hidden_states"
 
 
 def is_loss_call(node: ast.AST) -> TypeGuard[ast.Call]:
@@ -100,7 +107,7 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
     """
     body, code = forward.body, editor.code
     end, call = _find_loss(editor, forward, owner, anatomy)
-    logits, labels, loss, rest = call.logits, call.labels, call.loss, call.arguments
+    logits, labels, loss = call.logits, call.labels, call.loss
     values = ((i, node, _made_value(node, logits)) for i, node in enumerate(body[:end]))
     start, first, projected = next((found for found in values if found[2] is not None), (end, body[end], None))
     if projected is None:
@@ -114,7 +121,7 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
         (source,) = read
     given = source if isinstance(first, ast.If) or source.isidentifier() else "hidden_states"
     besides = {*(Counter(loaded(first)) - Counter(loaded(hidden)))}
-    parts = (first, code(first) if given == source else code(first, instead=(hidden, given)), besides)
+    from_parameter = code(first) if given == source else code(first, instead=(hidden, given))
     between = [node for node in body[start + 1 : end] if not _is_unset(node, loss)]
     inside = [node for i, node in enumerate(between) if _makes(node, logits, between[i + 1 :])]
     outside = [node for node in between if node not in inside]
@@ -132,28 +139,13 @@ def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anat
         raise Missed(f"`{loss}` in the result, as what was computed and what is added", terms.lost)
     if late := call.bound & set(loaded(below)):
         raise Missed(f"no use of {', '.join(sorted(late))} below the loss", code(body[end]))
-    made = (*parts, inside, outside, logits, loss, labels, code(projected), module, source)
-    form = call.form
     if call.function == LIBRARY_LOSS:
-        form = library_form(owner, anatomy) * (not _reads(anatomy, body[:end], labels))
-    return LossRegion(start, end, *made, call.function, form, rest, terms.local, call.further)
+        call = replace(call, form=library_form(owner, anatomy) * (not _reads(anatomy, body[:end], labels)))
+    made = (first, from_parameter, besides, inside, outside, code(projected), module, source)
+    return LossRegion(end, call, *made, terms.local)
 
 
-@dataclass(frozen=True)
-class _LossCall:
-    """The function that computes the loss, the names that it reads, and its further arguments."""
-
-    function: str
-    form: str  # of a cross entropy that the head writes out; "" where it calls transformers' loss
-    loss: str
-    logits: str
-    labels: str
-    arguments: list[str]
-    bound: frozenset[str] = frozenset()
-    further: tuple[ast.If, ...] = ()
-
-
-def _find_loss(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anatomy) -> tuple[int, _LossCall]:
+def _find_loss(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anatomy) -> tuple[int, LossCall]:
     """The position of the `if` that computes the loss where there are labels, and the call."""
     body, local = forward.body, local_names(forward)
     for place, node in enumerate(body):
@@ -164,7 +156,7 @@ def _find_loss(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anato
             logits, labels, rest = _loss_arguments(editor, made[1], forward)
             further = [one for one in node.body[1:] if _is_switched(one, owner, anatomy)]
             alone = _assigned_call(node.body[0]) == made and len(further) == len(node.body) - 1
-            call = _LossCall(LIBRARY_LOSS, "", made[0], logits, labels, rest, further=tuple(further))
+            call = LossCall(LIBRARY_LOSS, "", made[0], logits, labels, rest, further=tuple(further))
         elif own := read_own_loss(node.body, anatomy, local):
             call, alone = _own_call(own, body[:place], forward, anatomy), True
         else:
@@ -194,7 +186,7 @@ def _is_switched(node: ast.stmt, owner: str, anatomy: Anatomy) -> TypeGuard[ast.
     return False
 
 
-def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode, anatomy: Anatomy) -> _LossCall:
+def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode, anatomy: Anatomy) -> LossCall:
     """The seam's call for a cross entropy that the head writes out."""
     bound, kwargs = _bound(forward) - own.bound - {own.loss}, kwargs_of(forward)
     for name in filter(None, (own.labels, own.mask)):
@@ -205,9 +197,9 @@ def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode, an
     rest += ["upcast=True"] if own.upcast else []
     if own.form == ALIGNED and _reads(anatomy, above, own.labels):
         rest.append(f"shift_labels={own.labels}")  # the decoder's inputs are made from them, so they are its targets
-        return _LossCall(f"ops.{own.form}_cross_entropy", "", own.loss, own.logits, own.labels, rest, own.bound)
+        return LossCall(f"ops.{own.form}_cross_entropy", "", own.loss, own.logits, own.labels, rest, own.bound)
     rest += [f"**ops.step_labels({kwargs})"] if kwargs else []
-    return _LossCall(f"ops.{own.form}_cross_entropy", own.form, own.loss, own.logits, own.labels, rest, own.bound)
+    return LossCall(f"ops.{own.form}_cross_entropy", own.form, own.loss, own.logits, own.labels, rest, own.bound)
 
 
 def _reads(anatomy: Anatomy, body: Sequence[ast.stmt], name: str) -> bool:
@@ -407,11 +399,11 @@ def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner
     closure = _module(region.first, *region.inside)
     shown = "\n".join(map(editor.code, closure.body))
     local = local_names(forward)
-    read, written = set(loaded(closure)), stored_names(closure, local) - {region.logits}
+    read, written = set(loaded(closure)), stored_names(closure, local) - {region.call.logits}
     for node in region.outside:
         if _has_return(node):
             raise Missed("no return between the head and the loss", editor.code(node))
-        changed = stored_names(node, read | {region.loss})
+        changed = stored_names(node, read | {region.call.loss})
         if changed:
             raise Missed(
                 f"no new value of {', '.join(sorted(changed))} between the head and the loss", editor.code(node)
@@ -420,7 +412,7 @@ def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner
         if late:
             raise Missed(f"no use of {', '.join(sorted(late))} but to make the logits", editor.code(node))
     for node in region.inside:
-        if _has_return(node) or stored_names(node, {region.loss}):
+        if _has_return(node) or stored_names(node, {region.call.loss}):
             what = "statements that make the logits, and nothing else, between the head and the loss"
             raise Missed(what, editor.code(node))
     others = _module(*(node for node in forward.body if node not in closure.body))
@@ -432,13 +424,13 @@ def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner
         raise Missed(f"logits made without a new value of {', '.join(sorted(shared))}", found)
     is_name = region.hidden_states == region.parameter
     foreign = region.besides | set(loaded(*region.inside))
-    foreign -= {region.logits, "self"} | written | (_configs(others) - given)
+    foreign -= {region.call.logits, "self"} | written | (_configs(others) - given)
     foreign &= outer - {region.parameter} if is_name else outer | {region.parameter}
     if foreign:
         what = f"logits made from {region.hidden_states} and the module alone, not from {', '.join(sorted(foreign))}"
         raise Missed(what, shown)
     body = ast.parse("\n".join([region.from_parameter, *map(editor.code, region.inside)])).body
-    mixed = mixing(body, {region.parameter: "*.", region.logits: "*."}, owner, anatomy)
+    mixed = mixing(body, {region.parameter: "*.", region.call.logits: "*."}, owner, anatomy)
     if mixed is not None:
         raise Missed("a head that treats every token by itself, for the loss runs over chunks of tokens", mixed)
 

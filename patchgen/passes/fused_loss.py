@@ -150,10 +150,10 @@ class FusedLoss(SitePass):
         editor = Editor(block, self.mark)
         forward = editor.function("forward")
         region = find_region(editor, forward, site.block, anatomy)
-        check_own_readers(forward, {region.labels, kwargs_of(forward)}, site.block, anatomy)
+        check_own_readers(forward, {region.call.labels, kwargs_of(forward)}, site.block, anatomy)
         check_moves(editor, forward, region, site.block, anatomy)
         terms = (*unseen_terms(anatomy, site.block), *region.local_terms)
-        others = [*forward.body[: region.end], *region.further, *forward.body[region.end + 1 :]]
+        others = [*forward.body[: region.end], *region.call.further, *forward.body[region.end + 1 :]]
         second = next((node for node in others if any(map(is_loss_call, ast.walk(node)))), None)
         if second is not None:
             raise Missed("one call of self.loss_function", editor.code(second))
@@ -161,29 +161,27 @@ class FusedLoss(SitePass):
         block = editor.result
         if terms:
             block = append_method(block, f"{LOCAL_TERMS} = {terms!r}", self.mark)
-        if region.form:
-            block = append_method(block, f"{LOSS_FORM} = {region.form!r}", self.mark)
+        if region.call.form:
+            block = append_method(block, f"{LOSS_FORM} = {region.call.form!r}", self.mark)
         return Rewritten(block, "causal_lm_loss seam")
 
     def _fuse(self, editor: Editor, forward: FunctionNode, region: LossRegion) -> None:
-        function, definition = HEAD, self._head_function(editor, region)
+        call, function, definition = region.call, HEAD, self._head_function(editor, region)
         plain = (f"{region.module}({region.hidden_states})", region.hidden_states)
         if not region.inside and not isinstance(region.first, ast.If) and region.projected in plain:
             function, definition = region.module, ""
-        training = f"self.training and not ({region.switches})" if region.further else "self.training"
-        named = [f"loss_function={region.loss_function}", f"training={training}"]
+        training = f"self.training and not ({call.switches})" if call.further else "self.training"
+        named = [f"loss_function={call.function}", f"training={training}"]
         named += [f"local_terms=self.{LOCAL_TERMS}"] if region.local_terms else []
-        arguments = [function, region.hidden_states, region.labels, *named, *region.loss_arguments]
-        call = f"{region.logits}, {region.loss} = ops.causal_lm_loss({', '.join(arguments)})"
-        seam = definition or f"# {self.mark}\n"
-        seam = (
-            editor.code(region.first, whole=True).removesuffix(editor.code(region.first)) + seam + format_code(call, 2)
-        )
+        arguments = ", ".join([function, region.hidden_states, call.labels, *named, *call.arguments])
+        seam = format_code(f"{call.logits}, {call.loss} = ops.causal_lm_loss({arguments})", 2)
+        above = editor.code(region.first, whole=True).removesuffix(editor.code(region.first))
+        seam = above + (definition or f"# {self.mark}\n") + seam
         last = region.end
         kept = forward.body[region.end]
-        if region.further and isinstance(kept, ast.If):  # these terms need logits, which a training step lacks
-            what = f"one with a term where {region.switches}"
-            guard = f"if {region.switches}:\n    ops.require_no_step({region.labels}, {what!r})"
+        if call.further and isinstance(kept, ast.If):  # these terms need logits, which a training step lacks
+            what = f"one with a term where {call.switches}"
+            guard = f"if {call.switches}:\n    ops.require_no_step({call.labels}, {what!r})"
             seam, last = format_code(f"# {self.mark}\n{guard}", 2) + seam, region.end - 1
             editor.drop(kept.body[0])
         lines = [*(editor.code(node, whole=True) for node in region.outside), seam]
@@ -192,5 +190,5 @@ class FusedLoss(SitePass):
     def _head_function(self, editor: Editor, region: LossRegion) -> str:
         """The source of `def head(hidden_states)`: everything that upstream does from hidden states to logits."""
         body = [region.from_parameter, *(editor.code(node, whole=True) for node in region.inside)]
-        code = indented("\n".join([*body, f"return {region.logits}"]))
+        code = indented("\n".join([*body, f"return {region.call.logits}"]))
         return f"# {self.mark}\ndef {HEAD}({region.parameter}):\n{code}\n\n"
