@@ -56,8 +56,8 @@ def library_form(owner: str, anatomy: Anatomy) -> str:
         Missed: it is not the loss of a language model, or nothing tells which one it is.
     """
     forward = anatomy.method(owner, "forward")
-    heirs = [n for n in anatomy.classes if any(one.name == owner for one in anatomy.lineage(n))]
-    found = {kind for name in heirs if anatomy.method(name, "forward") == forward for kind in _types(name, anatomy)}
+    heirs = (name for name in anatomy.below(owner) if anatomy.method(name, "forward") == forward)
+    found = {kind for name in heirs for kind in _types(name, anatomy)}
     known = {kind: form for kind, form in _forms(anatomy).items() if form is not None}
     forms = {known.get(kind) for kind in found}
     if None in forms or len(forms) != 1:

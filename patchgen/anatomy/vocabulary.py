@@ -18,21 +18,25 @@ def uses_projection(anatomy: Anatomy, owner: str, forward: FunctionNode) -> bool
 
     Any use counts, not only a call: passes read what is done with the layer, and may refuse it.
     """
-    code = [forward]
-    used: set[str] = set()
-    for function in code:  # it grows meanwhile
-        read = attributes_read(function)
-        methods = (anatomy.method(owner, name) for name in sorted(read - used))
-        code += [method[1] for method in methods if method is not None]
-        used |= read
+    code = with_methods(anatomy, owner, forward)
+    used = attributes_read(*code)
     everything = {name for info in anatomy.lineage(owner) for name in info.attributes}
     hands_on_self = GETTER in used or any(map(_hands_on_self, code))
     return any(is_projection(anatomy, owner, name) for name in sorted(everything if hands_on_self else used))
 
 
-def attributes_read(code: ast.AST) -> set[str]:
+def with_methods(anatomy: Anatomy, owner: str, code: ast.AST) -> list[ast.AST]:
+    """Code of class `owner`, and the methods that it uses, directly or through others."""
+    reached = [code]
+    for part in reached:  # it grows meanwhile
+        methods = (anatomy.method(owner, name) for name in sorted(attributes_read(part)))
+        reached += [method[1] for method in methods if method is not None and method[1] not in reached]
+    return reached
+
+
+def attributes_read(*code: ast.AST) -> set[str]:
     """The attributes of `self` that code reads, those that it calls included."""
-    nodes = (node for node in walk(code) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
+    nodes = (node for part in code for node in walk(part) if isinstance(getattr(node, "ctx", None), ast.Load))
     return {name for node in nodes if (name := own_attribute(node))}
 
 

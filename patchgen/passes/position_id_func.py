@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import calls, own_attribute, stored, walk
 from patchgen.anatomy.positions import POSITIONS
+from patchgen.anatomy.vocabulary import attributes_read, with_methods
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
@@ -98,28 +99,19 @@ def _call_with_other_positions(anatomy: Anatomy, name: str) -> ast.Call | None:
 
 def _computes(anatomy: Anatomy, name: str, value: ast.expr) -> bool:
     """Whether an expression calls `get_rope_index`, directly or through other methods of the class."""
-    called = [own_attribute(call.func) for call in calls(value)]
-    for attribute in called:  # grows
-        method = anatomy.method(name, attribute or "")
-        called += [a for call in calls(method[1]) if (a := own_attribute(call.func)) not in called] if method else []
-    return SOURCE in called
+    code = with_methods(anatomy, name, value)
+    return SOURCE in {own_attribute(call.func) for call in calls(*code)}
 
 
 def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
     """The attributes that `get_rope_index` and the methods of the class that it calls read; without the methods."""
-    read = [SOURCE]
-    for attribute in read:  # grows
-        owner_and_method = anatomy.method(name, attribute)
-        nodes = ast.walk(owner_and_method[1]) if owner_and_method is not None else ()
-        loads = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load))
-        read += sorted({attr for node in loads if (attr := own_attribute(node))} - set(read))
+    read = attributes_read(*with_methods(anatomy, name, anatomy.classes[name].methods[SOURCE]))
     return {attribute for attribute in read if not anatomy.method(name, attribute)}
 
 
 def _is_left_by_init(anatomy: Anatomy, name: str, attribute: str) -> bool:
     """Whether an attribute keeps what an `__init__` gives it: the loader's workers get its value once."""
-    infos = {info.name: info for heir in anatomy.below(name) for info in anatomy.lineage(heir)}.values()
-    methods = [code for info in infos for method, code in info.methods.items() if method != "__init__"]
+    methods = [code for info in anatomy.family(name) for method, code in info.methods.items() if method != "__init__"]
     changed = {own_attribute(place) for code in methods for node in walk(code) for place in _changed(node)}
     return bool(anatomy.held(name, attribute)) and attribute not in changed
 
