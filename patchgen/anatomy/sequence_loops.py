@@ -8,6 +8,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 from patchgen.anatomy.classes import (
     FunctionNode,
+    base_name,
     calls,
     dotted,
     is_in_place,
@@ -35,7 +36,7 @@ def carrying_loop(anatomy: Anatomy, function: FunctionNode) -> ast.For | ast.Whi
 
     All parameters count as data except `self` and `config`, which provide numbers and modules.
     """
-    data, shared = _made_of_data(anatomy, function), _shared(function)
+    data, shared = made_of(anatomy, function, parameters(function) - {"config"}), _shared(function)
     for loop in walk(function):
         match loop:
             case ast.For(target, iterable, body) if _counts_data(anatomy, function, iterable, data):
@@ -62,23 +63,36 @@ def _name(node: ast.AST) -> str:
     return f"self.{attribute}" if attribute else ""
 
 
-def _names(context: type[ast.expr_context], *code: ast.AST) -> set[str]:
+def _names(context: type[ast.expr_context], *code: ast.AST, without: Container[ast.AST] = ()) -> set[str]:
     """The names, and attributes of `self`, that code reads or binds."""
-    nodes = (node for part in code for node in walk(part))
+    nodes = (node for part in code for node in walk(part) if node not in without)
     return {_name(node) for node in nodes if isinstance(getattr(node, "ctx", None), context)} - {""}
 
 
-def _made_of_data(anatomy: Anatomy, function: FunctionNode) -> set[str]:
-    """The names that hold what is computed from data, from a tensor's sizes too."""
-    made, before = parameters(function) - {"config"}, -1
+def values_used(*code: ast.AST) -> set[str]:
+    """The names, and attributes of `self`, whose values or sizes code uses, rather than only their device, their dtype or
+    whether they are None."""
+    not_read: list[ast.expr] = []
+    for node in (node for part in code for node in walk(part)):
+        match node:
+            case ast.Attribute(value, "device" | "dtype") | ast.Compare(value, [ast.Is() | ast.IsNot()]):
+                not_read.append(value)
+    return _names(ast.Load, *code, without=not_read)
+
+
+def made_of(anatomy: Anatomy, function: FunctionNode, sources: set[str]) -> set[str]:
+    """`sources`, and the names and attributes of `self` that a function computes from them, also those that it writes to in
+    part or in place."""
+    made, before = {*sources}, -1
     while before < len(made):
         before = len(made)
         for node in walk(function):
             pairs = [(node.target, node.iter)] if isinstance(node, ast.comprehension) else value_pairs(node)
             for target, value in pairs:
-                made |= _names(ast.Store, target) if made & _names(ast.Load, value) else set()
+                written = _names(ast.Store, target) | {base_name(target)} - {"", "self"}
+                made |= written if made & values_used(value) else set()
             for part, values, _ in _changes(anatomy, node):
-                made |= {_part(part)[1]} - {""} if made & _names(ast.Load, *values) else set()
+                made |= {_part(part)[1]} - {""} if made & values_used(*values) else set()
     return made
 
 

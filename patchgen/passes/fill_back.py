@@ -18,9 +18,10 @@ from patchgen.anatomy.classes import (
     parameter_names,
 )
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.placeholders import compares_features, made_of
+from patchgen.anatomy.placeholders import compares_features
 from patchgen.anatomy.positions import POSITIONS
 from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS, own_methods
+from patchgen.anatomy.sequence_loops import made_of
 from patchgen.anatomy.towers import towers_held_whole
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, insert_first
@@ -138,19 +139,14 @@ def _embeddings(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> dict[s
     """Method -> the names of the token embeddings in it, for the forward and the methods that compute them for it."""
     forward = info.methods["forward"]
     names = embedding_names(anatomy, forward, language)
-    values = [
-        node.value for node in ast.walk(forward) if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names
-    ]
-    methods = {
-        name: function
-        for name, function in own_methods(info, forward).items()
-        if f"self.{name}" in map(_called, values)
-    }
-    returned = {
-        name: [n.value for n in ast.walk(function) if isinstance(n, ast.Return)] for name, function in methods.items()
-    }
-    inside = {name: _scattered(function, set(map(base_name, returned[name]))) for name, function in methods.items()}
-    return {"forward": names, **inside}
+    assigned = [n for n in ast.walk(forward) if isinstance(n, ast.Assign) and dotted(n.targets[0]) in names]
+    made_by = {dotted(node.value.func) for node in assigned if isinstance(node.value, ast.Call)}
+    found = {"forward": names}
+    for name, method in own_methods(info, forward).items():
+        if f"self.{name}" in made_by:
+            returned = {base_name(node.value) for node in ast.walk(method) if isinstance(node, ast.Return)}
+            found[name] = _scattered(method, returned)
+    return found
 
 
 def _fills(anatomy: Anatomy, info: ClassInfo) -> str:
@@ -161,27 +157,21 @@ def _fills(anatomy: Anatomy, info: ClassInfo) -> str:
     if forward is None or not media or not parameters & TOKENS:
         return ""
     handed = {base_name(k.value) for call in calls(forward) for k in call.keywords if k.arg == "inputs_embeds"}
-    filled = handed & embedding_names(anatomy, forward, language_parts(anatomy, info)) & made_of(forward, media)
+    filled = handed & embedding_names(anatomy, forward, language_parts(anatomy, info))
+    filled &= made_of(anatomy, forward, media)
     return f"hands on {', '.join(sorted(filled))}, computed from its media, as inputs_embeds" if filled else ""
-
-
-def _called(value: ast.expr) -> str:
-    return dotted(value.func) if isinstance(value, ast.Call) else ""
 
 
 def embedding_names(anatomy: Anatomy, forward: FunctionNode, language: set[str]) -> set[str]:
     """The names that a forward passes as `inputs_embeds`, by keyword to its language model or to a mask function, or in a
     dict; and the names that features are scattered into before, or that these are assigned to."""
     nodes, local = list(ast.walk(forward)), local_names(forward)
-    takers = {f"self.{name}" for name in language}
-    handed = [
-        keyword
-        for call in calls(forward)
-        if any(f"{dotted(call.func)}.".startswith(f"{taker}.") for taker in takers)
-        or (anatomy.names.resolve(call.func, local) or "").startswith(MASKS)
-        for keyword in call.keywords
-    ]
-    named = [(keyword.arg, keyword.value) for keyword in handed]
+    takers = tuple(f"self.{name}." for name in language)
+    named: list[tuple[object, ast.expr]] = []
+    for call in calls(forward):
+        is_mask = (anatomy.names.resolve(call.func, local) or "").startswith(MASKS)
+        if is_mask or f"{dotted(call.func)}.".startswith(takers):
+            named += [(keyword.arg, keyword.value) for keyword in call.keywords]
     for node in nodes:
         if isinstance(node, ast.Dict):
             named += [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
@@ -205,10 +195,10 @@ def _let_slices_pass(editor: Editor, anatomy: Anatomy, method: FunctionNode) -> 
         match node:
             case ast.Call() if anatomy.names.is_upstream(node, "torch_compilable_check", local_names(method)):
                 test = arguments(node, ["cond"]).get("cond")
-                if test is not None and compares_features(method, test):
+                if test is not None and compares_features(anatomy, method, test):
                     editor.around(test, "ops.is_sliced() or ")
                     editor.mark(node)
             case ast.If(test, body) if any(isinstance(n, ast.Raise) for s in body for n in ast.walk(s)):
-                if compares_features(method, test):
+                if compares_features(anatomy, method, test):
                     editor.around(test, "not ops.is_sliced() and (", ")")
                     editor.mark(node)
