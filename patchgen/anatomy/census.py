@@ -186,13 +186,8 @@ class _Walk:
         # Of a list of modules, the elements are called.
         holds = isinstance(value, ast.Call) and self.names.resolve(value.func, _local(where)) in LISTS
         operands = [getattr(value, name, []) for name in (("args",) if holds else CALLED_PARTS)]
-        parts = [
-            part
-            for operand in operands
-            for part in (operand if is_list(operand) else [operand])
-            if isinstance(part, ast.AST)
-        ]
-        return all(self._is_known(part, owner, where, open_names) for part in parts)
+        parts = (part for operand in operands for part in (operand if is_list(operand) else [operand]))
+        return all(self._is_known(part, owner, where, open_names) for part in parts if isinstance(part, ast.AST))
 
     def name(self, name: str) -> None:
         """Visits a module-level name: what imports bind to it, and the statements that define or change it."""
@@ -300,12 +295,8 @@ class _Code(ast.NodeVisitor):
                 if isinstance(bind, ast.Assign | ast.For | ast.comprehension):
                     bound_value = bind.value if isinstance(bind, ast.Assign) else bind.iter
                     if any(node.id in stored(part) for part in ast.iter_child_nodes(bind) if part is not bound_value):
-                        parts = (
-                            getattr(bound_value, "args", ())
-                            if isinstance(bound_value, ast.Call)
-                            else getattr(bound_value, "elts", ())
-                        )
-                        yield from (bound_value, *parts)
+                        inside = "args" if isinstance(bound_value, ast.Call) else "elts"
+                        yield from (bound_value, *getattr(bound_value, inside, ()))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         meaning, attribute = self._resolved(node), own_attribute(node)
@@ -376,9 +367,8 @@ def _reason(name: str, anatomy: Anatomy, towers: Container[str], reached: Contai
         return f"{INHERITED}: {base}" if base else f"{UNREAD}{tower}: its methods"
     if info and anatomy.method(name, "backward"):
         return f"{UNREAD}{tower}: a backward of its own"
-    mixed = next(
-        filter(None, (mixing(f.body, dict.fromkeys(parameter_names(f), "*."), name, anatomy) for f in functions)), None
-    )
+    found = (mixing(f.body, dict.fromkeys(parameter_names(f), "*."), name, anatomy) for f in functions)
+    mixed = next(filter(None, found), None)
     if mixed is None:
         return TOKENWISE
     if any(build.target in reached for build in anatomy.builds(name)):

@@ -95,16 +95,9 @@ class Embeddings(Flow):
             case ast.Attribute(holder, name):
                 owner = self.owner if own_attribute(function) else self._class_of(holder)
                 built = {build.target or "" for build in self.anatomy.builds(owner) if build.attribute == name}
-                inside = [
-                    self.anatomy.classes[class_name]
-                    for class_name in built | self.anatomy.built_by(built)
-                    if class_name in self.anatomy.classes
-                ]
-                held = [
-                    *self.anatomy.held(owner, name),
-                    *(value for info in inside for value in info.attributes.values()),
-                ]
-                return any(self.anatomy.is_a(value, TABLE) for value in held)
+                below = self.anatomy.classes.keys() & (built | self.anatomy.built_by(built))
+                inside = [value for one in below for value in self.anatomy.classes[one].attributes.values()]
+                return any(self.anatomy.is_a(value, TABLE) for value in (*self.anatomy.held(owner, name), *inside))
         return False
 
     def _class_of(self, holder: ast.expr) -> str:
@@ -139,8 +132,10 @@ class Counts(Flow):
 
     def module(self, name: str, call: ast.Call, operands: Sequence[Marks]) -> Marks:
         self._look_up(self.anatomy.attribute(self.owner, name), operands)
-        if name == "register_buffer":
-            self._keep(call, operands)
+        if name == "register_buffer" and isinstance(
+            kept := arguments(call, ("name", "tensor")).get("name"), ast.Constant
+        ):
+            self.kept[str(kept.value)] = NONE.union(*operands)
         for build in self.anatomy.builds(self.owner):
             method = self.anatomy.method(build.target or "", "forward") if build.attribute == name else None
             if method is not None and method[1] not in self._running:
@@ -148,11 +143,6 @@ class Counts(Flow):
                 inner.run(method[1], handed(call, operands, method[1]))
                 self.found |= inner.found
         return super().module(name, call, operands)
-
-    def _keep(self, call: ast.Call, operands: Sequence[Marks]) -> None:
-        name = arguments(call, ("name", "tensor")).get("name")
-        if isinstance(name, ast.Constant):
-            self.kept[str(name.value)] = NONE.union(*operands)
 
     def _bind(self, target: ast.expr, marks: Marks, adds: bool = False) -> Marks:
         if attribute := own_attribute(target):
@@ -167,9 +157,7 @@ def entered(names: Sequence[str], method: str, statements: Sequence[ast.stmt]) -
     """Those of these names that the features from `self.<method>` may be put into: the names that the statements, from the
     call on, read; of several, those that a statement changes or rebinds from both their old value and the features."""
     changes = [(bound, node) for statement in statements for node in walk(statement) if (bound := _changed(node))]
-    read = {*loaded(*statements)} | {
-        name for bound, node in changes if isinstance(node, ast.AugAssign) for name in bound
-    }
+    read = {*loaded(*statements), *(n for bound, node in changes if isinstance(node, ast.AugAssign) for n in bound)}
     read_names = [name for name in names if name in read]
     if len(read_names) < 2:
         return read_names
@@ -209,10 +197,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
     if isinstance(statement, FunctionNode | ast.ClassDef):
         return  # binds names in a scope of its own
     if isinstance(statement, ast.If):
-        body, orelse = (
-            {name for branch_statement in branch for name in _bound(branch_statement)}
-            for branch in (statement.body, statement.orelse)
-        )
+        body, orelse = ({n for s in branch for n in _bound(s)} for branch in (statement.body, statement.orelse))
         yield from body & orelse
     else:
         yield from stored(statement)

@@ -196,10 +196,10 @@ class LossTerms:
         match node:
             case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
                 return name == self._labels or self._kinds.get(name) in (LOSS, SHARE, NONE)
-            case ast.BoolOp(values=parts) | ast.Compare(comparators=parts):
-                return all(
-                    map(self._is_same_on_ranks, [*parts, *([node.left] if isinstance(node, ast.Compare) else [])])
-                )
+            case ast.BoolOp(_, parts):
+                return all(map(self._is_same_on_ranks, parts))
+            case ast.Compare(left, _, others):
+                return all(map(self._is_same_on_ranks, [left, *others]))
             case ast.UnaryOp(_, operand):
                 return self._is_same_on_ranks(operand)
             case ast.Name() | ast.Call():
@@ -229,13 +229,9 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
             match node:
                 case ast.Return(ast.expr() as value) if method.name == "backward":
                     derived = derived_from(anatomy.names, method, set(parameter_names(method)[1:]))
-                    parts = value.elts if isinstance(value, ast.Tuple) else [value]
-                    own = (
-                        p
-                        for p in parts
-                        if not isinstance(p, ast.Constant) and not derived & values_in(anatomy.names, p)
-                    )
-                    yield from (f"{info.name}.backward: {ast.unparse(part)}" for part in own)
+                    for part in value.elts if isinstance(value, ast.Tuple) else [value]:
+                        if not (isinstance(part, ast.Constant) or derived & values_in(anatomy.names, part)):
+                            yield f"{info.name}.backward: {ast.unparse(part)}"
 
 
 def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,45 +40,31 @@ BOUNDS, LONGEST = {"cu_seqlens"}, {"max_seqlen"}
 ROWS = {"position_embeddings", "rotary_pos_emb", "cos", "sin"}
 
 
+Gather = tuple[int, tuple[str, ...]]  # before the statement at this index these names must be gathered to all rows
+
+
 @dataclass(frozen=True)
 class LayerLoop:
-    """What a pass needs to divide the rows of a tower.
+    """What a pass needs to divide the rows of a tower."""
 
-    Attributes:
-        place: index of the loop among the statements of forward.
-        layers: the attribute that holds the layers.
-        rows: names of tensors with a row per row of the tower; first the hidden states that the layers pass on.
-        bounds, longest: names of cumulative lengths, and of the greatest length.
-        group: source of the number of rows that must stay on one rank: the square of the side of merged patches that the
-            tower holds; "1" if it holds none.
-        gathers: (place, names): before the statement at this index these names must be gathered to all rows.
-        attentions: the attention classes of the layers, whose forward chooses between lengths and one call per input.
-    """
-
-    place: int
-    layers: str
-    rows: tuple[str, ...]
-    bounds: tuple[str, ...]
-    longest: tuple[str, ...]
-    group: str
-    gathers: tuple[tuple[int, tuple[str, ...]], ...]
-    attentions: tuple[str, ...]
+    place: int  # index of the loop among the statements of forward
+    layers: str  # the attribute that holds the layers
+    rows: tuple[str, ...]  # tensors with a row per row of the tower; first the hidden states that the layers pass on
+    bounds: tuple[str, ...]  # names of cumulative lengths
+    longest: tuple[str, ...]  # names of the greatest length
+    group: str  # how many rows must stay on one rank, as source (`_group`)
+    gathers: tuple[Gather, ...]
+    attentions: tuple[str, ...]  # the layers' classes whose forward chooses between lengths and one call per input
 
 
 @dataclass(frozen=True)
 class ChunkedConvolution:
-    """Chunks of sound `[N, ...]` that a tower convolves, each by itself, before it selects what is no padding.
+    """Chunks of sound `[N, ...]` that a tower convolves, each by itself, before it selects what is no padding."""
 
-    Attributes:
-        start, end: index of the first statement that convolves, and of the one that selects.
-        chunks: names of tensors that have a row per chunk before `start`; those that are convolved come last.
-        result: the name of the convolved chunks before `end`.
-    """
-
-    start: int
-    end: int
-    chunks: tuple[str, ...]
-    result: str
+    start: int  # index of the first statement that convolves
+    end: int  # of the one that selects
+    chunks: tuple[str, ...]  # tensors that have a row per chunk before `start`; those that are convolved come last
+    result: str  # the name of the convolved chunks before `end`
 
 
 def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None = None) -> LayerLoop:
@@ -130,17 +117,14 @@ def _require_independent_rows(
     attentions: Mapping[str, FunctionNode],
 ) -> None:
     """Raises LeftAlone if anything but attention may mix rows: a rank would mix only those of its slice."""
-    known = {
-        f".{name}" for name in (*attentions, *(moe_block.name for moe_block in anatomy.with_role(Role.MOE_BLOCK)))
-    }
-    known |= {"torch.squeeze", "torch.Tensor.squeeze"}
+    blocks = (block.name for block in anatomy.with_role(Role.MOE_BLOCK))
+    known = {"torch.squeeze", "torch.Tensor.squeeze", *(f".{name}" for name in (*attentions, *blocks))}
     for build in (build for build in anatomy.builds(info.name) if build.attribute == layers):
         method = anatomy.method(build.target or "", "forward")
         if method is None or anatomy.names.is_wrapped(method[1]):
             raise LeftAlone(f"self.{layers} holds layers without a plain forward in this file")
-        mixed = mixing(
-            method[1].body, dict.fromkeys(parameter_names(method[1]), "*."), build.target or "", anatomy, known
-        )
+        given = dict.fromkeys(parameter_names(method[1]), "*.")
+        mixed = mixing(method[1].body, given, build.target or "", anatomy, known)
         if mixed is not None:
             raise LeftAlone(f"{build.target} is not known to treat each row by itself: {ast.unparse(mixed)}")
     values: dict[str, Value] = {**dict.fromkeys(loaded(loop)), **{name: [None] for name in lists}}
@@ -176,12 +160,8 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode
     """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding; None if its
     forward has no such code, or code that may mix chunks."""
     called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
-    built = {f"self.{name}": call for name, call in info.built.items()}
-    convolving = [
-        (place, call)
-        for place, name, call in called
-        if name in built and anatomy.is_a(built[name], *SOUND_CONVOLUTIONS)
-    ]
+    convolutions = {f"self.{name}" for name, call in info.built.items() if anatomy.is_a(call, *SOUND_CONVOLUTIONS)}
+    convolving = [(place, call) for place, name, call in called if name in convolutions]
     assigned = [(place, name, call) for place, name, call in called if isinstance(forward.body[place], ast.Assign)]
     selecting = [(place, call) for place, name, call in assigned if name == "torch.index_select"]
     if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0][0]:
@@ -204,10 +184,9 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode
 def _lists(body: list[ast.stmt]) -> set[str]:
     """The names that statements set to an empty list and do not use otherwise, so that it is still empty below."""
     touched = [*stored(*body), *loaded(*body)]
-    empty_lists = (
-        s for s in body if isinstance(s, ast.Assign | ast.AnnAssign) and s.value and ast.unparse(s.value) == "[]"
-    )
-    names = {name for s in empty_lists if len(stored(s)) == 1 for name in stored(s)}  # `a = b = []` is one list
+    assigned = (s for s in body if isinstance(s, ast.Assign | ast.AnnAssign) and s.value)
+    empty = (stored(s) for s in assigned if s.value and ast.unparse(s.value) == "[]")
+    names = {name for bound in empty if len(bound) == 1 for name in bound}  # `a = b = []` is one list
     return {name for name in names if touched.count(name) == 1}
 
 
@@ -289,11 +268,7 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> dict[str, Fun
 def _group(anatomy: Anatomy, info: ClassInfo) -> str:
     """How many rows are merged after the layers, as source: the square of the config's side, from an attribute that holds
     the square or the side; "1" where the tower holds neither."""
-    held = {
-        name: value
-        for class_info in reversed([*anatomy.lineage(info.name)])
-        for name, value in class_info.attributes.items()
-    }
+    held = {name: value for one in reversed([*anatomy.lineage(info.name)]) for name, value in one.attributes.items()}
 
     def is_side(value: ast.AST) -> bool:
         return in_config(anatomy, info.name, value) in SINGLE_SIDES
@@ -301,9 +276,7 @@ def _group(anatomy: Anatomy, info: ClassInfo) -> str:
     only = {name: value for name, value in held.items() if anatomy.held(info.name, name) == (value,)}
     for name, value in only.items():
         match value:
-            case ast.BinOp(factor, ast.Mult(), other_factor) if is_side(factor) and ast.unparse(factor) == ast.unparse(
-                other_factor
-            ):
+            case ast.BinOp(factor, ast.Mult(), other) if is_side(factor) and ast.unparse(factor) == ast.unparse(other):
                 return f"self.{name}"
             case ast.BinOp(factor, ast.Pow(), ast.Constant(2)) if is_side(factor):
                 return f"self.{name}"
@@ -323,11 +296,11 @@ def _gathers(
     local: list[str],
     above: set[str],
     axes_after: Callable[[list[ast.stmt]], Mapping[str, Value]],
-) -> tuple[tuple[int, tuple[str, ...]], ...]:
+) -> tuple[Gather, ...]:
     """Where results of the loop must be gathered to all rows: as late as possible, because they are smallest there; above a
     statement that mixes rows, counts them or puts another axis first."""
     gathered = above - set(local) - {"self"}
-    gather_points, sliced_statements = list[tuple[int, tuple[str, ...]]](), list[ast.stmt]()
+    gather_points, sliced_statements = list[Gather](), list[ast.stmt]()
     for number, statement in enumerate(body[place + 1 :], start=place + 1):
         read = set(loaded(statement))
         used = [name for name in local if name in read]
@@ -378,10 +351,8 @@ def _results(statement: ast.Return) -> set[str]:
 
 
 def _read_first(name: str, loop: ast.For) -> bool:
-    first = next(
-        (s for s in loop.body if name in loaded(s) or (name in stored(s) and not isinstance(s, ast.If))), None
-    )
-    return first is not None and name in loaded(first)
+    uses = (s for s in loop.body if name in loaded(s) or (name in stored(s) and not isinstance(s, ast.If)))
+    return name in loaded(*itertools.islice(uses, 1))
 
 
 def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> list[str]:
@@ -395,10 +366,8 @@ def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> 
         known = anatomy.classes.get(target or "")
         if known is not None:
             below = [anatomy.classes[name] for name in anatomy.reached_from([known.name]) if name in anatomy.classes]
-            attends = any(
-                Role.ATTENTION in class_info.roles or anatomy.auto_builds(class_info.name) for class_info in below
-            )
-            if not attends or any(is_divided(anatomy, class_info) for class_info in below):
+            attends = any(Role.ATTENTION in one.roles or anatomy.auto_builds(one.name) for one in below)
+            if not attends or any(is_divided(anatomy, one) for one in below):
                 continue
         held.append(build.attribute)
     return list(dict.fromkeys(held))

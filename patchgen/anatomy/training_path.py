@@ -12,7 +12,7 @@ Training does not reach code of four forms, each recognised by its structure:
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from patchgen.anatomy.classes import (
     FunctionNode,
@@ -40,36 +40,25 @@ def training_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str]
     nodes = {block.name: block.node for block in module if block.name is not None}
     classes = {name: node for name, node in nodes.items() if isinstance(node, ast.ClassDef)}
     bases = {name: [dotted(base) for base in node.bases] for name, node in classes.items()}
+    members = [("", node) for node in nodes.values()]
+    members += [(name, member) for name, node in classes.items() for member in node.body]
+    functions = {(owner, node.name): node for owner, node in reversed(members) if isinstance(node, FunctionNode)}
     plain = [(name, "forward", "") for name in classes]
     excused: list[tuple[str, str, str]] = []
-    visited: set[str] = set()
+    visited: set[tuple[str, str]] = set()
     while plain or excused:  # excused calls last: one call that is not excused decides
         owner, method, excuse = (plain or excused).pop(0)
-        members = [(f"{name}.", classes[name].body) for name in linearised(owner, bases)] or [
-            ("", filter(None, [nodes.get(method)]))
-        ]
-        name, function = _find(members, method)
-        if function is None or name in visited:
+        found = next(((of, method) for of in linearised(owner, bases) or [""] if (of, method) in functions), None)
+        if found is None or found in visited:
             continue
-        visited.add(name)
-        yield name, function, excuse
-        for part, why in parts(function, excuse):
+        visited.add(found)
+        yield ".".join(filter(None, found)), functions[found], excuse
+        for part, why in parts(functions[found], excuse):
             for call in calls(part):
                 named = [("", call.func.id)] if isinstance(call.func, ast.Name) else []
                 handed = (own_attribute(given) for given in (call.func, *call.args))  # an op may call its arguments
                 named += [(owner, attribute) for attribute in handed if attribute is not None]
                 (excused if why else plain).extend((*owner_and_name, why) for owner_and_name in named)
-
-
-def _find(members: Iterable[tuple[str, Iterable[ast.stmt]]], name: str) -> tuple[str, FunctionNode | None]:
-    """The first function of that name, after its name with the class in front; ("", None) if there is none."""
-    found = (
-        (f"{owner}{name}", node)
-        for owner, nodes in members
-        for node in nodes
-        if isinstance(node, FunctionNode) and node.name == name
-    )
-    return next(found, ("", None))
 
 
 class Test(ast.Expression):

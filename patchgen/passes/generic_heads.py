@@ -78,10 +78,9 @@ class GenericHeads(SitePass):
         written = origin.block(name)
         builds = _auto_builds(origin, generic)
         _require_plain(written, builds, node)
-        if clash := next(
-            (n for n in sorted(references(written.node)) if origin.has(n) and _defines(anatomy, n)), None
-        ):
-            raise Missed(f"{clash} of {package}, for which this file has another", node)
+        defined = anatomy.functions.keys() | anatomy.classes.keys()
+        if clashes := sorted(filter(origin.has, references(written.node) & defined)):
+            raise Missed(f"{clashes[0]} of {package}, for which this file has another", node)
         if above := next((member for member in node.body if "super()" in ast.unparse(member)), None):
             raise Missed(f"no member that calls {written.name}'s by super()", above)
         build = builds[0]
@@ -91,20 +90,13 @@ class GenericHeads(SitePass):
             raise Missed(f"{ast.unparse(build)} to build a class of this file", f"it builds {target}")
         attribute = ast.literal_eval(plain_assignments((*written.members, *node.body))[PREFIX])
         local = Editor(_local(written, f"self.{attribute}", ast.unparse(build), target))
-        defined_names, editor = {name for member in node.body for name in bound_names(member)}, Editor(block)
-        first, *inherited_members = [
-            member for member in _members(local.block) if not defined_names & set(bound_names(member))
-        ]
-        bases = [
-            editor.code(base) for base in getattr(block.node, "bases", ()) if anatomy.names.resolve(base) != generic
-        ]
-        editor.set_bases(bases)
-        code = [editor.code(member, whole=True) for member in _members(block)]
-        code += [
-            f"# {self.mark}\n{local.code(first)}",
-            *(local.code(member, whole=True) for member in inherited_members),
-        ]
-        editor.fill("\n".join(code))
+        bound, editor = {name for member in node.body for name in bound_names(member)}, Editor(block)
+        first, *others = (member for member in _members(local.block) if bound.isdisjoint(bound_names(member)))
+        bases = getattr(block.node, "bases", ())
+        editor.set_bases([editor.code(base) for base in bases if anatomy.names.resolve(base) != generic])
+        own = [editor.code(member, whole=True) for member in _members(block)]
+        inherited = [f"# {self.mark}\n{local.code(first)}", *(local.code(member, whole=True) for member in others)]
+        editor.fill("\n".join([*own, *inherited]))
         return Rewritten(editor.result, f"{written.name}'s code around {target}")
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
@@ -133,10 +125,6 @@ def _require_plain(written: Block, builds: list[ast.Call], head: ast.ClassDef) -
         raise Missed("a generic class that builds its model once", builds[-1])
     if PREFIX not in plain_assignments((*written.members, *head.body)):
         raise Missed(f"a generic class with `{PREFIX}`", node)
-
-
-def _defines(anatomy: Anatomy, name: str) -> bool:
-    return name in anatomy.functions or name in anatomy.classes
 
 
 def generic_base(anatomy: Anatomy, name: str) -> str | None:

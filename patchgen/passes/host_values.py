@@ -9,13 +9,7 @@ from collections.abc import Iterable, Sequence
 import libcst as cst
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import (
-    ClassInfo,
-    FunctionNode,
-    calls,
-    dotted,
-    mentions,
-)
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, mentions
 from patchgen.anatomy.media import handed_sizes
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.sizes import listed_sizes, modality_of, of_another_formula
@@ -65,18 +59,15 @@ class HostValues(SitePass):
             return AlreadyDone("takes no keyword arguments: nothing can be handed in")
         modality, prefix = modality_of(name), _prefix(anatomy, method)
         if prefix not in (None, modality):
-            raise LeftAlone(
-                f"{site.name}: upstream's decorator hands it what belongs to {prefix}; it reads sizes itself"
-            )
+            why = f"upstream's decorator hands it what belongs to {prefix}; it reads sizes itself"
+            raise LeftAlone(f"{site.name}: {why}")
         if other := of_another_formula(anatomy, site.block, method):
             raise LeftAlone(f"{site.name}: {other}")
         if user := _of_several(anatomy, name):
             raise LeftAlone(f"{site.name}: {user} calls it for several media; it reads the sizes of each itself")
         keys = {variable: variable if prefix else f"{modality}_{variable}" for variable in listed}
-        if occupied_keys := [key for variable, key in keys.items() if not _is_free(method, variable, key)]:
-            raise LeftAlone(
-                f"{site.name}: {', '.join(occupied_keys)} has another meaning in it; it reads sizes itself"
-            )
+        if occupied := ", ".join(key for variable, key in keys.items() if not _is_free(method, variable, key)):
+            raise LeftAlone(f"{site.name}: {occupied} has another meaning in it; it reads sizes itself")
 
         editor = Editor(block, self.mark)
         function = editor.function(name)
@@ -88,11 +79,8 @@ class HostValues(SitePass):
             editor.mark(statement)
         # A caller of another modality renames its sizes to those of this method.
         for other, kwargs in _callers(anatomy, anatomy.classes[site.block], name).items():
-            other_modality = modality_of(other)
-            pairs = [
-                f'{kwargs}["{modality}_{variable_name}"] = {kwargs}.pop("{other_modality}_{variable_name}", None)'
-                for variable_name in listed
-            ]
+            theirs = modality_of(other)
+            pairs = [f'{kwargs}["{modality}_{one}"] = {kwargs}.pop("{theirs}_{one}", None)' for one in listed]
             editor.at_start(editor.function(other), "\n".join(pairs))
         handed = ", ".join(f"{modality}_{variable}" for variable in keys)
         return Rewritten(editor.result, f"taken from {handed} where handed in")
@@ -141,10 +129,10 @@ def _prefix(anatomy: Anatomy, method: FunctionNode) -> str | None:
     for call in (d for d in method.decorator_list if isinstance(d, ast.Call)):
         if not anatomy.names.is_upstream(call, FILTER):
             continue
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        return next(
-            (value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, str)), ""
+        given = (
+            getattr(value, "value", None) for value in (*call.args, *(keyword.value for keyword in call.keywords))
         )
+        return next((value for value in given if isinstance(value, str)), "")
     return None
 
 

@@ -49,15 +49,13 @@ class MaxSeqlen(SitePass):
             return AlreadyDone(f"{' and '.join(names)} outside of loops, with the value that is handed in")
         kwargs = f", {forward.args.kwarg.arg}" if forward.args.kwarg else ""
         editor, replaced = Editor(block, self.mark), 0
+        forms = {f"({name}[1:] - {name}[:-1]).max()": name for name in BOUNDS}
         for node in ast.walk(editor.function("forward")):
             match node:
-                case ast.Assign([ast.Name()], value):
-                    code = ast.unparse(value).removesuffix(".item()")
-                    for name in BOUNDS:
-                        if code == f"({name}[1:] - {name}[:-1]).max()":
-                            editor.mark(node)
-                            editor.instead(value, f"ops.max_seqlen({name}{kwargs})")
-                            replaced += 1
+                case ast.Assign([ast.Name()], value) if name := forms.get(ast.unparse(value).removesuffix(".item()")):
+                    editor.mark(node)
+                    editor.instead(value, f"ops.max_seqlen({name}{kwargs})")
+                    replaced += 1
         if replaced != len(longest):
             raise Missed("max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()", longest[0])
         return Rewritten(editor.result, "once per forward")

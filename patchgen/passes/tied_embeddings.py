@@ -47,14 +47,12 @@ class TiedEmbeddings(SitePass):
 
         editor = Editor(block, self.mark)
         init = editor.function("__init__")
-        after = next((node for node in init.body if any(ast.unparse(c.func) == _SUPER for c in calls(node))), None)
+        supers = (node for node in init.body if any(ast.unparse(c.func) == "super().__init__" for c in calls(node)))
+        after = next(supers, None)
         if after is None:
             raise Missed("super().__init__(config)", init)
         editor.below(after, "self.config.tie_word_embeddings = False")
         return Rewritten(editor.result, "no output embeddings to tie")
-
-
-_SUPER = "super().__init__"
 
 
 def _output_projection(anatomy: Anatomy, name: str) -> str | None:
