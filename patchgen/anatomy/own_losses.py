@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from patchgen.anatomy.classes import (
     FunctionNode,
@@ -37,41 +37,48 @@ CUT_MASK = re.compile(r"(?P<name>\w+)\[:, -(\((?P<logits>\w+)\.shape\[1\] - 1\)|
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """A cross entropy that was read.
-
-    Attributes:
-        loss, logits, labels: their names.
-        form: `ALIGNED` or `SHIFTED`.
-        vocab_size: V as source; "None" for the width of the logits.
-        mask: the name of the mask of the tokens that count; "" where all do.
-        upcast: whether the statements cast the logits to fp32 under their own name.
-        bound: the other names that the statements bind.
-    """
+    """A cross entropy that was read, by the names of its loss, logits and labels."""
 
     loss: str
     logits: str
     labels: str
-    form: str
-    vocab_size: str
-    mask: str
-    upcast: bool
-    bound: frozenset[str]
+    form: str  # `ALIGNED` or `SHIFTED`
+    vocab_size: str  # V as source; "None" for the width of the logits
+    mask: str  # the name of the mask of the tokens that count; "" where all do
+    upcast: bool  # whether the statements cast the logits to fp32 under their own name
+    bound: frozenset[str]  # the other names that the statements bind
 
 
 def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[str]) -> OwnLoss | None:
     """The cross entropy that the last statement of `body` assigns; None where it is not known to be one of these forms."""
-    names: dict[str, ast.expr] = {}
-    if not body or not _follow(body, names):
+    choice = next((node for node in body if isinstance(node, ast.If)), None)
+    if choice is None:
+        found = _read(body, anatomy, local)
+        return found if found is not None and not found.mask else None
+    place, sides = body.index(choice), (choice.body, choice.orelse)
+    masked, plain = (_read([*body[:place], *side, *body[place + 1 :]], anatomy, local) for side in sides)
+    if masked is None or plain is None or ast.unparse(choice.test) != f"{masked.mask} is not None":
         return None
-    loss = getattr(body[-1].targets[0], "id", "") if isinstance(body[-1], ast.Assign) else ""
+    both = replace(masked, bound=masked.bound | plain.bound)
+    return both if choice.orelse and replace(plain, mask=masked.mask, bound=both.bound) == both else None
+
+
+def _read(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[str]) -> OwnLoss | None:
+    """The same of assignments alone, of the tokens that a mask keeps too."""
+    names, loss = dict[str, ast.expr](), ""
+    for node in body:
+        match node:
+            case ast.Assign([ast.Name(loss)], value):
+                names[loss] = inlined(value, names)
+            case _:
+                return None
     operands = _operands(names.get(loss), anatomy, local)
     if operands is None:
         return None
-    logits, size = _flat(operands[0], 2)
-    labels, _ = _flat(operands[1], 1)
+    (logits, size), (labels, flattened) = _flat(operands[0], 2), _flat(operands[1], 1)
     upcast = next((name for name, value in names.items() if ast.unparse(value) == f"{name}.float()"), "")
-    texts = [ast.unparse(one).replace(f"{upcast}.float()", upcast or ".float()") for one in (*logits, *labels)]
-    found = _tokens(texts[: len(logits)], texts[len(logits) :])
+    texts = [ast.unparse(one).replace(f"{upcast}.float()", upcast or ".float()") for one in (logits, labels)]
+    found = _tokens(*texts) if size and flattened else None
     if found is None or (upcast and upcast != found[0]):
         return None
     name, target, form, mask = found
@@ -82,28 +89,6 @@ def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[s
     if not is_known or {name, target, mask} & bound or not _is_unchanged(names.get(target), target):
         return None
     return OwnLoss(loss, name, target, form, size, mask, bool(upcast), bound)
-
-
-def _follow(body: Sequence[ast.stmt], names: dict[str, ast.expr]) -> bool:
-    """Stores the inlined value of each assigned name in `names`; False at a statement that is not understood."""
-    for node in body:
-        match node:
-            case ast.Assign([ast.Name(name)], value):
-                names[name] = inlined(value, names)
-            case ast.If(test, then, [_, *_] as orelse):
-                sides = [dict(names), dict(names)]
-                if not _follow(then, sides[0]) or not _follow(orelse, sides[1]):
-                    return False
-                asked = inlined(test, names)
-                for name in sides[0].keys() & sides[1].keys():
-                    one, other = (side[name] for side in sides)
-                    is_same = ast.unparse(one) == ast.unparse(other)
-                    names[name] = one if is_same else ast.IfExp(asked, one, other)
-                for name in sides[0].keys() ^ sides[1].keys():
-                    names[name] = ast.Name("")  # bound in one branch only
-            case _:
-                return False
-    return True
 
 
 def _operands(value: ast.expr | None, anatomy: Anatomy, local: Container[str]) -> list[ast.expr] | None:
@@ -121,28 +106,21 @@ def _operands(value: ast.expr | None, anatomy: Anatomy, local: Container[str]) -
     return [logits, labels] if is_plain and anatomy.names.resolve(function, local) == known else None
 
 
-def _flat(node: ast.expr, dimensions: int) -> tuple[list[ast.expr], str]:
-    """Strips reshapes to `dimensions`, moves to a device and `contiguous()` off an expression.
-
-    Returns:
-        What is left, of a choice `a if mask is not None else b` the condition and both sides, empty where nothing flattens
-        it (with `dimensions` 0 nothing has to); and the size of the last dimension as source.
-    """
-    size, flattened = "", False
+def _flat(node: ast.expr, dimensions: int = 0) -> tuple[ast.expr, str]:
+    """An expression without reshapes to `dimensions`, moves to a device and `contiguous()`, and the size of the last
+    dimension after a reshape as source; "" without one."""
+    size = ""
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.keywords:
         given = [ast.unparse(one) for one in node.args]
         is_view = node.func.attr in ("view", "reshape") and len(given) == dimensions and given[:1] == ["-1"]
         is_view |= node.func.attr == "flatten" and given == ([] if dimensions == 1 else ["0", "1"])
         is_moved = node.func.attr == "to" and len(given) == 1 and getattr(node.args[0], "attr", "") == "device"
-        if is_view and not flattened:
-            flattened, size = True, "None" if node.func.attr == "flatten" else given[-1]
+        if is_view and not size:
+            size = "None" if node.func.attr == "flatten" else given[-1]
         elif not is_moved and not (node.func.attr == "contiguous" and not given):
             break
         node = node.func.value
-    if isinstance(node, ast.IfExp):
-        sides = [_flat(side, 0)[0] for side in (node.body, node.orelse)]
-        return [one for one in (node.test, *sides[0], *sides[1]) if flattened], size
-    return [node] if flattened or not dimensions else [], size
+    return node, size
 
 
 def _is_width(size: str, logits: str) -> bool:
@@ -157,8 +135,6 @@ def _is_width(size: str, logits: str) -> bool:
 def _is_of_tokens(tensor: ast.expr, logits: str) -> bool:
     """Whether a tensor is the logits of all tokens, of all but the last, or of the tokens that a mask keeps."""
     match tensor:
-        case ast.IfExp(_, one, other):
-            return _is_of_tokens(one, logits) and _is_of_tokens(other, logits)
         case ast.Call(ast.Attribute(of, "contiguous" | "float" | "to")) | ast.Subscript(of, ast.Compare()):
             return _is_of_tokens(of, logits)
         case ast.Subscript(of, place) if WITHOUT_LAST.fullmatch(ast.unparse(ast.Subscript(ast.Name(logits), place))):
@@ -167,31 +143,29 @@ def _is_of_tokens(tensor: ast.expr, logits: str) -> bool:
             return isinstance(tensor, ast.Name) and tensor.id == logits
 
 
-def _tokens(logits: list[str], labels: list[str]) -> tuple[str, str, str, str] | None:
-    """The names of logits and labels, the form, and the name of the mask, from the parts of `_flat`; None if unknown."""
-    match logits, labels:
-        case [str(one)], [str(other)]:
-            if one.isidentifier() and other.isidentifier():
-                return one, other, ALIGNED, ""
-            first, second = WITHOUT_LAST.fullmatch(one), WITHOUT_FIRST.fullmatch(other)
-            return (first["name"], second["name"], SHIFTED, "") if first and second else None
-        case [str(asked), str(kept), str(one)], [str(same), str(chosen), str(other)] if asked == same:
-            name, label, form, _ = _tokens([one], [other]) or ("", "", "", "")
-            mask = _mask(kept, one, name)
-            is_known = form == SHIFTED and mask and mask == _mask(chosen, other, name)
-            return (name, label, form, mask) if is_known and asked == f"{mask} is not None" else None
+def _tokens(logits: str, labels: str) -> tuple[str, str, str, str] | None:
+    """The names of logits and labels, the form, and the name of the mask, from logits and labels as source; None if unknown."""
+    if logits.isidentifier() and labels.isidentifier():
+        return logits, labels, ALIGNED, ""
+    first, second = WITHOUT_LAST.fullmatch(logits), WITHOUT_FIRST.fullmatch(labels)
+    if first and second:
+        return first["name"], second["name"], SHIFTED, ""
+    match ast.parse(logits, mode="eval").body, ast.parse(labels, mode="eval").body:
+        case ast.Subscript(cut, kept), ast.Subscript(targets, chosen):
+            known = _tokens(ast.unparse(cut), ast.unparse(targets))
+            mask = _mask(kept, known[0]) if known else ""
+            if known and known[2:] == (SHIFTED, "") and mask and mask == _mask(chosen, known[0]):
+                return (*known[:3], mask)
         case _:
-            return None
+            pass
+    return None
 
 
-def _mask(kept: str, cut: str, logits: str) -> str:
-    """The name of the mask in `cut[mask[..., 1:] != 0]`; "" for any other expression."""
-    node = ast.parse(kept, mode="eval").body
-    if not isinstance(node, ast.Subscript) or ast.unparse(node.value) != cut:
-        return ""
-    match node.slice:
+def _mask(kept: ast.expr, logits: str) -> str:
+    """The name of the mask in `mask[..., 1:] != 0`; "" for any other expression."""
+    match kept:
         case ast.Compare(left, [ast.NotEq()], [ast.Constant(0)]):
-            text = ast.unparse(_flat(left, 0)[0][0])
+            text = ast.unparse(_flat(left)[0])
             plain, cropped = WITHOUT_FIRST.fullmatch(text), CUT_MASK.fullmatch(text)
             if cropped and cropped["logits"] != logits and not WITHOUT_LAST.fullmatch(cropped["cut"] or "-"):
                 return ""
@@ -203,7 +177,7 @@ def _mask(kept: str, cut: str, logits: str) -> str:
 
 def _is_unchanged(value: ast.expr | None, name: str) -> bool:
     """Whether a name still holds the same values, perhaps on another device."""
-    return value is None or [ast.unparse(one) for one in _flat(value, 0)[0]] == [name]
+    return value is None or ast.unparse(_flat(value)[0]) == name
 
 
 def handed_on(forward: FunctionNode) -> ast.Call | None:
