@@ -20,6 +20,7 @@ from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 
 POSITIONS = "position_ids"
+STACKED = (f"{POSITIONS}.ndim == 3", f"{POSITIONS}.shape[0] == 4")  # tests for one row of positions per dimension
 
 
 def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
@@ -43,28 +44,28 @@ def counts_default(anatomy: Anatomy, forward: FunctionNode) -> bool:
             if POSITIONS in values and not _is_arange(anatomy, forward, _without_reshapes(values[POSITIONS])):
                 return False
             known |= {node for statement in branch.body for node in walk(statement)}
-        is_stack = test.startswith((f"{POSITIONS}.ndim == 3", f"{POSITIONS}.shape[0] == 4"))
-        for node in branch.body:
-            match node:
-                case ast.Assign([ast.Name(name) as target], ast.Subscript(ast.Name(of))) if name == of == POSITIONS:
-                    known |= {target} if is_stack else set()  # rows of [4, B, S]
-                case ast.Assign([ast.Name(name) as target], ast.Call(_, [ast.List([cached, ast.Name(of)])])):
-                    behind = name == of == POSITIONS and test == f"{ast.unparse(cached)} is not None"
-                    known |= {target} if behind else set()  # joins on to the positions of an earlier call
-    for node in nodes:
-        match node:
-            case ast.Assign([ast.Name(name) as target], value):
-                if (
-                    name == POSITIONS
-                    and isinstance(base := _without_reshapes(value), ast.Name)
-                    and base.id == POSITIONS
-                ):
-                    known.add(target)
-    changed: list[ast.AST] = [
-        node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) and node not in known
-    ]
-    changed += [call.func for call in calls(forward) if is_in_place(call.func)]
-    return all(base_name(node) != POSITIONS for node in changed)
+        known |= {target for node in branch.body if (target := _kept(node, test))}
+    known |= {target for node in nodes if (target := _kept(node))}
+    written = [n for n in nodes if isinstance(getattr(n, "ctx", None), ast.Store | ast.Del) and n not in known]
+    written += [call.func for call in calls(forward) if is_in_place(call.func)]
+    return all(base_name(node) != POSITIONS for node in written)
+
+
+def _kept(node: ast.AST, test: str = "") -> ast.Name | None:
+    """The target of an assignment to the positions that, where this test holds, keeps how they count: a reshape, a choice of
+    rows of [4, B, S], or joining on to the positions of an earlier call."""
+    match node:
+        case ast.Assign([ast.Name(name) as target], ast.Subscript(of)) if test.startswith(STACKED):
+            pass
+        case ast.Assign([ast.Name(name) as target], ast.Call(_, [ast.List([cached, of])])) if (
+            test == f"{ast.unparse(cached)} is not None"
+        ):
+            pass
+        case ast.Assign([ast.Name(name) as target], value):
+            of = _without_reshapes(value)
+        case _:
+            return None
+    return target if name == POSITIONS and isinstance(of, ast.Name) and of.id == POSITIONS else None
 
 
 def _with_one_name(forward: FunctionNode) -> FunctionNode:
