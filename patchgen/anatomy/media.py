@@ -72,14 +72,12 @@ def _beside_tokens(forward: FunctionNode) -> list[str]:
     return [media for media in MEDIA if media in parameters and parameters & TOKENS]
 
 
-def fused_media(anatomy: Anatomy, name: str) -> list[str]:
-    """The media that a model's forward passes to `get_<modality>_features`, to fuse the features with its text."""
-    return [media for media, callees in takes_media(anatomy, name).items() if any(map(FEATURE_METHODS.match, callees))]
-
-
-def requires(anatomy: Anatomy, name: str, media: str) -> bool:
-    """Whether the media parameter of a model's forward has no default, so that no batch of any rank lacks it."""
-    return media not in defaults_of(anatomy.classes[name].methods["forward"])
+def optional_media(anatomy: Anatomy, name: str) -> list[str]:
+    """The media that a model's forward passes to `get_<modality>_features`, to fuse the features with its text, and that have a
+    default: without one, no batch of any rank lacks them."""
+    taken = takes_media(anatomy, name)
+    fused = [media for media, callees in taken.items() if any(map(FEATURE_METHODS.match, callees))]
+    return [media for media in fused if media in defaults_of(anatomy.classes[name].methods["forward"])]
 
 
 def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> list[str]:
@@ -129,9 +127,8 @@ def feature_calls(body: Sequence[ast.stmt]) -> list[FeatureCall]:
             plain = [given.id for given in call.args if isinstance(given, ast.Name)]
             starred = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]
             grid = plain[1] if len(plain) == len(call.args) == 2 and plain[0] == media else None
-            calls_found.append(
-                FeatureCall(position, match[0], match[1], media, grid, f"**{starred[0]}" if starred else None)
-            )
+            kwargs = f"**{starred[0]}" if starred else None
+            calls_found.append(FeatureCall(position, match[0], match[1], media, grid, kwargs))
     return calls_found
 
 

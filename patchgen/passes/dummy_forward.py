@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from patchgen.anatomy import Anatomy, ClassInfo
 from patchgen.anatomy.classes import stored
 from patchgen.anatomy.embeddings import Embeddings, entered
-from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
+from patchgen.anatomy.media import FeatureCall, feature_calls, optional_media, same_features, takes_media
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor
 from patchgen.source import Block, Module
@@ -41,7 +41,7 @@ class DummyForward(SitePass):
     )
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
-        media = _optional(anatomy, info.name)
+        media = optional_media(anatomy, info.name)
         return f"hands {', '.join(media)} to a tower" if media else ""
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
@@ -51,11 +51,11 @@ class DummyForward(SitePass):
             "every rank must hold it"
             for info in anatomy.still_in(module)
             for media, callees in takes_media(anatomy, info.name).items()
-            if callees and media not in _optional(anatomy, info.name)
+            if callees and media not in optional_media(anatomy, info.name)
         ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        optional = _optional(anatomy, site.block)
+        optional = optional_media(anatomy, site.block)
         editor, above, served = Editor(block, self.mark), list[str](), list[str]()
         forward = editor.function("forward")
         media_calls = [call for call in feature_calls(forward.body) if call.media in optional]
@@ -90,11 +90,6 @@ class DummyForward(SitePass):
         if not served:
             raise Missed(f"a call of get_<modality>_features with {', '.join(optional)}", block.text[-400:])
         return Rewritten(editor.result, f"a minimal input where there is none: {', '.join(served)}")
-
-
-def _optional(anatomy: Anatomy, name: str) -> list[str]:
-    """The media that a model fuses with its text and that its forward does not require."""
-    return [media for media in fused_media(anatomy, name) if not requires(anatomy, name, media)]
 
 
 def _joint(

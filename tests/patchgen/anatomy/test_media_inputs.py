@@ -7,7 +7,7 @@ import ast
 import pytest
 from generation_cases import anatomy_of
 
-from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
+from patchgen.anatomy.media import FeatureCall, feature_calls, optional_media, same_features, takes_media
 
 FILE = """
 from torch import nn
@@ -70,16 +70,11 @@ def test_who_gets_the_media_of_a_model_that_takes_tokens_too():
     }
     assert takes_media(ANATOMY, "Outer") == {"pixel_values": [], "input_features": ["other"]}
     assert takes_media(ANATOMY, "Tower") == takes_media(ANATOMY, "Plain") == {}
-    assert fused_media(ANATOMY, "Inner") == ["pixel_values", "pixel_values_videos"]
-    assert fused_media(ANATOMY, "Outer") == []
 
 
-def test_media_without_a_default_are_required():
-    def required(name: str) -> list[bool]:
-        return [requires(ANATOMY, name, one) for one in ("pixel_values", "pixel_values_videos", "input_features")]
-
-    assert required("Inner") == [True, False, True]
-    assert required("Outer") == [False, True, False]
+def test_media_that_are_fused_are_optional_if_they_have_a_default():
+    assert optional_media(ANATOMY, "Inner") == ["pixel_values_videos"]  # pixel_values has none
+    assert optional_media(ANATOMY, "Outer") == []  # has other media, which it does not fuse
 
 
 @pytest.mark.parametrize(
