@@ -17,12 +17,12 @@ from patchgen.anatomy.classes import (
     own_attribute,
     parameter_names,
     stored,
-    targets,
     walk,
 )
 from patchgen.anatomy.flow import LINEAR, NONE, Flow, Marks, handed
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.known import POINTWISE, buffers
+from patchgen.anatomy.state_changes import value_pairs
 
 TABLE = "torch.nn.Embedding"
 GETTER = "get_input_embeddings"  # transformers' method of every model
@@ -45,9 +45,8 @@ class Embeddings(Flow):
         nodes = [n for s in before for n in walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
         last = {n.id: (n.lineno, n.col_offset) for n in sorted(nodes, key=lambda n: (n.lineno, n.col_offset))}
         bound = sorted(is_bound & last.keys(), key=lambda name: last[name])
-        embedded, mapped = (
-            [n for n in bound if mark in self.values.get(n, NONE)] for mark in (self.EMBEDDED, self.MAPPED)
-        )
+        marks = (self.EMBEDDED, self.MAPPED)
+        embedded, mapped = ([n for n in bound if mark in self.values.get(n, NONE)] for mark in marks)
         return embedded or mapped
 
     def operation(self, name: str, operands: Sequence[Marks]) -> Marks:
@@ -169,27 +168,18 @@ def entered(names: Sequence[str], method: str, statements: Sequence[ast.stmt]) -
 
     for _ in changes:  # enough rounds for any chain of assignments
         features |= {name for bound, node in changes if reads_features(node) for name in bound}
-    into = {
-        name
-        for bound, node in changes
-        for name in bound
-        if (isinstance(node, ast.AugAssign) or name in loaded(node)) and reads_features(node, name)
-    }
+    adding = [(name, node) for bound, node in changes for name in bound if reads_features(node, name)]
+    into = {name for name, node in adding if isinstance(node, ast.AugAssign) or name in loaded(node)}
     return [name for name in read_names if name in into]
 
 
 def _changed(node: ast.AST) -> set[str]:
     """The names that an assignment, a loop or an in-place operation binds or changes."""
+    changed = {base_name(target) for target, _ in value_pairs(node)}
     match node:
-        case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr():
-            bound = targets(node)
-        case ast.For(target):
-            bound = [target]
         case ast.Expr(ast.Call(function)) if is_in_place(function):
-            bound = [function]
-        case _:
-            bound = []
-    return {base_name(part) for target in bound for part in getattr(target, "elts", [target])} - {""}
+            changed.add(base_name(function))
+    return changed - {""}
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:

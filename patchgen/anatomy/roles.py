@@ -158,10 +158,9 @@ def _mlp(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None
     """The product `self.act(self.gate(x)) * self.up(x)`."""
     for node in walk(forward):
         match node:
-            case ast.BinOp(
-                left=ast.Call(func=act, args=[ast.Call(func=gate)]), op=ast.Mult(), right=ast.Call(func=up)
-            ) if all(dotted(function).startswith("self.") for function in (act, gate, up)):
-                return "forward is down(act(gate(x)) * up(x))"
+            case ast.BinOp(ast.Call(act, [ast.Call(gate)]), ast.Mult(), ast.Call(up)):
+                if all(dotted(function).startswith("self.") for function in (act, gate, up)):
+                    return "forward is down(act(gate(x)) * up(x))"
     return None
 
 
@@ -397,9 +396,8 @@ def _choices(anatomy: Anatomy, info: ClassInfo) -> Iterator[str]:
         subscripts = [node for node in walk(method) if isinstance(node, ast.Subscript)]
         fixed = ast.Constant | ast.Slice | ast.Tuple
         chosen = {own_attribute(node.value) for node in subscripts if not isinstance(node.slice, fixed)}
-        yield from (
-            f"chooses among the slices of self.{name}" for name in stack_shapes(anatomy, info) if name in chosen
-        )
+        stacks = (name for name in stack_shapes(anatomy, info) if name in chosen)
+        yield from (f"chooses among the slices of self.{name}" for name in stacks)
         for loop in (node for node in walk(method) if isinstance(node, ast.For)):
             looped = lists.intersection(map(own_attribute, walk(loop)))
             if looped and SUMS & anatomy.names.operations(loop):

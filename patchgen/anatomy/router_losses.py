@@ -61,9 +61,9 @@ def require_given(call: ast.Call, loss: FunctionNode, method: FunctionNode, owne
     given = arguments(call, parameter_names(loss))
     logits, mask = given.pop(LOGITS, None), given.pop(MASK, None)
     match logits:  # `outputs.router_logits if return_dict else outputs[-1]`
-        case ast.IfExp(
-            ast.Name("return_dict"), ast.Attribute(ast.Name(one)) as named, ast.Subscript(ast.Name(two))
-        ) if one == two:
+        case ast.IfExp(ast.Name("return_dict"), ast.Attribute(ast.Name(a)) as named, ast.Subscript(ast.Name(b))) if (
+            a == b
+        ):
             logits = named
     simple = [node for node in walk(method) if isinstance(node, ast.stmt) and not is_compound(node)]
     model = getattr(getattr(logits, "value", None), "id", "")
@@ -84,7 +84,6 @@ def other_uses(module: Module, losses: Collection[str]) -> Iterator[str]:
     for block in module:
         called = [call for call in calls(block.node) if isinstance(block.node, ast.ClassDef)]
         known = {id(next(iter(call.args), None) if ast.unparse(call.func) == SHARES else call.func) for call in called}
-        names = (node for node in walk(block.node) if isinstance(node, ast.Name) and node.id in losses)
-        yield from (
-            f"line {block.line} on names {name.id} and does not call it" for name in names if id(name) not in known
-        )
+        for node in walk(block.node):
+            if isinstance(node, ast.Name) and node.id in losses and id(node) not in known:
+                yield f"line {block.line} on names {node.id} and does not call it"

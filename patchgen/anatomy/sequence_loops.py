@@ -219,32 +219,28 @@ def _changed_and_read(
         match node:
             case ast.Subscript(part, index, ast.Load()) if places.get(_name(part)) == {ast.unparse(index)}:
                 own_reads.add(part)
-    read = {
-        _name(node) for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load) and node not in own_reads
-    }
+    read = _names(ast.Load, *body, without=own_reads)
     found = {name for name in places if name in read or (name in added_to and "" in places[name])}
     return {same for name in found for same in shared.get(name, {name})}
 
 
 def _read_before_stored(body: Sequence[ast.stmt]) -> set[str]:
     """The names that a step reads with the value that the step before left."""
-    read: set[str] = set()
-    written: set[str] = set()
+    read, written = set[str](), set[str]()
     for statement in body:
+        bound = _names(ast.Store, statement)
         match statement:
             case ast.With(items, inside):
-                read |= (_names(ast.Load, *items) | _read_before_stored(inside)) - written
-                written |= _names(ast.Store, statement)
-            case ast.If(test, inside, orelse):
-                read |= (_names(ast.Load, test) | _read_before_stored(inside) | _read_before_stored(orelse)) - written
-                written |= _names(ast.Store, *inside) & _names(ast.Store, *orelse)
+                found = _names(ast.Load, *items) | _read_before_stored(inside)
+            case ast.If(header, inside, orelse):
+                found = _names(ast.Load, header) | _read_before_stored(inside) | _read_before_stored(orelse)
+                bound = _names(ast.Store, *inside) & _names(ast.Store, *orelse)
             case ast.For(_, header, inside, orelse) | ast.While(header, inside, orelse):
-                read |= (
-                    _names(ast.Load, header) | _read_before_stored(inside) | _read_before_stored(orelse)
-                ) - written
+                found = _names(ast.Load, header) | _read_before_stored(inside) | _read_before_stored(orelse)
+                bound = set[str]()
             case _:
-                additions = (node for node in walk(statement) if isinstance(node, ast.AugAssign))
-                added_to = _names(ast.Store, *(node.target for node in additions))
-                read |= (_names(ast.Load, statement) | added_to) - written
-                written |= _names(ast.Store, statement)
+                additions = (node.target for node in walk(statement) if isinstance(node, ast.AugAssign))
+                found = _names(ast.Load, statement) | _names(ast.Store, *additions)
+        read |= found - written
+        written |= bound
     return read

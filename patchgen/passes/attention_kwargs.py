@@ -74,10 +74,8 @@ class AttentionKwargs(SitePass):
         for statement in editor.function("forward").body:
             for call in (call for call in calls(statement) if own_attribute(call.func) in unfiltered):
                 if any(keyword.arg in PACKING for keyword in call.keywords):
-                    raise Missed(
-                        "a tower call without cu_seq_lens_q/k and max_length_q/k as explicit arguments",
-                        editor.code(call),
-                    )
+                    expected = "a tower call without cu_seq_lens_q/k and max_length_q/k as explicit arguments"
+                    raise Missed(expected, editor.code(call))
                 for starred in (keyword.value for keyword in call.keywords if keyword.arg is None):
                     editor.mark(statement)
                     editor.instead(starred, f"ops.tower_kwargs({editor.code(starred)})")

@@ -41,24 +41,22 @@ class DeepstackSP(SitePass):
         return f"fusion model that reads .{FEATURES}" if reads else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        editor, served = Editor(block, self.mark), 0
-        nodes = list(ast.walk(block.node))
-        reads = [node for node in nodes if isinstance(node, ast.Assign) and _name_of_levels(node)]
-        for body in (part for node in nodes for part in _branches(node)):
-            names: list[str] = []
-            for statement in body:
-                names += filter(None, [_name_of_levels(statement)])
-                scatter = next(filter(_is_scatter, calls(statement)), None)
-                if scatter is not None and names and not is_compound(statement):
-                    mask = editor.code(scatter.args[0])
-                    editor.below(statement, "\n".join(f"{name} = ops.local_levels({name}, {mask})" for name in names))
-                    served, names = served + len(names), []
-        if served != len(reads) or not reads:
-            raise Missed(
-                f"`name = ....{FEATURES}` in the block that scatters the features of the same mask",
-                editor.code(reads[0]) if reads else "",
-            )
-        return Rewritten(editor.result, f"{served} kinds of features")
+        editor = Editor(block, self.mark)
+        reads = [node for node in ast.walk(block.node) if isinstance(node, ast.Assign) and _name_of_levels(node)]
+        reduced: dict[ast.stmt, list[str]] = {}  # statement that scatters features -> what to insert below it
+        for read in reads:
+            siblings = editor.siblings(read)
+            below = (s for s in siblings[siblings.index(read) :] if not is_compound(s))
+            scatter = next(((s, call) for s in below for call in calls(s) if _is_scatter(call)), None)
+            if scatter is not None:
+                name, mask = _name_of_levels(read), editor.code(scatter[1].args[0])
+                reduced.setdefault(scatter[0], []).append(f"{name} = ops.local_levels({name}, {mask})")
+        if sum(map(len, reduced.values())) != len(reads) or not reads:
+            expected = f"`name = ....{FEATURES}` in the block that scatters the features of the same mask"
+            raise Missed(expected, editor.code(reads[0]) if reads else "")
+        for statement, lines in reduced.items():
+            editor.below(statement, "\n".join(lines))
+        return Rewritten(editor.result, f"{len(reads)} kinds of features")
 
 
 def _name_of_levels(node: ast.AST) -> str | None:
@@ -72,8 +70,3 @@ def _name_of_levels(node: ast.AST) -> str | None:
 
 def _is_scatter(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and call.func.attr == "masked_scatter"
-
-
-def _branches(node: ast.AST) -> list[list[ast.stmt]]:
-    """The statement lists `body` and `orelse` of a node, if it has them."""
-    return [part for field in ("body", "orelse") if isinstance(part := getattr(node, field, None), list)]

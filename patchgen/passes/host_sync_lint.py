@@ -62,9 +62,8 @@ def _syncs(anatomy: Anatomy, function: FunctionNode, excuse: str) -> Iterator[tu
     """
     for part, why in parts(function, excuse):
         for node in walk(part):
-            yield from (
-                (f"if {ast.unparse(t)}", why) for t in _tests(node) if SYNCING_TESTS & anatomy.names.operations(t)
-            )
+            read = (test for test in _tests(node) if SYNCING_TESTS & anatomy.names.operations(test))
+            yield from ((f"if {ast.unparse(test)}", why) for test in read)
             if isinstance(node, ast.Call) and _waits(anatomy, function, node):
                 yield ast.unparse(node), why
 

@@ -106,15 +106,11 @@ def _document(editor: Editor, anatomy: Anatomy, function: FunctionNode, names: I
 
 
 def _callers(anatomy: Anatomy, info: ClassInfo, name: str) -> dict[str, str]:
-    """Method of another modality that calls `name` with its `**kwargs` -> the name of these.
-
-    Without methods that upstream's prefix decorator wraps.
-    """
-    methods = {
-        other: method for other, method in info.methods.items() if other != name and not _prefix(anatomy, method)
-    }
-    handing = {other: m.args.kwarg for other, m in methods.items() if modality_of(other) and _times_handed_on(m, name)}
-    return {other: kwargs.arg for other, kwargs in handing.items() if kwargs is not None}
+    """Method of another modality that calls `name` with its `**kwargs`, and that upstream's prefix decorator does not wrap ->
+    the name of these."""
+    handing = {other: method for other, method in info.methods.items() if _times_handed_on(method, name)}
+    others = {other: method for other, method in handing.items() if other != name and modality_of(other)}
+    return {other: m.args.kwarg.arg for other, m in others.items() if m.args.kwarg and not _prefix(anatomy, m)}
 
 
 def _times_handed_on(method: FunctionNode, name: str) -> int:
@@ -129,10 +125,8 @@ def _prefix(anatomy: Anatomy, method: FunctionNode) -> str | None:
     for call in (d for d in method.decorator_list if isinstance(d, ast.Call)):
         if not anatomy.names.is_upstream(call, FILTER):
             continue
-        given = (
-            getattr(value, "value", None) for value in (*call.args, *(keyword.value for keyword in call.keywords))
-        )
-        return next((value for value in given if isinstance(value, str)), "")
+        given = (*call.args, *(keyword.value for keyword in call.keywords))
+        return next((text for one in given if isinstance(text := getattr(one, "value", None), str)), "")
     return None
 
 

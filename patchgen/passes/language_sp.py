@@ -93,9 +93,7 @@ class LanguageSP(SitePass):
         anchor = next((i for i, node in enumerate(forward.body) if uses_name(node, POSITIONS)), None)
         embedded_names = Embeddings(anatomy, info.name).above(forward, forward.body[:anchor])
         read = {*loaded(*forward.body[anchor:])}
-        embeddings = next(
-            (name for name in embedded_names if name in read), None
-        )  # any of them: only the shape is used
+        embeddings = next((name for name in embedded_names if name in read), None)  # any: only the shape is used
         if embeddings is None and {*TOKENS} <= {*takes}:  # positions are read above the embeddings: use the inputs
             embeddings = "inputs_embeds if input_ids is None else input_ids"
         if POSITIONS not in takes or anchor is None or embeddings is None:
@@ -123,6 +121,5 @@ def _knows_positions(anatomy: Anatomy, info: ClassInfo) -> bool:
     """Whether the forward calls a rotary embedding, or looks up positions that it computes in a table."""
     forward, counts = info.methods["forward"], Counts(anatomy, info.name)
     counts.run(forward)
-    return counts.found or bool(
-        {own_attribute(call.func) for call in calls(forward)} & _rotary_attributes(anatomy, info)
-    )
+    called = {own_attribute(call.func) for call in calls(forward)}
+    return counts.found or bool(called & _rotary_attributes(anatomy, info))

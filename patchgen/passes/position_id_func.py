@@ -64,9 +64,8 @@ class PositionIdFunc(SitePass):
         heavy = [name for name in names if _is_module(anatomy, site.block, name)]
         moving = [name for name in names if not _is_left_by_init(anatomy, site.block, name)]
         if heavy or moving:
-            raise Missed(
-                f"{SOURCE} that reads what `__init__` leaves: numbers and the config", f"self.{(heavy + moving)[0]}"
-            )
+            expected = f"{SOURCE} that reads what `__init__` leaves: numbers and the config"
+            raise Missed(expected, f"self.{(heavy + moving)[0]}")
         attributes = ", ".join(f"{name}=self.{name}" for name in names)
         code = f"{header}return ops.PositionIds(type(self), self.config, dict({attributes}))"
         return Rewritten(append_method(block, code, self.mark), f"takes along {', '.join(['config', *names])}")
@@ -88,7 +87,7 @@ def _call_with_other_positions(anatomy: Anatomy, name: str) -> ast.Call | None:
     for node in nodes:
         if (
             isinstance(node, ast.Assign)
-            and POSITIONS in {*stored(*node.targets)}
+            and POSITIONS in stored(*node.targets)
             and _computes(anatomy, name, node.value)
         ):
             return None

@@ -100,10 +100,8 @@ class RouterLoss(SitePass):
 
     def _take_means(self, block: Block, known: FunctionNode) -> Rewritten:
         factors = [node.id for node in ast.walk(next(calls(known.body[-2])).args[0]) if isinstance(node, ast.Name)]
-        editor = Editor(block, self.mark)
-        editor.above(
-            editor.function(known.name).body[-2], f"{', '.join(factors)} = ops.router_means({', '.join(factors)})"
-        )
+        editor, means = Editor(block, self.mark), ", ".join(factors)
+        editor.above(editor.function(known.name).body[-2], f"{means} = ops.router_means({means})")
         return Rewritten(editor.result, "means over what counts")
 
     def _pass_tokens(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:

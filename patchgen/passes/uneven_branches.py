@@ -24,6 +24,7 @@ from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, insert_first
 from patchgen.source import Block
 
+Run = tuple[list[str], str | None]  # the names that a call of a module assigns, and the module's attribute
 FORMS = {"bool", "reshape", "view", "flatten", "unsqueeze", "expand", "expand_as"}
 
 
@@ -116,17 +117,19 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
     passes all of x to the modules of `~m`: without tokens of m both compute the same. None if either does more."""
     masks, local = _masks(branch.body, name), local_names(forward)
     allocated, filled, states = set[str](), set[str](), set[str]()
-    inverted_calls: list[tuple[list[str], str | None]] = []
+    inverted_calls, others = list[Run](), list[Run]()
+
+    def sets_only(statement: ast.stmt, name: str) -> bool:
+        calls_own = any(base_name(call.func) == "self" for call in calls(statement))
+        return stored_names(statement, local) == {name} and not calls_own
+
     for statement in branch.body:
         match statement:
-            case ast.Assign([ast.Name(to)]) if to in masks and stored_names(statement, local) == {to}:
+            case ast.Assign([ast.Name(to)]) if to in masks and sets_only(statement, to):
                 continue
-            case ast.Assign([ast.Name(to)], ast.Call(maker)) if (
-                to not in filled
-                and (anatomy.names.resolve(maker) or "").removesuffix("_like") in MAKERS
-                and stored_names(statement, local) == {to}
-                and not _own_calls([statement])
-            ):
+            case ast.Assign([ast.Name(to)], ast.Call(maker)) if to not in filled and sets_only(statement, to):
+                if (anatomy.names.resolve(maker) or "").removesuffix("_like") not in MAKERS:
+                    return None
                 allocated.add(to)
             case ast.Assign([target], ast.Call(function, [given], [])) if own_attribute(function):
                 part, parts = _part(given, masks), [_part(to, masks) for to in _elements(target)]
@@ -139,25 +142,20 @@ def _states(forward: FunctionNode, branch: ast.If, name: str, anatomy: Anatomy) 
             case _:
                 return None
     (states_name,) = states if len(states) == 1 else ("",)
-    others: list[tuple[list[str], str | None]] = []
     for statement in branch.orelse:
         match statement:
             case ast.Assign([target], ast.Call(function, [ast.Name(given)], [])) if given == states_name:
                 others.append(([ast.unparse(to) for to in _elements(target)], own_attribute(function)))
-            case ast.Assign([ast.Name(to)], ast.Call(ast.Attribute(ast.Name(of), "reshape" | "view")) as value) if (
-                of == to and stored_names(statement, local) == {to} and not _own_calls([ast.Expr(value)])
-            ):
-                continue
+            case ast.Assign([ast.Name(to)], ast.Call(ast.Attribute(ast.Name(of), "reshape" | "view"))) if of == to:
+                if not sets_only(statement, to):
+                    return None
             case _:
                 return None
     elsewhere = Counter(loaded(forward)) - Counter(loaded(branch.test, *branch.body))
-    above = ast.Module([*forward.body[: forward.body.index(branch)], *branch.body], [])
-    is_handed = states_name in parameter_names(forward) and states_name not in stored(above)
-    return (
-        states_name
-        if is_handed and inverted_calls == others and allocated == filled and not masks & {*elsewhere}
-        else None
-    )
+    above = stored(*forward.body[: forward.body.index(branch)], *branch.body)
+    is_handed = states_name in parameter_names(forward) and states_name not in above
+    is_same = inverted_calls == others and allocated == filled
+    return states_name if is_handed and is_same and not masks & {*elsewhere} else None
 
 
 def _elements(target: ast.expr) -> list[ast.expr]:
@@ -172,7 +170,7 @@ def _masks(body: list[ast.stmt], name: str) -> set[str]:
             case ast.Assign([ast.Name(to)], value) if _reformed(value) in masks:
                 masks.add(to)
                 reshaped_masks.append(to)
-    changed = stored(ast.Module(body, []))
+    changed = stored(*body)
     return {mask for mask in masks if changed.count(mask) == reshaped_masks.count(mask)}
 
 
@@ -197,11 +195,6 @@ def _part(node: ast.expr | None, masks: set[str]) -> tuple[str, bool] | None:
         case ast.Subscript(ast.Name(name), ast.UnaryOp(ast.Invert(), ast.Name(mask))) if mask in masks:
             return name, True
     return None
-
-
-def _own_calls(body: list[ast.stmt]) -> list[ast.Call]:
-    """The calls of attributes and methods of self, which may run modules."""
-    return [call for statement in body for call in calls(statement) if base_name(call.func) == "self"]
 
 
 def _modules(body: list[ast.stmt], info: ClassInfo) -> set[str]:
