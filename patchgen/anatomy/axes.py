@@ -67,11 +67,8 @@ def integer(node: ast.AST | None) -> int | None:
 
 
 def axis_of(axes: Value, place: ast.expr | None, node: ast.AST) -> int:
-    """The index in `axes`, from 0, of the axis that code names by its position `place`, from the front or the back.
-
-    Raises:
-        Mixed: not a literal in range, or an unknown number of axes lies between that end and the axis.
-    """
+    """The index in `axes`, from 0, of the axis that code names by its position `place`, from the front or the back. Raises
+    `Mixed` if that is no literal in range, or an unknown number of axes lies between that end and the axis."""
     number = integer(place)
     if not is_tensor(axes) or number is None or not -len(axes) <= number < len(axes):
         raise Mixed(node)
@@ -166,13 +163,8 @@ def concatenated(parts: Value, along: ast.expr | None, node: ast.AST) -> str:
 
 
 def reshaped(axes: Value, sizes: Sequence[tuple[str, Value]], node: ast.AST) -> str:
-    """The axes after `view` or `reshape`: any axes may follow the rows, but only axes of size 1 precede them.
-
-    Args:
-        axes: those of the tensor.
-        sizes: the source and the value of each size.
-        node: the call.
-    """
+    """The axes after `view` or `reshape` to these sizes, each as source and value: any axes may follow the rows, but only axes
+    of size 1 precede them."""
     shape = "".join("1" if source == "1" else size if isinstance(size, Size) else "." for source, size in sizes)
     if not is_tensor(axes) or set(axes + shape) & set("*&~") or (axes + shape).count("r") != 2:
         raise Mixed(node)

@@ -45,13 +45,8 @@ ROLES = {Role.ROTARY: "positions", Role.ROUTER: "a router", Role.ATTENTION: "att
 
 
 def census(anatomy: Anatomy, heads: Iterable[str], hits: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Name -> the passes that rewrote it, or why it is left alone, in the order in which the names are reached.
-
-    Args:
-        anatomy: of the file.
-        heads: the classes where the path begins.
-        hits: class or function -> the passes that rewrote it, or found that upstream already does their work there.
-    """
+    """Name -> the passes that rewrote it, or why it is left alone, in the order in which the names are reached from the heads.
+    `hits`: class or function -> the passes that rewrote it, or found that upstream already does their work there."""
     walk = _Walk(anatomy)
     for head in heads:
         walk.enter(head)
@@ -278,10 +273,8 @@ class _Code(ast.NodeVisitor):
     def _as_attribute(self, node: ast.AST) -> ast.AST:
         """`owner.name` for `getattr(owner, "name")`; any other code, also with a computed name, as it is."""
         match node:
-            case ast.Call(called, [owner, ast.Constant(str(name)), *_]) if (
-                self._resolved(called) == "builtins.getattr"
-            ):
-                return ast.Attribute(owner, name, ast.Load())
+            case ast.Call(called, [owner, ast.Constant(str(name)), *_]):
+                return ast.Attribute(owner, name, ast.Load()) if self._resolved(called) == "builtins.getattr" else node
             case _:
                 return node
 

@@ -28,19 +28,15 @@ LOSS_FILE, LOSS_TABLE = "loss/loss_utils.py", "LOSS_MAPPING"
 @functools.lru_cache(maxsize=8)
 def forms_in(text: str) -> Mapping[str, str | None]:
     """Loss type -> form, in the order of transformers' table in a file with this text; the form is None for other losses.
-
-    Raises:
-        Missed: the file does not have exactly one such table, as a dict of string literals.
-    """
+    Raises Missed if the file does not have exactly one such table, as a dict of string literals."""
     nodes = [node for node in ast.parse(text).body if not isinstance(node, FunctionNode | ast.ClassDef)]
     match [node for node in nodes if mentions(node, LOSS_TABLE)]:
         case [ast.Assign([ast.Name()], ast.Dict(keys, values)) | ast.AnnAssign(ast.Name(), _, ast.Dict(keys, values))]:
             names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
             if len(names) == len(keys):
                 return {name: FUNCTIONS.get(ast.unparse(value)) for name, value in zip(names, values, strict=True)}
-    raise Missed(
-        f"the table {LOSS_TABLE} of transformers' {LOSS_FILE}, as one dict of strings in an installed release"
-    )
+    table = f"the table {LOSS_TABLE} of transformers' {LOSS_FILE}"
+    raise Missed(f"{table}, as one dict of strings in an installed release")
 
 
 def _forms(anatomy: Anatomy) -> Mapping[str, str | None]:
@@ -51,10 +47,7 @@ def _forms(anatomy: Anatomy) -> Mapping[str, str | None]:
 
 def library_form(owner: str, anatomy: Anatomy) -> str:
     """The form of the transformers loss of a class and of the subclasses that inherit its forward; "" if it shifts labels.
-
-    Raises:
-        Missed: it is not the loss of a language model, or nothing tells which one it is.
-    """
+    Raises Missed if it is not the loss of a language model, or nothing tells which one it is."""
     forward = anatomy.method(owner, "forward")
     heirs = (name for name in anatomy.below(owner) if anatomy.method(name, "forward") == forward)
     found = {kind for name in heirs for kind in _types(name, anatomy)}

@@ -100,11 +100,7 @@ def _makes(node: ast.stmt, logits: str, later: Sequence[ast.stmt]) -> bool:
 
 
 def find_region(editor: Editor, forward: FunctionNode, owner: str, anatomy: Anatomy) -> LossRegion:
-    """The region of a head's forward.
-
-    Raises:
-        Missed: it has none of the known forms.
-    """
+    """The region of a head's forward; raises Missed if it has none of the known forms."""
     body, code = forward.body, editor.code
     end, call = _find_loss(editor, forward, owner, anatomy)
     logits, labels, loss = call.logits, call.labels, call.loss
@@ -195,11 +191,13 @@ def _own_call(own: OwnLoss, above: Sequence[ast.stmt], forward: FunctionNode, an
     rest = [f"vocab_size={own.vocab_size}"]
     rest += [f"attention_mask={own.mask}"] if own.mask else []
     rest += ["upcast=True"] if own.upcast else []
-    if own.form == ALIGNED and _reads(anatomy, above, own.labels):
+    form = own.form
+    if form == ALIGNED and _reads(anatomy, above, own.labels):
+        form = ""
         rest.append(f"shift_labels={own.labels}")  # the decoder's inputs are made from them, so they are its targets
-        return LossCall(f"ops.{own.form}_cross_entropy", "", own.loss, own.logits, own.labels, rest, own.bound)
-    rest += [f"**ops.step_labels({kwargs})"] if kwargs else []
-    return LossCall(f"ops.{own.form}_cross_entropy", own.form, own.loss, own.logits, own.labels, rest, own.bound)
+    elif kwargs:
+        rest.append(f"**ops.step_labels({kwargs})")
+    return LossCall(f"ops.{own.form}_cross_entropy", form, own.loss, own.logits, own.labels, rest, own.bound)
 
 
 def _reads(anatomy: Anatomy, body: Sequence[ast.stmt], name: str) -> bool:
@@ -293,11 +291,8 @@ def _loss_arguments(editor: Editor, call: ast.Call, forward: FunctionNode) -> tu
 
 
 def kwargs_of(forward: FunctionNode) -> str:
-    """The name of a forward's `**kwargs`, which go on to the loss; empty without any.
-
-    Raises:
-        Missed: the forward changes what the loss reads of them.
-    """
+    """The name of a forward's `**kwargs`, which go on to the loss; empty without any. Raises Missed if the forward changes what
+    the loss reads of them."""
     kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
     for node in (node for part in forward.body for node in walk(part)):
         is_changed = isinstance(node, ast.stmt) and not is_compound(node) and bool(stored_names(node, {kwargs}))
@@ -353,11 +348,8 @@ def _projection(value: ast.expr) -> tuple[str, ast.expr] | None:
 
 
 def _only_forwards_logits(node: ast.AST, logits: str, below: ast.Module, is_result: Callable[[ast.AST], bool]) -> bool:
-    """Whether all that a statement below the loss does with the logits is to pass them on in the result.
-
-    There they are an argument of the output class or an element of a tuple, returned at once or by a name that only return
-    statements read.
-    """
+    """Whether all that a statement below the loss does with the logits is to pass them on in the result: as an argument of the
+    output class or an element of a tuple, returned at once or by a name that only return statements read."""
     sums = [(n, n.value.right) for n in walk(below) if isinstance(n, ast.Assign) and isinstance(n.value, ast.BinOp)]
     longer = [n for n, last in sums if ast.unparse(n.targets[0]) == ast.unparse(last)]  # `output = (x,) + output`
     returned = [*longer, *(n for n in walk(below) if isinstance(n, ast.Return))]
@@ -405,9 +397,8 @@ def check_moves(editor: Editor, forward: FunctionNode, region: LossRegion, owner
             raise Missed("no return between the head and the loss", editor.code(node))
         changed = stored_names(node, read | {region.call.loss})
         if changed:
-            raise Missed(
-                f"no new value of {', '.join(sorted(changed))} between the head and the loss", editor.code(node)
-            )
+            names = ", ".join(sorted(changed))
+            raise Missed(f"no new value of {names} between the head and the loss", editor.code(node))
         late = set(loaded(node)) & written
         if late:
             raise Missed(f"no use of {', '.join(sorted(late))} but to make the logits", editor.code(node))

@@ -36,14 +36,7 @@ RESULTS = re.compile(r"transformers\.(modeling_outputs\.\w+|(utils|utils\.generi
 
 
 class LossTerms:
-    """Follows the loss through the statements below its computation.
-
-    Args:
-        forward: the head's forward.
-        below: its statements below the computation.
-        loss, labels: the names of both.
-        owner: the class.
-        anatomy: of the file.
+    """Follows the loss through `below`, the statements of a head's forward below its computation.
 
     Attributes:
         lost: the first statement that gives the loss, or a result, a value not made from the loss; None without one.

@@ -100,10 +100,9 @@ def _operands(value: ast.expr | None, anatomy: Anatomy, local: Container[str]) -
             known = LOSS_FUNCTION
         case _:
             return None
-    is_plain = all(
-        f"{one.arg}={ast.unparse(one.value)}" in ("ignore_index=-100", "reduction='mean'") for one in options
-    )
-    return [logits, labels] if is_plain and anatomy.names.resolve(function, local) == known else None
+    asked = {f"{one.arg}={ast.unparse(one.value)}" for one in options}
+    is_mean = asked <= {"ignore_index=-100", "reduction='mean'"}
+    return [logits, labels] if is_mean and anatomy.names.resolve(function, local) == known else None
 
 
 def _flat(node: ast.expr, dimensions: int = 0) -> tuple[ast.expr, str]:
@@ -213,11 +212,8 @@ def unserved_loss(forward: FunctionNode, owner: str, anatomy: Anatomy) -> ast.AS
         given = [*call.args, *(one.value for one in call.keywords)]
         attribute = own_attribute(call.func) if any("labels" in loaded(one) for one in given) else None
         held = [anatomy.method(owner, attribute)] if attribute else []
-        held += [
-            anatomy.method(build.target or "", "forward")
-            for build in anatomy.builds(owner)
-            if attribute == build.attribute
-        ]
+        built = (build.target or "" for build in anatomy.builds(owner) if attribute == build.attribute)
+        held += [anatomy.method(target, "forward") for target in built]
         if any(operations(one[1]) & CROSS_ENTROPIES for one in held if one):
             return call
     if not operations(forward) & CROSS_ENTROPIES:

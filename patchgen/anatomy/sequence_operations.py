@@ -29,9 +29,8 @@ CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
 BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
 ALONG = {"cumsum", "cumprod", "logcumsumexp", "roll", "associative_scan"}  # torch's, along a dimension
 CONV1D_PARAMETERS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")  # torch's
-KERNEL_DECORATOR = (
-    "use_kernel_func_from_hub_with_fallback"  # transformers': replaces the function by a kernel that is installed
-)
+# transformers': replaces the function by a kernel that is installed.
+KERNEL_DECORATOR = "use_kernel_func_from_hub_with_fallback"
 COUNTED = "builtins.range"
 SIGNATURES = ({"A", "B", "C"}, {"beta", "chunk_size"})  # parameters of upstream's scans, of its delta rules
 

@@ -64,11 +64,7 @@ def rows_after(
     *,
     groups: bool = False,
 ) -> dict[str, Value]:
-    """The axes of each name where `body` ends; the arguments are those of `mixing`.
-
-    Raises:
-        Mixed: a piece of it is not known to treat the tokens one by one.
-    """
+    """The axes of each name where `body` ends; the arguments are those of `mixing`, and what that returns is raised as Mixed."""
     local = {"self"} | local_names(ast.Module(list(body), [])) | set(tensors)
     reader = RowReader(anatomy, owner, local, tensors, known=known, groups=groups)
     reader.run(body)
@@ -76,15 +72,8 @@ def rows_after(
 
 
 def mixing_member(anatomy: Anatomy, owner: str, attribute: str, *, fixed: bool) -> ast.AST | str | None:
-    """The first piece of what `self.<attribute>(rows)` runs that is not known to treat each row by itself, as code or text;
-    None if all of it does.
-
-    Args:
-        anatomy: of the file.
-        owner: the class of `self`.
-        attribute: a method, or an attribute that holds a module or function.
-        fixed: whether the result must depend on the rows alone, not on parameters of the model.
-    """
+    """The first piece of what `self.<attribute>(rows)` runs, in the class `owner`, that is not known to treat each row by
+    itself, as code or text; None if all of it does. A `fixed` result depends on the rows alone, not on parameters."""
     method = ast.Attribute(ast.Name("self", ast.Load()), attribute, ast.Load())
     call = ast.Call(method, [ast.Name("rows", ast.Load())], [])
     try:

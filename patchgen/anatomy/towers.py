@@ -68,17 +68,13 @@ class ChunkedConvolution:
 
 
 def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode | None = None) -> LayerLoop:
-    """Reads the forward of a tower: upstream's, or `forward`, the one that earlier passes have rewritten.
-
-    Raises:
-        LeftAlone: its layers do not attend by lengths, its code may mix rows, or layers read something that has no known
-            meaning on a slice of rows.
-    """
+    """Reads the forward of a tower: upstream's, or `forward`, the one that earlier passes have rewritten. Raises LeftAlone if
+    its layers do not attend by lengths, its code may mix rows, or layers read what has no known meaning on a slice of rows."""
     forward = forward or info.methods["forward"]
     place, loop, layers = _loop(forward)
-    attentions = _attentions(anatomy, info, layers)
-    built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers]
-    method = anatomy.method(built[0] or "", "forward") if len(built) == 1 else None
+    kinds = [build.target or "" for build in anatomy.builds(info.name) if build.attribute == layers]
+    attentions = _attentions(anatomy, kinds, layers)
+    method = anatomy.method(kinds[0], "forward") if len(kinds) == 1 else None
     takes = parameter_names(method[1]) if method is not None else []
     carried = _carried(loop, takes)
     above = {*stored(*forward.body[:place]), *parameter_names(forward)}
@@ -244,15 +240,13 @@ def _taken_as(name: str, loop: ast.For, takes: list[str], above: frozenset[str] 
         parts = [p for part in parts for p in ([part.body, part.orelse] if isinstance(part, ast.IfExp) else [part])]
         receivers += [to] * sum(isinstance(part, ast.Name) and part.id == name for part in parts)
     others: set[str] = {""} if loaded(loop).count(name) > len(receivers) else set()
-    return others | (set(receivers) - assigned).union(
-        *(_taken_as(a, loop, takes, above | {name}) for a in assigned & set(receivers))
-    )
+    aliases = (_taken_as(alias, loop, takes, above | {name}) for alias in assigned & set(receivers))
+    return others.union(set(receivers) - assigned, *aliases)
 
 
-def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> dict[str, FunctionNode]:
-    """The attention classes of the layers, each with its forward."""
-    built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers and build.target]
-    below = anatomy.reached_from(built)
+def _attentions(anatomy: Anatomy, kinds: list[str], layers: str) -> dict[str, FunctionNode]:
+    """The attention classes of the layers, which are of these classes, each with its forward."""
+    below = anatomy.reached_from(kinds)
     forwards: dict[str, FunctionNode] = {}
     for name in (attention.name for attention in anatomy.with_role(Role.ATTENTION) if attention.name in below):
         method = anatomy.method(name, "forward")

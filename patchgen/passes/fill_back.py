@@ -105,11 +105,8 @@ class FillBack(SitePass):
 
 
 def _mark_replicated(editor: Editor, init: FunctionNode | None, replicated: Sequence[str]) -> None:
-    """Inserts a mark below each construction of a tower that every rank computes whole.
-
-    Raises:
-        Missed: one is not assigned in `__init__`.
-    """
+    """Inserts a mark below each construction of a tower that every rank computes whole; raises Missed if one is not assigned in
+    `__init__`."""
     marked: set[str | None] = set()
     for node in ast.walk(init) if init is not None else ():
         if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):  # `self.tower = None`
