@@ -18,10 +18,9 @@ from patchgen.anatomy.classes import (
     parameter_names,
 )
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.placeholders import compares_features
 from patchgen.anatomy.positions import POSITIONS
 from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS, own_methods
-from patchgen.anatomy.sequence_loops import made_of
+from patchgen.anatomy.sequence_loops import made_of, values_used
 from patchgen.anatomy.towers import towers_held_whole
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import Editor, insert_first
@@ -192,10 +191,22 @@ def _let_slices_pass(editor: Editor, anatomy: Anatomy, method: FunctionNode) -> 
         match node:
             case ast.Call() if anatomy.names.is_upstream(node, "torch_compilable_check", local_names(method)):
                 test = arguments(node, ["cond"]).get("cond")
-                if test is not None and compares_features(anatomy, method, test):
+                if test is not None and _compares_features(anatomy, method, test):
                     editor.around(test, "ops.is_sliced() or ")
                     editor.mark(node)
             case ast.If(test, body) if any(isinstance(n, ast.Raise) for s in body for n in ast.walk(s)):
-                if compares_features(anatomy, method, test):
+                if _compares_features(anatomy, method, test):
                     editor.around(test, "not ops.is_sliced() and (", ")")
                     editor.mark(node)
+
+
+def _compares_features(anatomy: Anatomy, method: FunctionNode, test: ast.expr) -> bool:
+    """Whether a check reads placeholders and features: names computed from the tokens, and names that are not; a name that is
+    called, or whose attribute is read, counts only if the method binds it."""
+    tokens, read = made_of(anatomy, method, TOKENS & {*parameter_names(method)}), values_used(test)
+    for node in ast.walk(test):
+        match node:
+            case ast.Call(ast.Name(name)) | ast.Attribute(ast.Name(name)) if name not in local_names(method):
+                read.discard(name)
+    read = {name for name in read if name.isidentifier()}
+    return bool(read & tokens) and bool(read - tokens)
