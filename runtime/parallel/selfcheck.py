@@ -35,14 +35,16 @@ from patchgen.runtime.parallel.state import ParallelState
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 HALF_PRECISION_TOLERANCE = 5e-2
+NUM_ROWS = 2
+"""Of text: more than one shows what mixes rows, or takes them in another order."""
 
 
 @torch.no_grad()
 def require_sliceable(
     model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int = 11, packed: bool = True
 ) -> float:
-    """Compares logits `(1, S, V)`, hidden states and their gradients for random tokens, computed in slices, with those of the
-    full sequence.
+    """Compares logits `(B, S, V)`, hidden states and their gradients for random tokens, computed in slices, with those of the
+    full sequence: of two rows, and of a packed one.
 
     Args:
         model: a causal language model, after `shard_model` and with its weights. Every rank must call this.
@@ -53,8 +55,8 @@ def require_sliceable(
 
     Rows with a small image, video and sound are compared as well if the model takes them (`slice_media.py`), with a warning
     if no such row is known. A model in training mode is compared in that mode as well: without dropout, and with constants in
-    place of random numbers; not if others than torch's own functions draw them. Gradients are compared of rows of text, in eval
-    mode; parameters keep those that they had.
+    place of random numbers; not if others than torch's own functions draw them. Gradients are compared of rows of text;
+    parameters keep those that they had.
 
     Returns:
         The largest relative difference over all ranks; 0 without sequence parallelism.
@@ -65,7 +67,7 @@ def require_sliceable(
     if state.sp == 1:
         return 0.0
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, vocab_size, (1, tokens_per_rank * state.sp), generator=generator)
+    ids = torch.randint(1, vocab_size, (NUM_ROWS, tokens_per_rank * state.sp), generator=generator)
     was_training = model.training
     reshard(model)  # what an earlier forward left
     model.eval()
@@ -79,10 +81,10 @@ def require_sliceable(
     if was_training:
         model.train()
         suspicion = "(in training mode) Some layer mixes tokens without attention"
-        differences.append(compare({"input_ids": ids}, suspicion, with_gradients=False))
+        differences.append(compare({"input_ids": ids}, suspicion))
         if differences[-1] is None:
             with fixed_draws():
-                differences.append(compare({"input_ids": ids}, suspicion, with_gradients=False))
+                differences.append(compare({"input_ids": ids}, suspicion))
     reshard(model)
     return max(difference for difference in differences if difference is not None)
 
@@ -93,7 +95,7 @@ def _text_rows(ids: Tensor, tokens_per_rank: int, *, packed: bool) -> Iterator[t
     if packed:
         positions = torch.arange(ids.shape[1])[None] % tokens_per_rank
         yield (
-            {"input_ids": ids, "position_ids": positions},
+            {"input_ids": ids[:1], "position_ids": positions},
             "(a packed batch) Some layer does not pass cu_seq_lens_q to its attention",
         )
 
@@ -150,7 +152,7 @@ def _described(error: Exception) -> str:
 
 
 def _logits(model: nn.Module, batch: dict[str, Tensor], state: ParallelState, *, with_gradients: bool) -> Tensor:
-    """The logits of this rank's slice, `(1, S / sp, V)`; a backward of random gradients as well, if it is asked for."""
+    """The logits of this rank's slice, `(B, S / sp, V)`; a backward of random gradients as well, if it is asked for."""
     # On the full sequence this is what upstream computes: without position ids the model uses its own, not ours.
     is_upstreams = state.sp == 1 and "position_ids" not in batch
     place = {"sp": state.sp, "sp_rank": state.sp_rank if state.sp > 1 else 0}

@@ -6,7 +6,7 @@ sequence, so the gradients of its input differ by what the layer computes, and b
     forward     x1 -> layer 1 -> y1    x2 -> layer 2 -> y2      x: of the full sequence
     backward    dx1 <- layer 1 <- g2   dx2 <- layer 2 <- g3     g: random, the same for slices and the full sequence
 
-S tokens of the full sequence   s = S / n of this rank   H hidden size
+B rows   S tokens of the full sequence   s = S / n of this rank   H hidden size   E experts
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _RecordedTensor:
     """A hidden state, router logits or a gradient of the full sequence, which that of slices is compared with.
 
     Attributes:
-        local: this rank's slice, `(1, s, H)`.
+        local: this rank's slice, `(B, s, H)`.
         size: the largest absolute value over all tokens, a scalar.
         change: the largest absolute change that the layer made to its input, a scalar; of a part, its largest output.
     """
@@ -78,13 +78,12 @@ class LayerComparison:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Records the calls in the block, which computes the full sequence."""
-        length = self._ids.shape[1]
         running: list[Tensor | None] = []
         last_input: list[Tensor] = []
         embeddings = itertools.count()
 
         def before(path: str, hidden: Tensor | None) -> Tensor | None:
-            full = _row(hidden, length)
+            full = _rows(hidden, self._ids)
             place = (f"the input of {path}", len(self._inputs[path]))
             running.append(full.detach().clone() if full is not None else None)
             change = full - last_input[-1] if full is not None and last_input else full
@@ -106,14 +105,14 @@ class LayerComparison:
             hidden.register_hook(partial(self._record_gradient, (path, next(embeddings))))
 
         def after(path: str, hidden: Tensor | None) -> None:
-            full, hidden_before = _row(hidden, length), running.pop()
+            full, hidden_before = _rows(hidden, self._ids), running.pop()
             change = None
             if full is not None and hidden_before is not None and full.shape == hidden_before.shape:
                 change = full - hidden_before
             self._outputs[path, STATES].append(self._recorded_tensor(full, change))
 
         def part(path: str, hidden: Tensor | None, kind: str = STATES) -> None:
-            full = _row(hidden, length)
+            full = _rows(hidden, self._ids)
             self._outputs[path, kind].append(self._recorded_tensor(full, full))
 
         with self._hooked(before, after, part, embedded, self._ids):
@@ -174,7 +173,7 @@ class LayerComparison:
 
     def _compare(self, path: str, hidden: Tensor | None, expected: _RecordedTensor | None, kind: str = STATES) -> bool:
         """Whether the two could be compared."""
-        hidden = None if hidden is None or expected is None else _row(hidden.detach(), expected.local.shape[1])
+        hidden = None if hidden is None or expected is None else _rows(hidden.detach(), expected.local)
         if hidden is None or expected is None or hidden.shape != expected.local.shape:
             return False
         # A part in fp32 computes on what others have rounded.
@@ -234,7 +233,10 @@ class LayerComparison:
                     logits = output[index] if isinstance(output, tuple | list) else output
                     if logits is None:
                         return
-                    part(path, logits[None] if logits.ndim == 2 else logits, LOGITS)  # [T, E] of one row
+                    num_rows = len(input_ids)
+                    if logits.ndim == 2 and len(logits) % num_rows == 0:
+                        logits = logits.unflatten(0, (num_rows, -1))  # (B * S, E), in the order of the loss of the routers
+                    part(path, logits, LOGITS)
 
                 hooks.callback(module.register_forward_hook(logits_of).remove)
             for path, module in self._embeddings:
@@ -281,15 +283,15 @@ def _with_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def random_slice(like: Tensor, sp: int, sp_rank: int, *, seed: int) -> Tensor:
-    """A rank's slice, `(1, s, ...)` as `like`, of random numbers for all tokens, which are the same on every rank."""
-    size = (1, like.shape[1] * sp, *like.shape[2:])
+    """A rank's slice, `(B, s, ...)` as `like`, of random numbers for all tokens, which are the same on every rank."""
+    size = (like.shape[0], like.shape[1] * sp, *like.shape[2:])
     full = torch.randn(size, generator=torch.Generator().manual_seed(seed))
     return full.chunk(sp, dim=1)[sp_rank].to(like)
 
 
-def _row(hidden: Tensor | None, length: int) -> Tensor | None:
-    """The tensor, if it is one row of so many tokens, `(1, length, H)`."""
-    if hidden is not None and hidden.is_floating_point() and hidden.ndim == 3 and hidden.shape[:2] == (1, length):
+def _rows(hidden: Tensor | None, like: Tensor) -> Tensor | None:
+    """The tensor, if it has as many rows and tokens as `like`, `(B, S, ...)`: `(B, S, H)`."""
+    if hidden is not None and hidden.is_floating_point() and hidden.ndim == 3 and hidden.shape[:2] == like.shape[:2]:
         return hidden
     return None
 

@@ -76,6 +76,34 @@ def what_slices_would_hide_is_refused() -> None:
     assert not hasattr(norm, "first")
 
 
+def what_several_rows_or_training_with_gradients_show_is_refused() -> None:
+    """Tokens that are mixed where there are several rows, rows that are taken one for another, and tokens that are mixed in a
+    training step alone, with layers recomputed in the backward too."""
+    model, state = cases_training.sharded_model("llama", sp=2)
+    norm = model.model.norm
+
+    def rolls_in_several_rows(_, __, out):
+        return out + out.roll(1, 1) if len(out) > 1 else out
+
+    def mixes_over_swapped_dimensions(_, __, out):
+        return out.transpose(0, 1).reshape(out.shape)
+
+    def rolls_in_a_step(module, _, out):
+        return out + out.roll(1, 1) if module.training and torch.is_grad_enabled() else out
+
+    for recomputed in (False, True):
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for hook, message in (
+            (lambda *_: None, ""),
+            (rolls_in_several_rows, "other logits on slices"),
+            (mixes_over_swapped_dimensions, "other logits on slices"),
+            (rolls_in_a_step, "in training mode"),
+        ):
+            model.train()
+            _check_with_hook(model, state, norm.register_forward_hook, hook, message)
+
+
 def what_gradients_alone_show_is_refused() -> None:
     """Tokens that are mixed in the backward, in a layer, before, between and after layers, and gradients that slices alone
     lack; the parameters keep their gradients."""
@@ -180,9 +208,15 @@ def router_logits_that_depend_on_other_tokens_are_refused() -> None:
         logits, *others = output
         return (logits - logits.mean(0), *others)
 
-    model.model.layers[1].mlp.gate.register_forward_hook(centres)
-    with pytest.raises(ValueError, match=r"other router logits on slices .* first in model\.layers\.1\.mlp\.gate\)"):
-        check()
+    def takes_tokens_of_all_rows_in_turn(_, __, output):
+        logits, *others = output
+        return (logits.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if len(logits) in (22, 44) else logits, *others)
+
+    for hook in (centres, takes_tokens_of_all_rows_in_turn):
+        handle = model.model.layers[1].mlp.gate.register_forward_hook(hook)
+        with pytest.raises(ValueError, match=r"other router logits on slices .* first in model\.layers\.1\.mlp\.gate\)"):
+            check()
+        handle.remove()
 
 
 def what_mixes_features_of_images_is_refused() -> None:

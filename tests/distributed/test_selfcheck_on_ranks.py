@@ -23,6 +23,7 @@ def test_a_model_that_cannot_run_on_slices_is_refused(two_ranks):
 
 
 def test_what_differs_in_gradients_or_in_the_routers_loss_alone_is_refused(two_ranks):
+    two_ranks.run(cases.what_several_rows_or_training_with_gradients_show_is_refused)
     two_ranks.run(cases.what_gradients_alone_show_is_refused)
     two_ranks.run(cases.router_logits_that_depend_on_other_tokens_are_refused)
 
