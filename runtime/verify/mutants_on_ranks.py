@@ -89,15 +89,31 @@ LAYOUTS = (Layout(2, sp=2), Layout(2, ep=2, fsdp=True), Layout(2, fsdp=True))
 
 
 def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
-    """The verdict on a mutant on two ranks."""
+    """The verdict on a mutant on two ranks: of what one layout refuses, that of the others if they are wrong."""
+    found = _verdict(pool, subject, LAYOUTS)
+    refusing = [number for number, layout in enumerate(LAYOUTS) if found.detail.startswith(f"{layout.name}, ")]
+    if found.kind == mutants.REFUSED and refusing and (others := LAYOUTS[refusing[0] + 1 :]):
+        rest = _verdict(pool, subject, others)
+        return rest if rest.kind == mutants.WRONG else found
+    return found
+
+
+def _verdict(
+    pool: RankPool, subject: Subject, layouts: Sequence[Layout], *, is_second: bool = False
+) -> mutants.Verdict:
+    """The verdict in these layouts; ranks that wait for each other get a second chance, for the machine may be busy."""
     try:
-        verdicts = pool.run(compare, subject, timeout=SECONDS)
+        verdicts = pool.run(compare, subject, layouts, timeout=2 * SECONDS if is_second else SECONDS)
     except CaseFailed as failure:
         # What a rank refused explains ranks that waited for it, not an error of another.
         kinds = (mutants.WRONG, mutants.REFUSED) if failure.is_inconclusive else (mutants.WRONG,)
         if judged := [verdict for verdict in failure.results if verdict.kind in kinds]:
             return judged[0]
-        # A busy machine, a deadlock, or no memory: no verdict.
+        if failure.is_inconclusive and failure.has_waited and not is_second:
+            return _verdict(pool, subject, layouts, is_second=True)
+        if failure.is_inconclusive and failure.has_waited:
+            return mutants.Verdict(mutants.WRONG, f"on ranks: they wait for each other: {failure.first_error}")
+        # No memory, or killed: no verdict.
         kind = mutants.NOT_RUN if failure.is_inconclusive else mutants.WRONG
         return mutants.Verdict(kind, f"on ranks: {failure.first_error}")
     if len({(verdict.kind, verdict.detail) for verdict in verdicts}) > 1:
@@ -106,8 +122,8 @@ def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
     return next((verdict for verdict in verdicts if verdict.kind != mutants.EQUAL), verdicts[0])
 
 
-def compare(subject: Subject) -> mutants.Verdict:
-    """The verdict of this rank; runs on every rank."""
+def compare(subject: Subject, layouts: Sequence[Layout] = LAYOUTS) -> mutants.Verdict:
+    """The verdict of this rank in these layouts; runs on every rank."""
     attention.register()
     with changed_module(subject.module, subject.text, subject.modules) as changed_source:
         generated = changed_source.folder / "generated"
@@ -136,7 +152,7 @@ def compare(subject: Subject) -> mutants.Verdict:
                     return _verdict_on_error(second, "start")
         takes_packed = not left_out
         compared = []
-        for layout in LAYOUTS:
+        for layout in layouts:
             if layout.ep > 1 and not sharding.expert_paths(reference.generated()):
                 continue
             cases = [PLAIN, *([PACKED] if takes_packed else [])]

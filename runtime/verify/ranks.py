@@ -24,6 +24,7 @@ from typing import Any
 
 PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.modeling_utils"]
 COLLECTIVE_TIMEOUT = 90.0
+OUT_OF_TIME = "Timed out waiting"  # in the error of a collective of gloo
 
 
 class CaseFailed(AssertionError):
@@ -32,12 +33,15 @@ class CaseFailed(AssertionError):
     Attributes:
         is_inconclusive: no rank raised an error of the case itself, or crashed: they were killed, did not end, or had a failure
             (`failures.py`).
+        has_waited: a rank did not end in time, or its collective did not.
         results: of the ranks that returned one.
     """
 
-    def __init__(self, message: str, *, is_inconclusive: bool = False, results: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, message: str, *, is_inconclusive: bool = False, has_waited: bool = False, results: Sequence[Any] = ()
+    ) -> None:
         super().__init__(message)
-        self.is_inconclusive, self.results = is_inconclusive, results
+        self.is_inconclusive, self.has_waited, self.results = is_inconclusive, has_waited, results
 
     @property
     def first_error(self) -> str:
@@ -99,7 +103,10 @@ class RankPool:
         if silent:
             parts.append(f"ranks {silent} did not end")
         is_inconclusive = all(is_inconclusive for _, is_inconclusive in errors.values())
-        raise CaseFailed("\n".join(parts), is_inconclusive=is_inconclusive, results=list(results.values()))
+        has_waited = bool(silent) or any(OUT_OF_TIME in text for text, _ in errors.values())
+        raise CaseFailed(
+            "\n".join(parts), is_inconclusive=is_inconclusive, has_waited=has_waited, results=list(results.values())
+        )
 
     def close(self) -> None:
         """Ends the ranks."""

@@ -210,11 +210,16 @@ def router_logits_that_depend_on_other_tokens_are_refused() -> None:
 
     def takes_tokens_of_all_rows_in_turn(_, __, output):
         logits, *others = output
-        return (logits.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if len(logits) in (22, 44) else logits, *others)
+        return (
+            logits.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if len(logits) in (22, 44) else logits,
+            *others,
+        )
 
     for hook in (centres, takes_tokens_of_all_rows_in_turn):
         handle = model.model.layers[1].mlp.gate.register_forward_hook(hook)
-        with pytest.raises(ValueError, match=r"other router logits on slices .* first in model\.layers\.1\.mlp\.gate\)"):
+        with pytest.raises(
+            ValueError, match=r"other router logits on slices .* first in model\.layers\.1\.mlp\.gate\)"
+        ):
             check()
         handle.remove()
 

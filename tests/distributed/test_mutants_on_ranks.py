@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 from patchgen import pipeline, upstream
@@ -190,3 +192,50 @@ def test_ranks_that_fail_give_no_verdict_unless_one_of_them_has_one(
     monkeypatch.setattr(pool, "run", failing)
     nothing = Subject(judge.origin.module, judge.head, "", {}, {})
     assert mutants_on_ranks.verdict(pool, nothing).kind == kind
+
+
+@pytest.mark.parametrize(("times", "kind"), [(1, mutants.EQUAL), (2, mutants.WRONG)])
+def test_ranks_that_wait_for_each_other_twice_are_wrong(monkeypatch, judge, times, kind):
+    """Once, the machine may have been busy."""
+    asked = []
+
+    def waiting(*_arguments: object, timeout: float) -> list[mutants.Verdict]:
+        asked.append(timeout)
+        if len(asked) <= times:
+            raise CaseFailed("ranks [0, 1] did not end", is_inconclusive=True, has_waited=True)
+        return [mutants.Verdict(mutants.EQUAL)] * 2
+
+    pool = RankPool(2)
+    monkeypatch.setattr(pool, "run", waiting)
+    found = mutants_on_ranks.verdict(pool, Subject(judge.origin.module, judge.head, "", {}, {}))
+    assert found.kind == kind and len(asked) == 2 and asked[1] > asked[0]
+
+
+@pytest.mark.parametrize(("rest", "kind"), [(mutants.EQUAL, mutants.REFUSED), (mutants.WRONG, mutants.WRONG)])
+def test_the_layouts_after_one_that_is_refused_are_compared(monkeypatch, judge, rest, kind):
+    asked = []
+
+    def answering(_case: object, _subject: object, layouts: tuple, **_options: object) -> list[mutants.Verdict]:
+        asked.append(layouts)
+        if len(asked) == 1:
+            return [mutants.Verdict(mutants.REFUSED, f"{layouts[0].name}, plain: tokens are mixed")] * 2
+        return [mutants.Verdict(rest)] * 2
+
+    pool = RankPool(2)
+    monkeypatch.setattr(pool, "run", answering)
+    found = mutants_on_ranks.verdict(pool, Subject(judge.origin.module, judge.head, "", {}, {}))
+    assert found.kind == kind and asked == [mutants_on_ranks.LAYOUTS, mutants_on_ranks.LAYOUTS[1:]]
+
+
+def waits(rank: int) -> None:
+    if dist.get_rank() == rank:
+        dist.barrier()
+    else:
+        time.sleep(3)
+
+
+def test_a_rank_that_does_not_end_has_waited():
+    pool = RankPool(2)
+    with pytest.raises(CaseFailed, match="did not end") as failed:
+        pool.run(waits, 0, timeout=8)
+    assert failed.value.has_waited and failed.value.is_inconclusive
