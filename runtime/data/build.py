@@ -43,37 +43,42 @@ def build_loader(
         tokenizer: of transformers; `train_tokenizer` trains one on the data.
         processor: of transformers, for kind multimodal.
         position_function: of the generated model, for kind multimodal: picklable, as in `PrepareMultimodal`.
-        batch_index, num_batches: of `ParallelState`; equal on the ranks of a sequence-parallel group.
-        agree: the maximum over ranks; called at every batch of a stream with a limited number of epochs.
+        batch_index: of `ParallelState`; equal on the ranks of a sequence-parallel group.
+        num_batches: of `ParallelConfig`: the number of batch groups, which read different batches; equal on all ranks.
+        agree: the maximum over ranks; called at every batch of streamed or multimodal data with a limited number of epochs.
 
     Raises:
-        DataError: no data, or a bad sample; names its place. The same on all ranks if tokens are cached; otherwise the loader
+        DataError: no data, a bad sample, or a transform that does not fit, with its place; no tokenizer, processor or template that
+            the kind needs. The same on all ranks if tokens are cached; otherwise the loader
             raises it, on the rank that reads the sample (`agreement.raise_on_all_ranks`).
         ValueError: `batch_index` is not below `num_batches`.
     """
     if not 0 <= batch_index < num_batches:
-        raise ValueError(f"batch_index must be one of 0 to {num_batches - 1}, not {batch_index}.")
+        raise ValueError(f"batch_index must be from 0 to {num_batches - 1}, not {batch_index}.")
     sources = [open_source(source) for source in config.sources]
     check_first_rows(config, sources)
-    streaming = any(source.streaming for source in config.sources)
-    prepare = make_prepare(config, tokenizer, processor, position_function)
-    if isinstance(prepare, PrepareMultimodal):
+    any_streamed = any(source.streaming for source in config.sources)
+    preparer = make_preparer(config, tokenizer, processor, position_function)
+    if isinstance(preparer, PrepareMultimodal):
         tokenizer = tokenizer or processor.tokenizer
-        encoder_fingerprints: list[Any] = [tokenizer_fingerprint(tokenizer), repr(processor), prepare.template]
-        encoder_fingerprints += [part for part in (config.media, config.special_tokens, config.learn) if part]
-        encoder_fingerprints += [mapper.fingerprint() for mapper in prepare.mappers]
-        media_settings = _media_settings(config, prepare)
+        encoding_parts: list[Any] = [tokenizer_fingerprint(tokenizer), repr(processor), preparer.template]
+        encoding_parts += [part for part in (config.media, config.special_tokens, config.learn) if part]
+        encoding_parts += [mapper.fingerprint() for mapper in preparer.mappers]
+        media_settings = _media_settings(config, preparer)
     else:
-        encoder_fingerprints = [encoder.fingerprint() for encoder in prepare.encoders]
+        encoding_parts = [encoder.fingerprint() for encoder in preparer.encoders]
         media_settings = {}
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    if not streaming and isinstance(prepare, PrepareText):
+    if not any_streamed and isinstance(preparer, PrepareText):
         documents = []
-        for source, encoder in zip(sources, prepare.encoders, strict=True):
+        for source, encoder in zip(sources, preparer.encoders, strict=True):
             cache = open_cache(config.cache_root, source, encoder, skip_bad=config.on_bad == "skip")
             documents.append(
                 Documents(
-                    cache, limit=config.length_limit, on_long=config.on_long, keeps_targets=prepare.keeps_targets
+                    cache,
+                    limit=config.length_limit,
+                    on_long=config.on_long,
+                    skip_cut_targets=preparer.skip_cut_targets,
                 )
             )
         return PlannedLoader(
@@ -81,11 +86,11 @@ def build_loader(
         )
 
     stream = _stream(config, sources, Share(batch_index, num_batches))
-    settings = _settings(config, sources, stream, encoder_fingerprints) | media_settings
-    return StreamedLoader(config, stream, prepare, settings=settings, pad_token_id=pad_token_id, agree=agree)
+    settings = _resume_settings(config, sources, stream, encoding_parts) | media_settings
+    return StreamedLoader(config, stream, preparer, settings=settings, pad_token_id=pad_token_id, agree=agree)
 
 
-def make_prepare(
+def make_preparer(
     config: DataConfig, tokenizer: Any, processor: Any, position_function: Callable[..., Any] | None
 ) -> PrepareText | PrepareMultimodal:
     """Makes the object that turns records into samples; arguments as of `build_loader`."""
@@ -93,11 +98,11 @@ def make_prepare(
         return PrepareMultimodal(config, processor, position_function)
     encoders = [make_encoder(config, mapper, tokenizer) for mapper in mappers_of(config)]
     return PrepareText(
-        encoders, limit=config.length_limit, on_long=config.on_long, keeps_targets=needs_all_targets(config)
+        encoders, limit=config.length_limit, on_long=config.on_long, skip_cut_targets=skips_cut_targets(config)
     )
 
 
-def needs_all_targets(config: DataConfig) -> bool:
+def skips_cut_targets(config: DataConfig) -> bool:
     """Whether a sample is skipped if truncation would cut off a target: an answer without its last tokens is a wrong one."""
     return config.kind == "answers"
 
@@ -128,10 +133,10 @@ def _encoder_of_kind(config: DataConfig, tokenizer: Any) -> Encoder:
 
 def _stream(config: DataConfig, sources: Sequence[Any], share: Share) -> MixedStream:
     weights = [source.weight for source in config.sources if source.weight is not None]  # all have one, or none has
-    streaming = any(source.streaming for source in config.sources)
+    any_streamed = any(source.streaming for source in config.sources)
     return MixedStream(
         sources,
-        weights or [1 if streaming else len(source) for source in sources],
+        weights or [1 if any_streamed else len(source) for source in sources],
         repeat=bool(weights),
         seed=config.seed,
         shuffled=[config.shuffle and not source.streaming for source in config.sources],
@@ -140,14 +145,14 @@ def _stream(config: DataConfig, sources: Sequence[Any], share: Share) -> MixedSt
     )
 
 
-def _settings(
-    config: DataConfig, sources: Sequence[Any], stream: MixedStream, encoder_fingerprints: list[Any]
+def _resume_settings(
+    config: DataConfig, sources: Sequence[Any], stream: MixedStream, encoding_parts: list[Any]
 ) -> dict[str, Any]:
     """What determines the samples of a stream and their batches: it must not change when a run resumes."""
     fingerprints = [source.contents() if isinstance(source, Files) else source.fingerprint() for source in sources]
     settings = {
         "sources": [digest(fingerprint) for fingerprint in fingerprints],
-        "encodings": digest(encoder_fingerprints),
+        "encodings": digest(encoding_parts),
         "weights": stream.weights,
         "shuffled": stream.shuffled,
         "seed": config.seed if any(stream.shuffled) else None,
@@ -162,11 +167,11 @@ def _settings(
     return settings
 
 
-def _media_settings(config: DataConfig, prepare: PrepareMultimodal) -> dict[str, Any]:
+def _media_settings(config: DataConfig, preparer: PrepareMultimodal) -> dict[str, Any]:
     """What determines the media of samples. Of folders only the name: like data files, they may be moved."""
     roots = [source.media_root for source in config.sources]
     return {
-        "video_fps": prepare.options.fps,
+        "video_fps": preparer.options.fps,
         "max_frames": config.max_frames,
         "media_root": [None if root is None else Path(root).expanduser().resolve().name for root in roots],
     }

@@ -12,15 +12,15 @@ from patchgen.runtime.data.cache import TokenCache
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
 from patchgen.runtime.data.loader import join_pair
-from patchgen.runtime.data.prepare import long_sample_reason
-from patchgen.runtime.data.problems import MAX_PLACES, Counters, Outcome, too_long_error
+from patchgen.runtime.data.prepare import reason_of_outcome, refusal_of_long_sample
+from patchgen.runtime.data.problems import MAX_PLACES, Counters, Outcome
 
 
 class Documents:
     """Samples of one document, or of the two of a pair, each of at most `limit` tokens.
 
     Args:
-        keeps_targets: skip samples that would lose a target by truncation.
+        skip_cut_targets: skip samples that would lose a target by truncation.
 
     Attributes:
         starts: `(samples, documents per sample)` int64, offsets in the cache's tokens.
@@ -30,9 +30,9 @@ class Documents:
         counters: samples that were bad when the cache was written, and that are too long.
     """
 
-    def __init__(self, cache: TokenCache, *, limit: int, on_long: OnLong, keeps_targets: bool = False) -> None:
+    def __init__(self, cache: TokenCache, *, limit: int, on_long: OnLong, skip_cut_targets: bool = False) -> None:
         self.cache = cache
-        self.keeps_targets = keeps_targets
+        self.skip_cut_targets = skip_cut_targets
         self.counters = Counters()
         self.counters.merge(cache.counters)
         first, lengths = np.asarray(cache.bounds[:-1]), np.diff(cache.bounds)
@@ -50,7 +50,9 @@ class Documents:
         if not len(long):
             return
         if on_long == "error":
-            raise too_long_error(self.cache.places(long[:1])[0], int(longest[long[0]]), limit)
+            is_plain_text = self.cache.targets is None and self.cache.splits is None and self.cache.labels is None
+            where, length = self.cache.places(long[:1])[0], int(longest[long[0]])
+            raise refusal_of_long_sample(where, length, limit, can_split=is_plain_text)
         if on_long == "split":
             self._split(limit)
             return
@@ -62,12 +64,12 @@ class Documents:
         for outcome, documents in documents_by_outcome.items():
             first = documents[:MAX_PLACES]
             reasons = [
-                long_sample_reason(
+                reason_of_outcome(
                     int(longest[index]),
                     limit,
                     truncates=on_long == "truncate",
                     outcome=outcome,
-                    keeps_targets=self.keeps_targets,
+                    skip_cut_targets=self.skip_cut_targets,
                 )
                 for index in first
             ]
@@ -78,12 +80,12 @@ class Documents:
 
     def _is_usable(self, index: int, limit: int) -> bool:
         """Whether each document of a sample has a loss among its first `limit` tokens, the first of which is not predicted;
-        with `keeps_targets`, also none after them."""
+        with `skip_cut_targets`, also none after them."""
         targets = self.cache.targets
         if targets is None:
-            return not self.keeps_targets
+            return not self.skip_cut_targets
         documents = list(zip(self.starts[index], self.doc_lengths[index], strict=True))
-        if self.keeps_targets and any(targets[start + limit : start + length].any() for start, length in documents):
+        if self.skip_cut_targets and any(targets[start + limit : start + length].any() for start, length in documents):
             return False
         return all(bool(targets[start + 1 : start + min(length, limit)].any()) for start, length in documents)
 

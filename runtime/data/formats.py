@@ -212,6 +212,8 @@ def type_of(value: Any) -> str:
             if "role" in first:
                 return MESSAGES
             return TURNS if {"from", "value"} <= first.keys() else f"list of {{{', '.join(map(str, first))}}}"
+        if value and all(entry is None for entry in value):
+            return "list of None"
         return f"list of {' and '.join(dict.fromkeys(map(type_of, value or [None])))}"
     return "int" if isinstance(value, Integral) and not isinstance(value, bool) else type(value).__name__
 
@@ -315,7 +317,7 @@ def _from_preference(where: str, row: Row) -> dict[str, Any]:
         raise WrongColumns(
             where,
             f"{' and '.join(present)} could each be the prompt, expected one of them. To fix: name the one to use in "
-            f"data.sources[].columns, as {{{present[0]}: {present[0]}}}; a data.sources[].transform returns only one of them",
+            f"data.sources[].columns, as {{{present[0]}: {present[0]}}}, or let data.sources[].transform return only one of them",
         )
     if not present:
         prompt = []

@@ -123,6 +123,14 @@ SETTINGS_ADDED_LATER = ("video_fps", "max_frames", "media_root")
 """Settings that older positions lack: whether they changed is unknown, so these do not prevent a run from resuming."""
 
 
+SHOWN_NAMES = {
+    "encodings": "hash of the tokenizer, its template and what else determines the tokens",
+    "pool": "data.pool, in tokens",
+    "longest": "the most tokens of a sample (data.max_length)",
+}
+"""Settings that positions save under other names than the recipe's -> how they are shown."""
+
+
 def require_same(expected: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raises DataError unless the `saved` settings of a position are the `expected` ones of this loader."""
     saved = {name: expected[name] for name in SETTINGS_ADDED_LATER if name in expected} | saved
@@ -130,7 +138,10 @@ def require_same(expected: dict[str, Any], saved: dict[str, Any]) -> None:
         saved["seed"] = None  # older positions have one also where nothing is shuffled
     different = [name for name in expected | saved if expected.get(name) != saved.get(name)]
     if different:
-        lines = "".join(f"\n  {name}: saved {saved.get(name)!r}, now {expected.get(name)!r}" for name in different)
+        lines = "".join(
+            f"\n  {SHOWN_NAMES.get(name, name)}: saved {saved.get(name)!r}, now {expected.get(name)!r}"
+            for name in different
+        )
         raise DataError(
             f"The saved position belongs to other samples or settings than this loader has, so batches would differ:{lines}\n"
             "To fix: use the settings and data that it was saved with, or start from the beginning without it."

@@ -63,7 +63,7 @@ class MediaOptions:
             self._require_types(modality, options)
         self.fps = self.options_of.get("videos", {}).pop("fps", None) or config.video_fps
         self.sampling_rate = self.options_of.get("audios", {}).pop("sampling_rate", None) or processor.sampling_rate
-        self.reader = MediaReader(
+        self.media_reader = MediaReader(
             processor, fps=self.fps, max_frames=config.max_frames, sampling_rate=self.sampling_rate
         )
 

@@ -23,14 +23,13 @@ from patchgen.runtime.data.config import DataConfig, SourceConfig
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.media_items import MediaItems
 from patchgen.runtime.data.media_options import MediaOptions
-from patchgen.runtime.data.prepare import Prepared
+from patchgen.runtime.data.prepare import PreparedRecord, Problem, refusal_of_long_sample
 from patchgen.runtime.data.problems import (
     BadSample,
     DataError,
     Outcome,
     as_bad_sample,
     long_reason,
-    too_long_error,
     too_long_reason,
 )
 from patchgen.runtime.data.processors import ProcessorAdapter
@@ -74,7 +73,7 @@ class PrepareMultimodal:
             raise DataError(f"{self.processor.name} has no chat template, which data.kind = multimodal needs.")
         if isinstance(self.template, dict):
             self.template = self._default_template(self.template)
-        self.missing_placeholders = sorted(self.processor.placeholders - processor.tokenizer.get_vocab().keys())
+        self.placeholders_without_token = sorted(self.processor.placeholders - processor.tokenizer.get_vocab().keys())
         self.mappers = mappers_of(config)
         self.options = MediaOptions(config, self.processor)
         self.literals = Literals(
@@ -89,56 +88,58 @@ class PrepareMultimodal:
             )
         return templates["default"]
 
-    def __call__(self, source: int, record: Record) -> Prepared:
+    def __call__(self, source_index: int, record: Record) -> PreparedRecord:
         try:
-            mapped = self.mappers[source](record.where, record.fields())
-            if isinstance(mapped, ModelInputs):
-                return self._prepare_inputs(record.where, mapped.fields)
-            return self._prepare(self.config.sources[source], record.where, mapped)
+            fields = self.mappers[source_index](record.where, record.fields())
+            if isinstance(fields, ModelInputs):
+                return self._prepare_model_inputs(record.where, fields.fields)
+            return self._prepare_conversation(self.config.sources[source_index], record.where, fields)
         except BadSample as error:
-            return Prepared(problem=("bad", error.where, error.reason))
+            return PreparedRecord(problem=Problem("bad", error.where, error.reason))
 
-    def _prepare(self, source: SourceConfig, where: str, fields: dict[str, Any]) -> Prepared:
-        learned = learned_turns(where, fields["messages"], self.config.learn)
-        messages, items = self.options.reader(where, source, fields, fields["messages"])
-        self._require_separable(where, items.modalities)
+    def _prepare_conversation(self, source: SourceConfig, where: str, fields: dict[str, Any]) -> PreparedRecord:
+        turns = learned_turns(where, fields["messages"], self.config.learn)
+        messages, items = self.options.media_reader(where, source, fields, fields["messages"])
+        self._require_compatible_modalities(where, items.modalities)
         tools = fields.get("tools") or None
         text, spans = render_with_spans(
-            where, messages, tools, template=self.template, literals=self.literals, learned=learned
+            where, messages, tools, template=self.template, literals=self.literals, learned=turns
         )
         if not spans:
             raise BadSample(where, "no assistant turn to learn from")
-        sample, is_media = self._process(where, text, spans, items)
+        sample, is_media = self._run_processor(where, text, spans, items)
         return replace(self._apply_limit(where, sample, is_media), modalities=items.modalities)
 
-    def roles(self, source: int, where: str, fields: dict[str, Any]) -> tuple[np.ndarray, list[str]]:
+    def ids_and_roles(self, source_index: int, where: str, fields: dict[str, Any]) -> tuple[np.ndarray, list[str]]:
         """The ids `(n,)` of a sample, and the role of each; `fields` are those of the source's mapper.
 
         Raises:
             BadSample: it cannot be used.
         """
-        messages, items = self.options.reader(where, self.config.sources[source], fields, fields["messages"])
+        messages, items = self.options.media_reader(
+            where, self.config.sources[source_index], fields, fields["messages"]
+        )
         text, by_role = role_spans(
             messages, fields.get("tools") or None, template=self.template, literals=self.literals
         )
-        ids = self._process(where, text, [], items)[0]["input_ids"].numpy()
-        within = lambda spans: (self._process(where, text, spans, items)[0]["labels"] != IGNORED).numpy()  # noqa: E731
-        return ids, roles_of_tokens(len(ids), by_role, within)
+        ids = self._run_processor(where, text, [], items)[0]["input_ids"].numpy()
+        tokens_in = lambda spans: (self._run_processor(where, text, spans, items)[0]["labels"] != IGNORED).numpy()  # noqa: E731
+        return ids, roles_of_tokens(len(ids), by_role, tokens_in)
 
-    def _prepare_inputs(self, where: str, sample: dict[str, Tensor]) -> Prepared:
+    def _prepare_model_inputs(self, where: str, sample: dict[str, Tensor]) -> PreparedRecord:
         """A sample that a transform returned as model inputs: only its positions may be missing."""
         kind_of_input = {name: kind for kind, main in INPUTS.items() for name in (main, *OTHER_INPUTS.get(kind, ()))}
         modalities = frozenset(kind_of_input[name] for name in sample if name in kind_of_input)
-        self._require_separable(where, modalities)
+        self._require_compatible_modalities(where, modalities)
         if "position_ids" not in sample:
             batched = {name: value[None] if RULES[name].pack_dim == -1 else value for name, value in sample.items()}
             sample = {**sample, "position_ids": self._positions(where, batched)}
         # Which tokens stand for media is unknown, so a sample with media is not truncated.
-        is_media = torch.full(sample["input_ids"].shape, bool(modalities))
+        is_media = None if modalities else torch.zeros(sample["input_ids"].shape, dtype=torch.bool)
         return replace(self._apply_limit(where, sample, is_media), modalities=modalities)
 
-    def _require_separable(self, where: str, modalities: frozenset[str]) -> None:
-        """Refuses a sample with modalities that must not share a row.
+    def _require_compatible_modalities(self, where: str, modalities: frozenset[str]) -> None:
+        """Refuses a sample with modalities that must not share a row: the model cannot distinguish them, or the recipe says so.
 
         Raises:
             BadSample: with the modalities.
@@ -147,15 +148,19 @@ class PrepareMultimodal:
             if modalities.issuperset(pair):
                 raise BadSample(
                     where,
-                    f"{' and '.join(pair)} in one sample, which the model cannot distinguish (separate_modalities)",
+                    f"{' and '.join(pair)} in one sample, which data.separate_modalities keeps apart",
                 )
 
     # -------------------------------------------------------------------------------------------- text and labels
 
-    def _process(
+    def _run_processor(
         self, where: str, text: str, spans: Sequence[tuple[int, int]], items: MediaItems
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The sample, and which of its tokens `(n,)` stand for media."""
+        """The sample of a rendered conversation, and which of its tokens `(n,)` stand for media.
+
+        Args:
+            spans: the parts of the text that have a loss.
+        """
         plain = self.literals.unmark(where, text, spans)
         with as_bad_sample(self.processor.name, where):
             outputs = self.processor(
@@ -167,37 +172,37 @@ class PrepareMultimodal:
                 **self.options.for_call(items),
             )
         ids = outputs["input_ids"][0].numpy()
-        self._require_placeholders(where, plain.text, outputs)
+        self._require_known_placeholders(where, plain.text, outputs)
         alignment = token_alignment.alignment_of_processor(where, outputs)
         if alignment is None:
-            needed = [*plain.spans, *(span for span, _ in plain.literals)]
+            spans_to_find = [*plain.spans, *(span for span, _ in plain.literals)]
             alignment = token_alignment.alignment_by_matching(
-                where, ids.tolist(), plain.text, self.processor.tokenizer, needed
+                where, ids.tolist(), plain.text, self.processor.tokenizer, spans_to_find
             )
-        learned, is_media = alignment.overlapping(plain.spans), alignment.is_media
+        has_loss, is_media = alignment.overlapping(plain.spans), alignment.is_media
         if plain.literals:
             expanded_literals = [(alignment.expanded(span), token) for span, token in plain.literals]
             ids, repeats = self.literals.restore_literals(where, ids, alignment.offsets, expanded_literals)
-            learned, is_media = np.repeat(learned, repeats), np.repeat(is_media, repeats)
+            has_loss, is_media = np.repeat(has_loss, repeats), np.repeat(is_media, repeats)
             for name in outputs.keys() & RULES.keys():
                 if (rule := rule_of(name, outputs)).is_per_token:
                     outputs[name] = outputs[name].repeat_interleave(torch.from_numpy(repeats), dim=rule.pack_dim)
             outputs["input_ids"] = torch.from_numpy(ids)[None]
         sample = self._fields(where, outputs)
-        sample["labels"] = sample["input_ids"].masked_fill(~torch.from_numpy(learned), IGNORED)
+        sample["labels"] = sample["input_ids"].masked_fill(~torch.from_numpy(has_loss), IGNORED)
         sample["position_ids"] = self._positions(where, outputs)
         return sample, torch.from_numpy(is_media)
 
-    def _require_placeholders(self, where: str, text: str, outputs: dict[str, Any]) -> None:
-        """Refuses a sample with placeholders that the tokenizer does not have.
+    def _require_known_placeholders(self, where: str, text: str, outputs: dict[str, Any]) -> None:
+        """Refuses a sample whose media have placeholders that the tokenizer does not have.
 
         Raises:
             BadSample: with the token.
         """
         replacements = [
-            place["replacement"] for places in outputs.get("text_replacement_offsets") or () for place in places
+            entry["replacement"] for entries in outputs.get("text_replacement_offsets") or () for entry in entries
         ]
-        for token in self.missing_placeholders:
+        for token in self.placeholders_without_token:
             if any(token in replacement for replacement in replacements or [text]):
                 raise BadSample(
                     where,
@@ -209,7 +214,7 @@ class PrepareMultimodal:
         """The processor's outputs for the model: per-token fields as `(n,)`, media unchanged.
 
         Raises:
-            BadSample: a field is not a tensor, for example of images with different sizes.
+            BadSample: a field that batches contain is not a tensor, or not a list where it must be one.
             DataError: there is no rule for packing and slicing a field.
         """
         sample = {}
@@ -220,7 +225,9 @@ class PrepareMultimodal:
             if name in RULES and not isinstance(value, expected):
                 kind = "list" if expected is list else "tensor"
                 raise BadSample(
-                    where, f"{self.processor.name} returned {name} as a {type(value).__name__}, expected a {kind}"
+                    where,
+                    f"{self.processor.name} returned {name} as a {type(value).__name__}, expected a {kind}; for example because "
+                    "images differ in size",
                 )
             if not isinstance(value, expected):
                 continue
@@ -258,26 +265,28 @@ class PrepareMultimodal:
 
     # ------------------------------------------------------------------------------------------------- length
 
-    def _apply_limit(self, where: str, sample: dict[str, Tensor], is_media: Tensor) -> Prepared:
+    def _apply_limit(self, where: str, sample: dict[str, Tensor], is_media: Tensor | None) -> PreparedRecord:
+        """Skips, truncates or refuses a sample that is too long.
+
+        Args:
+            is_media: which of its tokens `(n,)` stand for media; None: unknown.
+        """
         length, limit = sample["input_ids"].shape[0], self.config.length_limit
         if length <= limit:
-            return Prepared([sample])
+            return PreparedRecord([sample])
         if self.config.on_long == "error":
-            raise too_long_error(where, length, limit)
-        if self.config.on_long == "truncate" and not is_media[limit:].any():
+            raise refusal_of_long_sample(where, length, limit, can_split=False)
+        if self.config.on_long == "truncate" and is_media is not None and not is_media[limit:].any():
             rules = {name: rule_of(name, sample) for name in sample}
             cut = {
                 name: value.split(limit, dim=rules[name].pack_dim)[0] if rules[name].is_per_token else value
                 for name, value in sample.items()
             }
             outcome: Outcome = "truncated" if bool((cut["labels"][1:] != IGNORED).any()) else "skipped"
-            problem = (outcome, where, long_reason(length, limit, truncates=True, outcome=outcome))
-            return Prepared([cut] if outcome == "truncated" else [], problem)
+            problem = Problem(outcome, where, long_reason(length, limit, truncates=True, outcome=outcome))
+            return PreparedRecord([cut] if outcome == "truncated" else [], problem)
         reason = too_long_reason(length, limit)
-        return Prepared(
-            problem=(
-                "skipped",
-                where,
-                reason if self.config.on_long == "skip" else f"{reason}, and media are in the part to cut off",
-            )
-        )
+        if self.config.on_long == "truncate":
+            reason += ", and which of its tokens stand for media is unknown" * (is_media is None)
+            reason += ", and media are in the part to cut off" * (is_media is not None)
+        return PreparedRecord(problem=Problem("skipped", where, reason))

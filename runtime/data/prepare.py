@@ -4,34 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
 from patchgen.runtime.data.loader import join_pair
-from patchgen.runtime.data.problems import BadSample, Outcome, long_reason, too_long_error, too_long_reason
+from patchgen.runtime.data.problems import BadSample, DataError, Outcome, long_reason, too_long_error, too_long_reason
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.text import Encoder, Tokens
 
 
+class Problem(NamedTuple):
+    """A record that is bad, skipped or truncated: file and line, and why."""
+
+    outcome: Outcome
+    where: str
+    reason: str
+
+
 @dataclass(frozen=True)
-class Prepared:
-    """The samples of a record for `loader.make_batch`, and a problem to count: `(outcome, where, reason)`.
+class PreparedRecord:
+    """The samples of a record for `loader.make_batch`, and a problem to count.
 
     `modalities`: which of image, video and audio the samples have.
     """
 
     samples: list[dict[str, Any]] = field(default_factory=list)
-    problem: tuple[Outcome, str, str] | None = None
+    problem: Problem | None = None
     modalities: frozenset[str] = frozenset()
 
 
-class Prepare(Protocol):
+class Preparer(Protocol):
     """Turns a record into samples. Picklable: runs in worker processes."""
 
-    def __call__(self, source: int, record: Record) -> Prepared:
+    def __call__(self, source_index: int, record: Record) -> PreparedRecord:
         """Raises DataError for a sample that is too long if `on_long` is error."""
         ...
 
@@ -40,79 +48,93 @@ class PrepareText:
     """Samples of all kinds except multimodal ones.
 
     Args:
-        encoders: by source.
+        encoders: of the sources, in their order.
         limit: the most tokens of a document.
-        keeps_targets: skip samples that would lose a target by truncation.
+        on_long: what happens to a sample with a longer document.
+        skip_cut_targets: skip samples that would lose a target by truncation.
     """
 
     def __init__(
-        self, encoders: Sequence[Encoder], *, limit: int, on_long: OnLong, keeps_targets: bool = False
+        self, encoders: Sequence[Encoder], *, limit: int, on_long: OnLong, skip_cut_targets: bool = False
     ) -> None:
         self.encoders = encoders
         self.limit = limit
         self.on_long = on_long
-        self.keeps_targets = keeps_targets
+        self.skip_cut_targets = skip_cut_targets
 
-    def __call__(self, source: int, record: Record) -> Prepared:
-        encoded = self._encode(source, record)
+    def __call__(self, source_index: int, record: Record) -> PreparedRecord:
+        encoded = self._encode(source_index, record)
         if isinstance(encoded, BadSample):
-            return Prepared(problem=("bad", encoded.where, encoded.reason))
-        length = max(len(half.ids) for half in _halves(encoded))
-        if length <= self.limit:
-            return Prepared([_sample(encoded, self.limit)])
+            return PreparedRecord(problem=Problem("bad", encoded.where, encoded.reason))
+        longest = max(len(document.ids) for document in _documents(encoded))
+        if longest <= self.limit:
+            return PreparedRecord([_truncated_sample(encoded, self.limit)])
         if self.on_long == "split":
-            return Prepared([_piece(encoded, start, start + self.limit) for start in range(0, length, self.limit)])
+            return PreparedRecord(
+                [_piece(encoded, start, start + self.limit) for start in range(0, longest, self.limit)]
+            )
         if self.on_long == "error":
-            raise too_long_error(record.where, length, self.limit)
+            is_plain_text = encoded.targets is None and encoded.split is None and encoded.label is None
+            raise refusal_of_long_sample(record.where, longest, self.limit, can_split=is_plain_text)
         truncates = self.on_long == "truncate"
-        is_usable = (
+        keeps_a_loss = (
             truncates
             and _has_loss(encoded, self.limit)
-            and not (self.keeps_targets and _loses_targets(encoded, self.limit))
+            and not (self.skip_cut_targets and _loses_targets(encoded, self.limit))
         )
-        outcome: Outcome = "truncated" if is_usable else "skipped"
-        reason = long_sample_reason(
-            length, self.limit, truncates=truncates, outcome=outcome, keeps_targets=self.keeps_targets
+        outcome: Outcome = "truncated" if keeps_a_loss else "skipped"
+        reason = reason_of_outcome(
+            longest, self.limit, truncates=truncates, outcome=outcome, skip_cut_targets=self.skip_cut_targets
         )
-        problem = (outcome, record.where, reason)
-        return Prepared([_sample(encoded, self.limit)] if outcome == "truncated" else [], problem)
+        problem = Problem(outcome, record.where, reason)
+        return PreparedRecord([_truncated_sample(encoded, self.limit)] if outcome == "truncated" else [], problem)
 
-    def _encode(self, source: int, record: Record) -> Tokens | BadSample:
+    def _encode(self, source_index: int, record: Record) -> Tokens | BadSample:
         try:
             fields = record.fields()
         except BadSample as error:
             return error
-        return self.encoders[source].encode([(record.where, fields)])[0]
+        return self.encoders[source_index].encode([(record.where, fields)])[0]
 
 
-def _halves(tokens: Tokens) -> list[Tokens]:
+def _documents(tokens: Tokens) -> list[Tokens]:
     """The documents of a sample: one, or the two of a pair."""
     if tokens.split is None:
         return [tokens]
     slices = [slice(None, tokens.split), slice(tokens.split, None)]
-    return [Tokens(tokens.ids[half], None if tokens.targets is None else tokens.targets[half]) for half in slices]
+    return [Tokens(tokens.ids[part], None if tokens.targets is None else tokens.targets[part]) for part in slices]
 
 
 def _has_loss(tokens: Tokens, limit: int) -> bool:
     """Whether each document has a loss among its first `limit` tokens, the first of which is not predicted."""
-    return all(half.targets is None or bool(half.targets[1:limit].any()) for half in _halves(tokens))
+    return all(document.targets is None or bool(document.targets[1:limit].any()) for document in _documents(tokens))
 
 
 def _loses_targets(tokens: Tokens, limit: int) -> bool:
-    """Whether a document has a loss after its first `limit` tokens."""
-    return any(half.targets is None or bool(half.targets[limit:].any()) for half in _halves(tokens))
+    """Whether a document of a sample that is too long has a loss after its first `limit` tokens."""
+    return any(document.targets is None or bool(document.targets[limit:].any()) for document in _documents(tokens))
 
 
-def long_sample_reason(length: int, limit: int, *, truncates: bool, outcome: Outcome, keeps_targets: bool) -> str:
-    """As `long_reason`; with `keeps_targets`, samples are also skipped because a target would be cut off."""
-    if keeps_targets and truncates and outcome == "skipped":
+def refusal_of_long_sample(where: str, length: int, limit: int, *, can_split: bool) -> DataError:
+    """The error for a sample that is too long under `on_long: error`; only plain text can be split."""
+    if can_split:
+        return too_long_error(where, length, limit)
+    return DataError(
+        f"{where}: {too_long_reason(length, limit)}. To fix: set data.on_long to skip or truncate, or raise the limit."
+    )
+
+
+def reason_of_outcome(length: int, limit: int, *, truncates: bool, outcome: Outcome, skip_cut_targets: bool) -> str:
+    """Why a sample that is too long is truncated or skipped: as `problems.long_reason`; with `skip_cut_targets` also because a
+    target would be cut off."""
+    if skip_cut_targets and truncates and outcome == "skipped":
         return f"{too_long_reason(length, limit)}, and not all tokens with a loss are among the first {limit}"
     return long_reason(length, limit, truncates=truncates, outcome=outcome)
 
 
-def _sample(tokens: Tokens, limit: int) -> dict[str, Any]:
+def _truncated_sample(tokens: Tokens, limit: int) -> dict[str, Any]:
     """The first `limit` tokens of each document, for `loader.make_batch`."""
-    documents = [_piece(half, 0, limit) for half in _halves(tokens)]
+    documents = [_piece(document, 0, limit) for document in _documents(tokens)]
     sample = documents[0] if len(documents) == 1 else join_pair(*documents)
     return sample if tokens.label is None else {**sample, "label": tokens.label}
 

@@ -261,7 +261,7 @@ def _role_finder(config: DataConfig, tokenizer: Any, prepare: Any) -> RoleFinder
         if isinstance(fields, ModelInputs) or not isinstance(messages := fields.get(half or "messages"), list):
             return None
         if prepare is not None:
-            return prepare.roles(source, record.where, fields)
+            return prepare.ids_and_roles(source, record.where, fields)
         tools = fields.get("tools") or None
         template = tokenizer.get_chat_template(None, tools=tools)
         return tokens_with_roles(messages, tools, template=template, literals=literals, where=record.where)

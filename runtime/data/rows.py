@@ -11,8 +11,8 @@ from patchgen.runtime.data.config import Kind, SourceConfig
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Maps the rows of a source to fields; picklable."""
+class RowMapper:
+    """Maps each row of a source to fields; picklable."""
 
     source: SourceConfig
     kind: Kind

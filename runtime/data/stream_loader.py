@@ -25,7 +25,7 @@ from patchgen.runtime.data.agreement import BATCH, FAILURE, NO_BATCH
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.loader import Loader, make_batch, require_same
 from patchgen.runtime.data.packing import Pool
-from patchgen.runtime.data.prepare import Prepare, Prepared
+from patchgen.runtime.data.prepare import PreparedRecord, Preparer
 from patchgen.runtime.data.problems import Counters, DataError, FailedOnAnotherRank, bad_sample_error
 from patchgen.runtime.data.record_stream import MixedStream, Share
 from patchgen.runtime.data.records import Record
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
 class _PreparedRecords(Dataset):
     """Prepares the records that the sampler yields, in worker processes if there are any."""
 
-    def __init__(self, prepare: Prepare) -> None:
+    def __init__(self, prepare: Preparer) -> None:
         self.prepare = prepare
 
     def __reduce__(self) -> tuple:
@@ -59,7 +59,7 @@ class _PreparedRecords(Dataset):
         arguments = registry.local_packages(), batch_fields.declared_rules()
         return _rebuild_in_worker, arguments, {"prepare": self.prepare}
 
-    def __getitem__(self, entry: Entry) -> tuple[int, Origin, Prepared]:
+    def __getitem__(self, entry: Entry) -> tuple[int, Origin, PreparedRecord]:
         number, epoch, source, record = entry
         return number, Origin(epoch, source, record.where), self.prepare(source, record)
 
@@ -82,7 +82,7 @@ class StreamedLoader(Loader):
         self,
         config: DataConfig,
         stream: MixedStream,
-        prepare: Prepare,
+        prepare: Preparer,
         *,
         settings: dict[str, Any],
         pad_token_id: int,
@@ -122,7 +122,7 @@ class StreamedLoader(Loader):
             self._waiting_when_saved.setdefault(number, set()).add(piece)
         self._reread_until = max(self._waiting_when_saved, default=first - 1) + 1
         self._last_usable_epoch: int | None = None
-        self._prepared: Iterator[tuple[int, Origin, Prepared]] | None = None
+        self._prepared: Iterator[tuple[int, Origin, PreparedRecord]] | None = None
         self._loaded = state
 
     def _entries(self) -> Iterator[Entry]:
@@ -152,7 +152,7 @@ class StreamedLoader(Loader):
                 return
             self._add_prepared(*entry)
 
-    def _add_prepared(self, number: int, origin: Origin, prepared: Prepared) -> None:
+    def _add_prepared(self, number: int, origin: Origin, prepared: PreparedRecord) -> None:
         self._next = number + 1
         waiting = self._waiting_when_saved.pop(number, None)  # None: not read before
         if prepared.problem is not None and waiting is None:
@@ -168,7 +168,7 @@ class StreamedLoader(Loader):
                 self._origins[key] = origin
                 self._pool.add(key, sample["input_ids"].shape[-1], prepared.modalities)
 
-    def _require_usable(self, number: int, epoch: int, prepared: Prepared) -> None:
+    def _require_usable(self, number: int, epoch: int, prepared: PreparedRecord) -> None:
         """Raises if none of this rank's samples was usable in a full epoch, instead of searching endlessly."""
         if number < self._stream.share.since:  # leftover records are not a full epoch
             return

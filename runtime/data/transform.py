@@ -36,7 +36,7 @@ from patchgen.runtime.data.config import DataConfig, Kind, SourceConfig
 from patchgen.runtime.data.formats import FORMATS_OF_KIND, WrongColumns
 from patchgen.runtime.data.problems import BadSample, DataError, as_bad_sample
 from patchgen.runtime.data.records import Source
-from patchgen.runtime.data.rows import Rows
+from patchgen.runtime.data.rows import RowMapper
 from patchgen.runtime.data.text import Encoder, Tokens
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.parallel.batch_fields import rule_of
@@ -88,7 +88,7 @@ class Transform:
         try:
             if isinstance(messages, list):
                 require_messages(where, messages)
-            return Rows(self.source, self.kind)(where, dict(returned))
+            return RowMapper(self.source, self.kind)(where, dict(returned))
         except BadSample as error:
             description = "messages of which" if isinstance(messages, list) else f"{_describe(returned)}:"
             raise InvalidReturn(where, f"the transform {self.spec} returned {description} {error.reason}") from error
@@ -106,7 +106,7 @@ _SHORTHANDS: dict[str, tuple[type, str, str]] = {
 }
 """What a transform may return instead of a row: its type, the column that it becomes, and its name in error messages."""
 
-Mapper = Transform | Rows
+Mapper = Transform | RowMapper
 
 
 class MappedEncoder:
@@ -153,7 +153,7 @@ class MappedEncoder:
 def mappers_of(config: DataConfig) -> list[Mapper]:
     """What maps the rows of each source to fields: its transform, or their format."""
     return [
-        Transform(source.transform, source, config.kind) if source.transform else Rows(source, config.kind)
+        Transform(source.transform, source, config.kind) if source.transform else RowMapper(source, config.kind)
         for source in config.sources
     ]
 

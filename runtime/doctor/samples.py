@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from patchgen.runtime.data import DataConfig, DataError
-from patchgen.runtime.data.build import make_prepare
+from patchgen.runtime.data.build import make_preparer
 from patchgen.runtime.data.config import Modality
 from patchgen.runtime.data.formats import PAIR_COLUMNS
 from patchgen.runtime.data.loader import documents_of
-from patchgen.runtime.data.prepare import Prepare, Prepared
+from patchgen.runtime.data.prepare import PreparedRecord, Preparer
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.sources import open_source
@@ -81,7 +81,7 @@ def first_samples(config: DataConfig, parts: DataParts, incompatible: ModalityPa
     check_first_rows(config, sources)
     short_config = replace(config, max_length=min(config.length_limit, MAX_LENGTH), on_long="truncate")
     encoders = parts.tokenizer, parts.processor, parts.position_function
-    prepare_short, prepare_as_in_run = make_prepare(short_config, *encoders), make_prepare(config, *encoders)
+    prepare_short, prepare_as_in_run = make_preparer(short_config, *encoders), make_preparer(config, *encoders)
     samples, num_tokens, problems = [], 0, []
     for source_index, record in _in_turn(sources):
         prepared, in_run = _prepare_for_doctor(prepare_short, prepare_as_in_run, source_index, record)
@@ -104,7 +104,7 @@ def first_samples(config: DataConfig, parts: DataParts, incompatible: ModalityPa
 
 
 def _samples_of(
-    record: str, fields: dict[str, Any], prepared: Prepared, in_run: Prepared | None, config: DataConfig
+    record: str, fields: dict[str, Any], prepared: PreparedRecord, in_run: PreparedRecord | None, config: DataConfig
 ) -> list[Sample]:
     """The document of a record, or the two of a pair.
 
@@ -125,7 +125,7 @@ def _samples_of(
     ]
 
 
-def _are_cut(prepared: Prepared, fields: dict[str, Any], limit: int) -> list[bool]:
+def _are_cut(prepared: PreparedRecord, fields: dict[str, Any], limit: int) -> list[bool]:
     """Which documents of a sample were truncated; if any was, those of exactly the limit count as cut."""
     was_cut = prepared.problem is not None and prepared.problem[0] == "truncated"
     return [was_cut and document["input_ids"].shape[-1] == limit for document in documents_of(fields)]
@@ -165,8 +165,8 @@ def transform_outputs(config: DataConfig) -> Iterator[Sample]:
 
 
 def _prepare_for_doctor(
-    prepare_short: Prepare, prepare_as_in_run: Prepare, source_index: int, record: Record
-) -> tuple[Prepared, Prepared | None]:
+    prepare_short: Preparer, prepare_as_in_run: Preparer, source_index: int, record: Record
+) -> tuple[PreparedRecord, PreparedRecord | None]:
     """The truncated sample of a record, or the sample as the run would prepare it, if truncating would cut off every label or a
     part of an image, video or audio; and the latter, unless nothing had to be truncated."""
     prepared = prepare_short(source_index, record)

@@ -50,3 +50,11 @@ def test_a_mask_of_tokens_and_images_is_cut_with_its_tokens():
     (cut,) = PrepareMultimodal._apply_limit(prepare, "a:1", sample, torch.zeros(5, dtype=torch.bool)).samples
     assert cut["cross_attention_mask"].shape == (1, 3, 1, 2) and cut["input_ids"].tolist() == [0, 1, 2]
     assert cut["pixel_values"].shape == (5, 4)
+
+
+def test_model_inputs_of_a_transform_are_skipped_because_the_places_of_their_media_are_unknown():
+    """Before, the reason said that media are in the part to cut off, which nobody knows of them."""
+    prepare: PrepareMultimodal = SimpleNamespace(config=SimpleNamespace(length_limit=3, on_long="truncate"))
+    skipped = PrepareMultimodal._apply_limit(prepare, "a:1", sample_of(5), None)
+    assert skipped.samples == [] and skipped.problem[0] == "skipped"
+    assert skipped.problem[2].endswith(", and which of its tokens stand for media is unknown")

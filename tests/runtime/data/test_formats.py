@@ -22,7 +22,7 @@ from patchgen.runtime.data.formats import (
     missing_columns,
 )
 from patchgen.runtime.data.problems import BadSample
-from patchgen.runtime.data.rows import Rows
+from patchgen.runtime.data.rows import RowMapper
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import optimizers
@@ -258,25 +258,25 @@ OF_OTHER_TYPES = {
 def test_an_optional_column_of_another_type_is_a_bad_sample(name, column):
     (found,) = column
     with pytest.raises(BadSample, match=rf"x: column '{found}' holds .*, expected .* \(row format {name}\)"):
-        Rows(SourceConfig("x"), "chat")("x", CHATS[name] | column)
+        RowMapper(SourceConfig("x"), "chat")("x", CHATS[name] | column)
 
 
 @pytest.mark.parametrize("column", [{"prompt": 3}, {"conversations": 3}, {"instruction": 3}])
 def test_a_prompt_of_another_type_is_a_bad_sample(column):
     with pytest.raises(BadSample, match="x: column '.*' holds int, expected "):
-        Rows(SourceConfig("x"), "preference")("x", PAIRS["whole"] | column)
+        RowMapper(SourceConfig("x"), "preference")("x", PAIRS["whole"] | column)
 
 
 def test_optional_columns_without_a_value_are_no_columns():
     row = CHATS["alpaca"] | {"input": None, "system": None, "history": []}
-    assert Rows(SourceConfig("x"), "chat")("x", row)["messages"] == [ASK, ANSWER]
-    assert Rows(SourceConfig("x"), "preference")("x", PAIRS["whole"] | {"prompt": []})["chosen"] == [ASK, ANSWER]
+    assert RowMapper(SourceConfig("x"), "chat")("x", row)["messages"] == [ASK, ANSWER]
+    assert RowMapper(SourceConfig("x"), "preference")("x", PAIRS["whole"] | {"prompt": []})["chosen"] == [ASK, ANSWER]
 
 
 def test_a_turn_from_a_list_is_a_bad_sample():
     row = {"conversations": [TURNS[0], {"from": ["gpt"], "value": "Hello"}]}
     with pytest.raises(BadSample, match=r"a turn from \['gpt'\]; expected one of human"):
-        Rows(SourceConfig("x"), "chat")("x", row)
+        RowMapper(SourceConfig("x"), "chat")("x", row)
 
 
 @pytest.mark.parametrize("chosen", ["prompt", "instruction"])
@@ -339,7 +339,7 @@ def test_calls_and_tools_of_sharegpt_are_those_of_templates():
         {"from": "gpt", "value": "It is 2."},
     ]
     row = {"conversations": turns, "tools": json.dumps(tools), "system": "Be kind."}
-    found = Rows(SourceConfig("x"), "chat")("x", row)
+    found = RowMapper(SourceConfig("x"), "chat")("x", row)
     assert found["tools"] == tools
     assert found["messages"] == [
         {"role": "system", "content": "Be kind."},
@@ -353,9 +353,9 @@ def test_calls_and_tools_of_sharegpt_are_those_of_templates():
         {"role": "assistant", "content": "It is 2."},
     ]
     with pytest.raises(BadSample, match="a function_call is not valid JSON"):
-        Rows(SourceConfig("x"), "chat")("x", {"conversations": [{"from": "function_call", "value": "add(1)"}]})
+        RowMapper(SourceConfig("x"), "chat")("x", {"conversations": [{"from": "function_call", "value": "add(1)"}]})
     with pytest.raises(BadSample, match="a turn from 'cat'; expected one of human"):
-        Rows(SourceConfig("x"), "chat")("x", {"conversations": [{"from": "cat", "value": "Miau"}]})
+        RowMapper(SourceConfig("x"), "chat")("x", {"conversations": [{"from": "cat", "value": "Miau"}]})
 
 
 PARTS = [{"type": "image"}, {"type": "text", "text": "\nWhat? "}, {"type": "audio"}]
@@ -376,7 +376,7 @@ MARKED = {
 
 @pytest.mark.parametrize("name", MARKED)
 def test_marks_are_placeholders_of_items(name):
-    found = Rows(SourceConfig("x"), "multimodal")("x", {**MARKED[name], "id": 3})
+    found = RowMapper(SourceConfig("x"), "multimodal")("x", {**MARKED[name], "id": 3})
     assert found["messages"] == [{"role": "user", "content": PARTS}, ANSWER]
     assert (found["images"], found["audios"], found["id"]) == (["a.png"], ["a.wav"], 3)
 
@@ -384,7 +384,7 @@ def test_marks_are_placeholders_of_items(name):
 def test_a_mark_without_an_item_is_text():
     content = "What does <video> do, and <image>?"
     row = {"messages": [{"role": "user", "content": content}, ANSWER], "images": ["a.png"]}
-    parts = Rows(SourceConfig("x"), "multimodal")("x", row)["messages"][0]["content"]
+    parts = RowMapper(SourceConfig("x"), "multimodal")("x", row)["messages"][0]["content"]
     assert parts == [
         {"type": "text", "text": "What does <video> do, and "},
         {"type": "image"},
@@ -398,7 +398,9 @@ def test_parts_of_openai_bring_their_items():
         {"type": "input_audio", "input_audio": {"data": "BB", "format": "wav"}},
         {"type": "text", "text": "What is <image>?"},
     ]
-    found = Rows(SourceConfig("x"), "multimodal")("x", {"messages": [{"role": "user", "content": content}, ANSWER]})
+    found = RowMapper(SourceConfig("x"), "multimodal")(
+        "x", {"messages": [{"role": "user", "content": content}, ANSWER]}
+    )
     assert found["messages"][0]["content"] == [
         {"type": "image", "image": "data:image/png;base64,AA"},
         {"type": "audio", "audio": "data:audio/wav;base64,BB"},
@@ -423,17 +425,17 @@ def test_a_part_without_its_item_is_a_bad_sample(part, reason):
     """It is skipped or refused with file and line as `on_bad` says; a KeyError ended the run without either."""
     row = {"messages": [{"role": "user", "content": [part]}, ANSWER]}
     with pytest.raises(BadSample, match=f"a.jsonl:3: {reason}"):
-        Rows(SourceConfig("x"), "multimodal")("a.jsonl:3", row)
+        RowMapper(SourceConfig("x"), "multimodal")("a.jsonl:3", row)
 
 
 @pytest.mark.parametrize(("one", "many"), [("image", "images"), ("video", "videos"), ("audio", "audios")])
 def test_a_row_with_media_in_two_columns_of_a_kind_is_refused_and_none_is_dropped(one, many):
     row = {"messages": [ASK, ANSWER], one: "a", many: ["b"]}
     with pytest.raises(WrongColumns, match=f"both {one} and {many} have media.*To fix: .*{{{many}: {one}}}"):
-        Rows(SourceConfig("x"), "multimodal")("x", row)
-    assert Rows(SourceConfig("x", columns={many: one}), "multimodal")("x", row)[many] == ["a"]
-    assert Rows(SourceConfig("x"), "multimodal")("x", {**row, many: []})[many] == ["a"]
-    assert Rows(SourceConfig("x"), "multimodal")("x", {**row, one: None})[many] == ["b"]
+        RowMapper(SourceConfig("x"), "multimodal")("x", row)
+    assert RowMapper(SourceConfig("x", columns={many: one}), "multimodal")("x", row)[many] == ["a"]
+    assert RowMapper(SourceConfig("x"), "multimodal")("x", {**row, many: []})[many] == ["a"]
+    assert RowMapper(SourceConfig("x"), "multimodal")("x", {**row, one: None})[many] == ["b"]
 
 
 @pytest.mark.parametrize(("recipe", "model_type"), [("qwen3_vl_8b", "qwen3_vl"), ("qwen3_omni_30b", "qwen3_omni_moe")])

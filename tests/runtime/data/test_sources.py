@@ -12,7 +12,7 @@ import pytest
 from patchgen.runtime.data import DataError, SourceConfig, builtin
 from patchgen.runtime.data.builtin import NAMES, open_builtin
 from patchgen.runtime.data.records import BadSample, Record
-from patchgen.runtime.data.rows import Rows
+from patchgen.runtime.data.rows import RowMapper
 from patchgen.runtime.data.sources import detect_format, open_source
 
 ROWS = [{"text": f"row {number}"} for number in range(700)]
@@ -177,7 +177,7 @@ def test_made_up_sets_are_there_in_every_installation(name):
     of_texts = {"prompts": "text", "labels": "classification", "tags": "token_classes", "answers": "answers"}
     of_texts["similar"] = "similar"
     kind = (of_texts | {"chat": "chat", "pairs": "preference"}).get(name, "multimodal")
-    fields = Rows(SourceConfig(f"builtin:{name}"), kind)("x", first)
+    fields = RowMapper(SourceConfig(f"builtin:{name}"), kind)("x", first)
     if kind not in of_texts.values():
         assert fields["chosen" if kind == "preference" else "messages"][-1]["role"] == "assistant"
     assert repr(train[5].fields()) == repr(open_builtin(name, "train")[5].fields())

@@ -10,7 +10,7 @@ from small_processors import byte_tokenizer, template
 from tokenizers.processors import TemplateProcessing
 
 from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader
-from patchgen.runtime.data.rows import Rows
+from patchgen.runtime.data.rows import RowMapper
 from patchgen.runtime.data.task_encoders import AnswerEncoder, TaggedEncoder
 from patchgen.runtime.data.text import TextEncoder
 from patchgen.runtime.parallel.batch import IGNORED
@@ -91,10 +91,10 @@ def test_numbers_of_numpy_are_numbers():
     """A transform may return them: tags of them were refused."""
     text = TextEncoder(byte_tokenizer(template(), {}), append_eos=True)
     row = {"question": "?", "context": "ab", "answers": {"text": ["b"], "answer_start": [np.int64(1)]}}
-    targets = AnswerEncoder(text).tokens("x", Rows(SourceConfig("x"), "answers")("x", row)).targets
+    targets = AnswerEncoder(text).tokens("x", RowMapper(SourceConfig("x"), "answers")("x", row)).targets
     assert targets is not None and targets.sum() == 1
     tags = {"tokens": ["a", "b"], "tags": [np.int64(1), np.int64(0)]}
-    targets = TaggedEncoder(text).tokens("x", Rows(SourceConfig("x"), "token_classes")("x", tags)).targets
+    targets = TaggedEncoder(text).tokens("x", RowMapper(SourceConfig("x"), "token_classes")("x", tags)).targets
     assert targets is not None and sorted(set(targets.tolist())) == [0, 1, 2]
 
 
