@@ -114,7 +114,7 @@ class Patient:
     @property
     def is_trained(self) -> bool:
         """Whether the complete model comes from a checkpoint, without new random parts."""
-        return models.is_from_checkpoint(self.recipe, self.blueprint)
+        return models.needs_all_weights(self.recipe, self.blueprint)
 
     @cached_part("the config")
     def config(self) -> PreTrainedConfig:

@@ -113,7 +113,7 @@ class Expected:
 
 def expected(recipe: Recipe, model: PreTrainedModel) -> Expected:
     """What the first loss of a recipe's model is compared with; `measured` comes from this machine's cache."""
-    trained = models.is_from_checkpoint(recipe, model)
+    trained = models.needs_all_weights(recipe, model)
     measured = read_measured(recipe) if trained else None
     return Expected(model.config.get_text_config().vocab_size, recipe.train.first_loss_limit, trained, measured)
 

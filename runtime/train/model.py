@@ -49,7 +49,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    custom = architecture.register(model)
+    recipe_heads = architecture.register(model)
     is_type = is_model_type(model.source)
     try:
         config = (
@@ -65,44 +65,46 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
             f"model.source = '{model.source}': transformers' config class refuses {values} ({one_line(error)}).{advice}"
         ) from error
     except (OSError, ValueError) as error:
-        code = custom if isinstance(custom, architecture.Architecture) else None
-        raise RecipeError(f"model.source = '{model.source}'{_why_unreadable(model.source, code, error)}") from error
+        recipe_code = recipe_heads if isinstance(recipe_heads, architecture.Architecture) else None
+        raise RecipeError(
+            f"model.source = '{model.source}'{_why_unreadable(model.source, recipe_code, error)}"
+        ) from error
     if not model.overrides:
         return config
     try:
-        source = inspect.getsource(sys.modules[find_head(config, custom).__module__])
+        modeling_source = inspect.getsource(sys.modules[find_head(config, recipe_heads).__module__])
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{model.source}': {error}") from error
-    require_fields(config, model.overrides, "model.overrides", source)
+    require_fields(config, model.overrides, "model.overrides", modeling_source)
     try:
         # AutoConfig read it, so this reads it again from the folder or from the cache
-        given = {} if is_type else type(config).get_config_dict(model.source)[0]
-        changed = type(config).from_dict(_with_overrides(config, model.overrides, given))
+        file_fields = {} if is_type else type(config).get_config_dict(model.source)[0]
+        overridden_config = type(config).from_dict(_with_overrides(config, model.overrides, file_fields))
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise RecipeError(
             f"model.overrides: {type(config).__name__} refuses them in combination with the config of '{model.source}': "
             f"{one_line(error.__cause__ or error).removesuffix('.')}. To fix: override the fields that depend on them, too."
         ) from error
-    _require_applied(changed, model.overrides, "model.overrides")
-    return changed
+    _require_applied(overridden_config, model.overrides, "model.overrides")
+    return overridden_config
 
 
-def _why_unreadable(source: str, code: architecture.Architecture | None, error: Exception) -> str:
+def _why_unreadable(source: str, recipe_code: architecture.Architecture | None, error: Exception) -> str:
     """Why transformers finds no config at a source, and what to do: the rest of a sentence."""
     from transformers import CONFIG_MAPPING
 
     if "trust_remote_code" in str(error):
         return (
             ": its config.json needs custom code (auto_map), which only runs if the recipe allows it: set model.code: FOLDER "
-            "for code that you have, or model.trust_remote_code: true for the code in that folder. The file that trains is "
-            "generated from it with `patchgen generate NAME --source FOLDER`."
+            "for code that you have, or model.trust_remote_code: true for the code beside that config.json. The file that trains "
+            "is generated from it with `patchgen generate NAME --source FOLDER`."
         )
     if (model_type := _unknown_type(source)) is not None:
         return (
             f": its config.json says model_type '{model_type}', which transformers {transformers.__version__} does not know, "
-            f"and {f'the code of the recipe registers {code.model_types}' if code else 'no code is named'}. Name the folder "
-            f"with configuration_{model_type}.py and modeling_{model_type}.py as model.code, and generate the file that trains "
-            f"with `patchgen generate {model_type} --source FOLDER`."
+            f"and {f'the code of the recipe registers {recipe_code.model_types}' if recipe_code else 'no code is named'}. Name the "
+            f"folder with configuration_{model_type}.py and modeling_{model_type}.py as model.code, and generate the file that "
+            f"trains with `patchgen generate {model_type} --source FOLDER`."
         )
     close_matches = ", ".join(difflib.get_close_matches(source, list(CONFIG_MAPPING), n=3))
     return (
@@ -123,71 +125,92 @@ def _unknown_type(source: str) -> str | None:
     return model_type if isinstance(model_type, str) and model_type not in CONFIG_MAPPING else None
 
 
-def require_fields(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str, source: str) -> None:
-    """Refuses overrides that no code reads: config classes keep any attribute, so they would silently do nothing.
+def require_fields(config: PreTrainedConfig, overrides: Mapping[str, Any], key: str, modeling_source: str) -> None:
+    """Refuses overrides of fields that the config does not have and the modeling file does not read: config classes keep any
+    attribute, so they would silently do nothing.
 
     Args:
-        source: the model's source code, which may read fields that the config class does not declare (`head_dim`, often).
+        key: of the recipe, for the message.
+        modeling_source: the modeling file, which may read fields that the config class does not declare (`head_dim`, often).
+
+    Raises:
+        RecipeError: with the field and the nearest ones.
     """
     for name, value in overrides.items():
-        if not hasattr(config, name) and not re.search(rf"config\.{name}\b|config, \"{name}\"", source):
+        if not hasattr(config, name) and not re.search(rf"config\.{name}\b|config, \"{name}\"", modeling_source):
             near = difflib.get_close_matches(name, list(config.to_dict()), n=3)
             raise RecipeError(
-                f"{where}.{name}: {type(config).__name__} has no such field."
+                f"{key}.{name}: {type(config).__name__} has no such field."
                 + (f" Did you mean {', '.join(near)}?" if near else "")
             )
         inner = getattr(config, name, None)
         if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
-            require_fields(inner, value, f"{where}.{name}", source)
+            require_fields(inner, value, f"{key}.{name}", modeling_source)
 
 
 def _with_overrides(
-    config: PreTrainedConfig, overrides: Mapping[str, Any], given: Mapping[str, Any]
+    config: PreTrainedConfig, overrides: Mapping[str, Any], file_fields: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The fields of a config with some replaced, by the class's own names (`attribute_map`).
 
     Args:
-        given: the fields that the config was built from; the class filled in the others.
+        file_fields: the fields that the config was built from; the class filled in the others.
     """
-    replaced = {}
+    replacements = {}
     for name, value in overrides.items():
         inner, own_name = getattr(config, name, None), config.attribute_map.get(name, name)
         if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
             # Old files have the sub-config's fields at the top level.
-            flat = {field: given[field] for field in inner.to_dict().keys() & given.keys() - {"model_type"}}
-            value = _with_overrides(inner, value, given.get(own_name) or flat)
-        replaced[own_name] = value
-    return config.to_dict() | _derived(config, replaced, given) | replaced
+            top_level_fields = {
+                field: file_fields[field] for field in inner.to_dict().keys() & file_fields.keys() - {"model_type"}
+            }
+            value = _with_overrides(inner, value, file_fields.get(own_name) or top_level_fields)
+        replacements[own_name] = value
+    return config.to_dict() | _refilled_fields(config, replacements, file_fields) | replacements
 
 
-def _derived(config: PreTrainedConfig, replaced: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _refilled_fields(
+    config: PreTrainedConfig, replacements: Mapping[str, Any], file_fields: Mapping[str, Any]
+) -> dict[str, Any]:
     """The fields that the class now fills in differently: `layer_types`, say, if `num_hidden_layers` is replaced."""
     config_class, values = type(config), config.to_dict()
     before, after = (
-        config_class(**copy.deepcopy(fields)).to_dict() for fields in (dict(given), {**given, **replaced})
+        config_class(**copy.deepcopy(fields)).to_dict()
+        for fields in (dict(file_fields), {**file_fields, **replacements})
     )
     return {
         name: value
         for name, value in after.items()
-        # A config that contains this one may have filled in other values, which stay.
-        if given.get(name) is None and value != before.get(name) and before.get(name) == values.get(name)
+        # Fields that the file gives stay, as do values that a config which contains this one filled in otherwise.
+        if file_fields.get(name) is None and value != before.get(name) and before.get(name) == values.get(name)
     }
 
 
-def _require_applied(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
+def _require_applied(config: PreTrainedConfig, overrides: Mapping[str, Any], key: str) -> None:
+    """Raises RecipeError for an override that the config class changed to another value."""
     for name, value in overrides.items():
         inner = getattr(config, name)
         if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
-            _require_applied(inner, value, f"{where}.{name}")
+            _require_applied(inner, value, f"{key}.{name}")
         elif not isinstance(value, Mapping | list) and inner != value:
-            raise RecipeError(f"{where}.{name} = {value!r}, but {type(config).__name__} changed it to {inner!r}.")
+            raise RecipeError(f"{key}.{name} = {value!r}, but {type(config).__name__} changed it to {inner!r}.")
+
+
+_HEADS_OF_KINDS = {
+    head_kinds.CLASSIFICATION: "a sequence classifier",
+    head_kinds.TOKEN: "a token classifier",
+    head_kinds.ANSWERS: "a question-answering head",
+    head_kinds.BASE: "a base model without a head",
+    head_kinds.CONDITIONAL: "an encoder-decoder",
+}
 
 
 def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     """The generated model of a recipe on the meta device, with the parameters of `model.freeze` frozen.
 
     Raises:
-        RecipeError: no such model, or a pattern or target that matches none of its parameters.
+        RecipeError: no such model or no head for the objective, a head of another kind, an attention that cannot run here, or a
+            pattern or target that matches none of its parameters.
     """
     config = read_config(recipe.model)
     attention.register()
@@ -201,20 +224,20 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     )
     if trains_encoder_decoder:
         head = encoder_decoder.accept_packed_rows(head)
-    chosen = attention_choice.choose(recipe.model.attention, head, config, dtype=compute_dtype(recipe))
+    attention_names = attention_choice.choose(recipe.model.attention, head, config, dtype=compute_dtype(recipe))
     if objective.head is not None:
         head = _task_head(objective, head, config, recipe.objective.name)
     elif kind is not None and not trains_encoder_decoder:
         raise RecipeError(
             f"objective.name = {recipe.objective.name} trains language models, but {sys.modules[head.__module__].__file__} was "
-            f"generated for {head.__name__} ({kind}). Generate the causal head; sequence classification and reward models train "
-            "from it with objective.name = classification or reward, token classification, question answering and base models "
-            "with token_classification, question_answering and embedding. An encoder-decoder trains with "
+            f"generated for {head.__name__}, {_HEADS_OF_KINDS[kind]}. Generate the causal head; sequence classification and reward "
+            "models train from it with objective.name = classification or reward, token classification, question answering and "
+            "base models with token_classification, question_answering and embedding. An encoder-decoder trains with "
             "objective.name = next_token if its loss is the seam causal_lm_loss; train others in another trainer (docs/tasks)."
         )
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
-        model = head._from_config(config, attn_implementation=chosen, dtype=dtype)
+        model = head._from_config(config, attn_implementation=attention_names, dtype=dtype)
     if separate := recipe.model.separate_documents or trains_encoder_decoder:
         model_calls.separate_documents(model, separate)
     optimizers.freeze(model, recipe.model.freeze)
@@ -240,15 +263,18 @@ def _task_head(
         raise RecipeError(f"objective.name = {name}: {error}") from error
 
 
-def find_head(config: PreTrainedConfig, custom: architecture.CustomHeads = None) -> type[PreTrainedModel]:
-    """The generated head of a config, or of the sub-config that is trained (the thinker of an omni model).
+def find_head(config: PreTrainedConfig, recipe_heads: architecture.CustomHeads = None) -> type[PreTrainedModel]:
+    """The generated head of a config, or of the first of its sub-configs that has one (the thinker of an omni model).
 
     Args:
-        custom: the recipe's custom architecture or generated models, which take precedence.
+        recipe_heads: of the recipe's custom architecture or generated models, which take precedence.
+
+    Raises:
+        registry.UnknownModelError: neither has one; the error is that of the config itself.
     """
     first_error = None
     for candidate in (config, *_sub_configs(config)):
-        if custom is not None and (head := custom.head(candidate)) is not None:
+        if recipe_heads is not None and (head := recipe_heads.head(candidate)) is not None:
             return head
         try:
             return registry.find_head(candidate)
@@ -259,14 +285,14 @@ def find_head(config: PreTrainedConfig, custom: architecture.CustomHeads = None)
 
 
 def find_head_and_config(
-    config: PreTrainedConfig, custom: architecture.CustomHeads = None
+    config: PreTrainedConfig, recipe_heads: architecture.CustomHeads = None
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """`find_head`, and the config or sub-config that this head takes.
 
     Raises:
         registry.UnknownModelError: no generated file has the head or a model that it builds.
     """
-    head = find_head(config, custom)
+    head = find_head(config, recipe_heads)
     if head.config_class is not type(config):
         config = next(sub for sub in _sub_configs(config) if type(sub) is head.config_class)
     part_files(head, config)  # raises for a part without a generated file
@@ -298,29 +324,32 @@ def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:
     """Selects the kernels; returns seam -> implementation.
 
     Raises:
-        RecipeError: an unknown implementation, or a named seam that the model does not call.
+        RecipeError: an unknown implementation, a named seam that the model does not call, an unknown objective, or a model that
+            computes its loss without the seam that the objective needs.
     """
-    used, objective = report.seam_users(model), choose.objective_of(recipe.objective)
-    choose.require_seam(objective, model, used)
+    users_by_seam, objective = report.seam_users(model), choose.objective_of(recipe.objective)
+    choose.require_seam(objective, model, users_by_seam)
     if not objective.is_models_own:  # it computes from hidden states: no next-token loss kernel runs
-        used.pop("causal_lm_loss", None)
-    chosen = seams.for_training(used, {name: getattr(recipe.kernels, name) for name in seams.names()})
+        users_by_seam.pop("causal_lm_loss", None)
+    implementations = seams.for_training(
+        users_by_seam, {name: getattr(recipe.kernels, name) for name in seams.names()}
+    )
     try:
-        seams.configure(**dict.fromkeys(seams.names(), seams.EAGER) | chosen)
-        report.require_seams(used, chosen)
+        seams.configure(**dict.fromkeys(seams.names(), seams.EAGER) | implementations)
+        report.require_seams(users_by_seam, implementations)
     except ValueError as error:
         raise RecipeError(f"kernels: {error}") from error
-    return chosen
+    return implementations
 
 
-def parallel_config(section: ParallelSection, world: int) -> ParallelConfig:
-    """The layout of `world` ranks.
+def parallel_config(section: ParallelSection, world_size: int) -> ParallelConfig:
+    """The layout of `world_size` ranks.
 
     Raises:
         RecipeError: the sizes do not fit.
     """
     try:
-        return ParallelConfig.for_world(world, dp_replicate=section.dp_replicate, sp=section.sp, ep=section.ep)
+        return ParallelConfig.for_world(world_size, dp_replicate=section.dp_replicate, sp=section.sp, ep=section.ep)
     except ValueError as error:
         raise RecipeError(f"parallel: {error}") from error
 
@@ -360,14 +389,14 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> S
     if folder is None:
         initialise(model, weight_names(model), seed=recipe.train.seed)
     else:
-        loaded = load_pretrained(model, folder, **allowed_differences(recipe, model), seed=recipe.train.seed)
+        load_report = load_pretrained(model, folder, **allowed_differences(recipe, model), seed=recipe.train.seed)
         if _is_first_rank():
-            print(loaded, flush=True)  # reports what was initialised or left out
+            print(load_report, flush=True)  # reports what was initialised or left out
     return cast("ShardedModel", model)
 
 
-def set_padding(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Sets a classifier's padding token, if its config has none: it is needed to find the last token."""
+def set_pad_token(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Sets the pad token of a model with a new head (`TaskHead`) if its config has none: classifiers find the last token by it."""
     text = model.config.get_text_config()
     if isinstance(model, TaskHead) and text.pad_token_id is None and tokenizer is not None:
         text.pad_token_id = tokenizer.pad_token_id
@@ -382,8 +411,8 @@ def allowed_differences(recipe: Recipe, model: nn.Module) -> dict[str, tuple[str
     return {"allow_missing": missing, "allow_unexpected": unexpected}
 
 
-def is_from_checkpoint(recipe: Recipe, model: nn.Module) -> bool:
-    """Whether all weights must come from a checkpoint: one is given, and none of its weights may be missing."""
+def needs_all_weights(recipe: Recipe, model: nn.Module) -> bool:
+    """Whether all weights must come from a checkpoint: one is given, and none of the model's weights may be missing."""
     return find_weights(recipe.model) is not None and not allowed_differences(recipe, model)["allow_missing"]
 
 
@@ -394,22 +423,28 @@ def weight_names(model: nn.Module) -> list[str]:
     return parameters + [name for name, _ in model.named_buffers() if name in saved]
 
 
-def check_model(recipe: Recipe, model: PreTrainedModel, state: ParallelState, kernels: Mapping[str, str]) -> str:
-    """Refuses a model that computes other results on sequence slices; returns a report of what runs where."""
+def check_slices_and_report(
+    recipe: Recipe, model: PreTrainedModel, state: ParallelState, seam_implementations: Mapping[str, str]
+) -> str:
+    """Refuses a model that computes other results on sequence slices (collective); returns a report of what runs where.
+
+    Raises:
+        ValueError: as `selfcheck.require_sliceable`.
+    """
     from patchgen.runtime.parallel import selfcheck
 
     with parallel.using(state):
         selfcheck.require_sliceable(model, state, vocab_size=model.config.get_text_config().vocab_size)
-    return report.describe(model, state, kernels, _attention_by_layer(recipe) if _is_first_rank() else "")
+    return report.describe(model, state, seam_implementations, _attention_by_layer(recipe) if _is_first_rank() else "")
 
 
 def _attention_by_layer(recipe: Recipe) -> str:
     """Which kinds of layers get which attention; "" if there is one for all."""
-    names = recipe.model.attention
-    if names is None or names in attention.ORDER:
+    attention_names = recipe.model.attention
+    if attention_names is None or attention_names in attention.ORDER:
         return ""
     head, config = find_head_and_config(read_config(recipe.model), architecture.register(recipe.model))
-    return attention_choice.explain(head, config, names, compute_dtype(recipe))
+    return attention_choice.explain(head, config, attention_names, compute_dtype(recipe))
 
 
 def _is_first_rank() -> bool:

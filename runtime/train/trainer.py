@@ -90,8 +90,8 @@ class Trainer:
             else None
         )
         self.seams = models.configure_seams(recipe, self.model)
-        self.report = models.check_model(recipe, self.model, self.state, self.seams)
-        models.set_padding(self.model, self.parts.tokenizer)
+        self.report = models.check_slices_and_report(recipe, self.model, self.state, self.seams)
+        models.set_pad_token(self.model, self.parts.tokenizer)
         self.learning = learning.build(recipe, self.model, self.state, device, self.adapted)
         self.source_losses = self.build_source_losses(recipe.data)
         self.eval_source_losses = self.build_source_losses(recipe.eval_data)

@@ -4,10 +4,10 @@
 | --- | --- |
 | `vision_feature_layer` names layers of `vision_config` | the field's name |
 | `x.reshape(-1, self.config.audio_config.intermediate_size)` groups frames: it is a whole number of widths | the modeling file |
-| `self.config.audio_config.projection_bias`, which the class of the part does not have | the modeling file |
+| `self.config.audio_config.projection_bias`, which its class does not have, is set: no bias, or a small size | the modeling file |
 | a vocabulary has an id for each code of an image tokenizer | names in the modeling file |
 | the text model has the layers that `spatial_target_layers` names | the field's name |
-| a chunk of samples is a multiple of the hop | `hop_length` of the part that takes them |
+| a chunk of samples is a multiple of the hop | the last part whose full `hop_length` divides the full length |
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GROUPING_RESHAPE = re.compile(r"\.(?:reshape|view)\([^()]*\bconfig\.(\w+)\.(\w+)
 
 
 def relate_parts(parts: Mapping[str, SmallConfig], source: str) -> None:
-    """Sets the fields of small sub-configs that depend on each other.
+    """Sets the fields of small sub-configs that depend on other sub-configs, or that the modeling file reads of them.
 
     Args:
         parts: by the name of the sub-config.
@@ -42,6 +42,7 @@ def relate_parts(parts: Mapping[str, SmallConfig], source: str) -> None:
     for key, name in SUB_CONFIG_READ.findall(source):
         rule = sizes.rule_for(name)
         if key in parts and not hasattr(parts[key].config, name) and (rule is not None or name.endswith("_bias")):
+            # Of the largest declared value the small one is the rule's limit.
             setattr(parts[key].config, name, False if rule is None else rule.small(sys.maxsize))
     for key, name in GROUPING_RESHAPE.findall(source):
         if key not in parts:
@@ -112,7 +113,8 @@ def _small_layer_number(number: int, numbers: list[int] | tuple[int, ...], count
 
 
 def chunk_lengths(values: Mapping[str, object], parts: Mapping[str, SmallConfig]) -> dict[str, int]:
-    """Lengths of chunks in samples: `WINDOW` hops of the sub-config that takes them."""
+    """Lengths of chunks in samples: `WINDOW` small hops of the sub-config whose full hop divides the full length, the last of
+    several."""
     hops = {
         full: part.config.hop_length
         for part in parts.values()

@@ -44,13 +44,13 @@ def test_recomputation_reads_no_tokens_again(mode, two_ranks):
 
 @pytest.mark.parametrize(("final", "times"), [(True, 1), (False, 2)])
 def test_gradients_that_are_handed_over_leave_at_once_and_once(final, times, two_ranks):
-    assert two_ranks.run(cases_gradient_order.gradients_leave_once, final) == [times, times]
+    assert two_ranks.run(cases_gradient_order.count_gradient_sends, final) == [times, times]
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_gradients_that_nobody_waits_for_come_beside_the_next_exchange(mode, two_ranks):
     """Those of the layer above; of the last of two, when the backward ends."""
-    assert two_ranks.run(cases_gradient_order.late_gradients, mode) == [[0, 1, 0] * 2] * 2
+    assert two_ranks.run(cases_gradient_order.count_deferred_gradients, mode) == [[0, 1, 0] * 2] * 2
 
 
 @pytest.mark.parametrize("kind", ["uneven", "no tokens on rank 1", "slots left out"])
